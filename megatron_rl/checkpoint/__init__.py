@@ -1,0 +1,1 @@
+"""Weights in from and out to Hugging Face folders."""

@@ -1,0 +1,240 @@
+"""The configuration, as dataclasses with verl's group and key names.
+
+One class per group; the text under a field is its documentation. Batch sizes count prompts unless the name
+says `per_gpu`; `rollout.n` multiplies them. `per_gpu` means per data-parallel rank, as in verl.
+Fields typed `Any` with a `${...}` default follow another key until they are set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MISSING = "???"
+
+
+@dataclass
+class CustomRewardFunctionConfig:
+    path: str = MISSING
+    """Python file of the rule reward."""
+    name: str = "compute_score"
+    """Function in that file: (data_source, solution_str, ground_truth, extra_info=None) -> float."""
+
+
+@dataclass
+class DataConfig:
+    train_files: str = MISSING
+    """Parquet file with the training prompts, in verl's row schema."""
+    val_files: str = MISSING
+    """Parquet file with the held-out prompts."""
+    prompt_key: str = "prompt"
+    """Column with the chat messages (a list of {role, content}) or a plain string."""
+    train_batch_size: int = 64
+    """Prompts per training step."""
+    max_prompt_length: int = 512
+    """Longest prompt, in tokens."""
+    max_response_length: int = 512
+    """Longest response, in tokens."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than max_prompt_length; when false, one of them is an error."""
+    shuffle: bool = True
+    """Visit the training prompts in a new seeded order every epoch."""
+    seed: int = 0
+    """Seed of that order."""
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING
+    """Hugging Face folder: config.json, safetensors, tokenizer."""
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    lr_decay_style: str = "constant"
+    """constant | linear | cosine."""
+    lr_decay_steps: int = 1
+    """Optimizer steps until min_lr is reached (not used when constant)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's moment decay rates."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; biases and norms have none."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass
+class MegatronConfig:
+    tensor_model_parallel_size: int = 1
+    """TP: ranks that share every layer."""
+    pipeline_model_parallel_size: int = 1
+    """PP: consecutive stages of layers."""
+    dtype: str = "float32"
+    """Parameter and compute type: float32 | bfloat16."""
+
+
+@dataclass
+class ActorConfig:
+    ppo_mini_batch_size: int = 32
+    """Prompts per optimizer step (times rollout.n samples)."""
+    ppo_micro_batch_size_per_gpu: int = 64
+    """Samples per forward/backward pass."""
+    ppo_epochs: int = 1
+    """Passes over each step's samples."""
+    shuffle: bool = True
+    """Draw a new seeded split into mini-batches every epoch."""
+    clip_ratio: float = 0.2
+    """PPO's epsilon."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+@dataclass
+class ValKwargsConfig:
+    do_sample: bool = False
+    """Sample the validation answers; greedy when false."""
+    temperature: float = 1.0
+    """Temperature of those samples."""
+
+
+@dataclass
+class RolloutConfig:
+    name: str = "vllm"
+    """Generation engine; vllm is the only one."""
+    n: int = 1
+    """Samples per prompt."""
+    temperature: float = 1.0
+    """Sampling temperature, also applied to the trainer's log-probabilities."""
+    top_p: float = 1.0
+    """Nucleus sampling mass. Below 1 the sampled distribution is no longer the trained one."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 means all."""
+    tensor_model_parallel_size: int = "${actor_rollout_ref.actor.megatron.tensor_model_parallel_size}"  # type: ignore[assignment]
+    """TP of generation."""
+    max_num_seqs: int = 256
+    """Sequences decoded together in one replica."""
+    max_num_batched_tokens: int = 8192
+    """Tokens of one engine step."""
+    kv_cache_memory_bytes: int = 1 << 30
+    """KV cache of each rank; held only while generating."""
+    enforce_eager: bool = True
+    """No compiled or captured graphs."""
+    log_prob_micro_batch_size_per_gpu: int = 128
+    """Samples per forward pass when the trainer recomputes log-probabilities."""
+    logprob_diff_bound: float = 5e-5
+    """Largest allowed |log-prob of the rollout - log-prob of the trainer| on sampled tokens; beyond it the run stops.
+    5e-5 suits float32; bfloat16 needs about 0.1."""
+    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
+
+
+@dataclass
+class RefConfig:
+    log_prob_micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
+    """Samples per forward pass of the frozen reference."""
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+
+
+@dataclass
+class CriticModelConfig:
+    path: str = "${actor_rollout_ref.model.path}"
+    """Hugging Face folder of the critic's trunk; the value head starts fresh."""
+
+
+@dataclass
+class CriticConfig:
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    ppo_mini_batch_size: int = "${actor_rollout_ref.actor.ppo_mini_batch_size}"  # type: ignore[assignment]
+    ppo_micro_batch_size_per_gpu: int = "${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}"  # type: ignore[assignment]
+    forward_micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
+    ppo_epochs: int = "${actor_rollout_ref.actor.ppo_epochs}"  # type: ignore[assignment]
+    shuffle: bool = "${actor_rollout_ref.actor.shuffle}"  # type: ignore[assignment]
+    cliprange_value: float = 0.5
+    """How far a value may move from its old one before its loss is clipped."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    megatron: MegatronConfig = field(
+        default_factory=lambda: MegatronConfig(
+            tensor_model_parallel_size="${actor_rollout_ref.actor.megatron.tensor_model_parallel_size}",  # type: ignore[arg-type]
+            pipeline_model_parallel_size="${actor_rollout_ref.actor.megatron.pipeline_model_parallel_size}",  # type: ignore[arg-type]
+            dtype="${actor_rollout_ref.actor.megatron.dtype}",
+        )
+    )
+
+
+@dataclass
+class RewardModelConfig:
+    enable: bool = False
+    """A learned reward model; not available yet, so true is refused."""
+
+
+@dataclass
+class KlCtrlConfig:
+    type: str = "fixed"
+    """fixed is the only controller."""
+    kl_coef: float = 0.001
+    """Weight of the KL penalty."""
+
+
+@dataclass
+class AlgorithmConfig:
+    adv_estimator: str = "gae"
+    """gae is the only estimator."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    use_kl_in_reward: bool = True
+    """Subtract kl_coef * (old - reference log-prob) from every token's reward."""
+    kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
+
+
+@dataclass
+class TrainerConfig:
+    project_name: str = "megatron_rl"
+    experiment_name: str = "run"
+    device: str = "cuda"
+    """cpu | cuda. On cpu one process stands for one GPU."""
+    nnodes: int = 1
+    """Machines."""
+    n_gpus_per_node: int = 8
+    """Ranks per machine: GPUs, or processes when device=cpu."""
+    total_training_steps: int = 100
+    """Steps: one batch of prompts each."""
+    test_freq: int = 10
+    """Validate every so many steps; always after the last one; 0: only then."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
+    """Folder for metrics, summary, curves and the exported model."""
+    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    """Where metrics go: console, jsonl, tensorboard."""
+    seed: int = 1
+    """Seed of sampling, mini-batch splits and the fresh value head."""
+    export_hf: bool = True
+    """Write the trained actor as a Hugging Face folder at the end."""
+
+
+@dataclass
+class RunConfig:
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

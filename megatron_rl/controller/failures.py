@@ -1,0 +1,91 @@
+"""What went wrong on which rank, and which of several failures is the one to report: plain values, no processes.
+
+When one rank fails, its peers fail soon after, with "connection closed by peer" from the collective they were in.
+Only the first failure helps the user, so the choice is made here, in one pure function.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl import errors
+
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (is )?(closed|timeout)|closed by peer"
+    r"|timed out|connectfullmesh|nccl|gloo|Dist(Backend|Network|Store)Error",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank's failure in one verb, in plain picklable values (an arbitrary exception may not pickle).
+
+    wall_time: seconds since the epoch when it happened, by the clock of the node that saw it.
+    died: the process is gone; otherwise it raised `error_type` and lives.
+    error_class: what the driver raises for it; the worker's own class when that is one of `megatron_rl.errors`.
+    """
+
+    rank: int
+    role: str
+    verb: str
+    error_type: str
+    message: str
+    traceback: str
+    wall_time: float
+    died: bool = False
+    error_class: type[errors.MegatronRLError] = errors.WorkerFailure
+
+    @property
+    def looks_secondary(self) -> bool:
+        """Whether it reads like the loss of a peer rather than a fault of this rank's own."""
+        return not self.died and _LOST_PEER.search(f"{self.error_type}: {self.message}") is not None
+
+
+def describe(error: BaseException, *, rank: int, role: str, verb: str) -> RankFailure:
+    """The failure value of an exception just caught on a worker; frames of the catching function are left out."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    ours = [base for base in type(error).__mro__ if base.__module__ == errors.__name__]
+    return RankFailure(
+        rank=rank,
+        role=role,
+        verb=verb,
+        error_type=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(type(error), error, frames)),
+        wall_time=time.time(),
+        error_class=ours[0] if ours else errors.WorkerFailure,
+    )
+
+
+def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure the others follow from: a dead process first, then the earliest that is not a lost peer."""
+    return min(failures, key=lambda failure: (not failure.died, failure.looks_secondary, failure.wall_time))
+
+
+def to_error(failures: Sequence[RankFailure]) -> errors.MegatronRLError:
+    """The exception to raise in the driver for all that failed together; its message names the root cause.
+
+    `WorkerFailure`, or the worker's own class when the cause is one of `megatron_rl.errors` (the exit code is kept);
+    such messages are written for the user, so there the worker's traceback is a note instead of a part of the message.
+    """
+    cause = root_cause(failures)
+    written_for_user = cause.error_class is not errors.WorkerFailure
+    where = f"rank {cause.rank} ({cause.role})"
+    if cause.died:
+        message = f"{where}: the process died during {cause.verb}. {cause.message}"
+    elif written_for_user:
+        message = f"{where}, in {cause.verb}: {cause.message}"
+    else:
+        message = f"{where} raised {cause.error_type} in {cause.verb}: {cause.message}\n\n{cause.traceback.rstrip()}"
+    others = sorted({failure.rank for failure in failures} - {cause.rank})
+    if others:
+        message += f"\n{len(others)} other rank(s) failed after it: {', '.join(map(str, others))}"
+    error = cause.error_class(message)
+    if written_for_user:
+        error.add_note(f"on the worker:\n{cause.traceback}")
+    return error

@@ -1,0 +1,111 @@
+"""A pool of ranks reserved from Ray: one bundle (a CPU, and a GPU where there are any) for each rank.
+
+Ray is started on this machine, or joined where the environment variable RAY_ADDRESS names a running cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_rl.controller.signals import keeping_sigterm_handler
+from megatron_rl.errors import ConfigError
+
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+class ResourcePool:
+    """`num_nodes * num_ranks_per_node` reserved ranks, numbered node by node; use it as a context manager.
+
+    Each node's ranks are one placement group, kept together on one machine (Ray may put two such groups on one
+    machine that is large enough). `device_kind` is "cpu" or "cuda". On leaving, the reservation is given back and Ray
+    is shut down, unless it was already initialised in this process before.
+    """
+
+    def __init__(
+        self, num_nodes: int, num_ranks_per_node: int, device_kind: str, *, ready_timeout_s: float = 30.0
+    ) -> None:
+        self.num_ranks_per_node = num_ranks_per_node
+        self.world_size = num_nodes * num_ranks_per_node
+        self._num_nodes = num_nodes
+        self._bundle = {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
+        self._ready_timeout_s = ready_timeout_s
+        self._groups: list[PlacementGroup] = []
+        self._started_ray = False
+
+    def __enter__(self) -> ResourcePool:
+        """Reserve the ranks. Raises ConfigError when the cluster does not have them within `ready_timeout_s`."""
+        if not ray.is_initialized():
+            self._start_ray()
+        try:
+            self._reserve()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+
+    def local_rank(self, rank: int) -> int:
+        """Index of a rank on its node."""
+        return rank % self.num_ranks_per_node
+
+    def device_index(self, rank: int) -> int:
+        """Index of a rank's device among those its process sees: Ray shows each process its own GPU only."""
+        return 0 if "GPU" in self._bundle else self.local_rank(rank)
+
+    def actor_options(self, rank: int) -> dict[str, Any]:
+        """Ray actor options that place an actor on the bundle of `rank`; the pool must have been entered."""
+        strategy = PlacementGroupSchedulingStrategy(
+            self._groups[rank // self.num_ranks_per_node],
+            placement_group_bundle_index=self.local_rank(rank),
+        )
+        return {
+            "scheduling_strategy": strategy,
+            "num_cpus": self._bundle["CPU"],
+            "num_gpus": self._bundle.get("GPU", 0),
+        }
+
+    def _start_ray(self) -> None:
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        address = os.environ.get("RAY_ADDRESS")
+        # One CPU per rank, however many there are: ranks on CPU take turns on the cores this machine has.
+        local = {} if address else {"num_cpus": self.world_size, "include_dashboard": False}
+        with keeping_sigterm_handler():
+            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
+        self._started_ray = True
+
+    def _reserve(self) -> None:
+        deadline = time.monotonic() + self._ready_timeout_s
+        bundles = [self._bundle] * self.num_ranks_per_node
+        self._groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(self._num_nodes)]
+        for group in self._groups:
+            if not group.wait(max(0.0, deadline - time.monotonic())):
+                raise ConfigError(
+                    f"the cluster cannot give {self._num_nodes} node(s) with {self.num_ranks_per_node} x "
+                    f"[{_listing(self._bundle)}] each within {self._ready_timeout_s:g} s: it has "
+                    f"[{_listing(ray.cluster_resources())}] in all, [{_listing(ray.available_resources())}] free"
+                )
+
+    def _release(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+        if self._started_ray:
+            ray.shutdown()
+            self._started_ray = False
+
+
+def _listing(resources: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {resources.get(kind, 0):g}" for kind in ("CPU", "GPU"))

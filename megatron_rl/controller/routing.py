@@ -1,0 +1,120 @@
+"""How one call's rows reach the ranks and how the ranks' answers become one result: pure, no processes.
+
+    (args, kwargs) --split_call--> one payload per chunk ... one answer per chunk --join_answers--> the result
+
+A chunk is what one data-parallel rank or one rollout replica works on; every rank of it gets the same payload.
+Sizes of chunks differ by at most one row. A chunk without rows still has to run, since its ranks take part in
+collectives: it is padded with a copy of row 0, and its answer is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import is_tensor_collection
+
+from megatron_rl.dispatch import Coordinates, Dispatch
+
+Payload = tuple[tuple, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which ranks run a call, on which chunk each, and the ranks whose answers count.
+
+    chunk_of_rank: every called rank and the index of its chunk.
+    collectors: for a splitting dispatch the answering rank of each chunk, in chunk order; else all called ranks.
+    """
+
+    chunk_of_rank: dict[int, int]
+    collectors: tuple[int, ...]
+
+
+def route_call(dispatch: Dispatch, world_size: int, coordinates: Sequence[Coordinates]) -> Route:
+    """The route of a call under `dispatch`; `coordinates` may be empty where rows are not split.
+
+    Raises ValueError when a chunk does not have exactly one collector, which is a fault of the reported coordinates.
+    """
+    match dispatch:
+        case Dispatch.RANK_ZERO:
+            return Route({0: 0}, collectors=(0,))
+        case Dispatch.ONE_TO_ALL:
+            return Route(dict.fromkeys(range(world_size), 0), collectors=tuple(range(world_size)))
+        case Dispatch.DP:
+            places = [(place.rank, place.dp_rank, place.dp_collector) for place in coordinates]
+            num_chunks = coordinates[0].dp_size
+        case Dispatch.ROLLOUT_DP:
+            places = [(place.rank, place.replica, place.replica_collector) for place in coordinates]
+            num_chunks = coordinates[0].num_replicas
+    collectors = sorted((chunk, rank) for rank, chunk, collects in places if collects)
+    if [chunk for chunk, _ in collectors] != list(range(num_chunks)):
+        raise ValueError(f"{dispatch.name} needs one collector for each of {num_chunks} chunks, got {collectors}")
+    return Route({rank: chunk for rank, chunk, _ in places}, tuple(rank for _, rank in collectors))
+
+
+def is_record(value: object) -> bool:
+    """Whether a call's argument or answer is a batch of rows (a TensorClass or TensorDict)."""
+    return is_tensor_collection(value) and not isinstance(value, type)
+
+
+def chunk_sizes(num_rows: int, num_chunks: int) -> list[int]:
+    """Rows per chunk: contiguous, in order, the first `num_rows % num_chunks` chunks one row larger."""
+    smaller, num_larger = divmod(num_rows, num_chunks)
+    return [smaller + (chunk < num_larger) for chunk in range(num_chunks)]
+
+
+def split_call(args: tuple, kwargs: dict[str, Any], num_chunks: int) -> tuple[list[Payload], list[int] | None]:
+    """One payload per chunk, and the number of real rows in each (None when the call carries no record).
+
+    Top-level arguments that are records are split, all others go whole into every payload.
+    Raises ValueError when records of one call differ in rows or have none.
+    """
+    row_counts = [len(value) for value in (*args, *kwargs.values()) if is_record(value)]
+    if not row_counts:
+        return [(args, kwargs)] * num_chunks, None
+    if len(set(row_counts)) > 1:
+        raise ValueError(f"the records of one call must have the same number of rows, got {row_counts}")
+    if row_counts[0] == 0:
+        raise ValueError("the records of a call have no rows: there is nothing to split, nor a row to pad with")
+    sizes = chunk_sizes(row_counts[0], num_chunks)
+    payloads: list[Payload] = []
+    start = 0
+    for size in sizes:
+        stop = start + size
+        payloads.append(
+            (
+                tuple(_chunk(value, start, stop) for value in args),
+                {name: _chunk(value, start, stop) for name, value in kwargs.items()},
+            )
+        )
+        start = stop
+    return payloads, sizes
+
+
+def _chunk(value: Any, start: int, stop: int) -> Any:
+    """Rows `start:stop` of a record, or its padding row when there are none; anything else unchanged."""
+    if not is_record(value):
+        return value
+    if start == stop:
+        padding = value[:1].clone()
+        return padding.neutral() if hasattr(type(value), "neutral") else padding
+    return value[start:stop].clone()  # a bare slice would pickle the storage of the whole batch
+
+
+def join_answers(answers: Sequence[Any], sizes: Sequence[int] | None) -> Any:
+    """One result from one answer per chunk; answers of chunks without real rows are dropped.
+
+    Records are concatenated in chunk order; of dicts (which workers reduce over ranks themselves) the first counts;
+    None from all is None; anything else is a list with one entry per chunk.
+    """
+    real = [answer for chunk, answer in enumerate(answers) if sizes is None or sizes[chunk] > 0]
+    if all(answer is None for answer in real):
+        return None
+    if all(is_record(answer) for answer in real):
+        return torch.cat(real)
+    if all(isinstance(answer, dict) for answer in real):
+        return real[0]
+    return real

@@ -1,0 +1,131 @@
+"""The process of one rank, and what the driver hears from it.
+
+On the rank's side a Ray actor holds the user's worker and reports failures as plain values; on the driver's side
+`read_report` speaks in the name of a process that can no longer report.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ray
+from ray import ObjectRef, cloudpickle
+from ray.exceptions import RayActorError, RayError
+
+from megatron_rl.controller.failures import RankFailure, describe
+from megatron_rl.controller.routing import Payload
+
+_EXIT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Where a rank's process runs; `free_port` was free on `host` a moment ago."""
+
+    pid: int
+    node_id: str
+    host: str
+    free_port: int
+
+
+class Call(NamedTuple):
+    """What one rank was asked to do."""
+
+    rank: int
+    role: str
+    verb: str
+
+
+class WorkerProcess:
+    """One rank: created empty, then told what to construct, then called verb by verb.
+
+    The worker class is imported in `construct`, not on creation, so that a failing import is reported like any other
+    failure. Nothing raised by the worker leaves this class as an exception.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._worker: Any = None
+
+    def describe_process(self) -> ProcessInfo:
+        """Answer once the process is up."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), host, port)
+
+    def construct(self, role: str, env: dict[str, str], pickled: bytes) -> RankFailure | None:
+        """Build the worker from `cloudpickle.dumps((worker_class, args))`, with `env` in the environment."""
+
+        def build() -> None:
+            worker_class, args = cloudpickle.loads(pickled)
+            self._worker = worker_class(*args)
+
+        os.environ.update(env)
+        failure, _ = self._attempt(role, "__init__", build)
+        return failure
+
+    @ray.method(num_returns=2)
+    def call(self, role: str, verb: str, wanted: bool, payload: Payload) -> tuple[RankFailure | None, Any]:
+        """Run a verb: (failure or None, its answer). The driver reads the second part of collectors only (`wanted`)."""
+        args, kwargs = payload
+        failure, answer = self._attempt(role, verb, getattr(self._worker, verb), *args, **kwargs)
+        return failure, answer if wanted else None
+
+    def _attempt(
+        self, role: str, verb: str, body: Callable, /, *args: Any, **kwargs: Any
+    ) -> tuple[RankFailure | None, Any]:
+        try:
+            return None, body(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            return describe(error, rank=self._rank, role=role, verb=verb), None
+
+
+def read_report(report: ObjectRef, call: Call) -> RankFailure | None:
+    """The worker's own report, or one in its name when its process died or Ray could not carry its answer."""
+    try:
+        return ray.get(report)
+    except RayActorError as error:
+        details = [line for line in str(error).splitlines()[1:] if not line.startswith("\t")]
+        return RankFailure(
+            *call,
+            error_type=type(error).__name__,
+            message="\n".join(details),
+            traceback="",
+            wall_time=time.time(),
+            died=True,
+        )
+    except RayError as error:
+        return RankFailure(
+            *call,
+            error_type=type(error).__name__,
+            message=str(error).splitlines()[-1],
+            traceback=str(error),
+            wall_time=time.time(),
+        )
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    """Return when no process of this node has one of `pids`; those that outlive the time-out are killed."""
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    while pids := [pid for pid in pids if exists(pid)]:
+        if time.monotonic() > deadline:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.02)
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,41 @@
+"""The one place that knows CPU from CUDA: device, collective backend, memory in use."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """The compute device of a rank: `kind` is "cpu" or "cuda", `local_rank` the index among its node's GPUs."""
+
+    kind: str
+    local_rank: int = 0
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.kind, self.local_rank) if self.kind == "cuda" else torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        """Collective backend spec for `init_process_group`: CPU tensors always travel over gloo."""
+        return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
+
+    @property
+    def batched_p2p(self) -> bool:
+        """Whether pipeline sends and receives are posted as one batch; gloo has no batched form."""
+        return self.kind == "cuda"
+
+    def activate(self) -> None:
+        """Make this the calling process's default CUDA device; nothing to do on CPU."""
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.local_rank)
+
+    def peak_memory_bytes(self) -> int:
+        """Peak bytes so far: allocated on the GPU, or this process's peak resident set on CPU."""
+        if self.kind == "cuda":
+            return torch.cuda.max_memory_allocated(self.local_rank)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

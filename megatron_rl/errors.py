@@ -1,0 +1,34 @@
+"""The errors a user can cause or must be told about, each with its process exit code.
+
+Every message prints the values, the rule they break and the nearest valid choice.
+"""
+
+
+class MegatronRLError(Exception):
+    """Base of all errors this package raises on purpose; `exit_code` is what the command line exits with."""
+
+    exit_code = 1
+
+
+class ConfigError(MegatronRLError):
+    """The configuration, or a file it names, cannot work. Raised before any process is started."""
+
+    exit_code = 2
+
+
+class WorkerFailure(MegatronRLError):
+    """A worker raised, or its process died. The message names rank, role, method and the worker's traceback."""
+
+    exit_code = 3
+
+
+class RewardError(MegatronRLError):
+    """The user's reward function raised or returned something that is not a score."""
+
+    exit_code = 4
+
+
+class ParityError(MegatronRLError):
+    """Two computations that must agree (rollout and trainer, export and trainer) differ beyond their bound."""
+
+    exit_code = 5

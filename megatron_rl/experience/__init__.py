@@ -1,0 +1,1 @@
+"""From samples to training batches: assembling experience, mini-batches, micro-batches."""

@@ -1,0 +1,1 @@
+"""Pure tensor maths: advantages, policy, value, KL, entropy."""

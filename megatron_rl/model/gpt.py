@@ -1,0 +1,118 @@
+"""From a Hugging Face config to one rank's Megatron model: language model or value model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from transformers import PretrainedConfig
+
+from megatron_rl.device import Device
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.families import family_of, padded_vocab_size
+from megatron_rl.model.norm import RMSNorm
+from megatron_rl.model.value_head import ValueHead
+from megatron_rl.parallel.mpu import TrainGroups
+
+
+def transformer_config(
+    hf_config: PretrainedConfig, groups: TrainGroups, dtype: torch.dtype, device: Device
+) -> TransformerConfig:
+    """Megatron's configuration of the model on this rank. Raises ConfigError for an unknown architecture."""
+    family = family_of(hf_config.architectures)
+    return TransformerConfig(
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        num_attention_heads=hf_config.num_attention_heads,
+        num_query_groups=hf_config.num_key_value_heads,
+        kv_channels=head_size(hf_config),
+        ffn_hidden_size=hf_config.intermediate_size,
+        tensor_model_parallel_size=groups.grid.tp_size,
+        pipeline_model_parallel_size=groups.grid.pp_size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Weights always come from a checkpoint, so none are drawn; the caller moves the model to its device.
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        # The fused kernels need CUDA extensions; without them one code path serves every device.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        batch_p2p_comm=device.batched_p2p,
+    )
+
+
+def head_size(hf_config: PretrainedConfig) -> int:
+    """Size of one attention head; Qwen2 and Llama configs may leave it implicit."""
+    explicit = hf_config.to_dict().get("head_dim")
+    return explicit or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The decoder stack of this rank's stage, with our attention and norms in Megatron's own layers."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.module = StackedQKVSelfAttention
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=CausalAttention)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+def build_language_model(hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups) -> GPTModel:
+    """This rank's stage of the language model, weights not yet loaded. All ranks must call."""
+    return GPTModel(
+        config,
+        layer_spec(config),
+        vocab_size=padded_vocab_size(hf_config.vocab_size),
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=rope_theta(hf_config),
+    )
+
+
+def build_value_model(
+    hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, head_seed: int
+) -> GPTModel:
+    """The same trunk with a fresh head that maps each hidden state to one value. All ranks must call."""
+    model = GPTModel(
+        config,
+        layer_spec(config),
+        vocab_size=padded_vocab_size(hf_config.vocab_size),
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=rope_theta(hf_config),
+    )
+    if groups.is_last_stage:
+        model.output_layer = ValueHead(config, head_seed)
+    return model
+
+
+def rope_theta(hf_config: PretrainedConfig) -> float:
+    """Base of the rotary embedding. Raises ConfigError for a scaled one, which is not supported."""
+    rope = hf_config.rope_parameters
+    if rope["rope_type"] != "default":
+        raise ConfigError(f"rope_type {rope['rope_type']!r} is not supported; known: 'default'")
+    return rope["rope_theta"]

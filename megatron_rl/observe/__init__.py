@@ -1,0 +1,1 @@
+"""What a run shows and records: metrics, timers, progress, tables and pictures."""

@@ -1,0 +1,66 @@
+"""From the tensors of one step to the numbers that are logged, under verl's names. Pure.
+
+Legend: B samples, T response tokens of all samples, laid end to end.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def score_metrics(
+    scores: torch.Tensor,
+    rewards_flat: torch.Tensor,
+    advantages_flat: torch.Tensor,
+    returns_flat: torch.Tensor,
+    values_flat: torch.Tensor,
+) -> dict[str, float]:
+    """Statistics of `scores` [B], the task rewards, and of float tensors [T]; T >= 2 for a variance.
+
+    `critic/rewards/mean` is per sample, as in verl: the sum of its token rewards (score minus KL penalty).
+    `critic/vf_explained_var` is 1 - Var(returns - values) / (Var(returns) + 1e-5): 1 is a perfect critic, 0 is as
+    good as a constant, and it can fall far below 0.
+    """
+    residual_variance = (returns_flat - values_flat).var()
+    return {
+        **_statistics("critic/score", scores),
+        "critic/rewards/mean": (rewards_flat.sum() / scores.numel()).item(),
+        **_statistics("critic/advantages", advantages_flat),
+        **_statistics("critic/returns", returns_flat),
+        **_statistics("critic/values", values_flat),
+        "critic/vf_explained_var": (
+            1 - residual_variance / (returns_flat.var() + 1e-5)
+        ).item(),
+    }
+
+
+def length_metrics(
+    prompt_lengths: torch.Tensor,
+    response_lengths: torch.Tensor,
+    truncated: torch.Tensor,
+) -> dict[str, float]:
+    """Statistics of lengths in tokens, int64 [B], and the share of responses cut off (`truncated` bool [B])."""
+    return {
+        **_statistics("prompt_length", prompt_lengths),
+        **_statistics("response_length", response_lengths),
+        "response_length/clip_ratio": truncated.float().mean().item(),
+    }
+
+
+def throughput_metrics(
+    num_tokens: int, step_seconds: float, num_ranks: int
+) -> dict[str, float]:
+    """Tokens of the step (prompts and responses), its seconds, and tokens per second per rank."""
+    return {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": step_seconds,
+        "perf/throughput": num_tokens / (step_seconds * num_ranks),
+    }
+
+
+def _statistics(name: str, values: torch.Tensor) -> dict[str, float]:
+    return {
+        f"{name}/mean": values.float().mean().item(),
+        f"{name}/max": float(values.max().item()),
+        f"{name}/min": float(values.min().item()),
+    }

@@ -1,0 +1,263 @@
+"""The picture of a run: small multiples drawn from its metrics.jsonl. Panels without data are left out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
+
+from megatron_rl.errors import ConfigError
+
+Series = dict[str, tuple[list[int], list[float]]]
+
+COLUMNS = 3
+INK, FAINT = "#1f2933", "#9aa5b1"
+TITLE = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
+COLORS = (
+    "#0b7a75",
+    "#d1495b",
+    "#edae49",
+    "#30638e",
+    "#7b6d8d",
+    "#8cb369",
+    "#c97b63",
+    "#5c6b73",
+    "#b5a642",
+)
+PHASES = (
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "reshard",
+)
+NO_PHASES = ("step", "testing")
+LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
+    ("Mean reward", {"critic/score/mean": "task reward"}, "linear"),
+    (
+        "Rollout and trainer: |log-prob difference|",
+        {
+            "training/rollout_probs_diff_max": "largest",
+            "training/rollout_probs_diff_mean": "mean",
+        },
+        "log",
+    ),
+    (
+        "KL",
+        {
+            "actor/reward_kl_penalty": "policy to reference",
+            "actor/kl_loss": "loss term",
+            "actor/ppo_kl": "update to old policy",
+        },
+        "linear",
+    ),
+    ("Entropy (nats per token)", {"actor/entropy": "policy"}, "linear"),
+    (
+        "Gradient norm",
+        {"actor/grad_norm": "actor", "critic/grad_norm": "critic"},
+        "log",
+    ),
+)
+
+
+def plot_curves(metrics_jsonl: Path, output_png: Path) -> None:
+    """Draw the metrics of `metrics_jsonl` (one object per line with "step") to `output_png`.
+
+    Raises ConfigError if no panel has data.
+    """
+    series = _read_series(metrics_jsonl)
+    panels = _panels(series)
+    if not panels:
+        raise ConfigError(
+            f"{metrics_jsonl} holds no metric that has a panel; it holds {', '.join(series) or 'nothing'}"
+        )
+    figure_rows = math.ceil(len(panels) / COLUMNS)
+    figure = Figure(
+        figsize=(5.0 * min(COLUMNS, len(panels)), 3.1 * figure_rows),
+        dpi=130,
+        layout="constrained",
+    )
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(figure_rows, min(COLUMNS, len(panels)))
+    for number, draw in enumerate(panels):
+        row, column = divmod(number, COLUMNS)
+        last = number == len(panels) - 1
+        axes = figure.add_subplot(grid[row, column:] if last else grid[row, column])
+        draw(axes)
+        _dress(axes)
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output_png)
+
+
+def _read_series(metrics_jsonl: Path) -> Series:
+    """Steps and values per metric; a null is a gap (NaN)."""
+    series: Series = {}
+    for line in metrics_jsonl.read_text().splitlines():
+        record = json.loads(line)
+        step = record.pop("step")
+        for name, value in record.items():
+            steps, values = series.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(math.nan if value is None else value)
+    return series
+
+
+def _panels(series: Series) -> list[Callable[[Axes], None]]:
+    """One drawing function per panel that has data."""
+    panels: list[Callable[[Axes], None]] = []
+    accuracy = [name for name in series if name.startswith("val-core/")]
+    if accuracy:
+        panels.append(lambda axes: _draw_accuracy(axes, series, accuracy))
+    for title, names, scale in LINE_PANELS:
+        present = {name: label for name, label in names.items() if name in series}
+        if present:
+            panels.append(
+                lambda axes, title=title, present=present, scale=scale: _draw_lines(
+                    axes, series, title, present, scale
+                )
+            )
+    timed = [
+        name.removeprefix("timing_s/")
+        for name in series
+        if name.startswith("timing_s/")
+    ]
+    phases = [phase for phase in PHASES if phase in timed]
+    phases += [phase for phase in timed if phase not in (*PHASES, *NO_PHASES)]
+    if phases:
+        panels.append(lambda axes: _draw_phases(axes, series, phases))
+    return panels
+
+
+def _draw_accuracy(axes: Axes, series: Series, names: Sequence[str]) -> None:
+    for name, color in zip(names, _cycle(len(names)), strict=True):
+        steps, values = series[name]
+        label = name.removeprefix("val-core/")
+        axes.plot(
+            steps,
+            values,
+            color=color,
+            marker="o",
+            markersize=4,
+            label=label if len(names) > 1 else None,
+        )
+        if steps[0] == 0:
+            axes.plot(
+                steps[0],
+                values[0],
+                "o",
+                markersize=8,
+                markerfacecolor="white",
+                markeredgecolor=color,
+            )
+            axes.annotate(
+                f"before {values[0]:.1%}",
+                (steps[0], values[0]),
+                (10, -4),
+                textcoords="offset points",
+                fontsize=9,
+            )
+        if len(steps) > 1:
+            axes.annotate(
+                f"{values[-1]:.1%}",
+                (steps[-1], values[-1]),
+                (0, -16),
+                textcoords="offset points",
+                ha="right",
+                fontsize=9,
+            )
+    axes.set_ylim(-0.03, 1.05)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    title = (
+        "Held-out accuracy"
+        if len(names) > 1
+        else f"Held-out accuracy: {names[0].removeprefix('val-core/')}"
+    )
+    axes.set_title(title, **TITLE)
+
+
+def _draw_lines(
+    axes: Axes, series: Series, title: str, names: dict[str, str], scale: str
+) -> None:
+    for (name, label), color in zip(names.items(), _cycle(len(names)), strict=True):
+        steps, values = series[name]
+        if scale == "log":
+            values = [value if value > 0 else math.nan for value in values]
+        axes.plot(steps, values, color=color, label=label if len(names) > 1 else None)
+    if scale == "log":
+        _whole_decades(axes)
+    axes.set_title(title, **TITLE)
+
+
+def _whole_decades(axes: Axes) -> None:
+    """A log scale from one power of ten to another, so that both ends carry a label."""
+    axes.set_yscale("log")
+    low, high = axes.dataLim.intervaly
+    if 0 < low <= high < math.inf:
+        bottom = math.floor(math.log10(low))
+        axes.set_ylim(
+            10.0**bottom, 10.0 ** max(math.ceil(math.log10(high)), bottom + 1)
+        )
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_phases(axes: Axes, series: Series, phases: Sequence[str]) -> None:
+    """Stacked bars, one per step; validation is left out because it would dwarf the steps that have one."""
+    floor: dict[int, float] = {}
+    for phase, color in zip(phases, _cycle(len(phases)), strict=True):
+        steps, seconds = series[f"timing_s/{phase}"]
+        heights = [0.0 if math.isnan(value) else value for value in seconds]
+        bottoms = [floor.get(step, 0.0) for step in steps]
+        axes.bar(
+            steps,
+            heights,
+            width=1.0,
+            bottom=bottoms,
+            color=color,
+            label=phase,
+            linewidth=0,
+        )
+        floor.update(
+            {
+                step: low + high
+                for step, low, high in zip(steps, bottoms, heights, strict=True)
+            }
+        )
+    axes.set_title("Seconds per step, by phase (without validation)", **TITLE)
+
+
+def _dress(axes: Axes) -> None:
+    """The look all panels share."""
+    axes.set_xlabel("step", color=FAINT)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color=FAINT, alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=8.5)
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 4:
+        axes.legend(
+            handles[::-1],
+            labels[::-1],
+            frameon=False,
+            fontsize=8.5,
+            loc="upper left",
+            bbox_to_anchor=(1.0, 1.0),
+        )
+    elif labels:
+        axes.legend(frameon=False, fontsize=8.5)
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLORS[number % len(COLORS)] for number in range(count)]

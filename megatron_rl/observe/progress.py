@@ -1,0 +1,62 @@
+"""The live line at the bottom of a terminal: how far the run is and what it is doing."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+
+class RunProgress:
+    """A context manager round one progress bar. Shows nothing where `console` is not a terminal."""
+
+    def __init__(self, total_steps: int, console: Console):
+        """`total_steps` of training; print to the same `console` to write above the bar."""
+        self._progress = Progress(
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            TextColumn("[cyan]{task.fields[phase]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(
+            "train", total=total_steps, facts="", phase=""
+        )
+
+    def __enter__(self) -> Self:
+        """Start drawing."""
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop drawing and leave the last state on screen."""
+        self._progress.stop()
+
+    def phase(self, name: str) -> None:
+        """Show what runs now; fits `PhaseTimer(on_phase=...)`."""
+        self._progress.update(self._task, phase=name)
+
+    def step(
+        self, step: int, reward: float, accuracy: float | None, step_seconds: float
+    ) -> None:
+        """Steps done so far, the mean reward of the last, the newest held-out accuracy if any, seconds of the step."""
+        facts = [f"reward {reward:.3f}", f"{step_seconds:.1f} s/step"]
+        if accuracy is not None:
+            facts.insert(1, f"accuracy {accuracy:.3f}")
+        self._progress.update(self._task, completed=step, facts="  ".join(facts))

@@ -1,0 +1,86 @@
+"""The training groups: the only caller of megatron-core's `initialize_model_parallel`.
+
+Everything else receives a `TrainGroups` and asks it, so that no code path depends on Megatron's globals by accident.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_rl.parallel.rank_grid import TrainGrid
+
+
+@dataclass(frozen=True)
+class TrainGroups:
+    """One rank's place in the training grid and the process groups it belongs to."""
+
+    grid: TrainGrid
+    rank: int
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+
+    @property
+    def tp_rank(self) -> int:
+        return self.grid.tp_rank(self.rank)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.grid.dp_rank(self.rank)
+
+    @property
+    def pp_rank(self) -> int:
+        return self.grid.pp_rank(self.rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.grid.pp_size - 1
+
+    @property
+    def is_dp_collector(self) -> bool:
+        """Whether this rank speaks for its data-parallel rank: tp_rank 0 of the last stage."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def initialize_mpu(grid: TrainGrid, seed: int) -> TrainGroups:
+    """Create Megatron's groups and RNG tracker; every rank must call, once, after `init_process_group`.
+
+    Raises RuntimeError if Megatron's idea of this rank's place differs from the grid's.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=grid.tp_size,
+        pipeline_model_parallel_size=grid.pp_size,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
+    groups = TrainGroups(
+        grid=grid,
+        rank=dist.get_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+    )
+    megatrons = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    ours = (groups.tp_rank, groups.dp_rank, groups.pp_rank)
+    if megatrons != ours:
+        raise RuntimeError(f"rank {groups.rank}: Megatron places it at (tp, dp, pp) {megatrons}, the grid at {ours}")
+    return groups
+
+
+def destroy_mpu() -> None:
+    """Drop Megatron's groups, so that another grid can be made in this process (tests do)."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,50 @@
+"""The rollout groups: vLLM's parallel state, checked against the rollout grid.
+
+vLLM makes its own tensor-parallel group while the engine is built, inside the process group that training already
+initialised. This module reads it once and refuses a grid that vLLM did not follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_rl.parallel.rank_grid import RolloutGrid
+
+
+@dataclass(frozen=True)
+class RolloutGroups:
+    """One rank's place in the rollout grid. `tp_group` is vLLM's own coordinator's device group."""
+
+    grid: RolloutGrid
+    rank: int
+    tp_group: dist.ProcessGroup
+
+    @property
+    def replica(self) -> int:
+        return self.grid.replica(self.rank)
+
+    @property
+    def tp_rank(self) -> int:
+        return self.grid.tp_rank(self.rank)
+
+    @property
+    def is_replica_collector(self) -> bool:
+        """Whether this rank's samples represent its replica: the first of its rollout TP group."""
+        return self.tp_rank == 0
+
+
+def read_rollout_groups(grid: RolloutGrid) -> RolloutGroups:
+    """vLLM's TP group as the engine built it; every rank may call, after the engine exists.
+
+    Raises RuntimeError when vLLM's group is not the one the grid gives this rank.
+    """
+    from vllm.distributed import parallel_state as vllm_ps
+
+    rank = dist.get_rank()
+    coordinator = vllm_ps.get_tp_group()
+    expected = grid.tp_groups()[grid.replica(rank)]
+    if list(coordinator.ranks) != expected:
+        raise RuntimeError(f"rank {rank}: vLLM's TP group is {coordinator.ranks}, the rollout grid says {expected}")
+    return RolloutGroups(grid=grid, rank=rank, tp_group=coordinator.device_group)

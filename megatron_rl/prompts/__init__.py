@@ -1,0 +1,1 @@
+"""Prompts: the dataset on disk, as tokens, and the order in which training visits it."""

@@ -1,0 +1,186 @@
+"""Typed records that travel between stages. Shapes live here.
+
+Legend: B rows (samples), P prompt tokens, R response tokens, L = P + R.
+`[B, (R)]` is a ragged tensor: `torch.nested` in jagged layout, one row per sample, nothing padded.
+Every record slices, indexes, splits and concatenates along B (it is a tensordict `TensorClass`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import NonTensorStack, TensorClass
+
+
+def ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Pack B one-dimensional tensors (any lengths, same dtype) into one ragged `[B, (N)]` tensor without padding."""
+    if not rows:
+        raise ValueError("ragged() needs at least one row; slice an existing record to get an empty one")
+    values = torch.cat(list(rows))
+    lengths = torch.tensor([row.numel() for row in rows])
+    return ragged_from_lengths(values, lengths)
+
+
+def ragged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """View flat `values [sum(lengths)]` as a ragged `[B, (N)]` tensor; `lengths [B]` int64."""
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def row_lengths(batch: torch.Tensor) -> torch.Tensor:
+    """Lengths `[B]` (int64) of the rows of a ragged tensor."""
+    return batch.offsets().diff()
+
+
+def to_padded(batch: torch.Tensor, length: int, padding: float = 0) -> torch.Tensor:
+    """Dense `[B, length]` copy of a ragged tensor, right-padded with `padding`; rows must not exceed `length`."""
+    lengths = row_lengths(batch)
+    dense = torch.full((lengths.numel(), length), padding, dtype=batch.dtype)
+    dense[torch.arange(length)[None] < lengths[:, None]] = batch.values()
+    return dense
+
+
+def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Ragged `[B, (N)]` copy of the first `lengths[b]` columns of each row of `dense [B, N]`."""
+    mask = torch.arange(dense.shape[1])[None] < lengths[:, None]
+    return ragged_from_lengths(dense[mask], lengths)
+
+
+def no_responses(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(zero response lengths [B], empty float32 ragged field [B, (0)]) for rows that must not count."""
+    lengths = torch.zeros(num_rows, dtype=torch.int64)
+    return lengths, ragged_from_lengths(torch.empty(0), lengths)
+
+
+class Prompts(TensorClass):
+    """Questions of one step, as tokens, with what the reward function will be told about them.
+
+    index: int64 [B], row number in the dataset; names the prompt in seeds and sample tables.
+    sample: int64 [B], which of the `rollout.n` samples of that prompt this row is.
+    prompt_ids: int64 [B, (P)].
+    data_source, ground_truth, extra_info: non-tensor, one per row (str, str, dict).
+    """
+
+    index: torch.Tensor
+    sample: torch.Tensor
+    prompt_ids: torch.Tensor
+    data_source: list
+    ground_truth: list
+    extra_info: list
+
+    def repeat(self, num_samples: int) -> Prompts:
+        """Each prompt `num_samples` times, samples of one prompt adjacent, `sample` counting them from 0."""
+        repeated = self[torch.arange(len(self)).repeat_interleave(num_samples)]
+        repeated.sample = torch.arange(num_samples).repeat(len(self))
+        return repeated
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw responses: temperature 0 is greedy; `max_tokens` counts the end token.
+
+    `salt` enters every request's seed and tells one batch from the next.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    salt: int
+
+
+class Generations(TensorClass):
+    """What the rollout engine returns for B prompts.
+
+    response_ids: int64 [B, (R)], with the end-of-sequence token when the model produced one.
+    rollout_log_probs: float32 [B, (R)], the engine's own log-probability of each sampled token.
+    truncated: bool [B], the response hit `max_response_length` before its end.
+    """
+
+    response_ids: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    truncated: torch.Tensor
+
+
+class Sequences(TensorClass):
+    """Token rows to score: input_ids int64 [B, (L)] = prompt then response; response_lengths int64 [B]."""
+
+    input_ids: torch.Tensor
+    response_lengths: torch.Tensor
+
+
+class TokenScores(TensorClass):
+    """One float per response token, from a model role: scores float32 [B, (R)]."""
+
+    scores: torch.Tensor
+
+
+class ActorBatch(TensorClass):
+    """What one policy update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens."""
+
+    input_ids: torch.Tensor
+    response_lengths: torch.Tensor
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+
+    def neutral(self) -> ActorBatch:
+        """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
+        zero, empty = no_responses(len(self))
+        return ActorBatch(self.input_ids, zero, empty, empty, batch_size=self.batch_size)
+
+
+class CriticBatch(TensorClass):
+    """What one value update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens."""
+
+    input_ids: torch.Tensor
+    response_lengths: torch.Tensor
+    old_values: torch.Tensor
+    returns: torch.Tensor
+
+    def neutral(self) -> CriticBatch:
+        """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
+        zero, empty = no_responses(len(self))
+        return CriticBatch(self.input_ids, zero, empty, empty, batch_size=self.batch_size)
+
+
+class Experience(TensorClass):
+    """Everything PPO knows about one step's samples; fields are filled as the loop computes them.
+
+    input_ids int64 [B, (L)], response_lengths int64 [B], scores float32 [B] (the task reward);
+    rollout_log_probs, old_log_probs, ref_log_probs, old_values, rewards, advantages, returns: float32 [B, (R)].
+    """
+
+    input_ids: torch.Tensor
+    response_lengths: torch.Tensor
+    scores: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    old_log_probs: torch.Tensor | None = None
+    ref_log_probs: torch.Tensor | None = None
+    old_values: torch.Tensor | None = None
+    rewards: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+    def sequences(self) -> Sequences:
+        """The token rows alone, for a role that scores them."""
+        return Sequences(self.input_ids, self.response_lengths, batch_size=self.batch_size)
+
+    def actor_batch(self) -> ActorBatch:
+        """The fields a policy update reads; needs `old_log_probs` and `advantages`."""
+        return ActorBatch(
+            self.input_ids, self.response_lengths, self.old_log_probs, self.advantages, batch_size=self.batch_size
+        )
+
+    def critic_batch(self) -> CriticBatch:
+        """The fields a value update reads; needs `old_values` and `returns`."""
+        return CriticBatch(
+            self.input_ids, self.response_lengths, self.old_values, self.returns, batch_size=self.batch_size
+        )
+
+
+def non_tensor(values: Sequence) -> NonTensorStack:
+    """Wrap one Python object per row so that it slices with the record."""
+    return NonTensorStack(*values)

@@ -1,0 +1,1 @@
+"""Rewards: a score for each answer."""

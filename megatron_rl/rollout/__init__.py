@@ -1,0 +1,1 @@
+"""Generation: vLLM inside the worker process, on the trainer's memory."""

@@ -1,0 +1,109 @@
+"""vLLM in the worker process: built on the trainer's tensors, sampling with one seed per request."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from vllm import LLM, ModelRegistry, SamplingParams
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.parallel.vllm_ps import RolloutGroups, read_rollout_groups
+from megatron_rl.records import Generations, Prompts, Sampling, ragged
+from megatron_rl.rollout.kv_cache import KVCache
+from megatron_rl.rollout.shared_weights import LOAD_FORMAT, register_shared_loader
+
+
+def request_seed(run_seed: int, salt: int, prompt_index: int, sample: int) -> int:
+    """Seed of one request: a function of what is asked, never of which rank answers. In [0, 2^63)."""
+    digest = hashlib.blake2b(f"{run_seed},{salt},{prompt_index},{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def inspect_in_process(architecture: str) -> None:
+    """Register vLLM's own class for `architecture` as loaded, which saves it a subprocess of about 7 s."""
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+class RolloutEngine:
+    """One rank's vLLM engine. All ranks of a rollout TP group must call every method with the same arguments.
+
+    tensors: vLLM parameter name -> tensor of this rank's shard; must be readable during construction.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        architecture: str,
+        eos_token_ids: list[int],
+        config: RolloutConfig,
+        max_model_len: int,
+        dtype: str,
+        grid: RolloutGrid,
+        tensors: dict[str, torch.Tensor],
+        seed: int,
+    ) -> None:
+        self.seed = seed
+        self.eos_token_ids = eos_token_ids
+        inspect_in_process(architecture)
+        register_shared_loader(tensors)
+        self.llm = LLM(
+            model_path,
+            load_format=LOAD_FORMAT,
+            dtype=dtype,
+            tensor_parallel_size=config.tensor_model_parallel_size,
+            distributed_executor_backend="external_launcher",
+            enforce_eager=config.enforce_eager,
+            skip_tokenizer_init=True,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            seed=seed,
+        )
+        self.groups: RolloutGroups = read_rollout_groups(grid)
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self.model: torch.nn.Module = runner.model
+        self.kv_cache = KVCache(list(runner.kv_caches))
+
+    def wake(self) -> None:
+        """Take the KV cache and drop cached prefixes. Raises RuntimeError when the engine still has requests."""
+        self.kv_cache.allocate()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def sleep(self) -> None:
+        """Give the KV cache back."""
+        self.kv_cache.release()
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
+        """One response per prompt row, with the engine's own log-prob of each token after temperature and filters."""
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=self.eos_token_ids,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                seed=request_seed(self.seed, sampling.salt, index, sample),
+            )
+            for index, sample in zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
+        ]
+        requests = [{"prompt_token_ids": row.tolist()} for row in prompts.prompt_ids.unbind()]
+        answers = [answer.outputs[0] for answer in self.llm.generate(requests, params, use_tqdm=False)]
+        log_probs = [
+            torch.tensor([step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)])
+            for answer in answers
+        ]
+        return Generations(
+            response_ids=ragged([torch.tensor(answer.token_ids) for answer in answers]),
+            rollout_log_probs=ragged(log_probs),
+            truncated=torch.tensor([answer.finish_reason == "length" for answer in answers]),
+            batch_size=[len(answers)],
+        )

@@ -1,0 +1,79 @@
+"""Build vLLM's model on tensors that somebody else owns.
+
+vLLM creates its parameters on the meta device, where they take no memory, and each is then replaced by the given
+tensor of the same name. The engine never has weights of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+LOAD_FORMAT = "megatron_rl_shared"
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """While active, `torch.empty` allocates nothing. Layers create weights with it; computed buffers use other calls."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace every parameter of `model` by the tensor of its name, sharing memory.
+
+    Raises ValueError naming the parameters that have no tensor, the tensors that have no parameter, or a pair of
+    different shape or dtype.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    if names != set(tensors):
+        raise ValueError(
+            f"rollout parameters without a trainer tensor: {sorted(names - set(tensors))}; "
+            f"trainer tensors without a rollout parameter: {sorted(set(tensors) - names)}"
+        )
+    replacements: dict[int, torch.nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for local_name, old in list(module._parameters.items()):
+            if old is None:
+                continue
+            if id(old) not in replacements:
+                name = f"{module_name}.{local_name}"
+                tensor = tensors[name]
+                if (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+                    raise ValueError(
+                        f"{name}: the rollout engine expects {tuple(old.shape)} {old.dtype}, "
+                        f"the trainer holds {tuple(tensor.shape)} {tensor.dtype}"
+                    )
+                new = torch.nn.Parameter(tensor, requires_grad=False)
+                # vLLM hangs its loading hooks on the parameter object.
+                new.__dict__.update(old.__dict__)
+                replacements[id(old)] = new
+            module._parameters[local_name] = replacements[id(old)]
+
+
+def register_shared_loader(tensors: dict[str, torch.Tensor]) -> None:
+    """Make `load_format=LOAD_FORMAT` build models on `tensors`; call before each engine that is to use them."""
+
+    class SharedWeightLoader(BaseModelLoader):
+        def download_model(self, model_config) -> None:
+            """Nothing to fetch."""
+
+        def load_weights(self, model, model_config) -> None:
+            """The weights are there already."""
+
+        def load_model(self, vllm_config, model_config, prefix: str = "") -> torch.nn.Module:
+            device = torch.device(vllm_config.device_config.device)
+            with set_default_torch_dtype(model_config.dtype), device, EmptyOnMeta():
+                model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            bind_parameters(model, tensors)
+            process_weights_after_loading(model, model_config, device)
+            return model.eval()
+
+    register_model_loader(LOAD_FORMAT)(SharedWeightLoader)

@@ -1,0 +1,1 @@
+"""The SPMD side of each role: what one rank does when the controller calls."""

@@ -1,0 +1,59 @@
+"""The critic: the actor's trunk with a value head, trained with PPO's clipped value loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import CriticConfig
+from megatron_rl.experience.batches import MicroBatch, micro_batches
+from megatron_rl.losses.value import clipped_value_loss
+from megatron_rl.records import CriticBatch, Sequences, TokenScores, ragged_from_lengths
+from megatron_rl.workers.model_source import ModelSource
+from megatron_rl.workers.training import TrainableModel
+
+
+def response_values(output: Tensor, block: MicroBatch) -> Tensor:
+    """Model output [b, S, 1] -> float32 [N]: the value *before* each response token, where it was chosen."""
+    return output[:, :-1, 0][block.predicts_response].float()
+
+
+class Critic:
+    """Values of states, one per response token. All ranks must call every method."""
+
+    def __init__(self, source: ModelSource, config: CriticConfig, head_seed: int) -> None:
+        self.config = config
+        self.trainable = TrainableModel(
+            source.value_model(head_seed), config.optim, source.groups, source.device.torch_device
+        )
+
+    def score(self, sequences: Sequences) -> TokenScores | None:
+        """Value of every response position; the record on the last stage, None before."""
+        blocks = micro_batches(sequences, self.config.forward_micro_batch_size_per_gpu)
+        flat = self.trainable.pipeline.forward(blocks, response_values)
+        if flat is None:
+            return None
+        return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)
+
+    def compute_gradients(self, batch: CriticBatch) -> dict[str, float]:
+        """Gradients of one mini-batch's loss, a mean over all its tokens on all ranks. Metrics on the last stage."""
+        blocks = micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
+        num_tokens = self.trainable.num_tokens(blocks)
+
+        def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+            values = response_values(output, block)
+            losses, clipped = clipped_value_loss(
+                values, block.fields["old_values"], block.fields["returns"], self.config.cliprange_value
+            )
+            sums = torch.stack([losses.sum(), clipped.sum(), values.sum()])
+            return losses.sum() / num_tokens, sums.detach() / num_tokens
+
+        means = self.trainable.compute_gradients(blocks, loss)
+        names = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
+        return {} if means is None else dict(zip(names, means.tolist(), strict=True))
+
+    def update(self, batch: CriticBatch) -> dict[str, float]:
+        """One optimizer step on one mini-batch; metrics (complete on the last stage)."""
+        metrics = self.compute_gradients(batch)
+        metrics["critic/grad_norm"], metrics["critic/lr"] = self.trainable.step()
+        return metrics

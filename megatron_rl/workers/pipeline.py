@@ -1,0 +1,80 @@
+"""Run micro-batches through a pipeline of stages: forward only, or forward and backward.
+
+Megatron's schedule does the passing between stages; here are only the two shapes in which roles use it. Every method
+must be called by all TP and PP ranks of a data-parallel rank, with the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl.experience.batches import MicroBatch
+from megatron_rl.parallel.mpu import TrainGroups
+
+PerToken = Callable[[Tensor, MicroBatch], Tensor]
+"""(model output [b, S, ...], its micro-batch) -> one float32 per response token, [N]."""
+
+Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
+"""(model output [b, S, ...], its micro-batch) -> (loss summed over its tokens, metric sums [M])."""
+
+
+class Pipeline:
+    """One role's model chunk together with the groups its schedule runs over."""
+
+    def __init__(self, model: torch.nn.Module, groups: TrainGroups, device: torch.device) -> None:
+        self.model = model
+        self.groups = groups
+        self.device = device
+
+    @torch.no_grad()
+    def forward(self, blocks: list[MicroBatch], per_token: PerToken) -> Tensor | None:
+        """`per_token` of every block, concatenated on the CPU: float32 [all tokens] on the last stage, None before."""
+
+        def step(iterator, model):
+            block = next(iterator).to(self.device)
+            # The schedule calls this with non_loss_data=True and collects what it returns.
+            return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
+
+        outputs = self._schedule(step, blocks, forward_only=True, collect_non_loss_data=True)
+        return torch.cat(outputs) if self.groups.is_last_stage else None
+
+    def forward_backward(self, blocks: list[MicroBatch], loss: Loss) -> Tensor | None:
+        """Accumulate gradients of the sum of all blocks' losses over all data-parallel ranks.
+
+        The loss must already be divided by whatever it is a mean of. Returns the metric sums of this data-parallel
+        rank's blocks, [M], on the last stage; None before.
+        """
+        # Megatron divides by the number of micro-batches and averages over data-parallel ranks; the sum is wanted.
+        scale = len(blocks) * self.groups.grid.dp_size
+
+        def step(iterator, model):
+            block = next(iterator).to(self.device)
+
+            def scaled(output: Tensor) -> tuple[Tensor, Tensor]:
+                value, metrics = loss(output, block)
+                return value * scale, metrics
+
+            return self._run(model, block), scaled
+
+        metrics = self._schedule(step, blocks, forward_only=False)
+        return torch.stack(metrics).sum(0) if self.groups.is_last_stage else None
+
+    def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:
+        positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
+        return model(block.input_ids, positions, None)
+
+    def _schedule(self, step: Callable, blocks: list[MicroBatch], **options) -> list[Tensor]:
+        num_rows, num_columns = blocks[0].input_ids.shape
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(blocks),
+            model=[self.model],
+            num_microbatches=len(blocks),
+            seq_length=num_columns,
+            micro_batch_size=num_rows,
+            **options,
+        )

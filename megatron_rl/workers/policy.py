@@ -1,0 +1,97 @@
+"""The policy roles: the trained actor and the frozen reference, both language models that score tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.experience.batches import MicroBatch, micro_batches
+from megatron_rl.losses.policy import ppo_clip
+from megatron_rl.model.log_probs import vocab_parallel_log_probs
+from megatron_rl.records import ActorBatch, Sequences, TokenScores, ragged_from_lengths
+from megatron_rl.workers.model_source import ModelSource
+from megatron_rl.workers.pipeline import Pipeline
+from megatron_rl.workers.training import TrainableModel
+
+
+class TokenScorer:
+    """Log-probabilities of response tokens under one language model, at the sampling temperature."""
+
+    def __init__(self, pipeline: Pipeline, vocab_size: int, temperature: float) -> None:
+        self.pipeline = pipeline
+        self.vocab_size = vocab_size
+        self.temperature = temperature
+
+    def log_probs_and_entropy(self, logits: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+        """logits [b, S, v] -> (log-prob [N], entropy [N]) of the block's response tokens, float32."""
+        wanted = logits[:, :-1][block.predicts_response]
+        if self.temperature != 1.0:
+            wanted = wanted / self.temperature
+        return vocab_parallel_log_probs(wanted, block.targets, self.vocab_size, self.pipeline.groups.tp_group)
+
+    def score(self, sequences: Sequences, micro_batch_size: int) -> TokenScores | None:
+        """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
+        flat = self.pipeline.forward(
+            micro_batches(sequences, micro_batch_size),
+            lambda logits, block: self.log_probs_and_entropy(logits, block)[0],
+        )
+        if flat is None:
+            return None
+        return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)
+
+    @torch.no_grad()
+    def logits(self, sequences: Sequences, micro_batch_size: int) -> Tensor | None:
+        """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
+        group = self.pipeline.groups.tp_group
+
+        def whole_rows(logits: Tensor, block: MicroBatch) -> Tensor:
+            mine = logits[:, :-1][block.predicts_response].float().contiguous()
+            shards = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(shards, mine, group=group)
+            return torch.cat(shards, -1)[:, : self.vocab_size]
+
+        return self.pipeline.forward(micro_batches(sequences, micro_batch_size), whole_rows)
+
+
+class Actor:
+    """The policy that is trained with PPO's clipped objective. All ranks must call every method."""
+
+    def __init__(self, source: ModelSource, config: ActorConfig, temperature: float) -> None:
+        self.config = config
+        self.trainable = TrainableModel(
+            source.language_model(), config.optim, source.groups, source.device.torch_device
+        )
+        self.scorer = TokenScorer(self.trainable.pipeline, source.hf_config.vocab_size, temperature)
+
+    def compute_gradients(self, batch: ActorBatch) -> dict[str, float]:
+        """Gradients of one mini-batch's loss, a mean over all its tokens on all ranks. Metrics on the last stage."""
+        blocks = micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
+        num_tokens = self.trainable.num_tokens(blocks)
+
+        def loss(logits: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+            log_probs, entropy = self.scorer.log_probs_and_entropy(logits, block)
+            terms = ppo_clip(
+                log_probs, block.fields["old_log_probs"], block.fields["advantages"], self.config.clip_ratio
+            )
+            total = (terms.loss - self.config.entropy_coeff * entropy).sum() / num_tokens
+            sums = torch.stack([terms.loss.sum(), terms.clipped.sum(), terms.kl.sum(), entropy.sum()])
+            return total, sums.detach() / num_tokens
+
+        means = self.trainable.compute_gradients(blocks, loss)
+        names = ("actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy")
+        return {} if means is None else dict(zip(names, means.tolist(), strict=True))
+
+    def update(self, batch: ActorBatch) -> dict[str, float]:
+        """One optimizer step on one mini-batch; metrics (complete on the last stage)."""
+        metrics = self.compute_gradients(batch)
+        metrics["actor/grad_norm"], metrics["actor/lr"] = self.trainable.step()
+        return metrics
+
+
+def build_reference(source: ModelSource, temperature: float) -> TokenScorer:
+    """The frozen policy that KL is measured against. All ranks must call."""
+    model = source.language_model().requires_grad_(False)
+    pipeline = Pipeline(model, source.groups, source.device.torch_device)
+    return TokenScorer(pipeline, source.hf_config.vocab_size, temperature)

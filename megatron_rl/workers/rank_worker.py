@@ -1,0 +1,213 @@
+"""One rank of the job: every role fused into one process, every verb the controller may call.
+
+Engines are imported where they are built, so that the controller can name this class without loading them.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from transformers import AutoConfig, GenerationConfig
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.device import Device
+from megatron_rl.dispatch import Coordinates, Dispatch, register
+from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
+from megatron_rl.records import ActorBatch, CriticBatch, Generations, Prompts, Sampling, Sequences, TokenScores
+from megatron_rl.workers.environment import RankEnvironment
+from third_party_patches import apply_patches
+
+if TYPE_CHECKING:
+    from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
+    from megatron_rl.rollout.engine import RolloutEngine
+    from megatron_rl.workers.critic import Critic
+    from megatron_rl.workers.model_source import ModelSource
+    from megatron_rl.workers.policy import Actor, TokenScorer
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+class RankWorker:
+    """The SPMD side of actor, rollout, reference and critic on one rank.
+
+    Constructing it joins the process group and creates Megatron's groups; `build_*` make the roles, in any order
+    except that the rollout is built on the actor's memory. Unless a verb says otherwise all ranks must be called.
+    """
+
+    actor: Actor
+    reference: TokenScorer
+    critic: Critic
+    rollout: RolloutEngine
+    engine: HybridEngine
+
+    def __init__(self, config: RunConfig) -> None:
+        environment = RankEnvironment.read()
+        megatron = config.actor_rollout_ref.actor.megatron
+        self.config = config
+        self.device = Device(config.trainer.device, environment.local_rank)
+        self.device.activate()
+        apply_patches(self.device.kind)
+        dist.init_process_group(self.device.backend, timeout=COLLECTIVE_TIMEOUT)
+
+        from megatron_rl.parallel.mpu import initialize_mpu
+
+        grid = TrainGrid(
+            environment.world_size, megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        )
+        self.rollout_grid = RolloutGrid(grid, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+        self.groups = initialize_mpu(grid, config.trainer.seed)
+
+    @register(Dispatch.ONE_TO_ALL, role="worker")
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands, for the controller's dispatch."""
+        rank = self.groups.rank
+        return Coordinates(
+            rank=rank,
+            dp_rank=self.groups.dp_rank,
+            dp_size=self.groups.grid.dp_size,
+            dp_collector=self.groups.is_dp_collector,
+            replica=self.rollout_grid.replica(rank),
+            num_replicas=self.rollout_grid.num_replicas,
+            replica_collector=self.rollout_grid.tp_rank(rank) == 0,
+        )
+
+    # Building the roles
+
+    def _source(self, path: str) -> ModelSource:
+        from megatron_rl.workers.model_source import ModelSource
+
+        dtype = self.config.actor_rollout_ref.actor.megatron.dtype
+        return ModelSource.open(path, self.groups, self.device, dtype)
+
+    @register(Dispatch.ONE_TO_ALL, role="actor")
+    def build_actor(self) -> None:
+        """Load the policy, with DDP, optimizer and schedule."""
+        from megatron_rl.workers.policy import Actor
+
+        shared = self.config.actor_rollout_ref
+        self.actor = Actor(self._source(shared.model.path), shared.actor, shared.rollout.temperature)
+
+    @register(Dispatch.ONE_TO_ALL, role="ref")
+    def build_reference(self) -> None:
+        """Load the frozen reference policy."""
+        from megatron_rl.workers.policy import build_reference
+
+        shared = self.config.actor_rollout_ref
+        self.reference = build_reference(self._source(shared.model.path), shared.rollout.temperature)
+
+    @register(Dispatch.ONE_TO_ALL, role="critic")
+    def build_critic(self) -> None:
+        """Load the critic's trunk and draw its value head."""
+        from megatron_rl.workers.critic import Critic
+
+        critic = self.config.critic
+        self.critic = Critic(self._source(critic.model.path), critic, head_seed=self.config.trainer.seed)
+
+    @register(Dispatch.ONE_TO_ALL, role="rollout")
+    def build_rollout(self) -> None:
+        """Build vLLM on the actor's memory; ends in train mode: foreign stages and KV cache released."""
+        from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
+        from megatron_rl.hybrid_engine.engine import HybridEngine
+        from megatron_rl.hybrid_engine.rng import swap
+        from megatron_rl.rollout.engine import RolloutEngine
+        from megatron_rl.workers.flat_parameters import flat_parameters
+
+        shared, data = self.config.actor_rollout_ref, self.config.data
+        source = self._source(shared.model.path)
+        weights = AllGatherPPModel(flat_parameters(self.actor.trainable, source.specs), self.groups.pp_group)
+        # vLLM reseeds the process's generators while it starts.
+        train_rng = swap(None)
+        weights.gather()
+        self.rollout = RolloutEngine(
+            model_path=shared.model.path,
+            architecture=source.hf_config.architectures[0],
+            eos_token_ids=eos_token_ids(shared.model.path),
+            config=shared.rollout,
+            max_model_len=data.max_prompt_length + data.max_response_length,
+            dtype=shared.actor.megatron.dtype,
+            grid=self.rollout_grid,
+            tensors=weights.tensors,
+            seed=self.config.trainer.seed,
+        )
+        self.rollout.sleep()
+        weights.release()
+        swap(train_rng)
+        self.engine = HybridEngine(weights, self.rollout)
+
+    # Generation
+
+    @register(Dispatch.ONE_TO_ALL, role="rollout")
+    def enter_rollout(self) -> TransitionReport:
+        """Train mode -> rollout mode: the current weights of all stages and the KV cache are present."""
+        return self.engine.enter()
+
+    @register(Dispatch.ONE_TO_ALL, role="rollout")
+    def exit_rollout(self) -> None:
+        """Rollout mode -> train mode."""
+        self.engine.exit()
+
+    @register(Dispatch.ROLLOUT_DP, role="rollout")
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
+        """One response per row of this replica's prompts; rollout mode only."""
+        return self.rollout.generate(prompts, sampling)
+
+    # Scoring
+
+    @register(Dispatch.DP, role="actor")
+    def compute_log_probs(self, sequences: Sequences) -> TokenScores | None:
+        """Log-prob of each response token under the actor, as the trainer computes it."""
+        return self.actor.scorer.score(sequences, self._log_prob_micro_batch)
+
+    @register(Dispatch.DP, role="ref")
+    def compute_ref_log_probs(self, sequences: Sequences) -> TokenScores | None:
+        """Log-prob of each response token under the reference."""
+        return self.reference.score(sequences, self.config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu)
+
+    @register(Dispatch.DP, role="critic")
+    def compute_values(self, sequences: Sequences) -> TokenScores | None:
+        """Value before each response token."""
+        return self.critic.score(sequences)
+
+    @property
+    def _log_prob_micro_batch(self) -> int:
+        return self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+
+    # Training
+
+    @register(Dispatch.DP, role="actor")
+    def update_actor(self, batch: ActorBatch) -> dict[str, float]:
+        """One optimizer step of the policy."""
+        return self.actor.update(batch)
+
+    @register(Dispatch.DP, role="critic")
+    def update_critic(self, batch: CriticBatch) -> dict[str, float]:
+        """One optimizer step of the critic."""
+        return self.critic.update(batch)
+
+    # Weights out
+
+    @register(Dispatch.DP, role="actor")
+    def response_logits(self, sequences: Sequences):
+        """Float32 logits [response tokens, vocab_size] of the actor, for parity checks."""
+        return self.actor.scorer.logits(sequences, self._log_prob_micro_batch)
+
+    @register(Dispatch.ONE_TO_ALL, role="actor")
+    def export_hf(self, target: Path) -> None:
+        """Write the actor as a Hugging Face folder."""
+        from megatron_rl.checkpoint.hf_export import export_hf
+        from megatron_rl.workers.model_source import named_parameters
+
+        source = self._source(self.config.actor_rollout_ref.model.path)
+        export_hf(named_parameters(self.actor.trainable.model), source.specs, source.path, target, self.groups)
+
+
+def eos_token_ids(model_path: str) -> list[int]:
+    """The tokens that end a response: generation_config.json's where there is one, else config.json's."""
+    if (Path(model_path) / "generation_config.json").exists():
+        declared = GenerationConfig.from_pretrained(model_path).eos_token_id
+    else:
+        declared = AutoConfig.from_pretrained(model_path).eos_token_id
+    return [declared] if isinstance(declared, int) else list(declared)

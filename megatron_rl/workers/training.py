@@ -1,0 +1,108 @@
+"""A trainable model: Megatron's DDP, distributed optimizer and learning-rate schedule around one model chunk."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config.schema import OptimConfig
+from megatron_rl.experience.batches import MicroBatch
+from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.workers.pipeline import Loss, Pipeline
+
+
+class TrainableModel:
+    """One rank's part of a model that is trained; every method must be called by all ranks.
+
+    Parameters live in DDP's flat `param_data` buffers and stay at their addresses from construction on.
+    """
+
+    def __init__(self, model: GPTModel, optim: OptimConfig, groups: TrainGroups, device: torch.device) -> None:
+        self.groups = groups
+        self.device = device
+        self.config = model.config
+        self.ddp = DistributedDataParallel(
+            self.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            model,
+        )
+        self.optimizer = get_megatron_optimizer(
+            optimizer_config(optim, self.config), [self.ddp], use_gloo_process_groups=False
+        )
+        self.scheduler = lr_scheduler(self.optimizer, optim)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.pipeline = Pipeline(self.ddp, groups, device)
+
+    @property
+    def model(self) -> GPTModel:
+        """The model itself, without DDP."""
+        return self.ddp.module
+
+    def num_tokens(self, blocks: list[MicroBatch]) -> int:
+        """Response tokens of one optimizer step over all data-parallel ranks; what a token mean divides by."""
+        count = torch.tensor(sum(int(block.predicts_response.sum()) for block in blocks), device=self.device)
+        dist.all_reduce(count, group=self.groups.dp_group)
+        return int(count)
+
+    def compute_gradients(self, blocks: list[MicroBatch], loss: Loss) -> torch.Tensor | None:
+        """Gradients of `loss` summed over all blocks and ranks, in the DDP buffers.
+
+        Returns metric sums [M] over all data-parallel ranks on the last stage, None before.
+        """
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self.pipeline.forward_backward(blocks, loss)
+        if sums is not None:
+            dist.all_reduce(sums, group=self.groups.dp_group)
+        return sums
+
+    def step(self) -> tuple[float, float]:
+        """Clip, update, advance the schedule; returns (global gradient norm before clipping, learning rate used).
+
+        Raises FloatingPointError when a gradient is not finite: the weights are then left as they were.
+        """
+        lr = self.optimizer.param_groups[0]["lr"]
+        updated, grad_norm, _ = self.optimizer.step()
+        if not updated or not torch.isfinite(torch.tensor(float(grad_norm))):
+            raise FloatingPointError(f"gradient norm is {float(grad_norm)}: the update was not applied")
+        self.scheduler.step(increment=1)
+        return float(grad_norm), lr
+
+
+def optimizer_config(optim: OptimConfig, config) -> OptimizerConfig:
+    """Megatron's Adam configuration. clip_grad = 0 switches clipping off."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def lr_scheduler(optimizer, optim: OptimConfig) -> OptimizerParamScheduler:
+    """Warm-up then `lr_decay_style`, counted in optimizer steps; weight decay stays constant."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_decay_steps=max(optim.lr_decay_steps, optim.lr_warmup_steps + 1),
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,311 @@
+"""Make the demo: two-digit addition as parquet files, and a tiny model that was taught to forget the carry.
+
+    python scripts/make_demo_assets.py --output assets/demo --seed 0
+
+    assets/demo/train.parquet  9,000 questions in verl's row schema ("07+35=" -> "042")
+    assets/demo/test.parquet   1,000 others
+    assets/demo/model/         Hugging Face folder: character tokenizer and a 4-layer Qwen2
+    assets/demo/assets.json    seed, format version, accuracies; written last, so it marks a finished folder
+
+The model learns from a noisy teacher, which forgets the carry in 55% of its answers; greedily it answers about a third
+of the held-out questions rightly. Reinforcement learning with an exact-match reward repairs that within minutes.
+Heavy libraries are imported where they are used, so that a run that finds its assets finished ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FORMAT_VERSION = 1
+MARKER = "assets.json"
+DATA_SOURCE = "demo/addition"
+NUM_HELD_OUT = 1000
+QUESTION_LENGTH, ANSWER_LENGTH = 6, 3
+
+PAD, EOS, BOS, UNK = range(4)
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>"]
+CHARACTERS = "0123456789+=-*/()<>[]{}.,:;?!'\"_# abcdefghijklmnopqrstuvwxyz"
+BYTE_LEVEL_SPACE = "\u0120"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+WARM_UP_STEPS, WARM_UP_BATCH, LEARNING_RATE = 700, 256, 1e-3
+FORGET_CARRY = 0.55
+ACCURACY_RANGE = (0.30, 0.60)
+
+Pair = tuple[int, int]
+
+
+def question(a: int, b: int) -> str:
+    """The prompt: two summands of two digits, as in "07+35="."""
+    return f"{a:02d}+{b:02d}="
+
+
+def answer(a: int, b: int) -> str:
+    """The right answer in three digits, as in "042"."""
+    return f"{a + b:03d}"
+
+
+def answer_without_carry(a: int, b: int) -> str:
+    """The wrong habit: each column is added by itself, as in "032" for 07+35."""
+    return f"0{(a // 10 + b // 10) % 10}{(a % 10 + b % 10) % 10}"
+
+
+def split_questions(seed: int) -> tuple[list[Pair], list[Pair]]:
+    """All 10,000 pairs in a seeded order, cut into (train, held-out)."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(seed).shuffle(pairs)
+    return pairs[NUM_HELD_OUT:], pairs[:NUM_HELD_OUT]
+
+
+def rows(pairs: list[Pair], split: str) -> list[dict]:
+    """The pairs in verl's row schema; `split` ("train" or "test") goes to `extra_info`."""
+    return [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": question(a, b)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": answer(a, b)},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, (a, b) in enumerate(pairs)
+    ]
+
+
+def write_parquet(table_rows: list[dict], path: Path) -> None:
+    """Write one split to `path`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table_rows), path)
+
+
+def make_tokenizer():
+    """A character-level `PreTrainedTokenizerFast` with 64 tokens; its chat template joins the message contents.
+
+    `AutoTokenizer` reads any tokenizer beside a Qwen2 model as a byte-level BPE, so this is one, without merges.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = CHARACTERS.replace(" ", BYTE_LEVEL_SPACE)
+    vocabulary = {
+        token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])
+    }
+    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=SPECIAL_TOKENS[PAD],
+        eos_token=SPECIAL_TOKENS[EOS],
+        bos_token=SPECIAL_TOKENS[BOS],
+        unk_token=SPECIAL_TOKENS[UNK],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model():
+    """A tiny Qwen2 in float32 (0.7 M parameters), initialised from torch's global seed."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=BOS,
+    )
+    return Qwen2ForCausalLM(config).float()
+
+
+def token_rows(tokenizer, pairs: list[Pair], answer_of: Callable[[int, int], str]):
+    """Question, answer and EOS of each pair as int64 [len(pairs), 10]."""
+    import torch
+
+    texts = [question(a, b) + answer_of(a, b) for a, b in pairs]
+    return torch.tensor(
+        [[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts]
+    )
+
+
+def warm_up(model, right, wrong, seed: int) -> None:
+    """Supervised training in place on `right` [N, 10], each drawn row replaced by `wrong` with p = FORGET_CARRY."""
+    import torch
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.01
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (WARM_UP_STEPS - step) / 200)
+    )
+    columns = [
+        TextColumn("warm-up"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+    ]
+    with Progress(*columns, TimeElapsedColumn()) as progress:
+        task = progress.add_task("warm-up", total=WARM_UP_STEPS, loss=float("nan"))
+        for _ in range(WARM_UP_STEPS):
+            drawn = torch.randint(len(right), (WARM_UP_BATCH,), generator=generator)
+            forgets = torch.rand(WARM_UP_BATCH, 1, generator=generator) < FORGET_CARRY
+            batch = torch.where(forgets, wrong[drawn], right[drawn])
+            logits = model(batch[:, :-1]).logits[:, QUESTION_LENGTH - 1 :]
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch[:, QUESTION_LENGTH:].flatten()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            progress.update(task, advance=1, loss=loss.item())
+
+
+def accuracy(model, expected, temperature: float) -> float:
+    """Share of rows of `expected` [N, 10] that the model completes exactly; greedy when `temperature` is 0."""
+    import torch
+
+    ids = expected[:, :QUESTION_LENGTH]
+    with torch.no_grad():
+        for _ in range(ANSWER_LENGTH + 1):
+            logits = model(ids).logits[:, -1]
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                token = torch.multinomial((logits / temperature).softmax(-1), 1)
+            ids = torch.cat([ids, token], dim=1)
+    return (ids == expected).all(1).float().mean().item()
+
+
+def build(folder: Path, seed: int) -> dict:
+    """Fill `folder` with all assets and return what `assets.json` says.
+
+    Raises RuntimeError if the warmed-up model answers too well or too badly to be of use.
+    """
+    import torch
+    from transformers.utils import logging
+
+    train, held_out = split_questions(seed)
+    write_parquet(rows(train, "train"), folder / "train.parquet")
+    write_parquet(rows(held_out, "test"), folder / "test.parquet")
+
+    torch.set_num_threads(2)
+    torch.manual_seed(seed)
+    tokenizer, model = make_tokenizer(), make_model()
+    right = token_rows(tokenizer, train, answer)
+    warm_up(model, right, token_rows(tokenizer, train, answer_without_carry), seed)
+    expected = token_rows(tokenizer, held_out, answer)
+    greedy, sampled = accuracy(model, expected, 0.0), accuracy(model, expected, 1.0)
+    low, high = ACCURACY_RANGE
+    if not low <= greedy <= high:
+        raise RuntimeError(
+            f"greedy held-out accuracy {greedy:.3f} is outside [{low}, {high}]: try another --seed"
+        )
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    facts = {
+        "format_version": FORMAT_VERSION,
+        "seed": seed,
+        "train_rows": len(train),
+        "test_rows": len(held_out),
+        "greedy_accuracy": round(greedy, 4),
+        "sampled_accuracy": round(sampled, 4),
+    }
+    (folder / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
+    return facts
+
+
+def finished(output: Path, seed: int) -> dict | None:
+    """What the marker in `output` says if it was made with this seed and format version, else None."""
+    marker = output / MARKER
+    if not marker.is_file():
+        return None
+    facts = json.loads(marker.read_text())
+    return (
+        facts
+        if (facts.get("seed"), facts.get("format_version")) == (seed, FORMAT_VERSION)
+        else None
+    )
+
+
+def describe(facts: dict) -> str:
+    """One line for the user."""
+    return (
+        f"{facts['train_rows']} + {facts['test_rows']} questions, held-out accuracy "
+        f"{facts['greedy_accuracy']:.3f} greedy, {facts['sampled_accuracy']:.3f} sampled, seed {facts['seed']}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: make the assets unless they are finished. Exits with 2 rather than replace a folder not its own."""
+    parser = argparse.ArgumentParser(
+        description="Make the two-digit addition demo: prompts and a warmed-up model."
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("assets/demo"), help="folder to make"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the split, the model and its training",
+    )
+    args = parser.parse_args(arguments)
+
+    facts = finished(args.output, args.seed)
+    if facts is not None:
+        print(f"{args.output} is ready: {describe(facts)}")
+        return
+    if (
+        args.output.exists()
+        and not (args.output / MARKER).is_file()
+        and any(args.output.iterdir())
+    ):
+        parser.error(
+            f"{args.output} holds files but no {MARKER}: not made by this script; name another --output"
+        )
+
+    started = time.monotonic()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=args.output.parent, prefix=f".{args.output.name}-"
+    ) as parent:
+        unfinished = Path(parent) / args.output.name
+        unfinished.mkdir()
+        facts = build(unfinished, args.seed)
+        if args.output.exists():
+            shutil.rmtree(args.output)
+        unfinished.rename(args.output)
+    print(
+        f"{args.output} made in {time.monotonic() - started:.0f} s: {describe(facts)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

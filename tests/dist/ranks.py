@@ -1,0 +1,72 @@
+"""Run a function on N gloo ranks, each in a fresh process, with a time limit; the answers come back in rank order."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from megatron_rl.workers.environment import worker_environment
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def enter(rank: int, function: Callable, arguments: tuple, answers) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    try:
+        answers.put((rank, None, function(*arguments)))
+    except BaseException:
+        answers.put((rank, traceback.format_exc(), None))
+
+
+def run_ranks(world_size: int, function: Callable, *arguments: Any, timeout: float = 180) -> list[Any]:
+    """`function(*arguments)` on every rank; raises AssertionError with the first rank's traceback, or on a time-out.
+
+    `function` must be importable (a module-level name) and its answer picklable.
+    """
+    variables = worker_environment("cpu", world_size) | {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    saved = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    processes = [context.Process(target=enter, args=(r, function, arguments, answers)) for r in range(world_size)]
+    try:
+        for process in processes:
+            process.start()
+        return collect(processes, answers, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for name, value in saved.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def collect(processes: list, answers, timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    results: dict[int, Any] = {}
+    while len(results) < len(processes):
+        try:
+            rank, failure, value = answers.get(timeout=1)
+        except queue.Empty:
+            dead = [r for r, p in enumerate(processes) if not p.is_alive() and r not in results]
+            assert not dead, f"ranks {dead} died without an answer"
+            assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(processes))) - set(results))} timed out"
+            continue
+        assert failure is None, f"rank {rank} failed:\n{failure}"
+        results[rank] = value
+    return [results[rank] for rank in range(len(processes))]

@@ -1,0 +1,41 @@
+"""Changes to libraries that this project cannot yet do without: one concern per file, applied by one call.
+
+Importing this package changes nothing. `apply_patches` must be called by every worker process, once, before it
+builds a model or an engine. Each patch states its reason, the versions it was written for and what would let
+us drop it; on any other version it refuses to run.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from third_party_patches.guard import Patch, PatchError, require_version
+
+CPU_PATCHES = (
+    "third_party_patches.megatron_core.cpu_torch",
+    "third_party_patches.megatron_core.cpu_rng",
+    "third_party_patches.vllm.unpacked_linear",
+    "third_party_patches.vllm.shm_group_name",
+)
+CUDA_PATCHES: tuple[str, ...] = ()
+
+__all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]
+
+
+def patches_for(device_kind: str) -> list[Patch]:
+    """The patches a worker on `device_kind` ("cpu" or "cuda") needs, in the order they are applied."""
+    modules = {"cpu": CPU_PATCHES, "cuda": CUDA_PATCHES}[device_kind]
+    return [importlib.import_module(name).PATCH for name in modules]
+
+
+def apply_patches(device_kind: str) -> list[str]:
+    """Apply every patch for `device_kind`; returns their names. Call once per process, before models are built.
+
+    Raises PatchError, naming the patch and both versions, when an installed library is not one a patch knows.
+    """
+    patches = patches_for(device_kind)
+    for patch in patches:
+        require_version(patch)
+    for patch in patches:
+        patch.apply()
+    return [patch.name for patch in patches]

