@@ -155,8 +155,8 @@ class Experience(TensorClass):
 
     input_ids: torch.Tensor
     response_lengths: torch.Tensor
-    scores: torch.Tensor
     rollout_log_probs: torch.Tensor
+    scores: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None
     old_values: torch.Tensor | None = None

@@ -95,13 +95,9 @@ def make_tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     characters = CHARACTERS.replace(" ", BYTE_LEVEL_SPACE)
-    vocabulary = {
-        token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])
-    }
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
     backend = Tokenizer(models.BPE(vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -139,9 +135,7 @@ def token_rows(tokenizer, pairs: list[Pair], answer_of: Callable[[int, int], str
     import torch
 
     texts = [question(a, b) + answer_of(a, b) for a, b in pairs]
-    return torch.tensor(
-        [[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts]
-    )
+    return torch.tensor([[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts])
 
 
 def warm_up(model, right, wrong, seed: int) -> None:
@@ -156,12 +150,8 @@ def warm_up(model, right, wrong, seed: int) -> None:
     )
 
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=0.01
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (WARM_UP_STEPS - step) / 200)
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (WARM_UP_STEPS - step) / 200))
     columns = [
         TextColumn("warm-up"),
         BarColumn(),
@@ -175,9 +165,7 @@ def warm_up(model, right, wrong, seed: int) -> None:
             forgets = torch.rand(WARM_UP_BATCH, 1, generator=generator) < FORGET_CARRY
             batch = torch.where(forgets, wrong[drawn], right[drawn])
             logits = model(batch[:, :-1]).logits[:, QUESTION_LENGTH - 1 :]
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch[:, QUESTION_LENGTH:].flatten()
-            )
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, QUESTION_LENGTH:].flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -222,9 +210,7 @@ def build(folder: Path, seed: int) -> dict:
     greedy, sampled = accuracy(model, expected, 0.0), accuracy(model, expected, 1.0)
     low, high = ACCURACY_RANGE
     if not low <= greedy <= high:
-        raise RuntimeError(
-            f"greedy held-out accuracy {greedy:.3f} is outside [{low}, {high}]: try another --seed"
-        )
+        raise RuntimeError(f"greedy held-out accuracy {greedy:.3f} is outside [{low}, {high}]: try another --seed")
 
     logging.disable_progress_bar()
     model.save_pretrained(folder / "model")
@@ -247,11 +233,7 @@ def finished(output: Path, seed: int) -> dict | None:
     if not marker.is_file():
         return None
     facts = json.loads(marker.read_text())
-    return (
-        facts
-        if (facts.get("seed"), facts.get("format_version")) == (seed, FORMAT_VERSION)
-        else None
-    )
+    return facts if (facts.get("seed"), facts.get("format_version")) == (seed, FORMAT_VERSION) else None
 
 
 def describe(facts: dict) -> str:
@@ -264,12 +246,8 @@ def describe(facts: dict) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: make the assets unless they are finished. Exits with 2 rather than replace a folder not its own."""
-    parser = argparse.ArgumentParser(
-        description="Make the two-digit addition demo: prompts and a warmed-up model."
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("assets/demo"), help="folder to make"
-    )
+    parser = argparse.ArgumentParser(description="Make the two-digit addition demo: prompts and a warmed-up model.")
+    parser.add_argument("--output", type=Path, default=Path("assets/demo"), help="folder to make")
     parser.add_argument(
         "--seed",
         type=int,
@@ -282,29 +260,19 @@ def main(arguments: list[str] | None = None) -> None:
     if facts is not None:
         print(f"{args.output} is ready: {describe(facts)}")
         return
-    if (
-        args.output.exists()
-        and not (args.output / MARKER).is_file()
-        and any(args.output.iterdir())
-    ):
-        parser.error(
-            f"{args.output} holds files but no {MARKER}: not made by this script; name another --output"
-        )
+    if args.output.exists() and not (args.output / MARKER).is_file() and any(args.output.iterdir()):
+        parser.error(f"{args.output} holds files but no {MARKER}: not made by this script; name another --output")
 
     started = time.monotonic()
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=args.output.parent, prefix=f".{args.output.name}-"
-    ) as parent:
+    with tempfile.TemporaryDirectory(dir=args.output.parent, prefix=f".{args.output.name}-") as parent:
         unfinished = Path(parent) / args.output.name
         unfinished.mkdir()
         facts = build(unfinished, args.seed)
         if args.output.exists():
             shutil.rmtree(args.output)
         unfinished.rename(args.output)
-    print(
-        f"{args.output} made in {time.monotonic() - started:.0f} s: {describe(facts)}"
-    )
+    print(f"{args.output} made in {time.monotonic() - started:.0f} s: {describe(facts)}")
 
 
 if __name__ == "__main__":

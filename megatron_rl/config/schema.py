@@ -38,7 +38,7 @@ class DataConfig:
     """Drop prompts longer than max_prompt_length; when false, one of them is an error."""
     shuffle: bool = True
     """Visit the training prompts in a new seeded order every epoch."""
-    seed: int = 0
+    seed: int = "${trainer.seed}"  # type: ignore[assignment]
     """Seed of that order."""
 
 
@@ -224,7 +224,7 @@ class TrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     """Where metrics go: console, jsonl, tensorboard."""
     seed: int = 1
-    """Seed of sampling, mini-batch splits and the fresh value head."""
+    """Seed of sampling, prompt order, mini-batch splits and the fresh value head."""
     export_hf: bool = True
     """Write the trained actor as a Hugging Face folder at the end."""
 

@@ -18,13 +18,12 @@ from megatron_rl.records import (
 )
 
 
-def assemble(prompts: Prompts, generations: Generations, scores: torch.Tensor) -> Experience:
-    """Join each prompt row with its response; `scores` float32 [B] is the task reward of each sample."""
+def assemble(prompts: Prompts, generations: Generations) -> Experience:
+    """Join each prompt row with its response; the other fields are filled as they are computed."""
     rows = zip(prompts.prompt_ids.unbind(), generations.response_ids.unbind(), strict=True)
     return Experience(
         input_ids=ragged([torch.cat(pair) for pair in rows]),
         response_lengths=row_lengths(generations.response_ids),
-        scores=scores,
         rollout_log_probs=generations.rollout_log_probs,
         batch_size=prompts.batch_size,
     )
@@ -33,7 +32,7 @@ def assemble(prompts: Prompts, generations: Generations, scores: torch.Tensor) -
 def add_rewards(experience: Experience, kl_coef: float) -> torch.Tensor:
     """Fill `rewards`: -kl_coef * (old - reference log-prob) on every token, plus the score on the last one.
 
-    Needs `old_log_probs` and `ref_log_probs`. Returns the mean KL penalty per sequence (a scalar, for the metrics).
+    Needs `scores`, `old_log_probs` and `ref_log_probs`. Returns the mean KL penalty per sequence (a scalar, for the metrics).
     """
     lengths = experience.response_lengths
     kl = kl_k1(experience.old_log_probs.values(), experience.ref_log_probs.values())

@@ -28,9 +28,7 @@ def score_metrics(
         **_statistics("critic/advantages", advantages_flat),
         **_statistics("critic/returns", returns_flat),
         **_statistics("critic/values", values_flat),
-        "critic/vf_explained_var": (
-            1 - residual_variance / (returns_flat.var() + 1e-5)
-        ).item(),
+        "critic/vf_explained_var": (1 - residual_variance / (returns_flat.var() + 1e-5)).item(),
     }
 
 
@@ -47,9 +45,22 @@ def length_metrics(
     }
 
 
-def throughput_metrics(
-    num_tokens: int, step_seconds: float, num_ranks: int
-) -> dict[str, float]:
+def parity_metrics(rollout_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor) -> dict[str, float]:
+    """How far the rollout engine and the trainer disagree about sampled tokens; both float [T].
+
+    The difference of log-probs, and verl's `rollout_probs_diff`, the difference of probabilities.
+    """
+    difference = (rollout_log_probs - trainer_log_probs).abs()
+    probs_difference = (rollout_log_probs.exp() - trainer_log_probs.exp()).abs()
+    return {
+        "training/rollout_logprob_diff_max": difference.max().item(),
+        "training/rollout_logprob_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_max": probs_difference.max().item(),
+        "training/rollout_probs_diff_mean": probs_difference.mean().item(),
+    }
+
+
+def throughput_metrics(num_tokens: int, step_seconds: float, num_ranks: int) -> dict[str, float]:
     """Tokens of the step (prompts and responses), its seconds, and tokens per second per rank."""
     return {
         "perf/total_num_tokens": float(num_tokens),

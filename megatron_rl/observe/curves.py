@@ -47,8 +47,8 @@ LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
     (
         "Rollout and trainer: |log-prob difference|",
         {
-            "training/rollout_probs_diff_max": "largest",
-            "training/rollout_probs_diff_mean": "mean",
+            "training/rollout_logprob_diff_max": "largest",
+            "training/rollout_logprob_diff_mean": "mean",
         },
         "log",
     ),
@@ -75,29 +75,31 @@ def plot_curves(metrics_jsonl: Path, output_png: Path) -> None:
 
     Raises ConfigError if no panel has data.
     """
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    draw_curves(metrics_jsonl).savefig(output_png)
+
+
+def draw_curves(metrics_jsonl: Path) -> Figure:
+    """The figure that `plot_curves` saves."""
     series = _read_series(metrics_jsonl)
     panels = _panels(series)
     if not panels:
         raise ConfigError(
             f"{metrics_jsonl} holds no metric that has a panel; it holds {', '.join(series) or 'nothing'}"
         )
-    figure_rows = math.ceil(len(panels) / COLUMNS)
-    figure = Figure(
-        figsize=(5.0 * min(COLUMNS, len(panels)), 3.1 * figure_rows),
-        dpi=130,
-        layout="constrained",
-    )
+    num_columns = min(COLUMNS, len(panels))
+    num_rows = math.ceil(len(panels) / num_columns)
+    figure = Figure(figsize=(5.0 * num_columns, 3.1 * num_rows), dpi=130, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(figure_rows, min(COLUMNS, len(panels)))
+    grid = figure.add_gridspec(num_rows, num_columns)
     for number, draw in enumerate(panels):
-        row, column = divmod(number, COLUMNS)
-        last = number == len(panels) - 1
-        axes = figure.add_subplot(grid[row, column:] if last else grid[row, column])
+        row, column = divmod(number, num_columns)
+        is_last = number == len(panels) - 1
+        axes = figure.add_subplot(grid[row, column:] if is_last else grid[row, column])
         draw(axes)
         _dress(axes)
-    output_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output_png)
+    return figure
 
 
 def _read_series(metrics_jsonl: Path) -> Series:
@@ -123,15 +125,9 @@ def _panels(series: Series) -> list[Callable[[Axes], None]]:
         present = {name: label for name, label in names.items() if name in series}
         if present:
             panels.append(
-                lambda axes, title=title, present=present, scale=scale: _draw_lines(
-                    axes, series, title, present, scale
-                )
+                lambda axes, title=title, present=present, scale=scale: _draw_lines(axes, series, title, present, scale)
             )
-    timed = [
-        name.removeprefix("timing_s/")
-        for name in series
-        if name.startswith("timing_s/")
-    ]
+    timed = [name.removeprefix("timing_s/") for name in series if name.startswith("timing_s/")]
     phases = [phase for phase in PHASES if phase in timed]
     phases += [phase for phase in timed if phase not in (*PHASES, *NO_PHASES)]
     if phases:
@@ -178,17 +174,11 @@ def _draw_accuracy(axes: Axes, series: Series, names: Sequence[str]) -> None:
             )
     axes.set_ylim(-0.03, 1.05)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    title = (
-        "Held-out accuracy"
-        if len(names) > 1
-        else f"Held-out accuracy: {names[0].removeprefix('val-core/')}"
-    )
+    title = "Held-out accuracy" if len(names) > 1 else f"Held-out accuracy: {names[0].removeprefix('val-core/')}"
     axes.set_title(title, **TITLE)
 
 
-def _draw_lines(
-    axes: Axes, series: Series, title: str, names: dict[str, str], scale: str
-) -> None:
+def _draw_lines(axes: Axes, series: Series, title: str, names: dict[str, str], scale: str) -> None:
     for (name, label), color in zip(names.items(), _cycle(len(names)), strict=True):
         steps, values = series[name]
         if scale == "log":
@@ -205,9 +195,7 @@ def _whole_decades(axes: Axes) -> None:
     low, high = axes.dataLim.intervaly
     if 0 < low <= high < math.inf:
         bottom = math.floor(math.log10(low))
-        axes.set_ylim(
-            10.0**bottom, 10.0 ** max(math.ceil(math.log10(high)), bottom + 1)
-        )
+        axes.set_ylim(10.0**bottom, 10.0 ** max(math.ceil(math.log10(high)), bottom + 1))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -227,12 +215,7 @@ def _draw_phases(axes: Axes, series: Series, phases: Sequence[str]) -> None:
             label=phase,
             linewidth=0,
         )
-        floor.update(
-            {
-                step: low + high
-                for step, low, high in zip(steps, bottoms, heights, strict=True)
-            }
-        )
+        floor.update({step: low + high for step, low, high in zip(steps, bottoms, heights, strict=True)})
     axes.set_title("Seconds per step, by phase (without validation)", **TITLE)
 
 

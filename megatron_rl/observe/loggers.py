@@ -53,9 +53,7 @@ class ConsoleBackend:
         parts = [f"[bold]step {step:>4}[/]"]
         for name, value in metrics.items():
             if name.startswith(VALIDATION_PREFIX):
-                parts.append(
-                    f"[green]{name.removeprefix(VALIDATION_PREFIX)} {value:.3f}[/]"
-                )
+                parts.append(f"[green]{name.removeprefix(VALIDATION_PREFIX)} {value:.3f}[/]")
         for name, label, form in CONSOLE_FIELDS:
             if name in metrics:
                 parts.append(f"[dim]{label}[/] {metrics[name]:{form}}")
@@ -107,9 +105,7 @@ class TensorBoardBackend:
 class MetricLogger:
     """Sends the metrics of each step to all `backends`. A context manager."""
 
-    def __init__(
-        self, backends: Sequence[str], directory: Path, console: Console | None = None
-    ):
+    def __init__(self, backends: Sequence[str], directory: Path, console: Console | None = None):
         """Create `directory` and in it metrics.jsonl ("jsonl") and tensorboard/ ("tensorboard").
 
         Pass the progress bar's `console` so that lines appear above it. Raises ConfigError for an unknown backend.

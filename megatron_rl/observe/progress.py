@@ -30,9 +30,7 @@ class RunProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task(
-            "train", total=total_steps, facts="", phase=""
-        )
+        self._task = self._progress.add_task("train", total=total_steps, facts="", phase="")
 
     def __enter__(self) -> Self:
         """Start drawing."""
@@ -52,9 +50,7 @@ class RunProgress:
         """Show what runs now; fits `PhaseTimer(on_phase=...)`."""
         self._progress.update(self._task, phase=name)
 
-    def step(
-        self, step: int, reward: float, accuracy: float | None, step_seconds: float
-    ) -> None:
+    def step(self, step: int, reward: float, accuracy: float | None, step_seconds: float) -> None:
         """Steps done so far, the mean reward of the last, the newest held-out accuracy if any, seconds of the step."""
         facts = [f"reward {reward:.3f}", f"{step_seconds:.1f} s/step"]
         if accuracy is not None:

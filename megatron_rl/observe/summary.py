@@ -11,9 +11,7 @@ from typing import Any
 from rich.table import Table
 
 
-def layout_table(
-    rows: Iterable[tuple[str, object, str]], title: str = "Layout and batch"
-) -> Table:
+def layout_table(rows: Iterable[tuple[str, object, str]], title: str = "Layout and batch") -> Table:
     """Two columns with a note: (name, value, note) per row. Print it with a rich console."""
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("what")
@@ -24,28 +22,21 @@ def layout_table(
     return table
 
 
-def before_after_table(
-    rows: Iterable[tuple[str, float, float]], title: str = "Before and after"
-) -> Table:
+def before_after_table(rows: Iterable[tuple[str, float, float]], title: str = "Before and after") -> Table:
     """(name, before, after) per row, with the change. Print it with a rich console."""
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("metric")
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
     for name, before, after in rows:
-        table.add_row(
-            name, f"{before:.3f}", f"[bold]{after:.3f}", f"{after - before:+.3f}"
-        )
+        table.add_row(name, f"{before:.3f}", f"[bold]{after:.3f}", f"{after - before:+.3f}")
     return table
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Write `summary` as indented JSON with sorted keys; floats that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(finite_or_null(summary), indent=2, sort_keys=True, allow_nan=False)
-        + "\n"
-    )
+    path.write_text(json.dumps(finite_or_null(summary), indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def finite_or_null(value: Any) -> Any:

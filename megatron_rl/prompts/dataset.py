@@ -24,9 +24,7 @@ from megatron_rl.records import Prompts, non_tensor, ragged
 class PromptDataset:
     """The prompts of one file that are short enough to use, in file order."""
 
-    def __init__(
-        self, path: str, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
-    ):
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig):
         """Read and tokenise `path`; see `DataConfig` for `prompt_key`, `max_prompt_length`, `filter_overlong_prompts`.
 
         Raises ConfigError for a missing or unreadable file, missing or empty columns, an empty dataset, and prompts
@@ -42,10 +40,7 @@ class PromptDataset:
         rewards = table.column("reward_model").take(self._rows).to_pylist()
         self._ground_truth = [reward["ground_truth"] for reward in rewards]
         if "extra_info" in table.column_names:
-            self._extra_info = [
-                info or {}
-                for info in table.column("extra_info").take(self._rows).to_pylist()
-            ]
+            self._extra_info = [info or {} for info in table.column("extra_info").take(self._rows).to_pylist()]
         else:
             self._extra_info = [{} for _ in self._rows]
 
@@ -73,9 +68,7 @@ def _read_table(path: str) -> pyarrow.Table:
     file = Path(path).expanduser()
     if not file.is_file():
         neighbours = [str(other) for other in file.parent.glob("*.parquet")]
-        raise ConfigError(
-            f"no prompt file at {path}: {_nearest(str(file), neighbours, 'parquet file in that folder')}"
-        )
+        raise ConfigError(f"no prompt file at {path}: {_nearest(str(file), neighbours, 'parquet file in that folder')}")
     try:
         table = pyarrow.parquet.read_table(file)
     except pyarrow.ArrowInvalid as error:
@@ -95,25 +88,17 @@ def _check_columns(path: str, table: pyarrow.Table, prompt_key: str) -> None:
             )
         if table.column(column).null_count:
             missing = table.column(column).is_null().to_pylist().index(True)
-            raise ConfigError(
-                f"{path}: column {column!r} is empty in row {missing}; every row needs a value"
-            )
+            raise ConfigError(f"{path}: column {column!r} is empty in row {missing}; every row needs a value")
     reward_type = table.schema.field("reward_model").type
-    if not pyarrow.types.is_struct(reward_type) or "ground_truth" not in [
-        field.name for field in reward_type
-    ]:
+    if not pyarrow.types.is_struct(reward_type) or "ground_truth" not in [field.name for field in reward_type]:
         raise ConfigError(
             f"{path}: column 'reward_model' is {reward_type}; it must be a struct with the field 'ground_truth'"
         )
 
 
-def _tokenise(
-    path: str, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
+def _tokenise(path: str, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids per row: strings are encoded as they are, chat messages through the chat template."""
-    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(
-        column.type
-    ):
+    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
         prompt_ids = tokenizer(column.to_pylist())["input_ids"]
     elif pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
         if tokenizer.chat_template is None:
@@ -126,24 +111,18 @@ def _tokenise(
                 column.to_pylist(), add_generation_prompt=True, return_dict=False
             )
         except jinja2.TemplateError as error:
-            raise ConfigError(
-                f"the tokenizer's chat_template refuses a prompt of {path}: {error}"
-            ) from error
+            raise ConfigError(f"the tokenizer's chat_template refuses a prompt of {path}: {error}") from error
     else:
         raise ConfigError(
             f"the prompts of {path} are of type {column.type}; they must be strings or lists of {{role, content}}"
         )
     for row, ids in enumerate(prompt_ids):
         if not ids:
-            raise ConfigError(
-                f"{path}: the prompt of row {row} has 0 tokens; it needs at least 1"
-            )
+            raise ConfigError(f"{path}: the prompt of row {row} has 0 tokens; it needs at least 1")
     return prompt_ids
 
 
-def _short_enough(
-    path: str, prompt_ids: list[list[int]], data_config: DataConfig
-) -> list[int]:
+def _short_enough(path: str, prompt_ids: list[list[int]], data_config: DataConfig) -> list[int]:
     """Rows with at most `max_prompt_length` tokens; raises ConfigError if one is longer and may not be dropped."""
     limit = data_config.max_prompt_length
     rows = [row for row, ids in enumerate(prompt_ids) if len(ids) <= limit]

@@ -36,14 +36,8 @@ def load_reward_function(path: str, name: str) -> RewardFunction:
     functions = {key: value for key, value in vars(module).items() if callable(value)}
     if name not in functions:
         close = difflib.get_close_matches(name, functions, n=1, cutoff=0.0)
-        hint = (
-            f"the nearest function there is {close[0]!r}"
-            if close
-            else "it defines no function"
-        )
-        raise ConfigError(
-            f"{path} has no function {name!r} (custom_reward_function.name): {hint}"
-        )
+        hint = f"the nearest function there is {close[0]!r}" if close else "it defines no function"
+        raise ConfigError(f"{path} has no function {name!r} (custom_reward_function.name): {hint}")
     function = functions[name]
     signature = inspect.signature(function)
     try:
@@ -90,9 +84,7 @@ class RuleReward:
         ground_truth: str,
         extra_info: dict,
     ) -> float:
-        sample = (
-            f"prompt {index} of data source {data_source!r}, answer {_quote(solution)}"
-        )
+        sample = f"prompt {index} of data source {data_source!r}, answer {_quote(solution)}"
         try:
             result = self.function(
                 data_source=data_source,
@@ -101,9 +93,7 @@ class RuleReward:
                 extra_info=extra_info,
             )
         except Exception as error:
-            raise RewardError(
-                f"the reward function raised {type(error).__name__}: {error} ({sample})"
-            ) from error
+            raise RewardError(f"the reward function raised {type(error).__name__}: {error} ({sample})") from error
         score = result.get("score") if isinstance(result, dict) else result
         if not isinstance(score, numbers.Real) or not math.isfinite(score):
             raise RewardError(
@@ -118,23 +108,13 @@ def _run_file(path: str) -> ModuleType:
     if not file.is_file():
         neighbours = [str(other) for other in file.parent.glob("*.py")]
         close = difflib.get_close_matches(str(file), neighbours, n=1, cutoff=0.0)
-        hint = (
-            f"the nearest Python file is {close[0]!r}"
-            if close
-            else f"{file.parent} holds no Python file"
-        )
-        raise ConfigError(
-            f"no reward file at {path} (custom_reward_function.path): {hint}"
-        )
+        hint = f"the nearest Python file is {close[0]!r}" if close else f"{file.parent} holds no Python file"
+        raise ConfigError(f"no reward file at {path} (custom_reward_function.path): {hint}")
     spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise ConfigError(
-            f"{path} (custom_reward_function.path) is not a Python file: its name must end in .py"
-        )
+        raise ConfigError(f"{path} (custom_reward_function.path) is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = (
-        module  # dataclasses and pickles in the file look their module up by name
-    )
+    sys.modules[spec.name] = module  # dataclasses and pickles in the file look their module up by name
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 
 import torch
@@ -94,8 +95,6 @@ class ToyWorker:
     @register(Dispatch.RANK_ZERO, role="actor")
     def answer_with_lock(self) -> object:
         """An answer that cannot be pickled."""
-        import threading
-
         return threading.Lock()
 
     @register(Dispatch.ONE_TO_ALL, role="actor")
@@ -113,12 +112,12 @@ class ToyWorker:
         return subprocess.Popen(["sleep", "600"]).pid
 
 
-class UnimportableWorker(ToyWorker):
-    """Cannot be unpickled on a rank: its module would have to be imported there, and that fails."""
+class FailsToUnpickle:
+    """A constructor argument whose module cannot be imported on the ranks."""
 
     def __reduce__(self) -> tuple:
-        return _raise_import_error, ()
+        return _import_missing_module, ()
 
 
-def _raise_import_error() -> None:
+def _import_missing_module() -> None:
     raise ImportError("no module named 'missing_on_the_worker'")

@@ -1,0 +1,88 @@
+"""The end of a run: export, parity of the exported model, curves, summary and the before/after table."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.errors import ParityError
+from megatron_rl.observe.curves import plot_curves
+from megatron_rl.observe.summary import before_after_table, write_summary
+from megatron_rl.records import Sequences
+
+if TYPE_CHECKING:
+    from megatron_rl.controller.worker_group import WorkerGroup
+    from megatron_rl.run import Run
+
+EXPORT_LOGIT_BOUND = 1e-4
+"""Largest allowed difference between the exported model's logits and the trainer's, in float32."""
+
+
+def finish_run(run: Run, workers: WorkerGroup) -> dict:
+    """Write everything a user takes home from a run; returns the summary."""
+    export_diff = export_and_compare(run, workers) if run.config.trainer.export_hf else None
+    if "jsonl" in run.config.trainer.logger:
+        plot_curves(run.directory / "metrics.jsonl", run.directory / "curves.png")
+    summary = summarise(run, export_diff)
+    write_summary(run.directory / "summary.json", summary)
+    before = summary["val_accuracy_before"]
+    if before is not None:
+        run.console.print(before_after_table([("held-out accuracy", before, summary["val_accuracy_after"])]))
+    run.console.print(f"written to {run.directory}: {', '.join(sorted(p.name for p in run.directory.iterdir()))}")
+    return summary
+
+
+def summarise(run: Run, export_diff: float | None) -> dict:
+    """The run in a dozen numbers; bytes are per rank, in rank order, of the last transition to rollout mode."""
+    config = run.config
+    megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
+    world_size = trainer.nnodes * trainer.n_gpus_per_node
+    tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    return {
+        "val_accuracy_before": run.accuracies[0] if trainer.val_before_train else None,
+        "val_accuracy_after": run.accuracies[-1],
+        "steps": trainer.total_training_steps,
+        "wall_s": round(time.monotonic() - run.started, 1),
+        "layout": {
+            "world_size": world_size,
+            "tp": tp_size,
+            "pp": pp_size,
+            "dp": world_size // (tp_size * pp_size),
+            "rollout_tp": config.actor_rollout_ref.rollout.tensor_model_parallel_size,
+        },
+        "seed": trainer.seed,
+        "rollout_logprob_diff_max": run.logprob_diff_max,
+        "hf_export_logit_diff_max": export_diff,
+        "transition_bytes_received_per_rank": [report.bytes_received for report in run.transitions],
+        "transition_bytes_lower_bound_per_rank": [report.lower_bound_bytes for report in run.transitions],
+    }
+
+
+def export_and_compare(run: Run, workers: WorkerGroup) -> float:
+    """Export the actor; largest logit difference to the trainer on held-out answers.
+
+    Raises ParityError when a float32 model differs by more than EXPORT_LOGIT_BOUND.
+    """
+    target = run.directory / "hf_model"
+    with run.phase("export"):
+        workers.export_hf(target.resolve()).get()
+        trainer_logits = torch.cat(workers.response_logits(run.parity_rows).get())
+    largest = float((hf_response_logits(target, run.parity_rows) - trainer_logits).abs().max())
+    if run.config.actor_rollout_ref.actor.megatron.dtype == "float32" and not largest <= EXPORT_LOGIT_BOUND:
+        raise ParityError(
+            f"logits of the exported model in {target} differ from the trainer's by {largest:.3g}; "
+            f"the bound is {EXPORT_LOGIT_BOUND:.0e}"
+        )
+    return largest
+
+
+@torch.no_grad()
+def hf_response_logits(folder: Path, sequences: Sequences) -> torch.Tensor:
+    """Float32 logits [response tokens, vocab_size] of a Hugging Face folder, row after row."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = zip(sequences.input_ids.unbind(), sequences.response_lengths.tolist(), strict=True)
+    return torch.cat([model(ids[None]).logits[0, len(ids) - length - 1 : -1] for ids, length in rows])

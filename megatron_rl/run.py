@@ -1,0 +1,184 @@
+"""What a run keeps on the controller: data, reward, seeds, clocks and the books. The algorithm is in `train.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig, TrainerConfig
+from megatron_rl.errors import ParityError
+from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
+from megatron_rl.observe.loggers import MetricLogger
+from megatron_rl.observe.progress import RunProgress
+from megatron_rl.observe.summary import layout_table
+from megatron_rl.observe.timers import PhaseTimer
+from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.prompts.cursor import PromptCursor
+from megatron_rl.prompts.dataset import PromptDataset
+from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, ragged, row_lengths
+from megatron_rl.reward.rule import RuleReward, load_reward_function
+
+VALIDATION_SALT = -1
+"""Validation samples, where they are sampled, use the same seeds every time."""
+
+NUM_PARITY_ROWS = 32
+"""Held-out rows on which the exported model is compared with the trainer."""
+
+
+class Run:
+    """One run's state outside the workers; a context manager round progress bar and loggers.
+
+    Constructing it reads data and reward function, so their errors come before any process starts. Raises ConfigError.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        data, trainer = config.data, config.trainer
+        self.config = config
+        self.started = time.monotonic()
+        self.directory = Path(trainer.default_local_dir)
+        self.console = Console()
+        self.tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
+        self.train_data = PromptDataset(data.train_files, self.tokenizer, data)
+        self.val_data = PromptDataset(data.val_files, self.tokenizer, data)
+        self.cursor = PromptCursor(len(self.train_data), data.train_batch_size, data.shuffle, data.seed)
+        function = load_reward_function(config.custom_reward_function.path, config.custom_reward_function.name)
+        self.reward = RuleReward(function, self.tokenizer)
+        self.progress = RunProgress(trainer.total_training_steps, self.console)
+        self.timer = PhaseTimer(on_phase=self.progress.phase)
+        self.phase = self.timer.phase
+
+        self.transitions: list = []
+        self.accuracies: list[float] = []
+        self.logprob_diff_max = 0.0
+        self.parity_rows: Sequences | None = None
+        self._resources = contextlib.ExitStack()
+
+    def __enter__(self) -> Run:
+        self.console.print(layout_table(batch_table(self.config)))
+        self.logger = self._resources.enter_context(
+            MetricLogger(self.config.trainer.logger, self.directory, self.console)
+        )
+        self._resources.enter_context(self.progress)
+        return self
+
+    def __exit__(self, *failure) -> None:
+        self._resources.close()
+
+    # Data and sampling
+
+    def steps(self) -> Iterator[int]:
+        """Step numbers, from 1."""
+        yield from range(1, self.config.trainer.total_training_steps + 1)
+
+    def next_prompts(self) -> Prompts:
+        """The next training prompts, each `rollout.n` times."""
+        return self.train_data.batch(self.cursor.next_indices()).repeat(self.config.actor_rollout_ref.rollout.n)
+
+    def val_prompts(self) -> Prompts:
+        """All held-out prompts, once."""
+        return self.val_data.batch(range(len(self.val_data)))
+
+    def sampling(self, salt: int) -> Sampling:
+        """How training samples are drawn."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return Sampling(
+            rollout.temperature, rollout.top_p, rollout.top_k, self.config.data.max_response_length, salt
+        )
+
+    def val_sampling(self) -> Sampling:
+        """How held-out answers are drawn: greedy unless `val_kwargs.do_sample`."""
+        kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
+        temperature = kwargs.temperature if kwargs.do_sample else 0.0
+        return Sampling(temperature, 1.0, -1, self.config.data.max_response_length, VALIDATION_SALT)
+
+    def mini_batching(self, role: ActorConfig | CriticConfig, step: int) -> tuple[int, int, int | None]:
+        """(rows per optimizer step, epochs, seed of the split or None) for one step of a role's update."""
+        rows = role.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        seed = self.config.trainer.seed * 1_000_003 + step * role.ppo_epochs
+        return rows, role.ppo_epochs, seed if role.shuffle else None
+
+    # Books
+
+    def note_transition(self, reports: list) -> None:
+        """Keep what entering rollout mode cost each rank (in rank order)."""
+        self.transitions = reports
+
+    def check_rollout_parity(self, experience: Experience) -> dict[str, float]:
+        """Compare the engine's log-probs of its samples with the trainer's.
+
+        Raises ParityError beyond `rollout.logprob_diff_bound`; not where top_p or top_k cut the engine's distribution,
+        because then the two are meant to differ.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        metrics = parity_metrics(experience.rollout_log_probs.values(), experience.old_log_probs.values())
+        largest = metrics["training/rollout_logprob_diff_max"]
+        comparable = rollout.top_p == 1.0 and rollout.top_k == -1
+        if comparable:
+            self.logprob_diff_max = max(self.logprob_diff_max, largest)
+        if comparable and not largest <= rollout.logprob_diff_bound:
+            raise ParityError(
+                f"log-probs of the rollout and of the trainer differ by {largest:.3g} on sampled tokens; "
+                f"actor_rollout_ref.rollout.logprob_diff_bound is {rollout.logprob_diff_bound:.3g}"
+            )
+        return metrics
+
+    def data_metrics(self, prompts: Prompts, generations: Generations, experience: Experience) -> dict[str, float]:
+        """Statistics of one step's samples."""
+        lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
+        return length_metrics(*lengths, generations.truncated) | score_metrics(
+            experience.scores,
+            experience.rewards.values(),
+            experience.advantages.values(),
+            experience.returns.values(),
+            experience.old_values.values(),
+        ) | {"perf/total_num_tokens": float(experience.input_ids.values().numel())}
+
+    def val_metrics(self, prompts: Prompts, generations: Generations, scores: torch.Tensor) -> dict[str, float]:
+        """Mean held-out score per data source; keeps a few rows to compare the exported model on."""
+        self.accuracies.append(float(scores.mean()))
+        rows = zip(prompts.prompt_ids.unbind(), generations.response_ids.unbind(), strict=True)
+        self.parity_rows = make_sequences(list(rows)[:NUM_PARITY_ROWS])
+        sources = list(prompts.data_source)
+        return {
+            f"val-core/{source}/acc/mean@1": float(scores[torch.tensor([s == source for s in sources])].mean())
+            for source in sorted(set(sources))
+        }
+
+    def mean_metrics(self, updates: Iterable[dict[str, float]]) -> dict[str, float]:
+        """Mean of each metric over the optimizer steps of one update."""
+        collected = list(updates)
+        return {name: sum(update[name] for update in collected) / len(collected) for name in collected[0]}
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Write one step's metrics with its timings, and move the progress bar."""
+        timings = self.timer.as_metrics()
+        self.timer.reset()
+        seconds = timings.get("timing_s/step", 0.0)
+        if seconds:
+            trainer = self.config.trainer
+            num_ranks = trainer.nnodes * trainer.n_gpus_per_node
+            metrics |= throughput_metrics(int(metrics["perf/total_num_tokens"]), seconds, num_ranks)
+        self.logger.log(metrics | timings, step)
+        accuracy = self.accuracies[-1] if self.accuracies else None
+        if step:
+            self.progress.step(step, metrics["critic/score/mean"], accuracy, seconds)
+
+
+def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
+    """Every `test_freq` steps, and always the last."""
+    return step == trainer.total_training_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
+
+
+def make_sequences(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> Sequences:
+    """(prompt ids, response ids) per row -> Sequences."""
+    return Sequences(
+        input_ids=ragged([torch.cat(row) for row in rows]),
+        response_lengths=torch.tensor([len(response) for _, response in rows]),
+        batch_size=[len(rows)],
+    )

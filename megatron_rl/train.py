@@ -1,0 +1,120 @@
+"""PPO, from prompts to new weights: one straight loop on the controller, every verb visible.
+
+    prompts -> generate -> log-probs, values, rewards -> advantages -> update critic, actor -> reshard
+
+Verbs of `workers` run on every rank and return futures; `.get()` waits. Ranks find the current weights in their
+rollout engine because `enter_rollout` brings what each one lacks.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.resource_pool import ResourcePool
+from megatron_rl.controller.signals import graceful_signals
+from megatron_rl.controller.worker_group import WorkerGroup
+from megatron_rl.experience.assemble import add_advantages, add_rewards, assemble
+from megatron_rl.experience.batches import mini_batch_rows
+from megatron_rl.records import Experience, Prompts
+from megatron_rl.report import finish_run
+from megatron_rl.run import Run, is_validation_step
+from megatron_rl.workers.environment import worker_environment
+from megatron_rl.workers.rank_worker import RankWorker
+
+
+def train(config: RunConfig) -> dict:
+    """Run PPO as configured and return the summary that is also written to `summary.json`.
+
+    Raises a MegatronRLError, and leaves no process behind, whatever goes wrong in a worker or a reward function.
+    """
+    trainer = config.trainer
+    pool = ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, trainer.device)
+    workers = WorkerGroup(pool, RankWorker, config, env=worker_environment(trainer.device, trainer.n_gpus_per_node))
+    with graceful_signals(), Run(config) as run, pool, workers:
+        build_roles(run, workers)
+        if trainer.val_before_train:
+            run.log(validate(run, workers), step=0)
+        for step in run.steps():
+            metrics = ppo_step(run, workers, step)
+            if is_validation_step(trainer, step):
+                metrics |= validate(run, workers)
+            run.log(metrics, step)
+        return finish_run(run, workers)
+
+
+def build_roles(run: Run, workers: WorkerGroup) -> None:
+    """Actor, reference, critic, and the rollout engine on the actor's memory."""
+    for name in ("actor", "reference", "critic", "rollout"):
+        with run.phase(f"build {name}"):
+            getattr(workers, f"build_{name}")().get()
+
+
+def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
+    """One batch of prompts, from sampling to updated weights; returns the step's metrics."""
+    algorithm, phase = run.config.algorithm, run.phase
+    with phase("step"):
+        # Rollout
+        prompts = run.next_prompts()
+        generations = generate(run, workers, prompts, run.sampling(salt=step))
+
+        # Experience: the workers score tokens while the rules score answers here
+        experience = assemble(prompts, generations)
+        sequences = experience.sequences()
+        old_log_probs = workers.compute_log_probs(sequences)
+        ref_log_probs = workers.compute_ref_log_probs(sequences)
+        old_values = workers.compute_values(sequences)
+        with phase("reward"):
+            experience.scores = run.reward(prompts, generations)
+        with phase("old_log_prob"):
+            experience.old_log_probs = old_log_probs.get().scores
+        with phase("ref"):
+            experience.ref_log_probs = ref_log_probs.get().scores
+        with phase("values"):
+            experience.old_values = old_values.get().scores
+        parity = run.check_rollout_parity(experience)
+        with phase("adv"):
+            kl_coef = algorithm.kl_ctrl.kl_coef if algorithm.use_kl_in_reward else 0.0
+            kl_penalty = add_rewards(experience, kl_coef)
+            add_advantages(experience, algorithm.gamma, algorithm.lam)
+
+        # Update
+        with phase("update_critic"):
+            critic_metrics = update_critic(run, workers, experience, step)
+        with phase("update_actor"):
+            actor_metrics = update_actor(run, workers, experience, step)
+    data_metrics = run.data_metrics(prompts, generations, experience)
+    return data_metrics | parity | critic_metrics | actor_metrics | {"actor/reward_kl_penalty": float(kl_penalty)}
+
+
+def generate(run: Run, workers: WorkerGroup, prompts: Prompts, sampling):
+    """Answers to all prompt rows; the ranks are in rollout mode only inside this call."""
+    with run.phase("reshard"):
+        run.note_transition(workers.enter_rollout().get())
+    with run.phase("gen"):
+        generations = workers.generate(prompts, sampling).get()
+    with run.phase("reshard"):
+        workers.exit_rollout().get()
+    return generations
+
+
+def update_critic(run: Run, workers: WorkerGroup, experience: Experience, step: int) -> dict[str, float]:
+    """Several epochs of mini-batches through the critic's optimizer; metrics averaged over the updates."""
+    return run.mean_metrics(
+        workers.update_critic(experience[rows].critic_batch()).get()
+        for rows in mini_batch_rows(len(experience), *run.mini_batching(run.config.critic, step))
+    )
+
+
+def update_actor(run: Run, workers: WorkerGroup, experience: Experience, step: int) -> dict[str, float]:
+    """Several epochs of mini-batches through the actor's optimizer; metrics averaged over the updates."""
+    return run.mean_metrics(
+        workers.update_actor(experience[rows].actor_batch()).get()
+        for rows in mini_batch_rows(len(experience), *run.mini_batching(run.config.actor_rollout_ref.actor, step))
+    )
+
+
+def validate(run: Run, workers: WorkerGroup) -> dict[str, float]:
+    """Answer every held-out prompt once; mean score per data source, under verl's names."""
+    with run.phase("testing"):
+        prompts = run.val_prompts()
+        generations = generate(run, workers, prompts, run.val_sampling())
+        return run.val_metrics(prompts, generations, run.reward(prompts, generations))

@@ -1,0 +1,60 @@
+"""The driver is killed: nothing it started may outlive it. And a pool that asks for too much."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.controller.resource_pool import ResourcePool
+from megatron_rl.errors import ConfigError
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def doomed() -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
+    """A driver with two workers in a call, and its whole process tree."""
+    script = Path(__file__).with_name("doomed_driver.py")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    driver = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env)
+    tree: list[psutil.Process] = []
+    try:
+        told = json.loads(driver.stdout.readline())
+        tree = [psutil.Process(pid) for pid in told["tree"]]
+        assert set(told["workers"] + told["children"]) <= set(told["tree"])
+        yield driver, tree
+    finally:
+        driver.kill()
+        driver.wait()
+        for process in tree:
+            if process.is_running():
+                process.kill()
+
+
+@pytest.mark.parametrize(
+    ("signum", "exit_code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)], ids=["SIGKILL", "SIGTERM"]
+)
+def test_nothing_outlives_a_killed_driver(doomed: tuple, signum: int, exit_code: int) -> None:
+    """Would not catch what is left on another node of a cluster."""
+    driver, tree = doomed
+    driver.send_signal(signum)
+    assert driver.wait(timeout=30) == exit_code
+    deadline = time.monotonic() + 30
+    while (left := [process for process in tree if process.is_running()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def test_a_pool_that_cannot_be_had_names_both_sides() -> None:
+    """Would not catch a cluster that has the resources but not on one node."""
+    with pytest.raises(ConfigError, match=r"2 x \[CPU 1, GPU 1\] each within 1 s: it has \[CPU 2, GPU 0\]"):
+        ResourcePool(1, 2, "cuda", ready_timeout_s=1).__enter__()

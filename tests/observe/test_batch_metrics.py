@@ -1,0 +1,60 @@
+"""Metric dicts from hand-sized tensors."""
+
+import pytest
+import torch
+
+from megatron_rl.observe.batch_metrics import length_metrics, score_metrics, throughput_metrics
+
+
+def test_score_metrics_by_hand():
+    """Two samples, four tokens. Var(returns)=2/3, Var(returns - values)=1/3. Would not catch a biased variance at large T."""
+    metrics = score_metrics(
+        scores=torch.tensor([1.0, 0.0]),
+        rewards_flat=torch.tensor([-0.1, 0.9, -0.2, 0.0]),
+        advantages_flat=torch.tensor([1.0, -1.0, 2.0, 0.0]),
+        returns_flat=torch.tensor([0.0, 1.0, 1.0, 2.0]),
+        values_flat=torch.tensor([0.0, 1.0, 0.0, 1.0]),
+    )
+    assert metrics == {
+        "critic/score/mean": 0.5,
+        "critic/score/max": 1.0,
+        "critic/score/min": 0.0,
+        "critic/rewards/mean": pytest.approx(0.3),
+        "critic/advantages/mean": 0.5,
+        "critic/advantages/max": 2.0,
+        "critic/advantages/min": -1.0,
+        "critic/returns/mean": 1.0,
+        "critic/returns/max": 2.0,
+        "critic/returns/min": 0.0,
+        "critic/values/mean": 0.5,
+        "critic/values/max": 1.0,
+        "critic/values/min": 0.0,
+        "critic/vf_explained_var": pytest.approx(1 - (1 / 3) / (2 / 3 + 1e-5), abs=1e-6),
+    }
+
+
+def test_length_metrics_by_hand():
+    """Integer lengths, one of four cut off. Would not catch truncation that was measured wrongly."""
+    metrics = length_metrics(
+        prompt_lengths=torch.tensor([6, 6, 8, 8]),
+        response_lengths=torch.tensor([4, 1, 4, 3]),
+        truncated=torch.tensor([True, False, False, False]),
+    )
+    assert metrics == {
+        "prompt_length/mean": 7.0,
+        "prompt_length/max": 8.0,
+        "prompt_length/min": 6.0,
+        "response_length/mean": 3.0,
+        "response_length/max": 4.0,
+        "response_length/min": 1.0,
+        "response_length/clip_ratio": 0.25,
+    }
+
+
+def test_throughput_is_per_rank():
+    """1200 tokens, 2 s, 3 ranks: 200. Would not catch seconds that include validation."""
+    assert throughput_metrics(num_tokens=1200, step_seconds=2.0, num_ranks=3) == {
+        "perf/total_num_tokens": 1200.0,
+        "perf/time_per_step": 2.0,
+        "perf/throughput": 200.0,
+    }

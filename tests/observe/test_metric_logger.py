@@ -1,0 +1,54 @@
+"""Metrics on their way to console, file and TensorBoard."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.observe.loggers import MetricLogger
+
+
+def test_jsonl_is_valid_and_on_disk_at_once(tmp_path):
+    """NaN and infinity become null; read before closing. Would not catch metrics nested in lists."""
+    with MetricLogger(["jsonl"], tmp_path / "run") as logger:
+        logger.log({"a": 1.5, "b": float("nan"), "c": float("inf")}, step=0)
+        logger.log({"a": 2}, step=1)
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 0, "a": 1.5, "b": None, "c": None}, {"step": 1, "a": 2.0}]
+
+
+def test_a_new_run_starts_the_file_anew(tmp_path):
+    """Would not catch two runs that write at the same time."""
+    for value in (1.0, 2.0):
+        with MetricLogger(["jsonl"], tmp_path) as logger:
+            logger.log({"a": value}, step=1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0}\n'
+
+
+def test_console_prints_one_plain_line_per_step(tmp_path):
+    """No control characters and no wrapping off a terminal. Would not catch an unlucky choice of metrics."""
+    output = io.StringIO()
+    with MetricLogger(["console"], tmp_path, Console(file=output, width=20)) as logger:
+        logger.log({"critic/score/mean": 0.61, "timing_s/step": 1.25, "actor/lr": 1.0}, step=7)
+        logger.log({"val-core/demo/acc/mean@1": 0.3471}, step=8)
+    assert output.getvalue() == "step    7  reward 0.610  seconds 1.2\nstep    8  demo/acc/mean@1 0.347\n"
+
+
+def test_tensorboard_scalars_read_back(tmp_path):
+    """Would not catch a slow flush while the run goes on."""
+    with MetricLogger(["tensorboard"], tmp_path) as logger:
+        logger.log({"actor/lr": 0.5}, step=0)
+        logger.log({"actor/lr": 0.25}, step=3)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("actor/lr")] == [(0, 0.5), (3, 0.25)]
+
+
+def test_unknown_backend_names_the_nearest(tmp_path):
+    """Nothing is created. Would not catch a known backend whose package is missing."""
+    with pytest.raises(ConfigError, match="names 'tensorbord': .* nearest is 'tensorboard'"):
+        MetricLogger(["jsonl", "tensorbord"], tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,66 @@
+"""Which panels a run's picture has, and what they are drawn from."""
+
+import json
+import math
+
+import pytest
+from matplotlib.figure import Figure
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.observe.curves import draw_curves, plot_curves
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_records(*records):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return path
+
+    return write_records
+
+
+def panels(figure: Figure):
+    return {axes.get_title(loc="left"): axes for axes in figure.axes}
+
+
+def test_accuracy_starts_at_the_point_before_training(write):
+    """Step 0 belongs to the curve and is labelled. Would not catch a label that covers the curve."""
+    path = write(
+        {"step": 0, "val-core/demo/acc/mean@1": 0.25},
+        {"step": 1, "critic/score/mean": 0.5},
+        {"step": 2, "critic/score/mean": 0.75, "val-core/demo/acc/mean@1": 1.0},
+    )
+    drawn = panels(draw_curves(path))
+    assert list(drawn) == ["Held-out accuracy: demo/acc/mean@1", "Mean reward"]
+    accuracy, reward = drawn.values()
+    assert accuracy.lines[0].get_xydata().tolist() == [[0.0, 0.25], [2.0, 1.0]]
+    assert [text.get_text() for text in accuracy.texts] == ["before 25.0%", "100.0%"]
+    assert reward.lines[0].get_xydata().tolist() == [[1.0, 0.5], [2.0, 0.75]]
+
+
+def test_log_panel_spans_whole_decades_and_skips_zeros(write):
+    """A difference of 0 has no logarithm and leaves a gap. Would not catch a series of zeros alone looking empty."""
+    key = "training/rollout_probs_diff_max"
+    path = write({"step": 1, key: 2e-6}, {"step": 2, key: 0.0}, {"step": 3, key: 5e-5}, {"step": 4, key: None})
+    (axes,) = draw_curves(path).axes
+    values = axes.lines[0].get_ydata()
+    assert values[0] == 2e-6 and math.isnan(values[1]) and values[2] == 5e-5 and math.isnan(values[3])
+    assert axes.get_yscale() == "log" and axes.get_ylim() == pytest.approx((1e-6, 1e-4))
+
+
+def test_phases_are_stacked_without_totals_and_validation(write):
+    """gen 2 s below update_actor 3 s. Would not catch colours that cannot be told apart."""
+    timing = {"timing_s/update_actor": 3.0, "timing_s/gen": 2.0, "timing_s/step": 5.0, "timing_s/testing": 9.0}
+    (axes,) = draw_curves(write({"step": 1, **timing})).axes
+    bars = {bars.get_label(): (bars[0].get_y(), bars[0].get_height()) for bars in axes.containers}
+    assert bars == {"gen": (0.0, 2.0), "update_actor": (2.0, 3.0)}
+
+
+def test_picture_is_written_and_nothing_to_draw_is_an_error(write, tmp_path):
+    """Would not catch a picture that is there and unreadable."""
+    output = tmp_path / "pictures" / "curves.png"
+    plot_curves(write({"step": 1, "actor/entropy": 0.5}), output)
+    assert output.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="no metric that has a panel; it holds actor/lr"):
+        plot_curves(write({"step": 1, "actor/lr": 0.5}), output)

@@ -1,0 +1,136 @@
+"""Reading and checking prompt files, with the demo's tokenizer: four special tokens, then "0" is 4 and "9" is 13."""
+
+import importlib.util
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_rl.config.schema import DataConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.prompts.dataset import PromptDataset
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_assets.py"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    spec = importlib.util.spec_from_file_location("make_demo_assets", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.make_tokenizer()
+
+
+def chat(text):
+    return [{"role": "user", "content": text}]
+
+
+def row(prompt, truth="0", **extra):
+    return {"data_source": "unit", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": truth}, **extra}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_rows(rows):
+        path = tmp_path / "train.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return str(path)
+
+    return write_rows
+
+
+def test_batch_holds_tokens_and_what_the_reward_needs(write, tokenizer):
+    """Rows in the order asked for, ids by hand. Would not catch a template that needs the generation prompt."""
+    path = write([row(chat("0"), "a", extra_info={"k": 1}), row(chat("12+"), "b", extra_info={"k": 2})])
+    dataset = PromptDataset(path, tokenizer, DataConfig())
+    batch = dataset.batch([1, 0, 1])
+    assert len(dataset) == 2
+    assert [ids.tolist() for ids in batch.prompt_ids.unbind()] == [[5, 6, 14], [4], [5, 6, 14]]
+    assert batch.index.tolist() == [1, 0, 1] and batch.sample.tolist() == [0, 0, 0]
+    assert list(batch.data_source) == ["unit"] * 3 and list(batch.ground_truth) == ["b", "a", "b"]
+    assert list(batch.extra_info) == [{"k": 2}, {"k": 1}, {"k": 2}]
+
+
+def test_plain_strings_are_encoded_as_they_are(write, tokenizer):
+    """No template, no extra_info column. Would not catch a lost BOS: this tokenizer adds none."""
+    batch = PromptDataset(write([row("90")]), tokenizer, DataConfig()).batch([0])
+    assert batch.prompt_ids.unbind()[0].tolist() == [13, 4]
+    assert list(batch.extra_info) == [{}]
+
+
+def test_generation_prompt_is_added(write, tokenizer):
+    """The template is told to open the answer. Would not catch special tokens added twice by other tokenizers."""
+    before = tokenizer.chat_template
+    tokenizer.chat_template = before + "{% if add_generation_prompt %}={% endif %}"
+    try:
+        batch = PromptDataset(write([row(chat("1"))]), tokenizer, DataConfig()).batch([0])
+    finally:
+        tokenizer.chat_template = before
+    assert batch.prompt_ids.unbind()[0].tolist() == [5, 15]
+
+
+def test_overlong_prompts_are_an_error_or_dropped(write, tokenizer):
+    """A dropped row leaves the others' row numbers alone. Would not catch a wrong limit for strings."""
+    path = write([row(chat("1")), row(chat("12345")), row(chat("123"))])
+    with pytest.raises(ConfigError, match=r"1 of 3 .*max_prompt_length=3; the longest has 5 tokens \(row 1\)"):
+        PromptDataset(path, tokenizer, DataConfig(max_prompt_length=3))
+    dataset = PromptDataset(path, tokenizer, DataConfig(max_prompt_length=3, filter_overlong_prompts=True))
+    assert len(dataset) == 2
+    assert dataset.batch([0, 1]).index.tolist() == [0, 2]
+    with pytest.raises(ConfigError, match="none is left; the shortest has 1 tokens"):
+        PromptDataset(path, tokenizer, DataConfig(max_prompt_length=0, filter_overlong_prompts=True))
+
+
+def test_missing_file_names_its_neighbour(write, tokenizer):
+    """Would not catch a folder given in place of a file that holds parquet files."""
+    path = write([row(chat("1"))])
+    with pytest.raises(ConfigError, match=r"no prompt file at .*trian.parquet.*nearest .*train\.parquet"):
+        PromptDataset(path.replace("train", "trian"), tokenizer, DataConfig())
+
+
+def test_missing_column_lists_columns_and_nearest(write, tokenizer):
+    """Would not catch a column of the wrong type."""
+    path = write([row(chat("1"))])
+    with pytest.raises(ConfigError, match=r"'prompts' \(data.prompt_key\).*data_source, prompt, .*nearest .*'prompt'"):
+        PromptDataset(path, tokenizer, DataConfig(prompt_key="prompts"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([row("1"), row(None)], "'prompt' is empty in row 1"),
+        ([row("1"), row("")], "row 1 has 0 tokens"),
+        ([row(7)], "of type int64"),
+        ([{**row("1"), "reward_model": {"style": "rule"}}], "struct with the field 'ground_truth'"),
+    ],
+)
+def test_bad_rows_are_named(write, tokenizer, rows, message):
+    """Would not catch a chat message without content, which the template prints as it likes."""
+    with pytest.raises(ConfigError, match=message):
+        PromptDataset(write(rows), tokenizer, DataConfig())
+
+
+def test_empty_and_unreadable_files(tmp_path, tokenizer):
+    """Would not catch a file that is cut off after its footer was read."""
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row("1")]).slice(0, 0), path)
+    with pytest.raises(ConfigError, match="holds 0 rows"):
+        PromptDataset(str(path), tokenizer, DataConfig())
+    path.write_text("prompt\n1+1=\n")
+    with pytest.raises(ConfigError, match="not a readable parquet file"):
+        PromptDataset(str(path), tokenizer, DataConfig())
+
+
+def test_chat_prompts_need_a_template_that_accepts_them(write, tokenizer):
+    """Would not catch a template that accepts a prompt and mangles it."""
+    path, before = write([row(chat("1"))]), tokenizer.chat_template
+    try:
+        tokenizer.chat_template = None
+        with pytest.raises(ConfigError, match="no chat_template"):
+            PromptDataset(path, tokenizer, DataConfig())
+        tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+        with pytest.raises(ConfigError, match="no system role"):
+            PromptDataset(path, tokenizer, DataConfig())
+    finally:
+        tokenizer.chat_template = before
