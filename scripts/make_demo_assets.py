@@ -141,23 +141,12 @@ def token_rows(tokenizer, pairs: list[Pair], answer_of: Callable[[int, int], str
 def warm_up(model, right, wrong, seed: int) -> None:
     """Supervised training in place on `right` [N, 10], each drawn row replaced by `wrong` with p = FORGET_CARRY."""
     import torch
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (WARM_UP_STEPS - step) / 200))
-    columns = [
-        TextColumn("warm-up"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    ]
+    columns = [TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}")]
     with Progress(*columns, TimeElapsedColumn()) as progress:
         task = progress.add_task("warm-up", total=WARM_UP_STEPS, loss=float("nan"))
         for _ in range(WARM_UP_STEPS):
@@ -248,12 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line: make the assets unless they are finished. Exits with 2 rather than replace a folder not its own."""
     parser = argparse.ArgumentParser(description="Make the two-digit addition demo: prompts and a warmed-up model.")
     parser.add_argument("--output", type=Path, default=Path("assets/demo"), help="folder to make")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of the split, the model and its training",
-    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split, the model and its training")
     args = parser.parse_args(arguments)
 
     facts = finished(args.output, args.seed)

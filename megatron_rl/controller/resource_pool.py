@@ -15,10 +15,15 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megatron_rl.controller.reaper import Reaper
 from megatron_rl.controller.signals import keeping_sigterm_handler
 from megatron_rl.errors import ConfigError
 
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about this setting
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of a failed call that nobody reads
+}
 
 
 class ResourcePool:
@@ -38,13 +43,13 @@ class ResourcePool:
         self._bundle = {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
         self._ready_timeout_s = ready_timeout_s
         self._groups: list[PlacementGroup] = []
-        self._started_ray = False
+        self._reaper: Reaper | None = None  # present when this pool started Ray
 
     def __enter__(self) -> ResourcePool:
         """Reserve the ranks. Raises ConfigError when the cluster does not have them within `ready_timeout_s`."""
-        if not ray.is_initialized():
-            self._start_ray()
         try:
+            if not ray.is_initialized():
+                self._start_ray()
             self._reserve()
         except BaseException:
             self._release()
@@ -82,9 +87,10 @@ class ResourcePool:
         address = os.environ.get("RAY_ADDRESS")
         # One CPU per rank, however many there are: ranks on CPU take turns on the cores this machine has.
         local = {} if address else {"num_cpus": self.world_size, "include_dashboard": False}
+        self._reaper = Reaper()
         with keeping_sigterm_handler():
             ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
-        self._started_ray = True
+        self._reaper.watch()
 
     def _reserve(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s
@@ -102,9 +108,10 @@ class ResourcePool:
         for group in self._groups:
             remove_placement_group(group)
         self._groups = []
-        if self._started_ray:
+        if self._reaper is not None:
             ray.shutdown()
-            self._started_ray = False
+            self._reaper.stop()
+            self._reaper = None
 
 
 def _listing(resources: dict[str, float]) -> str:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -59,7 +61,7 @@ class WorkerGroup:
     Every `@register`-marked method becomes a method of the group that returns a `Future`; `verbs` lists them. One of
     them must be `coordinates()`, ONE_TO_ALL, returning `dispatch.Coordinates`. Workers find RANK, WORLD_SIZE,
     LOCAL_RANK (the index of their device among those they see), LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
-    their environment, along with `env`, before their class is imported.
+    their environment, along with `env`, before their class is imported, and import from where the driver does.
 
     After a rank failed, its peers get `grace_s` seconds to report what they saw before all processes are killed.
     """
@@ -148,12 +150,17 @@ class WorkerGroup:
         return types.MethodType(call, self)
 
     def _spawn(self, rank: int) -> ActorHandle:
-        env = self._env | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self._pool.world_size),
-            "LOCAL_RANK": str(self._pool.device_index(rank)),
-            "LOCAL_WORLD_SIZE": str(self._pool.num_ranks_per_node),
-        }
+        import_path = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        env = (
+            import_path
+            | self._env
+            | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self._pool.world_size),
+                "LOCAL_RANK": str(self._pool.device_index(rank)),
+                "LOCAL_WORLD_SIZE": str(self._pool.num_ranks_per_node),
+            }
+        )
         options = self._pool.actor_options(rank) | {"max_restarts": 0, "max_concurrency": 1}
         return ray.remote(WorkerProcess).options(**options, runtime_env={"env_vars": env}).remote(rank)
 
@@ -184,7 +191,7 @@ class WorkerGroup:
         reports, answers = [], {}
         for rank, chunk in route.chunk_of_rank.items():
             wanted = rank in route.collectors
-            report, answers[rank] = self._handles[rank].call.remote(verb.role, name, wanted, boxes[chunk])
+            answers[rank], report = self._handles[rank].call.remote(verb.role, name, wanted, boxes[chunk])
             self._unread[report] = Call(rank, verb.role, name)
             reports.append(report)
 

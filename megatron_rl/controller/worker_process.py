@@ -19,7 +19,6 @@ from ray import ObjectRef, cloudpickle
 from ray.exceptions import RayActorError, RayError
 
 from megatron_rl.controller.failures import RankFailure, describe
-from megatron_rl.controller.routing import Payload
 
 _EXIT_TIMEOUT_S = 10.0
 
@@ -73,11 +72,14 @@ class WorkerProcess:
         return failure
 
     @ray.method(num_returns=2)
-    def call(self, role: str, verb: str, wanted: bool, payload: Payload) -> tuple[RankFailure | None, Any]:
-        """Run a verb: (failure or None, its answer). The driver reads the second part of collectors only (`wanted`)."""
+    def call(self, role: str, verb: str, wanted: bool, payload: tuple) -> tuple[Any, RankFailure | None]:
+        """Run a verb on `payload` (args, kwargs): (its answer, kept only where it is `wanted`; failure or None).
+
+        The answer comes first because Ray stores the parts in order: one that cannot be pickled fails both.
+        """
         args, kwargs = payload
         failure, answer = self._attempt(role, verb, getattr(self._worker, verb), *args, **kwargs)
-        return failure, answer if wanted else None
+        return (answer if wanted else None), failure
 
     def _attempt(
         self, role: str, verb: str, body: Callable, /, *args: Any, **kwargs: Any

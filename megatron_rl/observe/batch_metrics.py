@@ -33,9 +33,7 @@ def score_metrics(
 
 
 def length_metrics(
-    prompt_lengths: torch.Tensor,
-    response_lengths: torch.Tensor,
-    truncated: torch.Tensor,
+    prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, truncated: torch.Tensor
 ) -> dict[str, float]:
     """Statistics of lengths in tokens, int64 [B], and the share of responses cut off (`truncated` bool [B])."""
     return {

@@ -19,37 +19,14 @@ Series = dict[str, tuple[list[int], list[float]]]
 COLUMNS = 3
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
-COLORS = (
-    "#0b7a75",
-    "#d1495b",
-    "#edae49",
-    "#30638e",
-    "#7b6d8d",
-    "#8cb369",
-    "#c97b63",
-    "#5c6b73",
-    "#b5a642",
-)
-PHASES = (
-    "gen",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "reshard",
-)
+COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
+PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "reshard")
 NO_PHASES = ("step", "testing")
 LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
     ("Mean reward", {"critic/score/mean": "task reward"}, "linear"),
     (
         "Rollout and trainer: |log-prob difference|",
-        {
-            "training/rollout_logprob_diff_max": "largest",
-            "training/rollout_logprob_diff_mean": "mean",
-        },
+        {"training/rollout_logprob_diff_max": "largest", "training/rollout_logprob_diff_mean": "mean"},
         "log",
     ),
     (
@@ -62,11 +39,7 @@ LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
         "linear",
     ),
     ("Entropy (nats per token)", {"actor/entropy": "policy"}, "linear"),
-    (
-        "Gradient norm",
-        {"actor/grad_norm": "actor", "critic/grad_norm": "critic"},
-        "log",
-    ),
+    ("Gradient norm", {"actor/grad_norm": "actor", "critic/grad_norm": "critic"}, "log"),
 )
 
 
@@ -139,29 +112,11 @@ def _draw_accuracy(axes: Axes, series: Series, names: Sequence[str]) -> None:
     for name, color in zip(names, _cycle(len(names)), strict=True):
         steps, values = series[name]
         label = name.removeprefix("val-core/")
-        axes.plot(
-            steps,
-            values,
-            color=color,
-            marker="o",
-            markersize=4,
-            label=label if len(names) > 1 else None,
-        )
+        axes.plot(steps, values, color=color, marker="o", markersize=4, label=label if len(names) > 1 else None)
         if steps[0] == 0:
-            axes.plot(
-                steps[0],
-                values[0],
-                "o",
-                markersize=8,
-                markerfacecolor="white",
-                markeredgecolor=color,
-            )
+            axes.plot(steps[0], values[0], "o", markersize=8, markerfacecolor="white", markeredgecolor=color)
             axes.annotate(
-                f"before {values[0]:.1%}",
-                (steps[0], values[0]),
-                (10, -4),
-                textcoords="offset points",
-                fontsize=9,
+                f"before {values[0]:.1%}", (steps[0], values[0]), (10, -4), textcoords="offset points", fontsize=9
             )
         if len(steps) > 1:
             axes.annotate(
@@ -206,15 +161,7 @@ def _draw_phases(axes: Axes, series: Series, phases: Sequence[str]) -> None:
         steps, seconds = series[f"timing_s/{phase}"]
         heights = [0.0 if math.isnan(value) else value for value in seconds]
         bottoms = [floor.get(step, 0.0) for step in steps]
-        axes.bar(
-            steps,
-            heights,
-            width=1.0,
-            bottom=bottoms,
-            color=color,
-            label=phase,
-            linewidth=0,
-        )
+        axes.bar(steps, heights, width=1.0, bottom=bottoms, color=color, label=phase, linewidth=0)
         floor.update({step: low + high for step, low, high in zip(steps, bottoms, heights, strict=True)})
     axes.set_title("Seconds per step, by phase (without validation)", **TITLE)
 
@@ -231,12 +178,7 @@ def _dress(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 4:
         axes.legend(
-            handles[::-1],
-            labels[::-1],
-            frameon=False,
-            fontsize=8.5,
-            loc="upper left",
-            bbox_to_anchor=(1.0, 1.0),
+            handles[::-1], labels[::-1], frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0)
         )
     elif labels:
         axes.legend(frameon=False, fontsize=8.5)

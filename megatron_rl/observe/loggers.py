@@ -25,7 +25,7 @@ CONSOLE_FIELDS = (
     ("actor/grad_norm", "grad", ".2f"),
     ("critic/vf_loss", "vf_loss", ".4f"),
     ("response_length/mean", "length", ".1f"),
-    ("training/rollout_probs_diff_max", "rollout_diff", ".0e"),
+    ("training/rollout_logprob_diff_max", "rollout_diff", ".0e"),
     ("perf/throughput", "tok/s/rank", ".0f"),
     ("timing_s/step", "seconds", ".1f"),
 )
@@ -86,9 +86,7 @@ class TensorBoardBackend:
 
     def __init__(self, folder: Path):
         """Write events to `folder`; those of an earlier run there are hidden."""
-        from torch.utils.tensorboard import (
-            SummaryWriter,
-        )  # slow to import, and only this backend needs it
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only this backend needs it
 
         self._writer = SummaryWriter(str(folder), purge_step=0)
 
@@ -140,10 +138,7 @@ class MetricLogger:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close, also after an error."""
         self.close()

@@ -10,11 +10,7 @@ from contextlib import contextmanager
 class PhaseTimer:
     """Adds up the wall-clock seconds of named phases; phases may nest, and an outer one includes its inner ones."""
 
-    def __init__(
-        self,
-        on_phase: Callable[[str], None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, on_phase: Callable[[str], None] | None = None, clock: Callable[[], float] = time.perf_counter):
         """`on_phase` hears the name of the current phase whenever it changes, "" between phases."""
         self._on_phase = on_phase
         self._clock = clock

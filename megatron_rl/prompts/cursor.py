@@ -54,11 +54,7 @@ class PromptCursor:
 
     def load_state_dict(self, state: dict) -> None:
         """Continue where `state` was taken; `batch_size` may differ. Raises ConfigError if the order is another one."""
-        for key, own in (
-            ("num_prompts", self.num_prompts),
-            ("shuffle", self.shuffle),
-            ("seed", self.seed),
-        ):
+        for key, own in (("num_prompts", self.num_prompts), ("shuffle", self.shuffle), ("seed", self.seed)):
             if state[key] != own:
                 raise ConfigError(
                     f"cannot resume the prompt order: {key} is {own} now and was {state[key]} when it was saved; "

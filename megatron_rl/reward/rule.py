@@ -64,33 +64,14 @@ class RuleReward:
         """
         response_ids = [row.tolist() for row in generations.response_ids.unbind()]
         solutions = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-        columns = (
-            prompts.index.tolist(),
-            prompts.data_source,
-            solutions,
-            prompts.ground_truth,
-            prompts.extra_info,
-        )
-        return torch.tensor(
-            [self._score(*row) for row in zip(*columns, strict=True)],
-            dtype=torch.float32,
-        )
+        columns = (prompts.index.tolist(), prompts.data_source, solutions, prompts.ground_truth, prompts.extra_info)
+        return torch.tensor([self._score(*row) for row in zip(*columns, strict=True)], dtype=torch.float32)
 
-    def _score(
-        self,
-        index: int,
-        data_source: str,
-        solution: str,
-        ground_truth: str,
-        extra_info: dict,
-    ) -> float:
+    def _score(self, index: int, data_source: str, solution: str, ground_truth: str, extra_info: dict) -> float:
         sample = f"prompt {index} of data source {data_source!r}, answer {_quote(solution)}"
         try:
             result = self.function(
-                data_source=data_source,
-                solution_str=solution,
-                ground_truth=ground_truth,
-                extra_info=extra_info,
+                data_source=data_source, solution_str=solution, ground_truth=ground_truth, extra_info=extra_info
             )
         except Exception as error:
             raise RewardError(f"the reward function raised {type(error).__name__}: {error} ({sample})") from error

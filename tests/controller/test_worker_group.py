@@ -20,6 +20,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
+def pool() -> Iterator[ResourcePool]:
+    with ResourcePool(2, 2, "cpu") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
 def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
     with WorkerGroup(pool, ToyWorker, env={"TOY_COLOUR": "red"}) as group:
         yield group

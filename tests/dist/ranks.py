@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
+import pickle
 import queue
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
-
-import torch.multiprocessing as mp
 
 from megatron_rl.workers.environment import worker_environment
 
@@ -24,9 +24,10 @@ def free_port() -> int:
 def enter(rank: int, function: Callable, arguments: tuple, answers) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     try:
-        answers.put((rank, None, function(*arguments)))
+        # Pickled by value here: a tensor put on the queue itself would need this process to outlive its reader.
+        answers.put((rank, None, pickle.dumps(function(*arguments))))
     except BaseException:
-        answers.put((rank, traceback.format_exc(), None))
+        answers.put((rank, traceback.format_exc(), b""))
 
 
 def run_ranks(world_size: int, function: Callable, *arguments: Any, timeout: float = 180) -> list[Any]:
@@ -68,5 +69,5 @@ def collect(processes: list, answers, timeout: float) -> list[Any]:
             assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(processes))) - set(results))} timed out"
             continue
         assert failure is None, f"rank {rank} failed:\n{failure}"
-        results[rank] = value
+        results[rank] = pickle.loads(value)
     return [results[rank] for rank in range(len(processes))]

@@ -1,9 +1,11 @@
 """Metric dicts from hand-sized tensors."""
 
+import math
+
 import pytest
 import torch
 
-from megatron_rl.observe.batch_metrics import length_metrics, score_metrics, throughput_metrics
+from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
 
 
 def test_score_metrics_by_hand():
@@ -48,6 +50,17 @@ def test_length_metrics_by_hand():
         "response_length/max": 4.0,
         "response_length/min": 1.0,
         "response_length/clip_ratio": 0.25,
+    }
+
+
+def test_parity_metrics_by_hand():
+    """Probabilities 1/2 against 1/4, and one equal token. Would not catch tokens in another order."""
+    rollout, trainer = torch.tensor([0.5, 0.1]).log(), torch.tensor([0.25, 0.1]).log()
+    assert parity_metrics(rollout, trainer) == {
+        "training/rollout_logprob_diff_max": pytest.approx(math.log(2)),
+        "training/rollout_logprob_diff_mean": pytest.approx(math.log(2) / 2),
+        "training/rollout_probs_diff_max": pytest.approx(0.25),
+        "training/rollout_probs_diff_mean": pytest.approx(0.125),
     }
 
 

@@ -41,7 +41,7 @@ def test_accuracy_starts_at_the_point_before_training(write):
 
 def test_log_panel_spans_whole_decades_and_skips_zeros(write):
     """A difference of 0 has no logarithm and leaves a gap. Would not catch a series of zeros alone looking empty."""
-    key = "training/rollout_probs_diff_max"
+    key = "training/rollout_logprob_diff_max"
     path = write({"step": 1, key: 2e-6}, {"step": 2, key: 0.0}, {"step": 3, key: 5e-5}, {"step": 4, key: None})
     (axes,) = draw_curves(path).axes
     values = axes.lines[0].get_ydata()

@@ -1,0 +1,154 @@
+"""One batch, one update: log-probs, values, losses, gradient norms and new weights are the same in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_models import random_experience, run_config, save_llama, save_qwen2
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+LAYOUTS = {"TP2": (2, 2, 1), "PP2": (2, 1, 2), "TP2xPP2": (4, 2, 2), "TP2xDP2": (4, 2, 1), "DP2": (2, 1, 1)}
+NUM_ROWS = 11
+# Adam divides by the root of the squared gradient, which blows rounding noise up wherever the true gradient is zero.
+# With a large epsilon the step is proportional to the gradient, so comparing new weights compares gradients.
+OPTIMIZER = {"lr": 0.05, "eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+
+
+def one_update(config) -> dict:
+    """What one rank knows after scoring the batch, one update of actor and critic, and scoring it again."""
+    from megatron_rl.workers.model_source import named_parameters
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    worker.build_critic()
+    worker.build_reference()
+    where = worker.coordinates()
+    experience = random_experience(NUM_ROWS)
+    rows = torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
+    mine = experience[rows]
+
+    def score(verb) -> torch.Tensor | None:
+        scores = verb(mine.sequences())
+        return None if scores is None else scores.scores.values()
+
+    result = {"where": where, "log_probs": score(worker.compute_log_probs), "values": score(worker.compute_values)}
+    result["ref_log_probs"] = score(worker.compute_ref_log_probs)
+    old = score(worker.compute_log_probs)
+    # Stages before the last never compute log-probs; their loss closures do not run, so any values do.
+    shape_only = mine.advantages.values() * 0
+    mine.old_log_probs = mine.advantages.clone()
+    mine.old_log_probs.values().copy_((shape_only if old is None else old) - 0.1 * mine.advantages.values())
+    result["actor"] = worker.update_actor(mine.actor_batch())
+    result["critic"] = worker.update_critic(mine.critic_batch())
+    result["log_probs_after"] = score(worker.compute_log_probs)
+    result["values_after"] = score(worker.compute_values)
+    for role, trainable in (("actor", worker.actor.trainable), ("critic", worker.critic.trainable)):
+        parameters = named_parameters(trainable.model)
+        result[f"{role}_weights"] = {name: p.detach().clone() for name, p in parameters.items()}
+    result["place"] = (worker.groups.tp_rank, worker.groups.pp_rank, worker.groups.dp_rank)
+    return result
+
+
+def collected(results: list[dict], field: str) -> torch.Tensor:
+    """The flat scores of the whole batch from the data-parallel collectors, in row order."""
+    parts = sorted((r["where"].dp_rank, r[field]) for r in results if r["where"].dp_collector)
+    return torch.cat([part for _, part in parts])
+
+
+def whole_weights(results: list[dict], role: str) -> dict[str, torch.Tensor]:
+    """Unsharded, unfused weights under HF names (the value head under its own)."""
+    from megatron_rl.checkpoint.hf_export import fused_sizes, unfuse
+    from megatron_rl.model.families import FAMILIES, param_map
+
+    specs = param_map(FAMILIES["Qwen2ForCausalLM"], 4, tied=True)
+    first_replica = sorted((r for r in results if r["place"][2] == 0), key=lambda r: r["place"])
+    names = {name for r in first_replica for name in r[f"{role}_weights"]}
+    whole = {}
+    for name in sorted(names):
+        shards = [r[f"{role}_weights"][name] for r in first_replica if name in r[f"{role}_weights"]]
+        if role == "critic" and name == "output_layer.weight":
+            whole["value_head"] = shards[0]
+        else:
+            whole |= unfuse(shards, specs[name], fused_sizes(specs[name], shards[0].shape[0], 2), 70)
+    return whole
+
+
+def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((ours - reference).abs().max() / reference.abs().max())
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    return save_qwen2(tmp_path_factory.mktemp("model"))
+
+
+def run_layout(model_path: str, world_size: int, tp_size: int, pp_size: int) -> list[dict]:
+    optimizer = {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
+    optimizer |= {f"critic__optim__{key}": value for key, value in OPTIMIZER.items()}
+    return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **optimizer))
+
+
+@pytest.fixture(scope="module")
+def reference(model_path) -> list[dict]:
+    return run_layout(model_path, 1, 1, 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_equals_one_process(layout: str, model_path: str, reference: list[dict]) -> None:
+    """Would not catch an error that every layout shares with the single process (the HF test does that)."""
+    results = run_layout(model_path, *LAYOUTS[layout])
+    for field in ("log_probs", "ref_log_probs", "values", "log_probs_after", "values_after"):
+        assert relative(collected(results, field), collected(reference, field)) < 1e-5, field
+    for role in ("actor", "critic"):
+        expected = reference[0][role]
+        ours = next(r[role] for r in results if r["where"].dp_collector)
+        assert ours.keys() == expected.keys()
+        for name, value in expected.items():
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+        assert all(r[role][f"{role}/grad_norm"] == pytest.approx(expected[f"{role}/grad_norm"]) for r in results)
+        weights, expected_weights = whole_weights(results, role), whole_weights(reference, role)
+        assert weights.keys() == expected_weights.keys()
+        for name, tensor in expected_weights.items():
+            assert relative(weights[name], tensor) < 1e-5, name
+
+
+def test_update_changes_what_it_should(model_path: str, reference: list[dict]) -> None:
+    """Guards the test above against comparing nothing; would not catch an update in the wrong direction."""
+    from safetensors.torch import load_file
+
+    before = load_file(f"{model_path}/model.safetensors")
+    after = whole_weights(reference, "actor")
+    assert set(after) == set(before)
+    unchanged = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
+    assert unchanged == []
+    assert relative(collected(reference, "log_probs_after"), collected(reference, "log_probs")) > 1e-4
+
+
+@pytest.mark.parametrize("save_model", [save_qwen2, save_llama])
+def test_log_probs_equal_hugging_face(save_model, tmp_path) -> None:
+    """TP2xPP2 against transformers on the same folder; would not catch an error common to the sampled rows only."""
+    from transformers import AutoModelForCausalLM
+
+    path = save_model(tmp_path)
+    results = run_ranks(4, score_only, run_config(path, 2, 2))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    experience = random_experience(NUM_ROWS)
+    expected = []
+    with torch.no_grad():
+        for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):
+            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
+    ours = next(scores for scores in results if scores is not None)
+    assert (ours - torch.cat(expected)).abs().max() < 2e-5
+
+
+def score_only(config) -> torch.Tensor | None:
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    scores = worker.compute_log_probs(random_experience(NUM_ROWS).sequences())
+    return None if scores is None else scores.scores.values()

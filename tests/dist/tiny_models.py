@@ -1,0 +1,93 @@
+"""Tiny random Hugging Face models and run configurations for tests; no tokenizer is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.records import Experience, ragged, ragged_from_lengths
+
+# 70 tokens are padded to 128 rows, so at TP2 the second rank holds 6 real rows and 58 of padding.
+SIZES = {
+    "vocab_size": 70,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+
+
+def save_qwen2(folder: Path, **changes) -> str:
+    """A Qwen2 with tied embeddings unless changed; biases drawn too, so that forgetting one is noticed."""
+    torch.manual_seed(0)
+    return save(Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "tie_word_embeddings": True, **changes})), folder)
+
+
+def save_llama(folder: Path, **changes) -> str:
+    """A Llama with its own output head unless changed."""
+    torch.manual_seed(0)
+    return save(LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": False, **changes})), folder)
+
+
+def save(model: torch.nn.Module, folder: Path) -> str:
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.float().save_pretrained(folder)
+    return str(folder)
+
+
+def run_config(model_path: str, tp_size: int, pp_size: int, **overrides) -> RunConfig:
+    """A CPU configuration for `model_path`; overrides by dotted key with `__` for the dots."""
+    megatron = "actor_rollout_ref.actor.megatron"
+    dotted = {
+        "actor_rollout_ref.model.path": model_path,
+        f"{megatron}.tensor_model_parallel_size": tp_size,
+        f"{megatron}.pipeline_model_parallel_size": pp_size,
+        "actor_rollout_ref.rollout.kv_cache_memory_bytes": 16 << 20,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "data.train_files": "unused",
+        "data.val_files": "unused",
+        "data.max_prompt_length": 24,
+        "data.max_response_length": 24,
+        "custom_reward_function.path": "unused",
+        "trainer.device": "cpu",
+    } | {key.replace("__", "."): value for key, value in overrides.items()}
+    config = OmegaConf.structured(RunConfig)
+    for key, value in dotted.items():
+        OmegaConf.update(config, key, value)
+    return OmegaConf.to_object(config)
+
+
+def random_experience(num_rows: int, seed: int = 0) -> Experience:
+    """Ragged random sequences with every field a role reads; row lengths 4 to 24."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    lengths = [(draw(2, 12), draw(1, 12)) for _ in range(num_rows)]
+    responses = torch.tensor([response for _, response in lengths])
+
+    def noise(scale: float) -> torch.Tensor:
+        return ragged_from_lengths(scale * torch.randn(int(responses.sum()), generator=generator), responses)
+
+    return Experience(
+        input_ids=ragged([torch.randint(2, 70, (sum(pair),), generator=generator) for pair in lengths]),
+        response_lengths=responses,
+        rollout_log_probs=noise(1.0),
+        old_values=noise(1.0),
+        advantages=noise(1.0),
+        returns=noise(1.0),
+        batch_size=[num_rows],
+    )

@@ -1,0 +1,73 @@
+"""From samples to rewards and advantages, on two rows worked out by hand."""
+
+import pytest
+import torch
+
+from megatron_rl.experience.assemble import add_advantages, add_rewards, assemble
+from megatron_rl.records import Generations, Prompts, non_tensor, ragged
+
+
+@pytest.fixture
+def experience():
+    """Prompts [1, 2] and [5]; responses [3] and [6, 7]."""
+    prompts = Prompts(
+        index=torch.tensor([0, 1]),
+        sample=torch.tensor([0, 0]),
+        prompt_ids=ragged([torch.tensor([1, 2]), torch.tensor([5])]),
+        data_source=non_tensor(["a", "a"]),
+        ground_truth=non_tensor(["x", "y"]),
+        extra_info=non_tensor([{}, {}]),
+        batch_size=[2],
+    )
+    generations = Generations(
+        response_ids=ragged([torch.tensor([3]), torch.tensor([6, 7])]),
+        rollout_log_probs=ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0])]),
+        truncated=torch.tensor([False, True]),
+        batch_size=[2],
+    )
+    experience = assemble(prompts, generations)
+    experience.scores = torch.tensor([1.0, -1.0])
+    experience.old_log_probs = ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0])])
+    experience.ref_log_probs = ragged([torch.tensor([-1.0]), torch.tensor([-1.5, -1.0])])
+    experience.old_values = ragged([torch.tensor([0.25]), torch.tensor([0.5, 1.0])])
+    return experience
+
+
+def rows(batch):
+    return [pytest.approx(row.tolist(), abs=1e-6) for row in batch.unbind()]
+
+
+def test_assemble_joins_prompt_and_response(experience):
+    """Tokens, lengths, log-probs row by row. Would not catch a row order that differs between the two records."""
+    assert [row.tolist() for row in experience.input_ids.unbind()] == [[1, 2, 3], [5, 6, 7]]
+    assert experience.response_lengths.tolist() == [1, 2]
+    assert [row.tolist() for row in experience.rollout_log_probs.unbind()] == [[-0.5], [-1.0, -2.0]]
+    assert experience.rewards is None and len(experience) == 2
+
+
+def test_rewards_are_the_score_last_and_a_penalty_everywhere(experience):
+    """kl_coef 0.2 on differences 0.5 | 0.5, -1.0. Would not catch an empty response."""
+    penalty = add_rewards(experience, kl_coef=0.2)
+    assert rows(experience.rewards) == [[0.9], [-0.1, -0.8]]
+    # (0.5 + 0.5 - 1.0) summed over tokens, mean over two sequences
+    assert float(penalty) == pytest.approx(0.0, abs=1e-6)
+    assert experience.scores.tolist() == [1.0, -1.0]
+    assert rows(experience.old_log_probs) == [[-0.5], [-1.0, -2.0]]
+
+
+def test_mean_penalty_per_sequence(experience):
+    """Differences 0.5 | 0.5, 1.0 at 0.2 make (0.1 + 0.3) / 2. Would not catch a mean over tokens of equal rows."""
+    experience.ref_log_probs = ragged([torch.tensor([-1.0]), torch.tensor([-1.5, -3.0])])
+    assert float(add_rewards(experience, kl_coef=0.2)) == pytest.approx(0.2, abs=1e-6)
+
+
+def test_advantages_and_returns(experience):
+    """Rewards 1 | 0, -1; gamma 0.5, lambda 0.5. Would not catch whitening over rows instead of tokens in one row."""
+    add_rewards(experience, kl_coef=0.0)
+    add_advantages(experience, gamma=0.5, lam=0.5)
+    # Row 1: 1 - 0.25. Row 2: last -1 - 1 = -2; first 0.5*1 - 0.5 = 0, plus 0.25 * -2.
+    plain = torch.tensor([0.75, -0.5, -2.0])
+    assert rows(experience.returns) == [[1.0], [0.0, -1.0]]
+    white = ((plain - plain.mean()) / plain.std()).tolist()
+    assert rows(experience.advantages) == [white[:1], white[1:]]
+    assert white == pytest.approx([0.968442, 0.060528, -1.028970], abs=1e-5)

@@ -1,0 +1,157 @@
+"""Entering and leaving rollout mode, with stand-ins for the weights and the generator."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.hybrid_engine.engine import HybridEngine
+
+
+class RecordingWeights:
+    """Keeps a journal and says whether its memory is there."""
+
+    bytes_received = 0
+    lower_bound_bytes = 12
+
+    def __init__(self, journal):
+        self.journal = journal
+        self.is_present = False
+        self.fails = False
+
+    def gather(self):
+        self.journal.append("gather")
+        self.is_present = True
+        if self.fails:
+            raise OSError("peer is gone")
+        self.bytes_received = 12
+
+    def release(self):
+        self.journal.append("release")
+        self.is_present = False
+
+
+class RecordingGenerator:
+    """Keeps a journal and says whether it is awake."""
+
+    def __init__(self, journal):
+        self.journal = journal
+        self.is_awake = False
+        self.fails = False
+
+    def wake(self):
+        self.journal.append("wake")
+        self.is_awake = True
+        if self.fails:
+            raise RuntimeError("requests are still running")
+
+    def sleep(self):
+        self.journal.append("sleep")
+        self.is_awake = False
+
+
+@pytest.fixture
+def journal():
+    return []
+
+
+@pytest.fixture
+def engine(journal):
+    return HybridEngine(RecordingWeights(journal), RecordingGenerator(journal))
+
+
+@pytest.fixture(autouse=True)
+def fresh_generators():
+    """Seeds every global generator, and puts the test process's state back."""
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    yield
+    random.setstate(state[0]), np.random.set_state(state[1]), torch.set_rng_state(state[2])
+
+
+def draw():
+    """One number from each global generator of the process."""
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_weights_before_cache_and_back(engine, journal):
+    """The order of calls, and the report. Would not catch a wrong order among ranks."""
+    report = engine.enter()
+    assert journal == ["gather", "wake"] and engine.in_rollout
+    assert (report.bytes_received, report.lower_bound_bytes) == (12, 12) and report.seconds >= 0
+    engine.exit()
+    assert journal == ["gather", "wake", "sleep", "release"] and not engine.in_rollout
+
+
+def test_enter_twice_is_an_error(engine, journal):
+    """It says what is missing, and rollout mode goes on. Would not catch two engines on one memory."""
+    engine.enter()
+    with pytest.raises(RuntimeError, match="exit"):
+        engine.enter()
+    assert journal == ["gather", "wake"] and engine.in_rollout
+
+
+def test_exit_in_train_mode_does_nothing(engine, journal):
+    """Before any enter and after an exit. Would not catch an exit that is never called."""
+    engine.exit()
+    assert journal == []
+    engine.enter()
+    engine.exit()
+    stream = torch.get_rng_state()
+    engine.exit()
+    assert journal == ["gather", "wake", "sleep", "release"]
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+@pytest.mark.parametrize("culprit", ["weights", "generator"])
+def test_failed_enter_leaves_train_mode(engine, culprit):
+    """Memory released, RNG untouched, the next enter works. Would not catch a failure on another rank only."""
+    expected = [draw() for _ in range(2)]
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    assert draw() == expected[0]
+
+    getattr(engine, culprit).fails = True
+    with pytest.raises((RuntimeError, OSError), match="running|gone"):
+        engine.enter()
+    assert not engine.in_rollout and not engine.weights.is_present and not engine.generator.is_awake
+    assert draw() == expected[1]
+
+    getattr(engine, culprit).fails = False
+    engine.enter()
+    assert engine.in_rollout and engine.weights.is_present and engine.generator.is_awake
+
+
+@pytest.mark.parametrize("draws_in_rollout", [0, 1, 5])
+def test_rollout_draws_do_not_move_the_training_stream(engine, draws_in_rollout):
+    """Training draws the same four numbers whatever generation drew. Would not catch CUDA generators."""
+    expected = [draw() for _ in range(4)]
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    numbers = []
+    for _ in range(4):
+        numbers.append(draw())
+        engine.enter()
+        for _ in range(draws_in_rollout):
+            draw()
+        engine.exit()
+    assert numbers == expected
+
+
+def test_training_draws_do_not_move_the_rollout_stream(journal):
+    """Generation goes on where it stopped, however much training drew. Would not catch CUDA generators."""
+
+    def rollout_numbers(draws_in_training):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal))
+        numbers = []
+        for _ in range(3):
+            engine.enter()
+            numbers.append(draw())
+            engine.exit()
+            for _ in range(draws_in_training):
+                draw()
+        return numbers
+
+    numbers = rollout_numbers(draws_in_training=0)
+    assert rollout_numbers(draws_in_training=3) == numbers
+    assert len(set(numbers)) == 3

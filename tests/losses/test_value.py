@@ -1,0 +1,34 @@
+"""PPO's clipped value objective."""
+
+import pytest
+import torch
+
+from megatron_rl.losses.value import clipped_value_loss
+
+#  value, return, loss, clipped, d loss / d value; old value 0.5, range 0.2
+CASES = [
+    pytest.param(1.0, 2.0, 0.845, 1.0, 0.0, id="went up too far towards a high return"),
+    pytest.param(1.0, 0.0, 0.5, 0.0, 1.0, id="went up, away from a low return: full pull back"),
+    pytest.param(0.0, -1.0, 0.845, 1.0, 0.0, id="went down too far towards a low return"),
+    pytest.param(0.0, 1.0, 0.5, 0.0, -1.0, id="went down, away from a high return: full pull back"),
+    pytest.param(0.6, 2.0, 0.98, 0.0, -1.4, id="inside the range"),
+    pytest.param(0.5, 0.5, 0.0, 0.0, 0.0, id="nothing to learn"),
+]
+
+
+@pytest.mark.parametrize(("value", "target", "loss", "clipped", "gradient"), CASES)
+def test_both_sides_of_the_range(value, target, loss, clipped, gradient):
+    """Loss, clip mark and gradient by hand. Would not catch a wrong sum over tokens."""
+    values = torch.tensor([value], requires_grad=True)
+    found, marks = clipped_value_loss(values, torch.tensor([0.5]), torch.tensor([target]), cliprange_value=0.2)
+    assert found.item() == pytest.approx(loss, abs=1e-6) and marks.item() == clipped
+    assert torch.autograd.grad(found.sum(), values)[0].item() == pytest.approx(gradient, abs=1e-6)
+
+
+def test_a_wide_range_is_plain_squared_error():
+    """Half the square where nothing is clipped, with its gradient. Would not catch a wrong clip."""
+    values = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
+    loss, clipped = clipped_value_loss(values, torch.zeros(3), torch.tensor([0.0, 1.0, 3.0]), cliprange_value=1e6)
+    torch.testing.assert_close(loss, torch.tensor([0.5, 4.5, 3.125]))
+    assert clipped.tolist() == [0.0, 0.0, 0.0]
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == [1.0, -3.0, -2.5]

@@ -1,0 +1,131 @@
+"""The arithmetic of training and rollout grids."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
+
+modest = settings(max_examples=60, deadline=None)
+
+
+@st.composite
+def rollout_grids(draw):
+    rollout_tp, micro_dp = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    tp_size, pp_size, dp_size = rollout_tp * micro_dp, draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    return RolloutGrid(TrainGrid(tp_size * pp_size * dp_size, tp_size, pp_size), rollout_tp)
+
+
+def test_tp4_to_tp2():
+    """The design's example. Would not catch errors that need more than one training TP group."""
+    grid = RolloutGrid(TrainGrid(world_size=4, tp_size=4, pp_size=1), tp_size=2)
+    assert grid.micro_dp_size == 2 and grid.num_replicas == 2
+    assert grid.micro_dp_groups() == [[0, 1], [2, 3]]
+    assert grid.tp_groups() == [[0, 2], [1, 3]]
+    assert [grid.replica(rank) for rank in range(4)] == [0, 1, 0, 1]
+    assert [grid.tp_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_tp2_pp2():
+    """Pipeline stages become replicas. Would not catch a wrong order of dp and pp, as dp is 1."""
+    train = TrainGrid(world_size=4, tp_size=2, pp_size=2)
+    assert train.tp_groups() == [[0, 1], [2, 3]]
+    assert train.pp_groups() == [[0, 2], [1, 3]]
+    assert train.dp_groups() == [[0], [1], [2], [3]]
+    assert RolloutGrid(train, 2).tp_groups() == [[0, 1], [2, 3]]
+    assert RolloutGrid(train, 2).num_replicas == 2
+    assert RolloutGrid(train, 1).tp_groups() == [[0], [1], [2], [3]]
+    assert RolloutGrid(train, 1).micro_dp_groups() == [[0, 1], [2, 3]]
+
+
+def test_dp_varies_faster_than_pp():
+    """Megatron's order on TP2 PP2 DP2. Would not catch a wrong place of context parallelism."""
+    train = TrainGrid(world_size=8, tp_size=2, pp_size=2)
+    assert train.dp_size == 2
+    assert train.tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert train.dp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert train.pp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [(train.tp_rank(r), train.dp_rank(r), train.pp_rank(r)) for r in (3, 4)] == [(1, 1, 0), (0, 0, 1)]
+
+
+def test_tp8_pp4_dp2_on_64_ranks():
+    """Counts and chosen groups, generating with TP4 and TP8. Would not catch a wrong group in the middle."""
+    train = TrainGrid(world_size=64, tp_size=8, pp_size=4)
+    assert (train.dp_size, len(train.tp_groups()), len(train.dp_groups()), len(train.pp_groups())) == (2, 8, 32, 16)
+    assert train.dp_groups()[0] == [0, 8] and train.dp_groups()[-1] == [55, 63]
+    assert train.pp_groups()[0] == [0, 16, 32, 48] and train.pp_groups()[8] == [8, 24, 40, 56]
+
+    four, eight = RolloutGrid(train, 4), RolloutGrid(train, 8)
+    assert (four.num_replicas, four.micro_dp_size, len(four.micro_dp_groups())) == (16, 2, 32)
+    assert four.tp_groups()[:3] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14]]
+    assert four.micro_dp_groups()[:2] == [[0, 1], [2, 3]] and four.micro_dp_groups()[-1] == [62, 63]
+    assert (four.replica(13), four.tp_rank(13)) == (3, 2)
+    assert (eight.num_replicas, eight.micro_dp_size) == (8, 1)
+    assert eight.tp_groups() == train.tp_groups()
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (2, 3), (6, 1)])
+def test_six_ranks_at_rollout_tp2_are_three_replicas(tp_size, pp_size):
+    """60 prompts make 20 per replica and 240 samples at n = 12. Would not catch an unequal split."""
+    grid = RolloutGrid(TrainGrid(6, tp_size, pp_size), tp_size=2)
+    assert grid.num_replicas == len(grid.tp_groups()) == 3
+    assert 60 // grid.num_replicas == 20 and 20 * 12 == 240
+
+
+@modest
+@given(grid=rollout_grids())
+def test_every_kind_of_group_partitions_the_ranks(grid):
+    """Each rank once per kind, groups ascending and of one size. Would not catch ranks in the wrong group."""
+    train, k = grid.train, grid.micro_dp_size
+    kinds = [
+        (train.tp_groups(), train.tp_size),
+        (train.dp_groups(), train.dp_size),
+        (train.pp_groups(), train.pp_size),
+        (grid.tp_groups(), grid.tp_size),
+        (grid.micro_dp_groups(), k),
+    ]
+    for groups, size in kinds:
+        assert sorted(sum(groups, [])) == list(range(train.world_size))
+        assert all(group == sorted(group) and len(group) == size for group in groups)
+
+
+@modest
+@given(grid=rollout_grids())
+def test_coordinates_agree_with_groups(grid):
+    """A rank's coordinate is its place in its group. Would not catch groups and coordinates wrong alike."""
+    train = grid.train
+    for rank in range(train.world_size):
+        assert train.rank(train.tp_rank(rank), train.dp_rank(rank), train.pp_rank(rank)) == rank
+    for groups, coordinate in (
+        (train.tp_groups(), train.tp_rank),
+        (train.dp_groups(), train.dp_rank),
+        (train.pp_groups(), train.pp_rank),
+        (grid.tp_groups(), grid.tp_rank),
+    ):
+        assert all([coordinate(rank) for rank in group] == list(range(len(group))) for group in groups)
+    for replica, group in enumerate(grid.tp_groups()):
+        assert [grid.replica(rank) for rank in group] == [replica] * grid.tp_size
+
+
+@modest
+@given(grid=rollout_grids())
+def test_training_shard_lies_inside_the_rollout_shard(grid):
+    """[i/t, (i+1)/t) in [j/t_g, (j+1)/t_g), and micro-DP shards tile it. Would not catch a layout within shards."""
+    t, t_g = grid.train.tp_size, grid.tp_size
+    for group in grid.micro_dp_groups():
+        (j,) = {grid.tp_rank(rank) for rank in group}
+        edges = [Fraction(grid.train.tp_rank(rank), t) for rank in group]
+        assert edges == [Fraction(j, t_g) + Fraction(n, t) for n in range(len(group))]
+        assert edges[-1] + Fraction(1, t) == Fraction(j + 1, t_g)
+
+
+def test_errors_hold_the_numbers():
+    """Sizes that do not divide. Would not catch a message that names no way out."""
+    with pytest.raises(ValueError, match=r"tp\(2\) \* pp\(2\) does not divide world_size\(6\)"):
+        TrainGrid(world_size=6, tp_size=2, pp_size=2)
+    with pytest.raises(ValueError, match=r"rollout tp\(3\) does not divide train tp\(4\)"):
+        RolloutGrid(TrainGrid(4, 4, 1), tp_size=3)
+    with pytest.raises(ValueError, match=r"rollout tp\(8\) does not divide train tp\(4\)"):
+        RolloutGrid(TrainGrid(8, 4, 1), tp_size=8)

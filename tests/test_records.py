@@ -1,0 +1,149 @@
+"""Ragged tensors and the records that carry them."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.records import (
+    ActorBatch,
+    Experience,
+    Prompts,
+    from_padded,
+    non_tensor,
+    ragged,
+    ragged_from_lengths,
+    row_lengths,
+    to_padded,
+)
+
+modest = settings(max_examples=40, deadline=None)
+row_lists = st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=6)
+
+
+def tokens(rows):
+    return ragged([torch.tensor(row, dtype=torch.int64) for row in rows])
+
+
+def as_lists(batch):
+    return [row.tolist() for row in batch.unbind()]
+
+
+def three_prompts():
+    return Prompts(
+        index=torch.tensor([7, 8, 9]),
+        sample=torch.tensor([0, 0, 0]),
+        prompt_ids=tokens([[1, 2], [3], [4, 5, 6]]),
+        data_source=non_tensor(["a", "b", "c"]),
+        ground_truth=non_tensor(["x", "y", "z"]),
+        extra_info=non_tensor([{"k": 1}, {"k": 2}, {"k": 3}]),
+        batch_size=[3],
+    )
+
+
+def two_samples():
+    return Experience(
+        input_ids=tokens([[1, 2, 3], [4, 5, 6, 7]]),
+        response_lengths=torch.tensor([1, 2]),
+        rollout_log_probs=ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0])]),
+        old_log_probs=ragged([torch.tensor([0.1]), torch.tensor([0.2, 0.3])]),
+        advantages=ragged([torch.tensor([1.1]), torch.tensor([1.2, 1.3])]),
+        old_values=ragged([torch.tensor([2.1]), torch.tensor([2.2, 2.3])]),
+        returns=ragged([torch.tensor([3.1]), torch.tensor([3.2, 3.3])]),
+        batch_size=[2],
+    )
+
+
+@modest
+@given(rows=row_lists, extra=st.integers(0, 2))
+def test_ragged_padded_round_trip(rows, extra):
+    """There and back is the identity and padding is where no token is. Would not catch a lost device."""
+    batch, lengths = tokens(rows), [len(row) for row in rows]
+    length = max(lengths) + extra
+    assert as_lists(batch) == rows
+    assert row_lengths(batch).tolist() == lengths
+    dense = to_padded(batch, length, padding=-1)
+    assert dense.tolist() == [row + [-1] * (length - len(row)) for row in rows]
+    assert as_lists(from_padded(dense, torch.tensor(lengths))) == rows
+    assert as_lists(ragged_from_lengths(batch.values(), torch.tensor(lengths))) == rows
+
+
+def test_to_padded_refuses_rows_that_do_not_fit():
+    """Three tokens do not fit in two columns. Would not catch an unclear message."""
+    with pytest.raises(RuntimeError):
+        to_padded(tokens([[1, 2, 3], [4]]), 2)
+
+
+def test_ragged_refuses_nothing():
+    """No rows, no dtype to guess. Would not catch an empty row, which is allowed."""
+    with pytest.raises(ValueError, match="at least one row"):
+        ragged([])
+
+
+def test_repeat_keeps_samples_of_a_prompt_together():
+    """Two samples each of three prompts. Would not catch samples that share a dict."""
+    repeated = three_prompts().repeat(2)
+    assert repeated.index.tolist() == [7, 7, 8, 8, 9, 9]
+    assert repeated.sample.tolist() == [0, 1, 0, 1, 0, 1]
+    assert as_lists(repeated.prompt_ids) == [[1, 2], [1, 2], [3], [3], [4, 5, 6], [4, 5, 6]]
+    assert list(repeated.ground_truth) == ["x", "x", "y", "y", "z", "z"]
+
+
+@modest
+@given(data=st.data())
+def test_rows_stay_whole_under_slicing_indexing_and_concatenation(data):
+    """Every field of a row follows it, non-tensors too, flat values included. Would not catch a wrong field name."""
+    prompts = three_prompts()
+    for _ in range(data.draw(st.integers(1, 3))):
+        count = len(prompts)
+        kind = data.draw(st.sampled_from(["slice", "index", "cat"]))
+        if kind == "slice":
+            start = data.draw(st.integers(0, count - 1))
+            prompts = prompts[start : data.draw(st.integers(start + 1, count))]
+        elif kind == "index":
+            prompts = prompts[torch.tensor(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4)))]
+        else:
+            prompts = torch.cat([prompts[count - 1 :], prompts])
+    rows = {7: ([1, 2], "a", "x", {"k": 1}), 8: ([3], "b", "y", {"k": 2}), 9: ([4, 5, 6], "c", "z", {"k": 3})}
+    expected = [rows[index] for index in prompts.index.tolist()]
+    fields = (as_lists(prompts.prompt_ids), prompts.data_source, prompts.ground_truth, prompts.extra_info)
+    assert list(zip(*map(list, fields), strict=True)) == expected
+    assert prompts.prompt_ids.values().tolist() == sum((ids for ids, *_ in expected), [])
+
+
+def test_pickle_keeps_ragged_rows():
+    """Records travel between processes by pickle. Would not catch a pickle that carries the whole batch's storage."""
+    copy = pickle.loads(pickle.dumps(three_prompts()[1:]))
+    assert as_lists(copy.prompt_ids) == [[3], [4, 5, 6]]
+    assert list(copy.extra_info) == [{"k": 2}, {"k": 3}]
+
+
+def test_experience_hands_each_role_its_fields():
+    """Values tell the fields apart. Would not catch a role that reads the wrong record."""
+    experience = two_samples()
+    actor, critic, sequences = experience.actor_batch(), experience.critic_batch(), experience.sequences()
+    for batch in (actor, critic, sequences):
+        assert as_lists(batch.input_ids) == [[1, 2, 3], [4, 5, 6, 7]]
+        assert batch.response_lengths.tolist() == [1, 2]
+    assert torch.equal(actor.old_log_probs.values(), torch.tensor([0.1, 0.2, 0.3]))
+    assert torch.equal(actor.advantages.values(), torch.tensor([1.1, 1.2, 1.3]))
+    assert torch.equal(critic.old_values.values(), torch.tensor([2.1, 2.2, 2.3]))
+    assert torch.equal(critic.returns.values(), torch.tensor([3.1, 3.2, 3.3]))
+
+
+@pytest.mark.parametrize("make", [Experience.actor_batch, Experience.critic_batch])
+def test_neutral_rows_keep_tokens_and_lose_responses(make):
+    """Same tokens, no response positions, and they concatenate. Would not catch a loss that counts rows."""
+    batch = make(two_samples())
+    neutral = batch.neutral()
+    assert type(neutral) is type(batch)
+    assert as_lists(neutral.input_ids) == [[1, 2, 3], [4, 5, 6, 7]]
+    assert neutral.response_lengths.tolist() == [0, 0]
+    joined = torch.cat([batch, neutral[:1]])
+    assert joined.response_lengths.tolist() == [1, 2, 0]
+    ragged_names = {"old_log_probs", "advantages"} if isinstance(batch, ActorBatch) else {"old_values", "returns"}
+    for name in ragged_names:
+        assert as_lists(joined.get(name))[2] == []
+        assert torch.equal(joined.get(name).values(), batch.get(name).values())
