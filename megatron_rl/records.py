@@ -7,6 +7,7 @@ Every record slices, indexes, splits and concatenates along B (it is a tensordic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,9 +73,16 @@ class Prompts(TensorClass):
     extra_info: list
 
     def repeat(self, num_samples: int) -> Prompts:
-        """Each prompt `num_samples` times, samples of one prompt adjacent, `sample` counting them from 0."""
+        """Each row `num_samples` times, samples of one row adjacent, `sample` counting all samples of a prompt from 0.
+
+        A prompt that the batch holds twice (where it straddles two epochs) goes on counting, so no two samples share
+        a seed.
+        """
         repeated = self[torch.arange(len(self)).repeat_interleave(num_samples)]
-        repeated.sample = torch.arange(num_samples).repeat(len(self))
+        seen: Counter[int] = Counter()
+        for row, index in enumerate(repeated.index.tolist()):
+            repeated.sample[row] = seen[index]
+            seen[index] += 1
         return repeated
 
 

@@ -1,7 +1,11 @@
-"""Run a function on N gloo ranks, each in a fresh process, with a time limit; the answers come back in rank order."""
+"""Run a function on N gloo ranks, each in its own process, with a time limit; the answers come back in rank order.
+
+Ranks are forked from one server process that has imported the engines once, which saves each rank their 8 s.
+"""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing as mp
 import os
 import pickle
@@ -10,9 +14,12 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from megatron_rl.workers.environment import worker_environment
+
+PRELOADED = ["megatron.core.models.gpt", "megatron.core.optimizer", "vllm", "megatron_rl.workers.policy"]
 
 
 def free_port() -> int:
@@ -21,8 +28,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def enter(rank: int, function: Callable, arguments: tuple, answers) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+@functools.cache
+def fork_server() -> ForkServerContext:
+    """The server is started by its first process, with the environment of that moment."""
+    os.environ |= worker_environment("cpu", ranks_per_node=os.cpu_count())
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def enter(rank: int, variables: dict[str, str], function: Callable, arguments: tuple, answers) -> None:
+    os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     try:
         # Pickled by value here: a tensor put on the queue itself would need this process to outlive its reader.
         answers.put((rank, None, pickle.dumps(function(*arguments))))
@@ -35,16 +51,13 @@ def run_ranks(world_size: int, function: Callable, *arguments: Any, timeout: flo
 
     `function` must be importable (a module-level name) and its answer picklable.
     """
-    variables = worker_environment("cpu", world_size) | {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    saved = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
-    context = mp.get_context("spawn")
+    context = fork_server()
+    variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     answers = context.Queue()
-    processes = [context.Process(target=enter, args=(r, function, arguments, answers)) for r in range(world_size)]
+    processes = [
+        context.Process(target=enter, args=(rank, variables, function, arguments, answers), daemon=True)
+        for rank in range(world_size)
+    ]
     try:
         for process in processes:
             process.start()
@@ -53,8 +66,6 @@ def run_ranks(world_size: int, function: Callable, *arguments: Any, timeout: flo
         for process in processes:
             process.kill()
             process.join()
-        for name, value in saved.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def collect(processes: list, answers, timeout: float) -> list[Any]:

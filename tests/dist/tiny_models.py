@@ -14,15 +14,15 @@ from megatron_rl.records import Experience, ragged, ragged_from_lengths
 # 70 tokens are padded to 128 rows, so at TP2 the second rank holds 6 real rows and 58 of padding.
 SIZES = {
     "vocab_size": 70,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 192,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 256,
     "eos_token_id": 1,
     "pad_token_id": 0,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
 }
 
 
@@ -58,7 +58,7 @@ def run_config(model_path: str, tp_size: int, pp_size: int, **overrides) -> RunC
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
         "data.train_files": "unused",
         "data.val_files": "unused",
-        "data.max_prompt_length": 24,
+        "data.max_prompt_length": 200,
         "data.max_response_length": 24,
         "custom_reward_function.path": "unused",
         "trainer.device": "cpu",

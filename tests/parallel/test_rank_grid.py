@@ -71,7 +71,7 @@ def test_six_ranks_at_rollout_tp2_are_three_replicas(tp_size, pp_size):
     """60 prompts make 20 per replica and 240 samples at n = 12. Would not catch an unequal split."""
     grid = RolloutGrid(TrainGrid(6, tp_size, pp_size), tp_size=2)
     assert grid.num_replicas == len(grid.tp_groups()) == 3
-    assert 60 // grid.num_replicas == 20 and 20 * 12 == 240
+    assert divmod(60, grid.num_replicas) == (20, 0) and divmod(60 * 12, grid.num_replicas) == (240, 0)
 
 
 @modest

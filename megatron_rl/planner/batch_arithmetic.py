@@ -1,0 +1,63 @@
+"""The layout and batch table of a run: what the configured sizes come to on every rank. Pure arithmetic."""
+
+from __future__ import annotations
+
+from megatron_rl.config.schema import RunConfig
+
+UNDEFINED = "-"
+
+
+def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Rows (name, value, meaning). A value that a broken layout leaves undefined is "-"; shares that do not come out
+    even are given as the smallest and the largest.
+    """
+    trainer, rollout, actor = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    tp, pp = actor.megatron.tensor_model_parallel_size, actor.megatron.pipeline_model_parallel_size
+    world = trainer.nnodes * trainer.n_gpus_per_node
+    dp = _exact(world, tp * pp)
+    replicas = _exact(world, rollout.tensor_model_parallel_size)
+
+    prompts, n, micro = config.data.train_batch_size, rollout.n, actor.ppo_micro_batch_size_per_gpu
+    mini_batch = actor.ppo_mini_batch_size * n
+    return [
+        ("ranks", str(world), f"{trainer.nnodes} node(s) x {trainer.n_gpus_per_node}, {trainer.device}"),
+        ("TP", str(tp), "ranks that share every layer"),
+        ("PP", str(pp), "pipeline stages"),
+        ("DP", str(dp or UNDEFINED), "ranks / (TP x PP): copies of the model in training"),
+        ("rollout TP", str(rollout.tensor_model_parallel_size), "ranks that generate together"),
+        ("rollout replicas", str(replicas or UNDEFINED), "ranks / rollout TP: copies of the model in generation"),
+        ("prompts per step", str(prompts), "data.train_batch_size"),
+        ("samples per step", str(prompts * n), f"x {n} samples per prompt (rollout.n)"),
+        ("prompts per replica", _per_replica(prompts * n, replicas, n), "each replica answers its own share"),
+        ("samples per replica", _share(prompts * n, replicas), f"prompts per replica x {n}"),
+        ("mini-batches per epoch", _share(prompts, actor.ppo_mini_batch_size), "optimizer steps"),
+        ("epochs per step", str(actor.ppo_epochs), "passes over the samples"),
+        ("samples per mini-batch", str(mini_batch), f"{actor.ppo_mini_batch_size} prompts x {n}"),
+        ("samples per DP rank", _share(mini_batch, dp), "samples per mini-batch / DP"),
+        ("micro-batches per rank", _passes(mini_batch, dp, micro), f"passes of at most {micro} samples"),
+    ]
+
+
+def _exact(total: int, parts: int) -> int:
+    """`total / parts` where that is a positive whole number, else 0."""
+    return 0 if parts < 1 or total % parts else total // parts
+
+
+def _share(total: int, parts: int) -> str:
+    """What each of `parts` gets of `total` things, sizes differing by at most one."""
+    if parts < 1:
+        return UNDEFINED
+    smallest, rest = divmod(total, parts)
+    return f"{smallest} to {smallest + 1}" if rest else str(smallest)
+
+
+def _per_replica(num_samples: int, replicas: int, n: int) -> str:
+    """Prompts of one replica; samples are what is split, so a prompt may be shared by two replicas."""
+    return UNDEFINED if replicas < 1 or n < 1 else f"{num_samples / replicas / n:.4g}"
+
+
+def _passes(num_samples: int, dp: int, micro_batch: int) -> str:
+    if dp < 1 or micro_batch < 1:
+        return UNDEFINED
+    largest_share = -(-num_samples // dp)
+    return str(-(-largest_share // micro_batch))

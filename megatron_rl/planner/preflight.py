@@ -1,0 +1,164 @@
+"""Every rule a run must keep that needs only its configuration, the model's config.json and the file system.
+
+Runs before any process is started and loads neither torch nor Ray, so that a mistake costs a second, not a minute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config.problems import nearest_name, nearest_number, raise_problems
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.validate import ACTOR, CRITIC, ROLLOUT, value_problems
+from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
+
+
+def check_preflight(config: RunConfig) -> None:
+    """Raise one ConfigError that lists every violation."""
+    raise_problems("this run cannot start", preflight(config))
+
+
+def preflight(config: RunConfig, known_architectures: Collection[str] = KNOWN_ARCHITECTURES) -> list[str]:
+    """All violations, each with the values, the rule and the nearest valid choice; empty when the run can start."""
+    actor_path, critic_path = config.actor_rollout_ref.model.path, config.critic.model.path
+    actor_model, problems = read_model_folder("actor_rollout_ref.model.path", actor_path, known_architectures)
+    models = [actor_model]
+    if critic_path != actor_path:
+        critic_model, critic_problems = read_model_folder("critic.model.path", critic_path, known_architectures)
+        problems += critic_problems
+        models.append(critic_model)
+    known_models = [model for model in models if model is not None]
+    return [
+        *value_problems(config),
+        *_file_problems(config),
+        *problems,
+        *_layout_problems(config, known_models),
+        *_role_problems(config),
+        *_batch_problems(config),
+        *_length_problems(config, known_models),
+    ]
+
+
+def _file_problems(config: RunConfig) -> Iterable[str]:
+    for key, path, suffix in (
+        ("data.train_files", config.data.train_files, ".parquet"),
+        ("data.val_files", config.data.val_files, ".parquet"),
+        ("custom_reward_function.path", config.custom_reward_function.path, ".py"),
+    ):
+        file = Path(path).expanduser()
+        if not file.is_file():
+            neighbours = [str(other) for other in file.parent.glob(f"*{suffix}")]
+            hint = f"nearest: {nearest_name(str(file), neighbours)}" if neighbours else f"{file.parent} holds none"
+            yield f"{key}={path} must be a {suffix} file, and there is none; {hint}"
+    directory = Path(config.trainer.default_local_dir)
+    if directory.exists() and not directory.is_dir():
+        yield f"trainer.default_local_dir={directory} must be a folder, and it is a file; nearest: {directory}.run"
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The TP and PP sizes that fit all models and the number of ranks."""
+
+    world_size: int
+    models: list[ModelSizes]
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """TP sizes that divide everything TP cuts."""
+        return _divisors(math.gcd(*(model.max_tp for model in self.models)) or self.world_size)
+
+    @property
+    def pp_sizes(self) -> list[int]:
+        """PP sizes that divide the layers."""
+        return _divisors(math.gcd(*(model.num_hidden_layers for model in self.models)) or self.world_size)
+
+    def nearest(self, tp_size: int, pp_size: int) -> tuple[int, int]:
+        """The valid (tp, pp) that is the fewest doublings and halvings away."""
+        valid = [(t, p) for t in self.tp_sizes for p in self.pp_sizes if self.world_size % (t * p) == 0]
+        return min(valid, key=lambda pair: abs(math.log2(pair[0] / tp_size)) + abs(math.log2(pair[1] / pp_size)))
+
+
+def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
+    """TP and PP against the ranks and the models; sizes below 1 are another rule's business."""
+    megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
+    tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    if min(tp_size, pp_size, trainer.nnodes, trainer.n_gpus_per_node) < 1:
+        return
+    layouts = Layouts(trainer.nnodes * trainer.n_gpus_per_node, models)
+    if layouts.world_size % (tp_size * pp_size):
+        tp, pp = layouts.nearest(tp_size, pp_size)
+        yield (
+            f"tp({tp_size}) * pp({pp_size}) must divide the {layouts.world_size} ranks (trainer.nnodes="
+            f"{trainer.nnodes} * trainer.n_gpus_per_node={trainer.n_gpus_per_node}); nearest: tp({tp}) * pp({pp})"
+        )
+    for model in models:
+        for name, size in model.tp_divides.items():
+            if size % tp_size:
+                nearest = nearest_number(tp_size, layouts.tp_sizes)
+                yield f"tp({tp_size}) must divide {name}({size}) of {model.path}; nearest: tp({nearest})"
+        if model.num_hidden_layers % pp_size:
+            nearest = nearest_number(pp_size, layouts.pp_sizes)
+            yield (
+                f"pp({pp_size}) must divide num_hidden_layers({model.num_hidden_layers}) of {model.path}; "
+                f"nearest: pp({nearest})"
+            )
+
+
+def _role_problems(config: RunConfig) -> Iterable[str]:
+    """The roles share one grid of processes."""
+    actor, critic = config.actor_rollout_ref.actor.megatron, config.critic.megatron
+    rollout_tp, train_tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, actor.tensor_model_parallel_size
+    if rollout_tp != train_tp:
+        key = f"{ROLLOUT}.tensor_model_parallel_size"
+        yield (
+            f"{key}={rollout_tp} must equal the actor's training tp({train_tp}), because regrouping TP shards between "
+            f"training and rollout is not available yet; nearest: {key}={train_tp}"
+        )
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "dtype"):
+        ours, theirs = getattr(critic, name), getattr(actor, name)
+        if ours != theirs:
+            yield (
+                f"{CRITIC}.megatron.{name}={ours} must equal {ACTOR}.megatron.{name}={theirs}, because all roles share "
+                f"one grid of processes; nearest: {theirs}"
+            )
+
+
+def _batch_problems(config: RunConfig) -> Iterable[str]:
+    batch = config.data.train_batch_size
+    for role, mini_batch in (
+        (ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size),
+        (CRITIC, config.critic.ppo_mini_batch_size),
+    ):
+        if batch >= 1 and mini_batch >= 1 and batch % mini_batch:
+            nearest = nearest_number(mini_batch, _divisors(batch))
+            yield (
+                f"{role}.ppo_mini_batch_size={mini_batch} must divide data.train_batch_size={batch}; nearest: {nearest}"
+            )
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        yield (
+            f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} must be >= max_num_seqs="
+            f"{rollout.max_num_seqs}; nearest: {rollout.max_num_seqs}"
+        )
+
+
+def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    for model in models:
+        limit = model.max_position_embeddings
+        if prompt + response > limit:
+            key, room = ("response", limit - prompt) if prompt < limit else ("prompt", max(1, limit - response))
+            yield (
+                f"data.max_prompt_length={prompt} + data.max_response_length={response} must be <= "
+                f"max_position_embeddings({limit}) of {model.path}; nearest: data.max_{key}_length={room}"
+            )
+    if len({model.vocab_size for model in models}) > 1:
+        sizes = ", ".join(f"{model.vocab_size} of {model.path}" for model in models)
+        yield f"actor and critic read the same tokens, so their vocab_size must be equal: {sizes}; nearest: one model"
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

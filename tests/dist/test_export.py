@@ -1,0 +1,59 @@
+"""A model that goes in and comes out of a TP2xPP2 job is the same model; a trained one gives the trainer's logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_models import random_experience, run_config, save_llama, save_qwen2
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+
+NUM_ROWS = 7
+
+
+def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
+    """Export untouched, train one step, export again; the trainer's logits at the end."""
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    worker.export_hf(folder / "untouched")
+    experience = random_experience(NUM_ROWS)
+    experience.old_log_probs = experience.advantages
+    worker.update_actor(experience.actor_batch())
+    worker.export_hf(folder / "trained")
+    return worker.response_logits(experience.sequences())
+
+
+@pytest.mark.parametrize("save_model", [save_qwen2, save_llama])
+def test_export(save_model, tmp_path) -> None:
+    """Byte-identical when untouched, 1e-4 in logits when trained; would not catch a wrong tokenizer (none here)."""
+    from megatron_rl.report import hf_response_logits
+
+    path = save_model(tmp_path / "model")
+    save_test_tokenizer(Path(path))
+    results = run_ranks(4, export_before_and_after_update, run_config(path, 2, 2), tmp_path)
+    original, untouched = load_file(f"{path}/model.safetensors"), load_file(tmp_path / "untouched/model.safetensors")
+    assert original.keys() == untouched.keys()
+    assert all(torch.equal(tensor, untouched[name]) for name, tensor in original.items())
+
+    trainer_logits = next(logits for logits in results if logits is not None)
+    sequences = random_experience(NUM_ROWS).sequences()
+    trained = hf_response_logits(tmp_path / "trained", sequences)
+    assert (trained - trainer_logits).abs().max() < 1e-4
+    assert (hf_response_logits(Path(path), sequences) - trainer_logits).abs().max() > 1e-4
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def save_test_tokenizer(folder: Path) -> None:
+    """The exporter copies the source's tokenizer, so the source needs one."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(33 + i): i for i in range(70)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="!").save_pretrained(folder)
