@@ -87,9 +87,7 @@ class Run:
     def sampling(self, salt: int) -> Sampling:
         """How training samples are drawn."""
         rollout = self.config.actor_rollout_ref.rollout
-        return Sampling(
-            rollout.temperature, rollout.top_p, rollout.top_k, self.config.data.max_response_length, salt
-        )
+        return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, self.config.data.max_response_length, salt)
 
     def val_sampling(self) -> Sampling:
         """How held-out answers are drawn: greedy unless `val_kwargs.do_sample`."""
@@ -131,13 +129,17 @@ class Run:
     def data_metrics(self, prompts: Prompts, generations: Generations, experience: Experience) -> dict[str, float]:
         """Statistics of one step's samples."""
         lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
-        return length_metrics(*lengths, generations.truncated) | score_metrics(
-            experience.scores,
-            experience.rewards.values(),
-            experience.advantages.values(),
-            experience.returns.values(),
-            experience.old_values.values(),
-        ) | {"perf/total_num_tokens": float(experience.input_ids.values().numel())}
+        return (
+            length_metrics(*lengths, generations.truncated)
+            | score_metrics(
+                experience.scores,
+                experience.rewards.values(),
+                experience.advantages.values(),
+                experience.returns.values(),
+                experience.old_values.values(),
+            )
+            | {"perf/total_num_tokens": float(experience.input_ids.values().numel())}
+        )
 
     def val_metrics(self, prompts: Prompts, generations: Generations, scores: torch.Tensor) -> dict[str, float]:
         """Mean held-out score per data source; keeps a few rows to compare the exported model on."""
@@ -155,19 +157,21 @@ class Run:
         collected = list(updates)
         return {name: sum(update[name] for update in collected) / len(collected) for name in collected[0]}
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Write one step's metrics with its timings, and move the progress bar."""
+    def take_timings(self, *names: str) -> dict[str, float]:
+        """Seconds per phase since the last call, and forget them; only `names` where some are given."""
         timings = self.timer.as_metrics()
         self.timer.reset()
-        seconds = timings.get("timing_s/step", 0.0)
-        if seconds:
-            trainer = self.config.trainer
+        return {name: timings[name] for name in names or timings}
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Write one step's metrics and move the progress bar; step 0 is the state before training."""
+        if step:
+            trainer, seconds = self.config.trainer, metrics["timing_s/step"]
             num_ranks = trainer.nnodes * trainer.n_gpus_per_node
             metrics |= throughput_metrics(int(metrics["perf/total_num_tokens"]), seconds, num_ranks)
-        self.logger.log(metrics | timings, step)
-        accuracy = self.accuracies[-1] if self.accuracies else None
-        if step:
+            accuracy = self.accuracies[-1] if self.accuracies else None
             self.progress.step(step, metrics["critic/score/mean"], accuracy, seconds)
+        self.logger.log(metrics, step)
 
 
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:

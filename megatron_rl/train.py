@@ -81,8 +81,8 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
             critic_metrics = update_critic(run, workers, experience, step)
         with phase("update_actor"):
             actor_metrics = update_actor(run, workers, experience, step)
-    data_metrics = run.data_metrics(prompts, generations, experience)
-    return data_metrics | parity | critic_metrics | actor_metrics | {"actor/reward_kl_penalty": float(kl_penalty)}
+    metrics = run.data_metrics(prompts, generations, experience) | run.take_timings()
+    return metrics | parity | critic_metrics | actor_metrics | {"actor/reward_kl_penalty": float(kl_penalty)}
 
 
 def generate(run: Run, workers: WorkerGroup, prompts: Prompts, sampling):
@@ -117,4 +117,5 @@ def validate(run: Run, workers: WorkerGroup) -> dict[str, float]:
     with run.phase("testing"):
         prompts = run.val_prompts()
         generations = generate(run, workers, prompts, run.val_sampling())
-        return run.val_metrics(prompts, generations, run.reward(prompts, generations))
+        metrics = run.val_metrics(prompts, generations, run.reward(prompts, generations))
+    return metrics | run.take_timings("timing_s/testing")

@@ -1,6 +1,6 @@
 """From a YAML file and dotted overrides to a RunConfig, or to one ConfigError that names everything wrong with them.
 
-    file, overrides -> settings (dotted key, value, origin) -> checked one by one against the schema -> RunConfig
+file, overrides -> settings (dotted key, value, origin) -> checked one by one against the schema -> RunConfig
 """
 
 from __future__ import annotations

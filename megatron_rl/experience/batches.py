@@ -47,9 +47,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same block on another device."""
         fields = {name: field.to(device) for name, field in self.fields.items()}
-        return MicroBatch(
-            self.input_ids.to(device), self.predicts_response.to(device), fields, self.num_real_rows
-        )
+        return MicroBatch(self.input_ids.to(device), self.predicts_response.to(device), fields, self.num_real_rows)
 
 
 def micro_batches(record, micro_batch_size: int) -> list[MicroBatch]:

@@ -68,6 +68,8 @@ class HybridEngine:
         if not self.in_rollout:
             return
         self._rollout_rng = swap(self._train_rng)
-        self.generator.sleep()
-        self.weights.release()
         self.in_rollout = False
+        try:
+            self.generator.sleep()
+        finally:
+            self.weights.release()

@@ -21,7 +21,6 @@ INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "reshard")
-NO_PHASES = ("step", "testing")
 LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
     ("Mean reward", {"critic/score/mean": "task reward"}, "linear"),
     (
@@ -102,7 +101,6 @@ def _panels(series: Series) -> list[Callable[[Axes], None]]:
             )
     timed = [name.removeprefix("timing_s/") for name in series if name.startswith("timing_s/")]
     phases = [phase for phase in PHASES if phase in timed]
-    phases += [phase for phase in timed if phase not in (*PHASES, *NO_PHASES)]
     if phases:
         panels.append(lambda axes: _draw_phases(axes, series, phases))
     return panels

@@ -23,9 +23,7 @@ class TrainGrid:
 
     def __post_init__(self) -> None:
         if self.world_size % (self.tp_size * self.pp_size):
-            raise ValueError(
-                f"tp({self.tp_size}) * pp({self.pp_size}) does not divide world_size({self.world_size})"
-            )
+            raise ValueError(f"tp({self.tp_size}) * pp({self.pp_size}) does not divide world_size({self.world_size})")
 
     @property
     def dp_size(self) -> int:

@@ -44,11 +44,13 @@ class RecordingGenerator:
         self.journal.append("wake")
         self.is_awake = True
         if self.fails:
-            raise RuntimeError("requests are still running")
+            raise RuntimeError("still running")
 
     def sleep(self):
         self.journal.append("sleep")
         self.is_awake = False
+        if self.fails:
+            raise RuntimeError("still running")
 
 
 @pytest.fixture
@@ -120,6 +122,23 @@ def test_failed_enter_leaves_train_mode(engine, culprit):
     getattr(engine, culprit).fails = False
     engine.enter()
     assert engine.in_rollout and engine.weights.is_present and engine.generator.is_awake
+
+
+def test_failed_exit_ends_in_train_mode_once(engine, journal):
+    """Memory released, and a second exit does not rewind training's stream. Would not catch a cache that stays."""
+    expected = [draw() for _ in range(3)]
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    numbers = [draw()]
+    engine.enter()
+    draw()
+    engine.generator.fails = True
+    with pytest.raises(RuntimeError, match="running"):
+        engine.exit()
+    assert not engine.in_rollout and not engine.weights.is_present
+    numbers.append(draw())
+    engine.exit()
+    numbers.append(draw())
+    assert numbers == expected and journal.count("release") == 1
 
 
 @pytest.mark.parametrize("draws_in_rollout", [0, 1, 5])

@@ -1,0 +1,59 @@
+"""The command line: megatron-rl train | plan.
+
+Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from megatron_rl.config.load import load_config
+from megatron_rl.config.problems import raise_problems
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.observe.summary import layout_table
+from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.preflight import check_preflight, preflight
+
+app = typer.Typer(
+    help="PPO with Megatron training and vLLM generation on one memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as configs/demo_cpu.yaml.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: trainer.seed=2 data.shuffle=false")]
+
+
+@app.command("train")
+def train_command(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
+    run_config = load_config(config, overrides or ())
+    check_preflight(run_config)
+    from megatron_rl.train import train
+
+    train(run_config)
+
+
+@app.command("plan")
+def plan_command(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print the layout and batch table, and every rule the configuration breaks. Starts nothing."""
+    run_config = load_config(config, overrides or ())
+    Console().print(layout_table(batch_table(run_config)))
+    raise_problems("this run cannot start", preflight(run_config))
+
+
+def main() -> None:
+    """Run the command line; an error we raise on purpose becomes one message and its exit code, without a traceback."""
+    try:
+        app()
+    except MegatronRLError as error:
+        message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
+        Console(stderr=True).print(message, soft_wrap=True, highlight=False)
+        sys.exit(error.exit_code)

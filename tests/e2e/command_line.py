@@ -1,0 +1,86 @@
+"""Start the command line as a user would, watch its whole family of processes, and prove that none outlives it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+TAG = "MEGATRON_RL_TEST_TAG"
+
+
+class CommandLine:
+    """One `megatron_rl train` on the demo assets, in its own session; every process it starts carries a tag."""
+
+    def __init__(self, folder: Path, *overrides: str, config: str = "configs/demo_cpu.yaml") -> None:
+        self.tag = uuid.uuid4().hex
+        self.output = folder / "output.txt"
+        self.started = time.monotonic()
+        command = [sys.executable, "-m", "megatron_rl", "train", "--config", config, *overrides]
+        command.append(f"trainer.default_local_dir={folder / 'run'}")
+        self.process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=os.environ | {TAG: self.tag, "COLUMNS": "200"},
+            stdout=self.output.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def family(self) -> list[psutil.Process]:
+        """Every living process that inherited this run's tag."""
+        members = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(TAG) == self.tag and process.status() != psutil.STATUS_ZOMBIE:
+                    members.append(process)
+            except psutil.Error:
+                continue
+        return members
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes of the ranks."""
+        return [process for process in self.family() if "RANK" in process.environ()]
+
+    def wait_for(self, condition, timeout: float, may_end: bool = False) -> None:
+        """Poll until `condition()` is true; AssertionError with the output when the run ends first or it is too late.
+
+        may_end: the condition itself makes the run end, so both may be seen at once.
+        """
+        deadline = time.monotonic() + timeout
+        while not condition():
+            ended = self.process.poll() is not None
+            assert not ended or (may_end and condition()), f"the run ended early:\n{self.text()}"
+            assert time.monotonic() < deadline, f"waited {timeout} s:\n{self.text()}"
+            time.sleep(0.2)
+
+    def wait(self, timeout: float) -> int:
+        """Exit code; AssertionError when it takes longer."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s:\n{self.text()}") from None
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def metrics(self) -> str:
+        file = self.output.parent / "run/metrics.jsonl"
+        return file.read_text() if file.exists() else ""
+
+    def left_over(self, patience: float = 10) -> list[str]:
+        """Command lines of processes that outlive the run by more than `patience` seconds."""
+        deadline = time.monotonic() + patience
+        while (family := self.family()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [" ".join(process.cmdline()) for process in family]
+
+    def kill_all(self) -> None:
+        for process in self.family():
+            process.kill()

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import REPOSITORY, CommandLine
+
+
+@pytest.fixture
+def command_line(tmp_path: Path):
+    """Start runs that are killed with everything they started when the test is over."""
+    if not (REPOSITORY / "assets/demo/assets.json").exists():
+        pytest.fail("the demo assets are missing: run `make assets` (make test does)")
+    started: list[CommandLine] = []
+
+    def start(*overrides: str) -> CommandLine:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        started.append(CommandLine(folder, *overrides))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.kill_all()

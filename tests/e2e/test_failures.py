@@ -1,0 +1,69 @@
+"""Whatever goes wrong: one clear message, a non-zero code, within 60 s, and no process left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+LIMIT = 60
+SMALL = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.val_before_train=false")
+TRAIN_KEY = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+
+
+def assert_clean_end(run, code: int, *fragments: str) -> None:
+    """`code` and `fragments` in the output, which must not be a bare traceback of the controller; nothing left."""
+    assert run.wait(LIMIT) == code, run.text()
+    for fragment in fragments:
+        assert fragment in run.text().replace("\n", " "), run.text()
+    assert "megatron_rl/cli.py" not in run.text(), run.text()
+    assert run.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (["data.train_files=assets/demo/trian.parquet"], ["trian.parquet", "train.parquet"]),
+        (["trainer.total_trainning_steps=3"], ["total_trainning_steps", "trainer.total_training_steps"]),
+        ([f"{TRAIN_KEY}=3"], ["tp(3)", "pp(2)", "4"]),
+    ],
+    ids=["missing-file", "misspelt-key", "layout-does-not-divide"],
+)
+def test_user_errors(command_line, overrides: list[str], fragments: list[str]) -> None:
+    """Exit code 2 before any process is started; would not catch a message that is merely hard to read."""
+    assert_clean_end(command_line(*overrides), 2, *fragments)
+
+
+def test_raising_reward_function(command_line, tmp_path: Path) -> None:
+    """The user's own exception is named; would not catch a reward function that hangs."""
+    reward, reached = tmp_path / "reward.py", tmp_path / "reached"
+    reward.write_text(
+        "import pathlib\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    pathlib.Path({str(reached)!r}).touch()\n"
+        "    raise KeyError('no such rule')\n"
+    )
+    run = command_line(*SMALL, f"custom_reward_function.path={reward}")
+    run.wait_for(reached.exists, timeout=150, may_end=True)
+    assert_clean_end(run, 4, "KeyError", "no such rule", "demo/addition")
+
+
+def test_killed_worker(command_line) -> None:
+    """kill -9 of one rank in the middle of training; would not catch a worker that hangs without dying."""
+    run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")
+    run.wait_for(lambda: '"step": 2' in run.metrics(), timeout=120)
+    victim = next(process for process in run.workers() if process.environ()["RANK"] == "2")
+    victim.kill()
+    assert_clean_end(run, 3, "rank 2", "died")
+
+
+def test_killed_controller(command_line) -> None:
+    """kill -9 of the controller takes all of Ray and all workers along; would not catch files it leaves."""
+    run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")
+    run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=120)
+    assert len(run.workers()) == 4
+    run.process.kill()
+    assert run.wait(LIMIT) == -9
+    assert run.left_over(patience=LIMIT) == []

@@ -1,0 +1,110 @@
+"""The size and manners of the source: small files, small functions, honest names, one place for the environment."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = ("megatron_rl", "third_party_patches", "scripts", "tests")
+SOURCES = sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py"))
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}
+READS_THE_ENVIRONMENT = ("megatron_rl/controller/", "megatron_rl/workers/environment.py", "megatron_rl/cli.py")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end, without the docstring."""
+    first = function.body[0]
+    documented = ast.get_docstring(function, clean=False) is not None
+    docstring = first.end_lineno - first.lineno + 1 if documented else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+def test_files_are_short():
+    """Would not catch two subjects in one short file."""
+    long = {name(path): count for path in SOURCES if (count := len(path.read_text().splitlines())) > MAX_FILE_LINES}
+    assert not long
+
+
+def test_functions_are_short():
+    """Would not catch a short function that does two things."""
+    long = {
+        f"{name(path)}:{function.lineno} {function.name}": count
+        for path in SOURCES
+        for function in functions(ast.parse(path.read_text()))
+        if (count := code_lines(function)) > MAX_FUNCTION_LINES
+    }
+    assert not long
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("def f():\n    return 1\n", 2),
+        ('def f():\n    """One.\n\n    Two.\n    """\n    return 1\n', 2),
+        ("def f(\n    x,\n):\n    return x\n", 4),
+    ],
+)
+def test_code_lines_leave_the_docstring_out(source, lines):
+    """Counted by hand. Would not catch comments, which count as code."""
+    assert code_lines(next(functions(ast.parse(source)))) == lines
+
+
+def test_names_say_something():
+    """Would not catch other names that say nothing."""
+    assert not [name(path) for path in SOURCES if NAMES_THAT_SAY_NOTHING & {path.stem, path.parent.name}]
+
+
+def test_no_bare_except():
+    """Would not catch `except Exception` that swallows everything."""
+    bare = [
+        f"{name(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert not bare
+
+
+def test_public_functions_and_modules_have_docstrings():
+    """Would not catch a docstring that says nothing, nor a small method whose class explains it."""
+    silent = []
+    for path in SOURCES:
+        if not name(path).startswith("megatron_rl/"):
+            continue
+        tree = ast.parse(path.read_text())
+        if ast.get_docstring(tree) is None:
+            silent.append(name(path))
+        silent += [
+            f"{name(path)}:{node.lineno} {node.name}"
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            and not node.name.startswith("_")
+            and ast.get_docstring(node) is None
+        ]
+    assert not silent
+
+
+def test_environment_is_read_in_few_places():
+    """Would not catch a library that reads the environment for us."""
+    readers = [
+        f"{name(path)}:{node.lineno}"
+        for path in SOURCES
+        if name(path).startswith("megatron_rl/") and not name(path).startswith(READS_THE_ENVIRONMENT)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
+    ]
+    assert not readers

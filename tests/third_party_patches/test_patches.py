@@ -1,0 +1,224 @@
+"""Each CPU patch, without it and with it, in a process of its own. Nothing else patches those processes."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+def single_rank_groups():
+    """Megatron's groups of one rank, made without Megatron's RNG, which is another patch's concern."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_rl.parallel.mpu import TrainGroups
+    from megatron_rl.parallel.rank_grid import TrainGrid
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    return TrainGroups(
+        grid=TrainGrid(1, 1, 1),
+        rank=0,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+    )
+
+
+def train_one_step(groups):
+    """One Adam step of a one-layer Qwen2; returns {name: (before, gradient, after)}."""
+    from transformers import Qwen2Config
+
+    from megatron_rl.config.schema import OptimConfig
+    from megatron_rl.device import Device
+    from megatron_rl.experience.batches import micro_batches
+    from megatron_rl.model.gpt import build_language_model, transformer_config
+    from megatron_rl.records import Sequences, ragged
+    from megatron_rl.workers.training import TrainableModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    hf_config = Qwen2Config(
+        vocab_size=64, num_hidden_layers=1, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32, **sizes
+    )
+    config = transformer_config(hf_config, groups, torch.float32, Device("cpu"))
+    model = build_language_model(hf_config, config, groups)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    optim = OptimConfig(lr=0.1, weight_decay=0.0, clip_grad=0.0)
+    trainable = TrainableModel(model, optim, groups, torch.device("cpu"))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    rows = Sequences(ragged([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]), torch.tensor([2, 1]), batch_size=[2])
+    trainable.compute_gradients(micro_batches(rows, 1), lambda logits, block: (logits.square().mean(), torch.ones(1)))
+    gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+    trainable.step()
+    return {name: (before[name], gradients[name], p.detach()) for name, p in model.named_parameters()}
+
+
+def check_cpu_torch():
+    groups = single_rank_groups()
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+        train_one_step(groups)
+
+    from third_party_patches.megatron_core.cpu_torch import PATCH
+
+    PATCH.apply()
+    PATCH.apply()
+    for name, (before, gradient, after) in train_one_step(groups).items():
+        assert gradient.abs().sum() > 0, name
+        # Adam's first step is the learning rate times the sign of the gradient, for all but tiny gradients.
+        torch.testing.assert_close(after, before - 0.1 * gradient / (gradient.abs() + 1e-8), atol=1e-5, rtol=0)
+
+    # Everybody else keeps a torch that knows there is no CUDA here.
+    others = [module for name, module in list(sys.modules.items()) if not name.startswith("megatron.core")]
+    assert sum(vars(module).get("torch") is torch for module in others) > 100
+    assert not any(type(vars(module).get("torch")).__name__ == "ModuleProxy" for module in others)
+    for call in (
+        lambda: torch.zeros(1, device="cuda"),
+        lambda: torch.zeros(1).cuda(),
+        lambda: torch.nn.Linear(1, 1).cuda(),
+        lambda: torch.cuda.current_device(),
+    ):
+        with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+            call()
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    assert torch.zeros(1).type(torch.int64).dtype == torch.int64
+
+
+def check_cpu_rng():
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    from third_party_patches.megatron_core import cpu_rng, cpu_torch
+
+    single_rank_groups()
+    cpu_torch.PATCH.apply()
+
+    def seed():
+        """Megatron's seeding; returns the next number of the process's own stream."""
+        megatron_random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        return torch.rand(()).item()
+
+    def draw():
+        """(a number outside, two in a fork, one outside, one in another fork)"""
+        tracker = megatron_random.get_cuda_rng_tracker()
+        torch.manual_seed(0)
+        numbers = [torch.rand(()).item()]
+        with tracker.fork():
+            numbers += torch.rand(2).tolist()
+        numbers.append(torch.rand(()).item())
+        with tracker.fork():
+            numbers.append(torch.rand(()).item())
+        return numbers
+
+    def stream(number, length):
+        return torch.rand(length, generator=torch.Generator().manual_seed(number)).tolist()
+
+    # The tracker's seeds are left behind in the process's own stream, and forking needs CUDA.
+    assert seed() != stream(7, 1)[0]
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+        draw()
+
+    cpu_rng.PATCH.apply()
+    assert seed() == stream(7, 1)[0]
+    numbers = draw()
+    assert [numbers[0], numbers[3]] == stream(0, 2)
+    # Megatron derives the model-parallel seed as seed + 2718 + tp_rank.
+    assert [*numbers[1:3], numbers[4]] == stream(7 + 2718, 3)
+
+
+def vllm_linear():
+    """A vLLM linear layer of 8 inputs and 16 outputs with its weight and bias tensors, after post-processing."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    layer = ReplicatedLinear(8, 16, params_dtype=torch.float32, disable_tp=True, return_bias=False)
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(16, 8, generator=generator), torch.randn(16, generator=generator)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.bias = torch.nn.Parameter(bias, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, weight, bias
+
+
+def check_unpacked_linear():
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state as vllm_ps
+
+    with set_current_vllm_config(VllmConfig()):
+        vllm_ps.init_distributed_environment(1, 0, "env://", 0, "gloo")
+        vllm_ps.initialize_model_parallel()
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    layer, weight, bias = vllm_linear()
+    assert layer.weight.numel() == 0
+    torch.testing.assert_close(layer(x), F.linear(x, weight, bias), atol=1e-5, rtol=0)
+    weight.zero_()
+    # The trainer's update is not seen.
+    assert not torch.allclose(layer(x), F.linear(x, weight, bias))
+
+    from third_party_patches.vllm.unpacked_linear import PATCH, plain_linear
+
+    PATCH.apply()
+    layer, weight, bias = vllm_linear()
+    assert layer.weight.data_ptr() == weight.data_ptr() and layer.weight.shape == (16, 8)
+    torch.testing.assert_close(layer(x), F.linear(x, weight, bias), atol=1e-5, rtol=0)
+    weight.mul_(-2.0).add_(1.0)
+    torch.testing.assert_close(layer(x), F.linear(x, weight, bias), atol=1e-5, rtol=0)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [tensor.to(dtype) for tensor in (x.view(1, 3, 8), weight, bias)]
+        tolerance = 1e-5 if dtype == torch.float32 else 0.0
+        for given_bias in (inputs[2], None):
+            found, expected = plain_linear(*inputs[:2], given_bias), F.linear(*inputs[:2], given_bias)
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+
+
+def check_shm_group_name():
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    def names(ports, ranks=(0, 1)):
+        """The segment names of one group in jobs at those ports."""
+        # What vLLM's CPU worker derives from the rendezvous `env://`.
+        os.environ["VLLM_DIST_IDENT"] = "env://".split(":")[-1]
+        group = SimpleNamespace(unique_name="tp:0", ranks=list(ranks))
+        found = []
+        for port in ports:
+            os.environ["MASTER_PORT"] = port
+            found.append(_CPUSHMDistributed.make_group_name(group))
+        return found
+
+    first, second = names(["29500", "29501"])
+    assert first == second
+
+    from third_party_patches.vllm.shm_group_name import PATCH
+
+    PATCH.apply()
+    PATCH.apply()
+    first, second, again = names(["29500", "29501", "29500"])
+    assert first != second and first == again
+    assert first.count("29500") == 1 and "/" not in first
+    assert names(["29500"], ranks=(2, 3)) != [first]
+
+
+def test_cpu_torch():
+    """Without: building asks for CUDA. With: one exact Adam step. Would not catch a Megatron path we do not take."""
+    run_ranks(1, check_cpu_torch, timeout=100)
+
+
+def test_cpu_rng():
+    """Without: streams mix, forking asks for CUDA. With: two streams. Would not catch checkpointed states."""
+    run_ranks(1, check_cpu_rng, timeout=100)
+
+
+def test_unpacked_linear():
+    """Without: the weight is emptied and copied. With: it is read where it lies. Would not catch MoE layers."""
+    run_ranks(1, check_unpacked_linear, timeout=100)
+
+
+def test_shm_group_name():
+    """Without: two jobs share a name. With: each has its own. Would not catch two jobs with one port on two nodes."""
+    run_ranks(1, check_shm_group_name, timeout=100)
