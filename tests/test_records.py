@@ -91,6 +91,13 @@ def test_repeat_keeps_samples_of_a_prompt_together():
     assert list(repeated.ground_truth) == ["x", "x", "y", "y", "z", "z"]
 
 
+def test_repeat_goes_on_counting_a_prompt_held_twice():
+    """Prompt 7 in rows 0 and 2 gets samples 0 to 3, so seeds differ. Would not catch it over two batches."""
+    repeated = three_prompts()[torch.tensor([0, 1, 0])].repeat(2)
+    assert repeated.index.tolist() == [7, 7, 8, 8, 7, 7]
+    assert repeated.sample.tolist() == [0, 1, 0, 1, 2, 3]
+
+
 @modest
 @given(data=st.data())
 def test_rows_stay_whole_under_slicing_indexing_and_concatenation(data):
@@ -110,7 +117,7 @@ def test_rows_stay_whole_under_slicing_indexing_and_concatenation(data):
     expected = [rows[index] for index in prompts.index.tolist()]
     fields = (as_lists(prompts.prompt_ids), prompts.data_source, prompts.ground_truth, prompts.extra_info)
     assert list(zip(*map(list, fields), strict=True)) == expected
-    assert prompts.prompt_ids.values().tolist() == sum((ids for ids, *_ in expected), [])
+    assert prompts.prompt_ids.values().tolist() == [token for ids, *_ in expected for token in ids]
 
 
 def test_pickle_keeps_ragged_rows():

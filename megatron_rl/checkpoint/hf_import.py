@@ -29,6 +29,9 @@ class HFFolder:
             }
         if not self.files:
             raise ConfigError(f"no *.safetensors in {path}; expected a Hugging Face model folder")
+        absent = sorted({file for file in self.files.values() if not (path / file).is_file()})
+        if absent:
+            raise ConfigError(f"{index} names files that are not there: {', '.join(absent)}")
 
     def read_slice(self, name: str, dim: int | None, tp_rank: int, tp_size: int, num_rows: int | None) -> torch.Tensor:
         """This TP rank's 1/tp_size of one tensor along `dim` (None: all of it).

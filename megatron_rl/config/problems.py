@@ -18,11 +18,19 @@ def raise_problems(headline: str, problems: Sequence[str]) -> None:
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str:
-    """The name most like `name`. For dotted names the last part counts as much as the whole, so that `rollout.n` finds
-    `actor_rollout_ref.rollout.n`. `names` must not be empty.
+    """The name most like `name`; `names` must not be empty.
+
+    Of dotted names the last part and shared parts count as much as the whole, so that `rollout.n` finds
+    `actor_rollout_ref.rollout.n`.
     """
-    last = name.rpartition(".")[2]
-    return max(names, key=lambda other: _likeness(name, other) + _likeness(last, other.rpartition(".")[2]))
+    parts = name.split(".")
+
+    def likeness(other: str) -> float:
+        others = other.split(".")
+        shared = len(set(parts) & set(others)) / len(set(parts))
+        return shared + _likeness(name, other) + _likeness(parts[-1], others[-1])
+
+    return max(names, key=likeness)
 
 
 def nearest_number(value: float, numbers: Iterable[int]) -> int:

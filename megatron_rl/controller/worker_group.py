@@ -115,7 +115,11 @@ class WorkerGroup:
         """Start the processes, construct the workers and read their coordinates; on any error nothing is left running.
 
         Raises WorkerFailure when processes do not come up, else what a worker's constructor raised, as `Future.get`.
+        A group starts once.
         """
+        self._raise_if_ended()
+        if self._handles:
+            raise RuntimeError("the worker group was started before")
         role = self._worker_class.__name__
         try:
             self._handles = [self._spawn(rank) for rank in range(self._pool.world_size)]
@@ -134,13 +138,12 @@ class WorkerGroup:
         """Kill all processes and wait until those on this node are gone. Later calls raise; repeating it is free."""
         if self._ended is None:
             self._ended = WorkerFailure("the worker group was shut down")
-        if ray.is_initialized():  # otherwise they are gone already, and ray.kill would start Ray again
-            for handle in self._handles:
+        handles, self._handles, self._unread = self._handles, [], {}
+        if handles and ray.is_initialized():  # without Ray they are gone, and ray.kill would start it again
+            for handle in handles:
                 ray.kill(handle)
             node = ray.get_runtime_context().get_node_id()
             wait_until_gone([process.pid for process in self._processes if process.node_id == node])
-        self._handles = []
-        self._unread = {}
 
     def _bind(self, name: str, method: Callable) -> Callable[..., Future]:
         @functools.wraps(method)
@@ -150,17 +153,14 @@ class WorkerGroup:
         return types.MethodType(call, self)
 
     def _spawn(self, rank: int) -> ActorHandle:
-        import_path = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        env = (
-            import_path
-            | self._env
-            | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self._pool.world_size),
-                "LOCAL_RANK": str(self._pool.device_index(rank)),
-                "LOCAL_WORLD_SIZE": str(self._pool.num_ranks_per_node),
-            }
-        )
+        env = {
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            **self._env,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._pool.world_size),
+            "LOCAL_RANK": str(self._pool.device_index(rank)),
+            "LOCAL_WORLD_SIZE": str(self._pool.num_ranks_per_node),
+        }
         options = self._pool.actor_options(rank) | {"max_restarts": 0, "max_concurrency": 1}
         return ray.remote(WorkerProcess).options(**options, runtime_env={"env_vars": env}).remote(rank)
 

@@ -117,7 +117,7 @@ def read_report(report: ObjectRef, call: Call) -> RankFailure | None:
 def wait_until_gone(pids: Sequence[int]) -> None:
     """Return when no process of this node has one of `pids`; those that outlive the time-out are killed."""
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
-    while pids := [pid for pid in pids if exists(pid)]:
+    while pids := [pid for pid in pids if _exists(pid)]:
         if time.monotonic() > deadline:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
@@ -125,7 +125,7 @@ def wait_until_gone(pids: Sequence[int]) -> None:
         time.sleep(0.02)
 
 
-def exists(pid: int) -> bool:
+def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -32,9 +32,12 @@ def assemble(prompts: Prompts, generations: Generations) -> Experience:
 def add_rewards(experience: Experience, kl_coef: float) -> torch.Tensor:
     """Fill `rewards`: -kl_coef * (old - reference log-prob) on every token, plus the score on the last one.
 
-    Needs `scores`, `old_log_probs` and `ref_log_probs`. Returns the mean KL penalty per sequence (a scalar, for the metrics).
+    Needs `scores`, `old_log_probs` and `ref_log_probs`. Returns the mean KL penalty per sequence, a scalar. Raises
+    ValueError for an empty response, which has no token to carry its score.
     """
     lengths = experience.response_lengths
+    if int(lengths.min()) < 1:
+        raise ValueError(f"row {int(lengths.argmin())} has an empty response: there is no token to give its score to")
     kl = kl_k1(experience.old_log_probs.values(), experience.ref_log_probs.values())
     rewards = -kl_coef * kl
     rewards[lengths.cumsum(0) - 1] += experience.scores

@@ -19,7 +19,7 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class FlatParameters:
-    """One stage's parameters in one flat tensor: `data` [numel] is Megatron's own buffer, `layout` says what is where."""
+    """One stage's parameters in one flat tensor: `data` [numel] is Megatron's buffer, `layout` says what is where."""
 
     data: torch.Tensor
     layout: StageLayout

@@ -48,17 +48,17 @@ class HybridEngine:
         if self.in_rollout:
             raise RuntimeError("enter() in rollout mode: exit() comes first")
         start = time.perf_counter()
+        # Phase 1: random state
+        self._train_rng = swap(self._rollout_rng)
         try:
-            # Phase 1: weights
+            # Phase 2: weights
             self.weights.gather()
-            # Phase 2: KV cache, no stale prefix
+            # Phase 3: KV cache, no stale prefix
             self.generator.wake()
         except BaseException:
-            self.generator.sleep()
-            self.weights.release()
+            swap(self._train_rng)
+            self._release()
             raise
-        # Phase 3: random state
-        self._train_rng = swap(self._rollout_rng)
         self.in_rollout = True
         seconds = time.perf_counter() - start
         return TransitionReport(self.weights.bytes_received, self.weights.lower_bound_bytes, seconds)
@@ -69,6 +69,10 @@ class HybridEngine:
             return
         self._rollout_rng = swap(self._train_rng)
         self.in_rollout = False
+        self._release()
+
+    def _release(self) -> None:
+        """Give back the KV cache, and the other stages' memory even when that fails."""
         try:
             self.generator.sleep()
         finally:

@@ -106,13 +106,11 @@ def _unsupported(file: Path, settings: dict[str, Any], known_architectures: Coll
         known = ", ".join(sorted(known_architectures))
         nearest = nearest_name(str(architectures[0]) if architectures else "", known_architectures)
         problems.append(f"architectures={architectures} of {file} must be one of {known}; nearest: {nearest}")
-    rope_types = {
-        rope.get("rope_type", rope.get("type", "default"))
-        for name in ("rope_scaling", "rope_parameters")
-        if (rope := settings.get(name))
-    }
-    if rope_types - {"default"}:
-        problems.append(f"rope scaling {sorted(rope_types)} of {file} is not supported yet; nearest: 'default'")
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = settings.get(name) or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            problems.append(f"{name} of type {rope_type!r} ({file}) is not supported yet; nearest: 'default'")
     if settings.get("use_sliding_window") or set(settings.get("layer_types") or ()) - {"full_attention"}:
         problems.append(f"sliding-window attention ({file}) is not supported; nearest: use_sliding_window=false")
     for name, required in FIXED_SETTINGS.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 
@@ -12,13 +10,8 @@ from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, read_rollout_groups
 from megatron_rl.records import Generations, Prompts, Sampling, ragged
 from megatron_rl.rollout.kv_cache import KVCache
+from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.shared_weights import LOAD_FORMAT, register_shared_loader
-
-
-def request_seed(run_seed: int, salt: int, prompt_index: int, sample: int) -> int:
-    """Seed of one request: a function of what is asked, never of which rank answers. In [0, 2^63)."""
-    digest = hashlib.blake2b(f"{run_seed},{salt},{prompt_index},{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def inspect_in_process(architecture: str) -> None:

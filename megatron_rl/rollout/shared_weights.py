@@ -17,7 +17,7 @@ LOAD_FORMAT = "megatron_rl_shared"
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """While active, `torch.empty` allocates nothing. Layers create weights with it; computed buffers use other calls."""
+    """While active, `torch.empty` allocates nothing. Layers create weights with it, computed buffers otherwise."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

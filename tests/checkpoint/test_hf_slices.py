@@ -156,7 +156,7 @@ def test_a_missing_tensor_and_an_empty_folder_are_named(folder, tmp_path_factory
     """The messages hold tensor and path. Would not catch a file that the index names and nobody wrote."""
     source, _ = folder
     del source.files["lm_head.weight"]
-    with pytest.raises(ConfigError, match="'lm_head.weight' is not in") as raised:
+    with pytest.raises(ConfigError, match=r"'lm_head\.weight' is not in") as raised:
         shards(source, "output_layer.weight", 2)
     assert str(source.path) in str(raised.value)
     empty = tmp_path_factory.mktemp("empty")

@@ -1,4 +1,4 @@
-"""The driver is killed: nothing it started may outlive it. And a pool that asks for too much."""
+"""The driver is killed: nothing it started may outlive it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from megatron_rl.controller.resource_pool import ResourcePool
-from megatron_rl.errors import ConfigError
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -52,9 +49,3 @@ def test_nothing_outlives_a_killed_driver(doomed: tuple, signum: int, exit_code:
     while (left := [process for process in tree if process.is_running()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
-
-
-def test_a_pool_that_cannot_be_had_names_both_sides() -> None:
-    """Would not catch a cluster that has the resources but not on one node."""
-    with pytest.raises(ConfigError, match=r"2 x \[CPU 1, GPU 1\] each within 1 s: it has \[CPU 2, GPU 0\]"):
-        ResourcePool(1, 2, "cuda", ready_timeout_s=1).__enter__()

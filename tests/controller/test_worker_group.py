@@ -13,7 +13,7 @@ from toy_worker import Toy, ToyWorker
 from megatron_rl.controller.resource_pool import ResourcePool
 from megatron_rl.controller.worker_group import WorkerGroup
 from megatron_rl.dispatch import Dispatch, register
-from megatron_rl.errors import WorkerFailure
+from megatron_rl.errors import ConfigError, WorkerFailure
 from megatron_rl.records import ragged
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -94,13 +94,19 @@ def test_a_mistake_in_the_call_does_not_end_the_group(group: WorkerGroup) -> Non
 
 
 def test_shutdown_leaves_no_process_and_later_calls_say_so(group: WorkerGroup) -> None:
-    """Would not catch processes left on another node. Last in this file: it ends the shared group."""
+    """Would not catch processes left on another node. It ends the shared group."""
     pids = group.pids
     assert all(psutil.pid_exists(pid) for pid in pids)
     group.shutdown()
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(WorkerFailure, match="shut down"):
         group.nap(0)
+
+
+def test_a_pool_that_cannot_be_had_names_both_sides(pool: ResourcePool) -> None:
+    """Would not catch a cluster that has the resources but not on one node."""
+    with pytest.raises(ConfigError, match=r"99 x \[CPU 1, GPU 0\] each within 1 s: it has \[CPU 4, GPU \d+\] in all"):
+        ResourcePool(1, 99, "cpu", ready_timeout_s=1).__enter__()
 
 
 def test_worker_classes_that_cannot_be_a_group_are_refused(pool: ResourcePool) -> None:

@@ -45,8 +45,9 @@ class CommandLine:
         return members
 
     def workers(self) -> list[psutil.Process]:
-        """The processes of the ranks."""
-        return [process for process in self.family() if "RANK" in process.environ()]
+        """The processes of the ranks; their own children inherit RANK too, but not Ray's process title."""
+        ranked = [process for process in self.family() if "RANK" in process.environ()]
+        return [process for process in ranked if process.name().startswith("ray::")]
 
     def wait_for(self, condition, timeout: float, may_end: bool = False) -> None:
         """Poll until `condition()` is true; AssertionError with the output when the run ends first or it is too late.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.experience.assemble import add_advantages, add_rewards, assemble
-from megatron_rl.records import Generations, Prompts, non_tensor, ragged
+from megatron_rl.records import Experience, Generations, Prompts, non_tensor, ragged, ragged_from_lengths
 
 
 @pytest.fixture
@@ -69,3 +69,16 @@ def test_advantages_and_returns(experience):
     # Advantages 0.75 | -0.5, -2: mean -7/12, unbiased standard deviation 1.376893.
     assert rows(experience.returns) == [[1.0], [0.0, -1.0]]
     assert rows(experience.advantages) == [[0.968364], [0.060523, -1.028887]]
+
+
+def test_empty_response_is_refused():
+    """A score needs a token to stand on. Would not catch an empty response that the engine never returns."""
+    experience = Experience(
+        input_ids=ragged([torch.arange(2), torch.arange(3)]),
+        response_lengths=torch.tensor([0, 1]),
+        rollout_log_probs=ragged_from_lengths(torch.zeros(1), torch.tensor([0, 1])),
+        scores=torch.tensor([5.0, 1.0]),
+        batch_size=[2],
+    )
+    with pytest.raises(ValueError, match="row 0 has an empty response"):
+        add_rewards(experience, kl_coef=0.0)

@@ -114,7 +114,7 @@ def test_failed_enter_leaves_train_mode(engine, culprit):
     assert draw() == expected[0]
 
     getattr(engine, culprit).fails = True
-    with pytest.raises((RuntimeError, OSError), match="running|gone"):
+    with pytest.raises((RuntimeError, OSError), match=r"running|gone"):
         engine.enter()
     assert not engine.in_rollout and not engine.weights.is_present and not engine.generator.is_awake
     assert draw() == expected[1]

@@ -60,3 +60,12 @@ def test_k1_is_unbiased():
     estimates = kl_k1(p.log(), q.log())
     torch.testing.assert_close(estimates, torch.tensor([1.0, 0.0, -1.0, -1.0]) * math.log(2))
     assert float((p * estimates).sum()) == pytest.approx(0.25 * math.log(2), abs=1e-6)
+
+
+def test_enormous_ratio_stays_finite():
+    """A log-ratio of 200, both signs and none of advantage. Would not catch a limit that is too low to matter."""
+    log_probs = torch.tensor([0.0, 0.0, 0.0], requires_grad=True)
+    terms = ppo_clip(log_probs, torch.full((3,), -200.0), torch.tensor([1.0, 0.0, -1.0]), clip_ratio=0.2)
+    terms.loss.sum().backward()
+    assert terms.loss[:2].tolist() == pytest.approx([-1.2, 0.0])
+    assert log_probs.grad.tolist() == [0.0, 0.0, 0.0]

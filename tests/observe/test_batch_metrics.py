@@ -9,7 +9,7 @@ from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, sc
 
 
 def test_score_metrics_by_hand():
-    """Two samples, four tokens. Var(returns)=2/3, Var(returns - values)=1/3. Would not catch a biased variance at large T."""
+    """Two samples, four tokens; Var(returns)=2/3, Var(returns - values)=1/3. Would not catch a biased variance."""
     metrics = score_metrics(
         scores=torch.tensor([1.0, 0.0]),
         rewards_flat=torch.tensor([-0.1, 0.9, -0.2, 0.0]),

@@ -87,7 +87,7 @@ def test_every_kind_of_group_partitions_the_ranks(grid):
         (grid.micro_dp_groups(), k),
     ]
     for groups, size in kinds:
-        assert sorted(sum(groups, [])) == list(range(train.world_size))
+        assert sorted(rank for group in groups for rank in group) == list(range(train.world_size))
         assert all(group == sorted(group) and len(group) == size for group in groups)
 
 

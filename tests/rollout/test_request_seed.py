@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.engine import request_seed
+from megatron_rl.rollout.seeds import request_seed
 
 number = st.integers(0, 2**40)
 requests = st.tuples(number, number, number, number)

@@ -29,7 +29,7 @@ def test_an_unknown_version_is_refused_by_name():
 
 def test_a_missing_library_is_refused_by_name():
     """A distribution that nobody installs. Would not catch one whose import name differs."""
-    with pytest.raises(PatchError, match="'demo.patch' is for no-such-library==1.0, which is not installed"):
+    with pytest.raises(PatchError, match=r"'demo\.patch' is for no-such-library==1\.0, which is not installed"):
         require_version(patch_for("no-such-library", "==1.0"))
 
 

@@ -182,8 +182,8 @@ def check_shm_group_name():
 
     def names(ports, ranks=(0, 1)):
         """The segment names of one group in jobs at those ports."""
-        # What vLLM's CPU worker derives from the rendezvous `env://`.
-        os.environ["VLLM_DIST_IDENT"] = "env://".split(":")[-1]
+        # What vLLM's CPU worker makes of the rendezvous `env://`: the part after the colon.
+        os.environ["VLLM_DIST_IDENT"] = "//"
         group = SimpleNamespace(unique_name="tp:0", ranks=list(ranks))
         found = []
         for port in ports:

@@ -1,7 +1,8 @@
 """Let megatron-core's RNG tracker keep CPU generator states.
 
 Reason: `_get_cuda_rng_state` and `_set_cuda_rng_state` read and write CUDA generators through private bindings that
-need an initialised CUDA context.
+need an initialised CUDA context. Without one, setting is silently put off, so the tracker's seeds stay behind in the
+process's own generator, and forking fails.
 What it does: both use the CPU's default generator.
 """
 

@@ -1,0 +1,138 @@
+"""From YAML and overrides to a RunConfig, and what a user is told when they are wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.load import KEYS, load_config
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import ConfigError
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
+MANDATORY = """
+data: {train_files: a.parquet, val_files: b.parquet}
+actor_rollout_ref: {model: {path: model}}
+custom_reward_function: {path: reward.py}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        file = tmp_path / "run.yaml"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    return str(error.value)
+
+
+def test_file_overrides_and_defaults_meet(write):
+    """Later wins: default, file, overrides in order. Would not catch a default that is a bad choice."""
+    file = write(MANDATORY + "trainer: {seed: 3, nnodes: 2}\n")
+    config = load_config(file, ["trainer.seed=4", "trainer.seed=5", "actor_rollout_ref.actor.optim.lr=3e-4"])
+    assert (config.trainer.seed, config.trainer.nnodes, config.trainer.n_gpus_per_node) == (5, 2, 8)
+    assert config.actor_rollout_ref.actor.optim.lr == 3e-4
+
+
+def test_followers_follow_until_set(write):
+    """Interpolated keys take the final value of what they follow. Would not catch one that follows the wrong key."""
+    megatron = "actor_rollout_ref.actor.megatron"
+    config = load_config(write(MANDATORY), [f"{megatron}.tensor_model_parallel_size=4", f"{megatron}.dtype=bfloat16"])
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+    assert config.critic.megatron.tensor_model_parallel_size == 4
+    assert (config.critic.megatron.dtype, config.critic.model.path) == ("bfloat16", "model")
+    config = load_config(write(MANDATORY), ["trainer.seed=7", "data.seed=9"])
+    assert (config.trainer.seed, config.data.seed) == (7, 9)
+
+
+def test_result_is_plain_dataclasses(write):
+    """Would not catch a value of a wrong type that the schema itself allows."""
+    config = load_config(write(MANDATORY), ["trainer.logger=[jsonl]", "actor_rollout_ref.actor.optim.betas=[0.8,0.9]"])
+    assert isinstance(config, RunConfig) and type(config.trainer.logger) is list
+    assert (config.trainer.logger, config.actor_rollout_ref.actor.optim.betas) == (["jsonl"], (0.8, 0.9))
+    assert "${" not in str(dataclasses.asdict(config))
+
+
+def test_all_unknown_keys_are_named_with_origin_and_neighbour(write):
+    """Nested, from file and overrides. Would not catch a suggestion that is near but not what was meant."""
+    file = write(MANDATORY + "trainer: {sed: 1}\ncritic: {optm: {lrr: 1}}\n")
+    text = refusal(file, "rollout.n=8", "data.train_batchsize=4")
+    assert f"unknown key trainer.sed ({file}): the nearest known key is trainer.seed" in text
+    assert f"unknown key critic.optm.lrr ({file}): the nearest known key is critic.optim.lr" in text
+    assert "unknown key rollout.n (override): the nearest known key is actor_rollout_ref.rollout.n" in text
+    assert "unknown key data.train_batchsize (override): the nearest known key is data.train_batch_size" in text
+    assert "4 problems" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.train_batch_size=abc", "data.train_batch_size='abc' (override) must be of type int"),
+        ("data.train_batch_size=1.5", "data.train_batch_size=1.5 (override) must be of type int"),
+        ("data.train_batch_size=null", "data.train_batch_size=None (override) must be of type int"),
+        ("data.shuffle=maybe", "data.shuffle='maybe' (override) must be of type bool"),
+        ("trainer.logger=console", "trainer.logger='console' (override) must be of type list[str]"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9]", "must be of type tuple[float, float]"),
+        ("data=3", "data is a group of keys, not a value"),
+        ("trainer.seed", "override 'trainer.seed' has no '='"),
+        ("trainer.logger=[a", "cannot be parsed"),
+        ("trainer.seed=${trainer.nope}", "trainer.nope"),
+        ("trainer.seed=${trainer.device}", "could not be converted to Integer"),
+    ],
+)
+def test_wrong_values_are_refused(write, override, expected):
+    """Would not catch a value of the right type that makes no sense; preflight does."""
+    assert expected in refusal(write(MANDATORY), override)
+
+
+def test_all_mandatory_keys_are_listed_at_once(write):
+    """Would not catch a key that ought to be mandatory and has a default."""
+    text = refusal(write("data: {val_files: b.parquet}\ntrainer:\n"))
+    assert "data.train_files, actor_rollout_ref.model.path, custom_reward_function.path" in text
+    assert "data.val_files," not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("data:\n  a: 1\n b: 2\n", "line 3"),
+        ("data: {seed: 1}\ndata: {seed: 2}\n", "duplicate key data"),
+        ("- a\n", "holds a list"),
+        ("trainer: {seed: '${'}\n", "not valid YAML"),
+    ],
+)
+def test_broken_files_are_refused(write, text, expected):
+    """Would not catch a file that parses to something else than its author meant."""
+    assert expected in refusal(write(text))
+
+
+def test_missing_file_names_its_neighbour():
+    """Would not catch a right name in the wrong folder."""
+    assert f"the nearest is {DEMO}" in refusal(DEMO.with_name("demo_cpus.yaml"))
+
+
+def test_demo_config_is_the_documented_demo():
+    """The committed file loads and says what the README says. Would not catch values that train badly."""
+    config = load_config(DEMO)
+    shared = config.actor_rollout_ref
+    assert (shared.rollout.n, config.data.train_batch_size, shared.actor.ppo_mini_batch_size) == (8, 64, 32)
+    assert (shared.actor.optim.lr, config.critic.optim.lr) == (3e-4, 1e-3)
+    megatron = config.critic.megatron
+    assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 2)
+    assert shared.rollout.kv_cache_memory_bytes == 16 * 2**20
+
+
+def test_nearest_name_weighs_the_last_part():
+    """Would not catch a tie broken the other way."""
+    assert nearest_name("actor.lr", KEYS) == "actor_rollout_ref.actor.optim.lr"
+    assert nearest_name("trainer.n_gpu", KEYS) == "trainer.n_gpus_per_node"

@@ -1,0 +1,82 @@
+"""The tables of rules for single values."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import pytest
+
+from megatron_rl.config.load import KEYS, load_config
+from megatron_rl.config.validate import CHOICES, RANGES, value_problems
+
+MANDATORY = [
+    "data.train_files=a",
+    "data.val_files=b",
+    "actor_rollout_ref.model.path=m",
+    "custom_reward_function.path=r",
+]
+
+
+@pytest.fixture
+def config(tmp_path):
+    def config(*overrides: str):
+        file = tmp_path / "empty.yaml"
+        file.write_text("{}\n")
+        return load_config(file, [*MANDATORY, *overrides])
+
+    return config
+
+
+def test_defaults_keep_every_rule(config):
+    """Would not catch a rule that is too lax."""
+    assert value_problems(config()) == []
+
+
+def test_tables_name_real_keys(config):
+    """Would not catch a key that ought to be in a table and is not."""
+    assert set(CHOICES) | set(RANGES) <= set(KEYS)
+    defaults = config()
+    assert [key for key in RANGES if not isinstance(attrgetter(key)(defaults), int | float)] == []
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_each_choice_is_kept(config, key):
+    """A name that is no choice is refused with all choices. Would not catch a choice that nothing implements."""
+    value = "[vlm]" if isinstance(attrgetter(key)(config()), list) else "vlm"
+    (problem,) = value_problems(config(f"{key}={value}"))
+    assert problem.startswith(f"{key}=vlm must be one of {', '.join(CHOICES[key])}; nearest: ")
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
+    """-2 is too small for every number we have. Would not catch a wrong upper end, nor a limit that is off by one."""
+    found = [problem for problem in value_problems(config(f"{key}=-2")) if problem.startswith(f"{key}=-2")]
+    assert len(found) == 1, found
+    suggestion = float(found[0].rpartition("nearest: ")[2])
+    assert RANGES[key].holds(suggestion)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("algorithm.gamma=1.01", "algorithm.gamma=1.01 must be >= 0 and <= 1; nearest: 1"),
+        ("actor_rollout_ref.rollout.temperature=0", "temperature=0.0 must be > 0; nearest: 1"),
+        ("actor_rollout_ref.rollout.top_p=0", "top_p=0.0 must be > 0 and <= 1; nearest: 1"),
+        ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0 must be >= 1; nearest: 1"),
+        ("actor_rollout_ref.rollout.top_k=0", "top_k=0 must be -1 (all tokens) or >= 1; nearest: -1"),
+        ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas=[0.9, 1.0] must both be >= 0 and < 1"),
+        ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be >= 0"),
+        ("reward_model.enable=true", "learned reward models are not available yet; nearest: false"),
+    ],
+)
+def test_limits_by_hand(config, override, expected):
+    """Would not catch limits of keys that are not listed here."""
+    (problem,) = value_problems(config(override))
+    assert expected in problem
+
+
+def test_all_problems_are_listed(config):
+    """Would not catch an order that is hard to read."""
+    problems = value_problems(config("trainer.device=tpu", "trainer.nnodes=0", "algorithm.lam=2"))
+    assert [problem.partition("=")[0] for problem in problems] == ["trainer.device", "trainer.nnodes", "algorithm.lam"]

@@ -1,0 +1,77 @@
+"""The layout and batch table, against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.planner.batch_arithmetic import batch_table
+
+
+def make_config(ranks: int, tp: int, pp: int, rollout_tp: int, prompts: int, n: int, mini: int, micro: int = 16):
+    config = RunConfig()
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = 1, ranks
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    actor.megatron.tensor_model_parallel_size, actor.megatron.pipeline_model_parallel_size = tp, pp
+    actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu = mini, micro
+    rollout.tensor_model_parallel_size, rollout.n = rollout_tp, n
+    config.data.train_batch_size = prompts
+    return config
+
+
+def values(config: RunConfig) -> dict[str, str]:
+    return {name: value for name, value, _ in batch_table(config)}
+
+
+def test_sixty_prompts_on_six_ranks():
+    """3 replicas x 20 prompts x 12 = 720; mini-batch 60 -> 720 -> 120 per rank. Would not catch a wrong meaning."""
+    assert values(make_config(ranks=6, tp=1, pp=1, rollout_tp=2, prompts=60, n=12, mini=60)) == {
+        "ranks": "6",
+        "TP": "1",
+        "PP": "1",
+        "DP": "6",
+        "rollout TP": "2",
+        "rollout replicas": "3",
+        "prompts per step": "60",
+        "samples per step": "720",
+        "prompts per replica": "20",
+        "samples per replica": "240",
+        "mini-batches per epoch": "1",
+        "epochs per step": "1",
+        "samples per mini-batch": "720",
+        "samples per DP rank": "120",
+        "micro-batches per rank": "8",
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        # (ranks, tp, pp, rollout tp), (dp, replicas, samples per replica, samples per DP rank, micro-batches)
+        ((8, 2, 2, 2), ("2", "4", "16", "16", "1")),
+        ((8, 1, 1, 1), ("8", "8", "8", "4", "1")),
+        ((6, 1, 1, 1), ("6", "6", "10 to 11", "5 to 6", "1")),
+        ((1, 1, 1, 1), ("1", "1", "64", "32", "2")),
+    ],
+)
+def test_layouts(layout, expected):
+    """16 prompts x 4, mini-batch 8. Would not catch a split the workers do differently from this table."""
+    ranks, tp, pp, rollout_tp = layout
+    table = values(make_config(ranks, tp, pp, rollout_tp, prompts=16, n=4, mini=8))
+    names = ("DP", "rollout replicas", "samples per replica", "samples per DP rank", "micro-batches per rank")
+    assert tuple(table[name] for name in names) == expected
+
+
+def test_broken_layouts_leave_gaps():
+    """Never an exception. Would not catch a gap in the wrong row."""
+    table = values(make_config(ranks=4, tp=2, pp=3, rollout_tp=0, prompts=16, n=0, mini=0, micro=0))
+    gaps = {name for name, value in table.items() if value == "-"}
+    assert gaps == {
+        "DP",
+        "rollout replicas",
+        "prompts per replica",
+        "samples per replica",
+        "mini-batches per epoch",
+        "samples per DP rank",
+        "micro-batches per rank",
+    }

@@ -1,0 +1,223 @@
+"""Every rule that is checked before a process starts: broken one at a time, and all at once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.families import FAMILIES, padded_vocab_size
+from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
+from megatron_rl.planner.preflight import Layouts, check_preflight, preflight
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 100,
+}
+
+
+def write_model(folder, **changes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL | changes))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
+    return str(folder)
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    """Six ranks, TP2 x PP3, everything in order; interpolated defaults written out."""
+    for name in ("train.parquet", "test.parquet", "reward.py"):
+        (tmp_path / name).touch()
+    config = RunConfig()
+    config.data.train_files, config.data.val_files = str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet")
+    config.data.max_prompt_length, config.data.max_response_length = 16, 48
+    config.custom_reward_function.path = str(tmp_path / "reward.py")
+    shared, critic, trainer = config.actor_rollout_ref, config.critic, config.trainer
+    shared.model.path = critic.model.path = write_model(tmp_path / "model")
+    for megatron in (shared.actor.megatron, critic.megatron):
+        megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size = 2, 3
+        megatron.dtype = "float32"
+    shared.rollout.tensor_model_parallel_size = 2
+    critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.ppo_epochs = 32, 64, 1
+    critic.forward_micro_batch_size_per_gpu = shared.ref.log_prob_micro_batch_size_per_gpu = 128
+    trainer.device, trainer.n_gpus_per_node = "cpu", 6
+    trainer.default_local_dir = str(tmp_path / "out")
+    return config
+
+
+def set_tp(config: RunConfig, tp: int) -> None:
+    shared = config.actor_rollout_ref
+    shared.actor.megatron.tensor_model_parallel_size = tp
+    config.critic.megatron.tensor_model_parallel_size = shared.rollout.tensor_model_parallel_size = tp
+
+
+def set_pp(config: RunConfig, pp: int) -> None:
+    config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size = pp
+    config.critic.megatron.pipeline_model_parallel_size = pp
+
+
+def test_a_good_run_has_no_violations(config):
+    """Would not catch a missing rule."""
+    assert preflight(config) == []
+    check_preflight(config)
+
+
+def test_tp_times_pp_must_divide_the_ranks(config):
+    """tp(2) * pp(2) on 6 ranks. Would not catch a suggestion that fits but is far away."""
+    set_pp(config, 2)
+    (problem,) = preflight(config)
+    assert problem == (
+        "tp(2) * pp(2) must divide the 6 ranks (trainer.nnodes=1 * trainer.n_gpus_per_node=6); nearest: tp(2) * pp(3)"
+    )
+
+
+def test_tp_must_divide_everything_it_cuts(config):
+    """TP4: 12 heads, 192 and the vocabulary padded to 128 are fine, 6 KV heads are not. Would not catch a new cut."""
+    config.trainer.n_gpus_per_node = 12
+    set_tp(config, 4)
+    (problem,) = preflight(config)
+    path = config.actor_rollout_ref.model.path
+    assert problem == f"tp(4) must divide num_key_value_heads(6) of {path}; nearest: tp(2)"
+    set_tp(config, 3)
+    config.trainer.n_gpus_per_node = 9
+    (problem,) = preflight(config)
+    assert problem.startswith("tp(3) must divide padded_vocab_size(128) of")
+
+
+def test_pp_must_divide_the_layers(config):
+    """PP4 and 6 layers. Would not catch uneven stages, which are not supported."""
+    config.trainer.n_gpus_per_node = 8
+    set_pp(config, 4)
+    (problem,) = preflight(config)
+    assert problem.startswith("pp(4) must divide num_hidden_layers(6)") and problem.endswith("nearest: pp(3)")
+
+
+def test_roles_share_one_grid(config):
+    """Rollout TP and the critic's sizes. Would not catch a size that is shared in a way not listed here."""
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
+    config.critic.megatron.tensor_model_parallel_size = 1
+    config.critic.megatron.dtype = "bfloat16"
+    problems = "\n".join(preflight(config))
+    assert "rollout.tensor_model_parallel_size=1 must equal the actor's training tp(2)" in problems
+    assert "not available yet; nearest: actor_rollout_ref.rollout.tensor_model_parallel_size=2" in problems
+    assert "critic.megatron.tensor_model_parallel_size=1 must equal" in problems
+    assert "critic.megatron.dtype=bfloat16 must equal" in problems
+
+
+def test_batch_and_length_rules(config):
+    """Mini-batch 32 of 72, and 16 + 49 of 64 positions. Would not catch a batch larger than the dataset."""
+    config.data.train_batch_size = 72
+    config.data.max_response_length = 49
+    config.actor_rollout_ref.rollout.max_num_batched_tokens = 100
+    actor, critic, tokens, length = preflight(config)
+    assert actor == "actor_rollout_ref.actor.ppo_mini_batch_size=32 must divide data.train_batch_size=72; nearest: 36"
+    assert critic.startswith("critic.ppo_mini_batch_size=32")
+    assert tokens.endswith("max_num_batched_tokens=100 must be >= max_num_seqs=256; nearest: 256")
+    assert "must be <= max_position_embeddings(64)" in length
+    assert length.endswith("nearest: data.max_response_length=48")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "must be one of LlamaForCausalLM, Qwen2ForCausalLM"),
+        ({"architectures": None}, "architectures=[]"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope_parameters of type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'linear'"),
+        ({"use_sliding_window": True}, "sliding-window attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_hidden_layers": None}, "must give whole numbers for num_hidden_layers"),
+    ],
+)
+def test_models_that_cannot_be_trained(config, tmp_path, changes, expected):
+    """Would not catch a setting that transformers invents later."""
+    write_model(tmp_path / "model", **changes)
+    (problem,) = preflight(config)
+    assert expected in problem
+
+
+def test_absent_files_are_named_with_a_neighbour(config, tmp_path):
+    """Would not catch a file that is there and is not what it says."""
+    config.data.train_files = str(tmp_path / "trane.parquet")
+    config.custom_reward_function.path = str(tmp_path / "nowhere" / "reward.py")
+    config.actor_rollout_ref.model.path = config.critic.model.path = str(tmp_path / "modle")
+    train, reward, model = preflight(config)
+    assert train.startswith("data.train_files=") and train.endswith(f"nearest: {tmp_path / 'train.parquet'}")
+    assert reward.endswith(f"{tmp_path / 'nowhere'} holds none")
+    assert model.endswith(f"nearest folder: {tmp_path / 'model'}")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_model_folder_must_be_complete(config, tmp_path, file):
+    """Would not catch weights that do not belong to config.json; loading does."""
+    (tmp_path / "model" / file).unlink()
+    (problem,) = preflight(config)
+    assert "must hold" in problem and file.partition(".")[2] in problem
+
+
+def test_another_critic_is_checked_too(config, tmp_path):
+    """Its own folder, its own layers, the actor's tokens. Would not catch another tokenizer of the same size."""
+    config.critic.model.path = write_model(tmp_path / "critic", num_hidden_layers=4, vocab_size=200)
+    layers, vocabulary = preflight(config)
+    assert layers.startswith("pp(3) must divide num_hidden_layers(4)") and layers.endswith("nearest: pp(2)")
+    assert "vocab_size must be equal: 100 of" in vocabulary
+    config.critic.model.path = str(tmp_path / "absent")
+    (problem,) = preflight(config)
+    assert problem.startswith("critic.model.path=")
+
+
+def test_all_violations_come_in_one_numbered_error(config):
+    """Sizes below 1 break no other rule by dividing by zero. Would not catch a violation listed twice."""
+    config.trainer.nnodes = 0
+    set_tp(config, 0)
+    config.data.train_batch_size = 0
+    config.trainer.device = "tpu"
+    with pytest.raises(ConfigError) as error:
+        check_preflight(config)
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"this run cannot start: {len(lines) - 1} problems"
+    assert [line.split(".")[0].strip() for line in lines[1:]] == [str(n) for n in range(1, len(lines))]
+    assert "trainer.device=tpu" in lines[1]
+
+
+@given(
+    tp=st.integers(1, 16),
+    pp=st.integers(1, 16),
+    world=st.integers(1, 64),
+    heads=st.sampled_from([1, 2, 4, 6, 12, 28, 40]),
+    layers=st.integers(1, 48),
+)
+def test_suggested_layouts_are_valid(tp, pp, world, heads, layers):
+    """A suggestion keeps every rule. Would not catch a nearer one that was passed over."""
+    sizes = ModelSizes("m", heads, heads, 64 * heads, 128, layers, 64, 100)
+    layouts = Layouts(world, [sizes])
+    new_tp, new_pp = layouts.nearest(tp, pp)
+    assert world % (new_tp * new_pp) == 0 and layers % new_pp == 0
+    assert all(size % new_tp == 0 for size in sizes.tp_divides.values())
+    if (tp, pp) in [(t, p) for t in layouts.tp_sizes for p in layouts.pp_sizes if world % (t * p) == 0]:
+        assert (new_tp, new_pp) == (tp, pp)
+
+
+def test_planner_and_model_agree(tmp_path):
+    """Architectures and padding are written down twice, since the planner loads no Megatron. Would not catch more."""
+    assert set(KNOWN_ARCHITECTURES) == set(FAMILIES)
+    sizes, problems = read_model_folder("model", write_model(tmp_path / "model"))
+    assert not problems and sizes.padded_vocab_size == padded_vocab_size(100) == 128

@@ -1,0 +1,101 @@
+"""The command line: its exit codes, its messages and how soon they come."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.errors import ConfigError, ParityError, RewardError, WorkerFailure
+
+REPOSITORY = Path(__file__).parents[1]
+DEMO = "configs/demo_cpu.yaml"
+
+
+def megatron_rl(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "megatron_rl", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def small_run(tmp_path) -> list[str]:
+    """Arguments of a valid run, with its own tiny files."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4,'
+        ' "max_position_embeddings": 32, "num_attention_heads": 4, "vocab_size": 64}'
+    )
+    for name in ("model/model.safetensors", "model/tokenizer.json", "train.parquet", "test.parquet"):
+        (tmp_path / name).touch()
+    return [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/test.parquet",
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"trainer.default_local_dir={tmp_path}/out",
+    ]
+
+
+def test_misspelt_key_costs_seconds_and_exits_with_2():
+    """No traceback, no torch. Would not catch a start that is slow only when the configuration is right."""
+    started = time.monotonic()
+    finished = megatron_rl("train", "--config", DEMO, "trainer.total_steps=3")
+    assert time.monotonic() - started < 5
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+    assert "trainer.total_steps" in finished.stderr and "trainer.total_training_steps" in finished.stderr
+
+
+def test_plan_prints_the_table_of_a_valid_run(small_run):
+    """Would not catch a wrong number in the table; its own tests do."""
+    finished = megatron_rl("plan", "--config", DEMO, *small_run)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert "samples per step" in finished.stdout and "512" in finished.stdout
+
+
+def test_plan_prints_table_and_violations(small_run):
+    """Would not catch a table that breaks on another violation."""
+    broken = ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3", "trainer.device=tpu"]
+    finished = megatron_rl("plan", "--config", DEMO, *small_run, *broken)
+    assert finished.returncode == 2 and "samples per step" in finished.stdout
+    assert "tp(2) * pp(3) must divide the 4 ranks" in finished.stderr and "trainer.device=tpu" in finished.stderr
+
+
+def test_train_refuses_a_violation_before_it_loads_anything(small_run):
+    """Would not catch rules that only a worker can check."""
+    finished = megatron_rl("train", "--config", DEMO, *small_run, "data.max_response_length=17")
+    assert finished.returncode == 2
+    assert "nearest: data.max_response_length=16" in finished.stderr
+
+
+def test_missing_option_is_a_usage_error():
+    """Would not catch a usage text that is out of date."""
+    finished = megatron_rl("train")
+    assert finished.returncode == 2 and "--config" in finished.stderr
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError, 2), (WorkerFailure, 3), (RewardError, 4), (ParityError, 5)])
+def test_our_errors_become_one_message_and_their_exit_code(monkeypatch, capsys, error, code):
+    """Brackets in a message stay as they are. Would not catch an error raised after the loop has ended."""
+
+    def fail() -> None:
+        raise error("rank [3] of actor failed")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert exit_info.value.code == code
+    assert capsys.readouterr().err == f"{error.__name__}: rank [3] of actor failed\n"
+
+
+def test_other_errors_keep_their_traceback(monkeypatch):
+    """A fault of ours is not dressed up. Would not catch one that a library swallows."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
