@@ -16,6 +16,7 @@ from rich.text import Text
 from megatron_rl.config.load import load_config
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.preflight import check_preflight, preflight
@@ -36,6 +37,7 @@ def train_command(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
     run_config = load_config(config, overrides or ())
     check_preflight(run_config)
+    quiet_libraries()
     from megatron_rl.train import train
 
     train(run_config)

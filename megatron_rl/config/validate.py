@@ -125,7 +125,7 @@ def value_problems(config: RunConfig) -> list[str]:
             problems.append(f"{role}.optim.betas={list(optim.betas)} must both be >= 0 and < 1; nearest: [0.9, 0.999]")
     if not config.actor_rollout_ref.rollout.enforce_eager:
         problems.append(
-            f"{ROLLOUT}.enforce_eager=false: captured graphs need addresses that last, and the memory of foreign stages "
+            f"{ROLLOUT}.enforce_eager=false: captured graphs need lasting addresses, and the memory of foreign stages "
             "and of the KV cache is given back between generations; nearest: true"
         )
     if config.reward_model.enable:

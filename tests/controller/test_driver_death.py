@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def doomed() -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
-    """A driver with two workers in a call, and its whole process tree."""
+    """A driver with a worker in a call, and its whole process tree."""
     script = Path(__file__).with_name("doomed_driver.py")
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     driver = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env)
