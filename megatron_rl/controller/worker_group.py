@@ -33,7 +33,7 @@ from megatron_rl.controller.worker_process import Call, ProcessInfo, WorkerProce
 from megatron_rl.dispatch import Coordinates, Dispatch, Verb
 from megatron_rl.errors import MegatronRLError, WorkerFailure
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0  # generous: only a pool that is occupied by another group waits in vain
 
 
 class Future:
