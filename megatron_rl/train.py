@@ -73,7 +73,7 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
         parity = run.check_rollout_parity(experience)
         with phase("adv"):
             kl_coef = algorithm.kl_ctrl.kl_coef if algorithm.use_kl_in_reward else 0.0
-            kl_penalty = add_rewards(experience, kl_coef)
+            kl = add_rewards(experience, kl_coef)
             add_advantages(experience, algorithm.gamma, algorithm.lam)
 
         # Update
@@ -81,8 +81,9 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
             critic_metrics = update_critic(run, workers, experience, step)
         with phase("update_actor"):
             actor_metrics = update_actor(run, workers, experience, step)
+    penalty = {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
     metrics = run.data_metrics(prompts, generations, experience) | run.take_timings()
-    return metrics | parity | critic_metrics | actor_metrics | {"actor/reward_kl_penalty": float(kl_penalty)}
+    return metrics | parity | penalty | critic_metrics | actor_metrics
 
 
 def generate(run: Run, workers: WorkerGroup, prompts: Prompts, sampling):

@@ -104,5 +104,7 @@ def write_folder(tensors: dict[str, torch.Tensor], hf_config, source: Path, targ
     save_file(contiguous, unfinished / "model.safetensors", metadata={"format": "pt"})
     hf_config.save_pretrained(unfinished)
     AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)
+    if (source / "generation_config.json").exists():
+        shutil.copy(source / "generation_config.json", unfinished)
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)

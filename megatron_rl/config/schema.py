@@ -199,7 +199,7 @@ class AlgorithmConfig:
     lam: float = 1.0
     """GAE's lambda."""
     use_kl_in_reward: bool = True
-    """Subtract kl_coef * (old - reference log-prob) from every token's reward."""
+    """Subtract kl_coef * (old - reference log-prob) from every token's reward; that KL is reported either way."""
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
 
 

@@ -32,8 +32,9 @@ def assemble(prompts: Prompts, generations: Generations) -> Experience:
 def add_rewards(experience: Experience, kl_coef: float) -> torch.Tensor:
     """Fill `rewards`: -kl_coef * (old - reference log-prob) on every token, plus the score on the last one.
 
-    Needs `scores`, `old_log_probs` and `ref_log_probs`. Returns the mean KL penalty per sequence, a scalar. Raises
-    ValueError for an empty response, which has no token to carry its score.
+    Needs `scores`, `old_log_probs` and `ref_log_probs`. Returns the KL to the reference, a scalar for the metrics: the
+    mean over sequences of their mean per token, as verl reports it. Raises ValueError for an empty response, which has
+    no token to carry its score.
     """
     lengths = experience.response_lengths
     if int(lengths.min()) < 1:
@@ -42,7 +43,7 @@ def add_rewards(experience: Experience, kl_coef: float) -> torch.Tensor:
     rewards = -kl_coef * kl
     rewards[lengths.cumsum(0) - 1] += experience.scores
     experience.rewards = ragged_from_lengths(rewards, lengths)
-    return kl_coef * kl.sum() / len(lengths)
+    return torch.stack([row.mean() for row in kl.split(lengths.tolist())]).mean()
 
 
 def add_advantages(experience: Experience, gamma: float, lam: float) -> None:

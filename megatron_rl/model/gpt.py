@@ -77,6 +77,21 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 def build_language_model(hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups) -> GPTModel:
     """This rank's stage of the language model, weights not yet loaded. All ranks must call."""
+    return build_stage(hf_config, config, groups, tied=hf_config.tie_word_embeddings)
+
+
+def build_value_model(
+    hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, head_seed: int
+) -> GPTModel:
+    """The same trunk with a fresh head that maps each hidden state to one value. All ranks must call."""
+    model = build_stage(hf_config, config, groups, tied=False)
+    if groups.is_last_stage:
+        model.output_layer = ValueHead(config, head_seed)
+    return model
+
+
+def build_stage(hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, tied: bool) -> GPTModel:
+    """One pipeline stage of a decoder; `tied`: the vocabulary head shares the embedding's weight."""
     return GPTModel(
         config,
         layer_spec(config),
@@ -84,30 +99,10 @@ def build_language_model(hf_config: PretrainedConfig, config: TransformerConfig,
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=groups.is_first_stage,
         post_process=groups.is_last_stage,
-        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
         rotary_base=rope_theta(hf_config),
     )
-
-
-def build_value_model(
-    hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, head_seed: int
-) -> GPTModel:
-    """The same trunk with a fresh head that maps each hidden state to one value. All ranks must call."""
-    model = GPTModel(
-        config,
-        layer_spec(config),
-        vocab_size=padded_vocab_size(hf_config.vocab_size),
-        max_sequence_length=hf_config.max_position_embeddings,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        rotary_base=rope_theta(hf_config),
-    )
-    if groups.is_last_stage:
-        model.output_layer = ValueHead(config, head_seed)
-    return model
 
 
 def rope_theta(hf_config: PretrainedConfig) -> float:

@@ -6,10 +6,14 @@ Everything else receives a `TrainGroups` and asks it, so that no code path depen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron_rl.parallel.rank_grid import TrainGrid
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""A collective that takes longer ends the run: some rank is not coming."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ def initialize_mpu(grid: TrainGrid, seed: int) -> TrainGroups:
         tensor_model_parallel_size=grid.tp_size,
         pipeline_model_parallel_size=grid.pp_size,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
     groups = TrainGroups(

@@ -5,7 +5,6 @@ Engines are imported where they are built, so that the controller can name this 
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
+from megatron_rl.parallel.mpu import COLLECTIVE_TIMEOUT, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import ActorBatch, CriticBatch, Generations, Prompts, Sampling, Sequences, TokenScores
 from megatron_rl.workers.environment import RankEnvironment
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from megatron_rl.workers.critic import Critic
     from megatron_rl.workers.model_source import ModelSource
     from megatron_rl.workers.policy import Actor, TokenScorer
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 class RankWorker:
@@ -51,9 +49,6 @@ class RankWorker:
         self.device.activate()
         apply_patches(self.device.kind)
         dist.init_process_group(self.device.backend, timeout=COLLECTIVE_TIMEOUT)
-
-        from megatron_rl.parallel.mpu import initialize_mpu
-
         grid = TrainGrid(
             environment.world_size, megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         )

@@ -126,7 +126,7 @@ def test_demo_config_is_the_documented_demo():
     config = load_config(DEMO)
     shared = config.actor_rollout_ref
     assert (shared.rollout.n, config.data.train_batch_size, shared.actor.ppo_mini_batch_size) == (8, 64, 32)
-    assert (shared.actor.optim.lr, config.critic.optim.lr) == (3e-4, 1e-3)
+    assert (shared.actor.optim.lr, config.critic.optim.lr) == (1e-4, 1e-3)
     megatron = config.critic.megatron
     assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 2)
     assert shared.rollout.kv_cache_memory_bytes == 16 * 2**20

@@ -50,6 +50,13 @@ def test_raising_reward_function(command_line, tmp_path: Path) -> None:
     assert_clean_end(run, 4, "KeyError", "no such rule", "demo/addition")
 
 
+def test_raising_worker(command_line) -> None:
+    """A cache too small for one sequence, refused by vLLM itself; would not catch a failure after the first step."""
+    run = command_line(*SMALL, "actor_rollout_ref.rollout.kv_cache_memory_bytes=1024")
+    run.wait_for(lambda: "raised" in run.text(), timeout=150, may_end=True)
+    assert_clean_end(run, 3, "(rollout)", "build_rollout", "Traceback", "No available memory for the cache blocks")
+
+
 def test_killed_worker(command_line) -> None:
     """kill -9 of one rank in the middle of training; would not catch a worker that hangs without dying."""
     run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")

@@ -49,16 +49,17 @@ def test_rewards_are_the_score_last_and_a_penalty_everywhere(experience):
     """kl_coef 0.2 on differences 0.5 | 0.5, -1.0. Would not catch an empty response."""
     penalty = add_rewards(experience, kl_coef=0.2)
     assert rows(experience.rewards) == [[0.9], [-0.1, -0.8]]
-    # (0.5 + 0.5 - 1.0) summed over tokens, mean over two sequences
-    assert float(penalty) == pytest.approx(0.0, abs=1e-6)
+    # Differences 0.5 | 0.5, -1.0: the means 0.5 and -0.25, and their mean
+    assert float(penalty) == pytest.approx(0.125, abs=1e-6)
     assert experience.scores.tolist() == [1.0, -1.0]
     assert rows(experience.old_log_probs) == [[-0.5], [-1.0, -2.0]]
 
 
-def test_mean_penalty_per_sequence(experience):
-    """Differences 0.5 | 0.5, 1.0 at 0.2 make (0.1 + 0.3) / 2. Would not catch a mean over tokens of equal rows."""
+def test_reported_kl(experience):
+    """Differences 0.5 | 0.5, 1.0 give (0.5 + 0.75) / 2 whatever kl_coef is. Would not catch a wrong KL estimator."""
     experience.ref_log_probs = ragged([torch.tensor([-1.0]), torch.tensor([-1.5, -3.0])])
-    assert float(add_rewards(experience, kl_coef=0.2)) == pytest.approx(0.2, abs=1e-6)
+    assert float(add_rewards(experience, kl_coef=0.2)) == pytest.approx(0.625, abs=1e-6)
+    assert float(add_rewards(experience, kl_coef=0.0)) == pytest.approx(0.625, abs=1e-6)
 
 
 def test_advantages_and_returns(experience):
