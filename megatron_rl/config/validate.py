@@ -80,7 +80,7 @@ RANGES: dict[str, Interval] = {
     "algorithm.kl_ctrl.kl_coef": NOT_NEGATIVE,
     f"{ROLLOUT}.temperature": Interval(0, nearest_low=1.0),
     f"{ROLLOUT}.top_p": Interval(0, 1, nearest_low=1.0),
-    f"{ROLLOUT}.logprob_diff_bound": Interval(0, nearest_low=5e-5),
+    f"{ROLLOUT}.logprob_diff_bound": Interval(0, nearest_low=1e-3),
     f"{ROLLOUT}.val_kwargs.temperature": Interval(0, nearest_low=1.0),
     f"{ACTOR}.clip_ratio": Interval(0, nearest_low=0.2),
     f"{CRITIC}.cliprange_value": Interval(0, nearest_low=0.5),

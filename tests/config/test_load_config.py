@@ -129,7 +129,7 @@ def test_demo_config_is_the_documented_demo():
     assert (shared.actor.optim.lr, config.critic.optim.lr) == (1e-4, 1e-3)
     megatron = config.critic.megatron
     assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 2)
-    assert shared.rollout.kv_cache_memory_bytes == 16 * 2**20
+    assert shared.rollout.kv_cache_memory_bytes == 64 * 2**20
 
 
 def test_nearest_name_weighs_the_last_part():
