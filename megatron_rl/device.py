@@ -8,6 +8,19 @@ from dataclasses import dataclass
 import torch
 
 
+def rng_states() -> list[torch.Tensor]:
+    """States of torch's generators: the CPU's, then those of the CUDA devices where CUDA is in use."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def set_rng_states(states: list[torch.Tensor]) -> None:
+    """Put back what `rng_states` returned in this process."""
+    cpu, *cuda = states
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
+
+
 @dataclass(frozen=True)
 class Device:
     """The compute device of a rank: `kind` is "cpu" or "cuda", `local_rank` the index among its node's GPUs."""

@@ -8,27 +8,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_rl.device import rng_states, set_rng_states
+
 
 @dataclass
 class RNGState:
     """Every global generator of a process: Python's, numpy's, torch's on the CPU and on the CUDA devices in use."""
 
-    python: object
-    numpy: dict
-    torch_cpu: torch.Tensor
-    torch_cuda: list[torch.Tensor]
+    python_state: tuple
+    numpy_state: dict
+    torch_states: list[torch.Tensor]
 
     @classmethod
     def capture(cls) -> RNGState:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda)
+        return cls(random.getstate(), np.random.get_state(legacy=False), rng_states())
 
     def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch_cpu)
-        if self.torch_cuda:
-            torch.cuda.set_rng_state_all(self.torch_cuda)
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)
+        set_rng_states(self.torch_states)
 
 
 def swap(incoming: RNGState | None) -> RNGState:

@@ -64,14 +64,20 @@ class TrainableModel:
     def step(self) -> tuple[float, float]:
         """Clip, update, advance the schedule; returns (global gradient norm before clipping, learning rate used).
 
-        Raises FloatingPointError when a gradient is not finite: the weights are then left as they were.
+        Raises FloatingPointError on every rank when a gradient of any rank is not finite; no weight has changed then.
         """
+        self._check_gradients()
         lr = self.optimizer.param_groups[0]["lr"]
-        updated, grad_norm, _ = self.optimizer.step()
-        if not updated or not torch.isfinite(torch.tensor(float(grad_norm))):
-            raise FloatingPointError(f"gradient norm is {float(grad_norm)}: the update was not applied")
+        _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         return float(grad_norm), lr
+
+    def _check_gradients(self) -> None:
+        # Without a loss scaler Megatron's optimizer applies NaN like any other gradient.
+        total = torch.stack([buffer.grad_data.norm() for buffer in self.ddp.buffers]).sum()
+        dist.all_reduce(total)
+        if not torch.isfinite(total):
+            raise FloatingPointError(f"the gradient holds NaN or infinity (norms add up to {float(total)}); no update")
 
 
 def optimizer_config(optim: OptimConfig, config) -> OptimizerConfig:

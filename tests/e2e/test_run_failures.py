@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_killed_worker(command_line) -> None:
     victim = next(process for process in run.workers() if process.environ()["RANK"] == "2")
     victim.kill()
     assert_clean_end(run, 3, "rank 2", "died")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_controller(command_line, number: int, code: int) -> None:
+    """Ctrl-C and a scheduler's SIGTERM; would not catch a signal that arrives before the run has begun."""
+    run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")
+    run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=120)
+    run.process.send_signal(number)
+    assert_clean_end(run, code)
 
 
 def test_killed_controller(command_line) -> None:

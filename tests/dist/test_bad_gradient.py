@@ -1,0 +1,43 @@
+"""A NaN on one rank stops the update on all of them, before any weight changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_models import random_experience, run_config, save_qwen2
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+def update_with_nan(config) -> tuple[str, bool, float]:
+    """(what update raised, whether the weights are bit-equal, the gradient norm of a healthy update afterwards)."""
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    weights = worker.actor.trainable.ddp.buffers[0].param_data
+    before = weights.clone()
+    batch = random_experience(4, seed=worker.groups.dp_rank)
+    batch.old_log_probs = worker.compute_log_probs(batch.sequences()).scores
+    healthy = batch.actor_batch()
+    sick = healthy.clone()
+    if worker.groups.dp_rank == 1:
+        sick.advantages.values()[0] = math.nan
+    try:
+        worker.update_actor(sick)
+        raised = "nothing"
+    except FloatingPointError as error:
+        raised = str(error)
+    unchanged = torch.equal(weights, before)
+    return raised, unchanged, worker.update_actor(healthy)["actor/grad_norm"]
+
+
+def test_nan_stops_every_rank(tmp_path) -> None:
+    """DP2, NaN on rank 1 only; would not catch a finite but absurd gradient."""
+    for raised, unchanged, grad_norm in run_ranks(2, update_with_nan, run_config(save_qwen2(tmp_path), 1, 1)):
+        assert "NaN" in raised
+        assert unchanged
+        assert 0 < grad_norm < math.inf
