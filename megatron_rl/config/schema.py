@@ -58,8 +58,8 @@ class OptimConfig:
     """Optimizer steps of linear warm-up."""
     lr_decay_style: str = "constant"
     """constant | linear | cosine."""
-    lr_decay_steps: int = 1
-    """Optimizer steps until min_lr is reached (not used when constant)."""
+    lr_decay_steps: int = 0
+    """Optimizer steps until min_lr is reached; 0: those of the whole run. Not used when constant."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's moment decay rates."""
     eps: float = 1e-8

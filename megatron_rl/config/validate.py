@@ -91,7 +91,7 @@ RANGES: dict[str, Interval] = {
             ("lr", NOT_NEGATIVE),
             ("min_lr", NOT_NEGATIVE),
             ("lr_warmup_steps", NOT_NEGATIVE),
-            ("lr_decay_steps", Interval(1)),
+            ("lr_decay_steps", NOT_NEGATIVE),
             ("eps", Interval(0, nearest_low=1e-8)),
             ("weight_decay", NOT_NEGATIVE),
             ("clip_grad", NOT_NEGATIVE),

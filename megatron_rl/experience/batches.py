@@ -24,6 +24,11 @@ def mini_batch_rows(num_rows: int, mini_batch_size: int, num_epochs: int, seed: 
         yield from rows.split(mini_batch_size)
 
 
+def num_optimizer_steps(num_steps: int, batch_size: int, mini_batch_size: int, num_epochs: int) -> int:
+    """Optimizer steps of a run: what `mini_batch_rows` yields per training step, times the training steps."""
+    return num_steps * num_epochs * -(-batch_size // mini_batch_size)
+
+
 @dataclass
 class MicroBatch:
     """A dense block of rows for one pass through the model. Legend: b rows, S columns, N response tokens.

@@ -21,10 +21,10 @@ def response_values(output: Tensor, block: MicroBatch) -> Tensor:
 class Critic:
     """Values of states, one per response token. All ranks must call every method."""
 
-    def __init__(self, source: ModelSource, config: CriticConfig, head_seed: int) -> None:
+    def __init__(self, source: ModelSource, config: CriticConfig, num_run_steps: int, head_seed: int) -> None:
         self.config = config
         self.trainable = TrainableModel(
-            source.value_model(head_seed), config.optim, source.groups, source.device.torch_device
+            source.value_model(head_seed), config.optim, num_run_steps, source.groups, source.device.torch_device
         )
 
     def score(self, sequences: Sequences) -> TokenScores | None:

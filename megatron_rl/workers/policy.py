@@ -58,10 +58,10 @@ class TokenScorer:
 class Actor:
     """The policy that is trained with PPO's clipped objective. All ranks must call every method."""
 
-    def __init__(self, source: ModelSource, config: ActorConfig, temperature: float) -> None:
+    def __init__(self, source: ModelSource, config: ActorConfig, num_run_steps: int, temperature: float) -> None:
         self.config = config
         self.trainable = TrainableModel(
-            source.language_model(), config.optim, source.groups, source.device.torch_device
+            source.language_model(), config.optim, num_run_steps, source.groups, source.device.torch_device
         )
         self.scorer = TokenScorer(self.trainable.pipeline, source.hf_config.vocab_size, temperature)
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig
 
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
 from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
+from megatron_rl.experience.batches import num_optimizer_steps
 from megatron_rl.parallel.mpu import COLLECTIVE_TIMEOUT, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import ActorBatch, CriticBatch, Generations, Prompts, Sampling, Sequences, TokenScores
@@ -77,13 +78,18 @@ class RankWorker:
         dtype = self.config.actor_rollout_ref.actor.megatron.dtype
         return ModelSource.open(path, self.groups, self.device, dtype)
 
+    def _num_run_steps(self, role: ActorConfig | CriticConfig) -> int:
+        steps, batch_size = self.config.trainer.total_training_steps, self.config.data.train_batch_size
+        return num_optimizer_steps(steps, batch_size, role.ppo_mini_batch_size, role.ppo_epochs)
+
     @register(Dispatch.ONE_TO_ALL, role="actor")
     def build_actor(self) -> None:
         """Load the policy, with DDP, optimizer and schedule."""
         from megatron_rl.workers.policy import Actor
 
         shared = self.config.actor_rollout_ref
-        self.actor = Actor(self._source(shared.model.path), shared.actor, shared.rollout.temperature)
+        source, num_run_steps = self._source(shared.model.path), self._num_run_steps(shared.actor)
+        self.actor = Actor(source, shared.actor, num_run_steps, shared.rollout.temperature)
 
     @register(Dispatch.ONE_TO_ALL, role="ref")
     def build_reference(self) -> None:
@@ -99,7 +105,8 @@ class RankWorker:
         from megatron_rl.workers.critic import Critic
 
         critic = self.config.critic
-        self.critic = Critic(self._source(critic.model.path), critic, head_seed=self.config.trainer.seed)
+        source, num_run_steps = self._source(critic.model.path), self._num_run_steps(critic)
+        self.critic = Critic(source, critic, num_run_steps, head_seed=self.config.trainer.seed)
 
     @register(Dispatch.ONE_TO_ALL, role="rollout")
     def build_rollout(self) -> None:

@@ -21,7 +21,10 @@ class TrainableModel:
     Parameters live in DDP's flat `param_data` buffers and stay at their addresses from construction on.
     """
 
-    def __init__(self, model: GPTModel, optim: OptimConfig, groups: TrainGroups, device: torch.device) -> None:
+    def __init__(
+        self, model: GPTModel, optim: OptimConfig, num_run_steps: int, groups: TrainGroups, device: torch.device
+    ) -> None:
+        """`num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts."""
         self.groups = groups
         self.device = device
         self.config = model.config
@@ -33,7 +36,7 @@ class TrainableModel:
         self.optimizer = get_megatron_optimizer(
             optimizer_config(optim, self.config), [self.ddp], use_gloo_process_groups=False
         )
-        self.scheduler = lr_scheduler(self.optimizer, optim)
+        self.scheduler = lr_scheduler(self.optimizer, optim, num_run_steps)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.pipeline = Pipeline(self.ddp, groups, device)
@@ -97,15 +100,19 @@ def optimizer_config(optim: OptimConfig, config) -> OptimizerConfig:
     )
 
 
-def lr_scheduler(optimizer, optim: OptimConfig) -> OptimizerParamScheduler:
-    """Warm-up then `lr_decay_style`, counted in optimizer steps; weight decay stays constant."""
+def lr_scheduler(optimizer, optim: OptimConfig, num_run_steps: int) -> OptimizerParamScheduler:
+    """Warm-up then `lr_decay_style`, counted in optimizer steps; weight decay stays constant.
+
+    As in Megatron the warm-up starts from 0, so with one the very first update changes nothing.
+    """
+    lr_decay_steps = optim.lr_decay_steps or num_run_steps
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
         lr_warmup_steps=optim.lr_warmup_steps,
-        lr_decay_steps=max(optim.lr_decay_steps, optim.lr_warmup_steps + 1),
+        lr_decay_steps=max(lr_decay_steps, optim.lr_warmup_steps + 1),
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,

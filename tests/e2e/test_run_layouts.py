@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from command_line import REPOSITORY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -44,8 +45,9 @@ def test_layout_by_overrides(command_line, layout: str) -> None:
     assert summary["hf_export_logit_diff_max"] < 1e-4
     assert summary["transition_bytes_received_per_rank"] == summary["transition_bytes_lower_bound_per_rank"]
     assert (sum(summary["transition_bytes_received_per_rank"]) > 0) == (pp_size > 1)
-    # The same questions, the same greedy answers: the warm start scores the same in every layout.
-    assert summary["val_accuracy_before"] == pytest.approx(0.347, abs=0.002)
+    # The same questions, the same greedy answers: what `transformers` scored at its making, but for ties.
+    made = json.loads((REPOSITORY / "assets/demo/assets.json").read_text())
+    assert summary["val_accuracy_before"] == pytest.approx(made["greedy_accuracy"], abs=0.003)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert (folder / "curves.png").stat().st_size > 10_000
