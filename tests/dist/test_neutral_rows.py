@@ -1,0 +1,38 @@
+"""A data-parallel rank that only has filler rows takes part in the update and changes nothing about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_models import random_experience, run_config, save_qwen2
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
+
+
+def update_one_row(config) -> tuple[dict, dict]:
+    """Metrics of one actor and one critic update on a single row, which data-parallel rank 0 has."""
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    worker.build_critic()
+    row = random_experience(3)[:1].clone()
+    row.old_log_probs = row.advantages
+    actor_batch, critic_batch = row.actor_batch(), row.critic_batch()
+    if worker.groups.dp_rank > 0:
+        actor_batch, critic_batch = actor_batch.neutral(), critic_batch.neutral()
+    metrics = worker.update_actor(actor_batch), worker.update_critic(critic_batch)
+    assert torch.isfinite(worker.actor.trainable.ddp.buffers[0].param_data).all()
+    return metrics
+
+
+def test_filler_rows_contribute_nothing(tmp_path) -> None:
+    """TP2xDP2 with one real row against one process; would not catch filler that skews the controller's metrics."""
+    path = save_qwen2(tmp_path)
+    [alone] = run_ranks(1, update_one_row, run_config(path, 1, 1))
+    split = run_ranks(4, update_one_row, run_config(path, 2, 1))
+    for role in (0, 1):
+        assert alone[role]
+        for rank in split:
+            assert rank[role] == pytest.approx(alone[role], rel=1e-5, abs=1e-7)
