@@ -14,12 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_rl.config.load import load_config
-from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
-from megatron_rl.planner.preflight import check_preflight, preflight
+from megatron_rl.planner.preflight import check_preflight
 
 app = typer.Typer(
     help="PPO with Megatron training and vLLM generation on one memory.",
@@ -48,7 +47,7 @@ def plan_command(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print the layout and batch table, and every rule the configuration breaks. Starts nothing."""
     run_config = load_config(config, overrides or ())
     Console().print(layout_table(batch_table(run_config)))
-    raise_problems("this run cannot start", preflight(run_config))
+    check_preflight(run_config)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig, TrainerConfig
 from megatron_rl.errors import ParityError
+from megatron_rl.experience.assemble import assemble
 from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.progress import RunProgress
@@ -21,7 +22,7 @@ from megatron_rl.observe.timers import PhaseTimer
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.prompts.cursor import PromptCursor
 from megatron_rl.prompts.dataset import PromptDataset
-from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, ragged, row_lengths
+from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, row_lengths
 from megatron_rl.reward.rule import RuleReward, load_reward_function
 
 VALIDATION_SALT = -1
@@ -144,8 +145,7 @@ class Run:
     def val_metrics(self, prompts: Prompts, generations: Generations, scores: torch.Tensor) -> dict[str, float]:
         """Mean held-out score per data source; keeps a few rows to compare the exported model on."""
         self.accuracies.append(float(scores.mean()))
-        rows = zip(prompts.prompt_ids.unbind(), generations.response_ids.unbind(), strict=True)
-        self.parity_rows = make_sequences(list(rows)[:NUM_PARITY_ROWS])
+        self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).sequences()
         sources = list(prompts.data_source)
         return {
             f"val-core/{source}/acc/mean@1": float(scores[torch.tensor([s == source for s in sources])].mean())
@@ -177,12 +177,3 @@ class Run:
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
     """Every `test_freq` steps, and always the last."""
     return step == trainer.total_training_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
-
-
-def make_sequences(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> Sequences:
-    """(prompt ids, response ids) per row -> Sequences."""
-    return Sequences(
-        input_ids=ragged([torch.cat(row) for row in rows]),
-        response_lengths=torch.tensor([len(response) for _, response in rows]),
-        batch_size=[len(rows)],
-    )

@@ -14,7 +14,7 @@ from megatron_rl.controller.signals import graceful_signals
 from megatron_rl.controller.worker_group import WorkerGroup
 from megatron_rl.experience.assemble import add_advantages, add_rewards, assemble
 from megatron_rl.experience.batches import mini_batch_rows
-from megatron_rl.records import Experience, Prompts
+from megatron_rl.records import Experience, Generations, Prompts, Sampling
 from megatron_rl.report import finish_run
 from megatron_rl.run import Run, is_validation_step
 from megatron_rl.workers.environment import worker_environment
@@ -86,7 +86,7 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
     return metrics | parity | penalty | critic_metrics | actor_metrics
 
 
-def generate(run: Run, workers: WorkerGroup, prompts: Prompts, sampling):
+def generate(run: Run, workers: WorkerGroup, prompts: Prompts, sampling: Sampling) -> Generations:
     """Answers to all prompt rows; the ranks are in rollout mode only inside this call."""
     with run.phase("reshard"):
         run.note_transition(workers.enter_rollout().get())
@@ -99,16 +99,18 @@ def generate(run: Run, workers: WorkerGroup, prompts: Prompts, sampling):
 
 def update_critic(run: Run, workers: WorkerGroup, experience: Experience, step: int) -> dict[str, float]:
     """Several epochs of mini-batches through the critic's optimizer; metrics averaged over the updates."""
+    batch = experience.critic_batch()
     return run.mean_metrics(
-        workers.update_critic(experience[rows].critic_batch()).get()
+        workers.update_critic(batch[rows]).get()
         for rows in mini_batch_rows(len(experience), *run.mini_batching(run.config.critic, step))
     )
 
 
 def update_actor(run: Run, workers: WorkerGroup, experience: Experience, step: int) -> dict[str, float]:
     """Several epochs of mini-batches through the actor's optimizer; metrics averaged over the updates."""
+    batch = experience.actor_batch()
     return run.mean_metrics(
-        workers.update_actor(experience[rows].actor_batch()).get()
+        workers.update_actor(batch[rows]).get()
         for rows in mini_batch_rows(len(experience), *run.mini_batching(run.config.actor_rollout_ref.actor, step))
     )
 

@@ -88,9 +88,8 @@ class ResourcePool:
         # One CPU per rank, however many there are: ranks on CPU take turns on the cores this machine has.
         local = {} if address else {"num_cpus": self.world_size, "include_dashboard": False}
         self._reaper = Reaper()
-        with keeping_sigterm_handler():
+        with keeping_sigterm_handler(), self._reaper.marking():
             ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
-        self._reaper.watch()
 
     def _reserve(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s

@@ -6,7 +6,6 @@ Read columns: the prompt (`data.prompt_key`: chat messages or a string), `data_s
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pyarrow.parquet
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import Prompts, non_tensor, ragged
@@ -147,5 +147,4 @@ def _short_enough(path: str, prompt_ids: list[list[int]], data_config: DataConfi
 
 def _nearest(name: str, choices: Sequence[str], kind: str) -> str:
     """A hint for the end of an error message."""
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.0)
-    return f"the nearest {kind} is {close[0]!r}" if close else f"there is no {kind}"
+    return f"the nearest {kind} is {nearest_name(name, choices)!r}" if choices else f"there is no {kind}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import math
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.records import Generations, Prompts
 
@@ -35,8 +35,8 @@ def load_reward_function(path: str, name: str) -> RewardFunction:
     module = _run_file(path)
     functions = {key: value for key, value in vars(module).items() if callable(value)}
     if name not in functions:
-        close = difflib.get_close_matches(name, functions, n=1, cutoff=0.0)
-        hint = f"the nearest function there is {close[0]!r}" if close else "it defines no function"
+        nearest = nearest_name(name, functions) if functions else None
+        hint = f"the nearest function there is {nearest!r}" if nearest else "it defines no function"
         raise ConfigError(f"{path} has no function {name!r} (custom_reward_function.name): {hint}")
     function = functions[name]
     signature = inspect.signature(function)
@@ -88,8 +88,8 @@ def _run_file(path: str) -> ModuleType:
     file = Path(path).expanduser()
     if not file.is_file():
         neighbours = [str(other) for other in file.parent.glob("*.py")]
-        close = difflib.get_close_matches(str(file), neighbours, n=1, cutoff=0.0)
-        hint = f"the nearest Python file is {close[0]!r}" if close else f"{file.parent} holds no Python file"
+        nearest = nearest_name(str(file), neighbours) if neighbours else None
+        hint = f"the nearest Python file is {nearest!r}" if nearest else f"{file.parent} holds no Python file"
         raise ConfigError(f"no reward file at {path} (custom_reward_function.path): {hint}")
     spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
     if spec is None or spec.loader is None:

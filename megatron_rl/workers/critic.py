@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.experience.batches import MicroBatch, micro_batches
 from megatron_rl.losses.value import clipped_value_loss
-from megatron_rl.records import CriticBatch, Sequences, TokenScores, ragged_from_lengths
+from megatron_rl.records import CriticBatch, Sequences, TokenScores
 from megatron_rl.workers.model_source import ModelSource
 from megatron_rl.workers.training import TrainableModel
 
@@ -29,11 +29,7 @@ class Critic:
 
     def score(self, sequences: Sequences) -> TokenScores | None:
         """Value of every response position; the record on the last stage, None before."""
-        blocks = micro_batches(sequences, self.config.forward_micro_batch_size_per_gpu)
-        flat = self.trainable.pipeline.forward(blocks, response_values)
-        if flat is None:
-            return None
-        return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)
+        return self.trainable.pipeline.score(sequences, self.config.forward_micro_batch_size_per_gpu, response_values)
 
     def compute_gradients(self, batch: CriticBatch) -> dict[str, float]:
         """Gradients of one mini-batch's loss, a mean over all its tokens on all ranks. Metrics on the last stage."""

@@ -12,8 +12,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.experience.batches import MicroBatch
+from megatron_rl.experience.batches import MicroBatch, micro_batches
 from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
 """(model output [b, S, ...], its micro-batch) -> one float32 per response token, [N]."""
@@ -41,6 +42,13 @@ class Pipeline:
 
         outputs = self._schedule(step, blocks, forward_only=True, collect_non_loss_data=True)
         return torch.cat(outputs) if self.groups.is_last_stage else None
+
+    def score(self, sequences: Sequences, micro_batch_size: int, per_token: PerToken) -> TokenScores | None:
+        """`per_token` of every response token of `sequences`, as a record on the last stage; None before."""
+        flat = self.forward(micro_batches(sequences, micro_batch_size), per_token)
+        if flat is None:
+            return None
+        return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)
 
     def forward_backward(self, blocks: list[MicroBatch], loss: Loss) -> Tensor | None:
         """Accumulate gradients of the sum of all blocks' losses over all data-parallel ranks.

@@ -10,7 +10,7 @@ from megatron_rl.config.schema import ActorConfig
 from megatron_rl.experience.batches import MicroBatch, micro_batches
 from megatron_rl.losses.policy import ppo_clip
 from megatron_rl.model.log_probs import vocab_parallel_log_probs
-from megatron_rl.records import ActorBatch, Sequences, TokenScores, ragged_from_lengths
+from megatron_rl.records import ActorBatch, Sequences, TokenScores
 from megatron_rl.workers.model_source import ModelSource
 from megatron_rl.workers.pipeline import Pipeline
 from megatron_rl.workers.training import TrainableModel
@@ -33,15 +33,10 @@ class TokenScorer:
 
     def score(self, sequences: Sequences, micro_batch_size: int) -> TokenScores | None:
         """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
-        flat = self.pipeline.forward(
-            micro_batches(sequences, micro_batch_size),
-            lambda logits, block: self.log_probs_and_entropy(logits, block)[0],
+        return self.pipeline.score(
+            sequences, micro_batch_size, lambda logits, block: self.log_probs_and_entropy(logits, block)[0]
         )
-        if flat is None:
-            return None
-        return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)
 
-    @torch.no_grad()
     def logits(self, sequences: Sequences, micro_batch_size: int) -> Tensor | None:
         """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
         group = self.pipeline.groups.tp_group

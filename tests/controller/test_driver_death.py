@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.controller.reaper import MARK, Reaper
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 
@@ -49,3 +51,19 @@ def test_nothing_outlives_a_killed_driver(doomed: tuple, signum: int, exit_code:
     while (left := [process for process in tree if process.is_running()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
+
+
+def test_a_child_whose_parents_died_first_is_found_by_its_mark() -> None:
+    """The order of deaths that a busy machine makes: nobody is left to know the grandchild's pid.
+
+    Would not catch a process that was started with an emptied environment.
+    """
+    reaper = Reaper()
+    with reaper.marking():
+        script = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL).pid)"
+        orphan = psutil.Process(int(subprocess.check_output([sys.executable, "-c", script])))
+    assert MARK not in os.environ
+    assert orphan.is_running()
+    reaper.stop()
+    psutil.wait_procs([orphan], timeout=10)
+    assert not orphan.is_running()
