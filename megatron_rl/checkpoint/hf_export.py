@@ -1,7 +1,7 @@
 """Write the trained weights as a Hugging Face folder that `transformers` and vLLM load.
 
 Phase 1: each rank offers its shards under their global names.
-Phase 2: the shards of each parameter meet on rank 0, which undoes the TP split and the fusion.
+Phase 2: the different shards of each tensor meet on rank 0, which puts every part where it belongs.
 Phase 3: rank 0 writes safetensors, config and tokenizer into a temporary folder and renames it.
 """
 
@@ -16,40 +16,57 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_rl.model.families import ParamSpec
-from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.parallel.rank_grid import TrainGrid
+from megatron_rl.parallel.sharding import Place, shard_of
 
 
-def unfuse(shards: list[torch.Tensor], spec: ParamSpec, sizes: list[int], vocab_size: int) -> dict[str, torch.Tensor]:
-    """HF tensors of one parameter from the shards of all TP ranks (in order).
+class WholeTensors:
+    """Hugging Face tensors that are put together from shards; rows that only pad a vocabulary are dropped."""
 
-    sizes: rows of each of `spec.hf_names` inside one shard. Padding rows of vocabularies are dropped.
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def add(self, spec: ParamSpec, place: Place, data: torch.Tensor) -> None:
+        """Write the shard that the rank at `place` holds into the tensors it is a part of."""
+        for part in shard_of(spec.tensor, place).parts:
+            name, shape = spec.hf_names[part.segment], spec.tensor.segments[part.segment].shape
+            piece, index = data[part.index], tuple(slice(start, stop) for start, stop in part.box)
+            if not spec.tensor.is_expert:
+                self._tensor(name, shape, data.dtype)[index] = piece
+                continue
+            for row, expert in enumerate(range(*part.box[0])):
+                self._tensor(name.format(expert=expert), shape[1:], data.dtype)[index[1:]] = piece[row]
+
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if name not in self.tensors:
+            self.tensors[name] = torch.empty(shape, dtype=dtype)
+        return self.tensors[name]
+
+
+def owners_of(spec: ParamSpec, holders: list[int], places: dict[int, Place]) -> list[int]:
+    """The first rank of `holders` for each different shard of a tensor."""
+    first: dict[tuple, int] = {}
+    for rank in holders:
+        first.setdefault(shard_of(spec.tensor, places[rank]).parts, rank)
+    return list(first.values())
+
+
+def gather_to_rank_zero(
+    shard: torch.Tensor | None, owners: list[int], offers: list[tuple[list[int], torch.dtype]]
+) -> list[torch.Tensor] | None:
+    """Shards of `owners` (global ranks) on rank 0, in order; None elsewhere. Owners and rank 0 must call.
+
+    offers: shape and dtype of each owner's shard.
     """
-    if spec.tp_dim is None:
-        return {spec.hf_names[0]: shards[0]}
-    per_rank = [shard.split(sizes) for shard in shards]
-    whole = {name: torch.cat([parts[i] for parts in per_rank], spec.tp_dim) for i, name in enumerate(spec.hf_names)}
-    return {name: tensor[:vocab_size] if spec.padded_vocab else tensor for name, tensor in whole.items()}
-
-
-def fused_sizes(spec: ParamSpec, shard_rows: int, q_to_kv: int) -> list[int]:
-    """Rows of each fused part inside one shard of `shard_rows`; `q_to_kv` = query heads per key/value head."""
-    if len(spec.hf_names) == 3:
-        unit = shard_rows // (q_to_kv + 2)
-        return [unit * q_to_kv, unit, unit]
-    return [shard_rows // len(spec.hf_names)] * len(spec.hf_names)
-
-
-def gather_to_rank_zero(shard: torch.Tensor | None, owners: list[int], shape: list[int], dtype: torch.dtype):
-    """Shards of `owners` (global ranks) on rank 0, in order; None elsewhere. Owners and rank 0 must call."""
     rank = dist.get_rank()
     if rank != 0:
         if rank in owners:
             dist.send(shard.contiguous(), dst=0)
         return None
     shards = []
-    for owner in owners:
+    for owner, (shape, dtype) in zip(owners, offers, strict=True):
         if owner == 0:
-            shards.append(shard.clone())
+            shards.append(shard)
             continue
         received = torch.empty(shape, dtype=dtype)
         dist.recv(received, src=owner)
@@ -63,35 +80,35 @@ def export_hf(
     specs: dict[str, ParamSpec],
     source: Path,
     target: Path,
-    groups: TrainGroups,
+    grid: TrainGrid,
+    vocab_multiple: int,
 ) -> None:
     """Write the language model to `target`, with config and tokenizer from `source`; every rank must call.
 
     named_parameters: this rank's parameters under global Megatron names. An existing `target` is replaced.
     """
-    # Phase 1: what every stage of the first model replica holds, known to all ranks.
-    grid, rank = groups.grid, groups.rank
-    offer = {name: (list(p.shape), p.dtype) for name, p in named_parameters.items()}
+    # Phase 1: what every rank holds, known to all ranks.
+    rank = dist.get_rank()
+    places = {other: grid.place(other, vocab_multiple) for other in range(grid.world_size)}
     offers: list = [None] * grid.world_size
-    dist.all_gather_object(offers, offer)
-    hf_config = AutoConfig.from_pretrained(source)
-    ratio = hf_config.num_attention_heads // hf_config.num_key_value_heads
-    tensors: dict[str, torch.Tensor] = {}
-    for pp_rank in range(grid.pp_size):
-        owners = [grid.rank(tp, 0, pp_rank) for tp in range(grid.tp_size)]
-        for name, (shape, dtype) in offers[owners[0]].items():
-            spec = specs[name]
-            # A tied head on the last stage is a copy of the embedding, which the first stage has sent.
-            if name == "output_layer.weight" and spec.logical_name == "model.embed_tokens.weight":
-                continue
-            # Phase 2
-            local = named_parameters[name].detach().cpu() if rank in owners else None
-            shards = gather_to_rank_zero(local, owners, shape, dtype)
-            if rank == 0:
-                tensors |= unfuse(shards, spec, fused_sizes(spec, shape[0], ratio), hf_config.vocab_size)
+    dist.all_gather_object(offers, {name: (list(p.shape), p.dtype) for name, p in named_parameters.items()})
+    whole = WholeTensors()
+    done: set[str] = set()
+    for name, spec in specs.items():
+        # A tied head on the last stage is a copy of the embedding, which the first stage has sent.
+        if spec.tensor.name in done:
+            continue
+        done.add(spec.tensor.name)
+        owners = owners_of(spec, [other for other, offer in enumerate(offers) if name in offer], places)
+        # Phase 2
+        local = named_parameters[name].detach().cpu() if rank in owners else None
+        shards = gather_to_rank_zero(local, owners, [offers[owner][name] for owner in owners])
+        if shards is not None:
+            for owner, shard in zip(owners, shards, strict=True):
+                whole.add(spec, places[owner], shard)
     # Phase 3
     if rank == 0:
-        write_folder(tensors, hf_config, source, target)
+        write_folder(whole.tensors, AutoConfig.from_pretrained(source), source, target)
     dist.barrier()
 
 

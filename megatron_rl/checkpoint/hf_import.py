@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import ParamSpec, padded_vocab_size
+from megatron_rl.model.families import ParamSpec
+from megatron_rl.parallel.sharding import Box, Place, shard_of
 
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.")
 
@@ -33,32 +34,21 @@ class HFFolder:
         if absent:
             raise ConfigError(f"{index} names files that are not there: {', '.join(absent)}")
 
-    def read_slice(self, name: str, dim: int | None, tp_rank: int, tp_size: int, num_rows: int | None) -> torch.Tensor:
-        """This TP rank's 1/tp_size of one tensor along `dim` (None: all of it).
+    def read_box(self, name: str, box: Box, whole_shape: tuple[int, ...]) -> torch.Tensor:
+        """The elements of `box` of one tensor, in the dtype on disk; nothing else is read.
 
-        num_rows: length of dim 0 to pad with zeros to before slicing, for vocabularies; None for no padding.
+        Raises ConfigError when there is no such tensor, or its shape is not `whole_shape`.
         """
         if name not in self.files:
             raise ConfigError(f"tensor {name!r} is not in {self.path}")
         with safe_open(self.path / self.files[name], "pt") as file:
             source = file.get_slice(name)
-            if dim is None:
-                return source[:]
-            real = source.get_shape()[dim]
-            total = real if num_rows is None else num_rows
-            start, stop = total * tp_rank // tp_size, total * (tp_rank + 1) // tp_size
-            if dim == 1:
-                return source[:, start:stop]
-            rows = source[min(start, real) : min(stop, real)]
-        missing = stop - start - rows.shape[0]
-        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
-
-
-def read_shard(folder: HFFolder, spec: ParamSpec, vocab_size: int, tp_rank: int, tp_size: int) -> torch.Tensor:
-    """The TP shard of one Megatron parameter, in the dtype on disk."""
-    num_rows = padded_vocab_size(vocab_size) if spec.padded_vocab else None
-    parts = [folder.read_slice(name, spec.tp_dim, tp_rank, tp_size, num_rows) for name in spec.hf_names]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+            if tuple(source.get_shape()) != whole_shape:
+                raise ConfigError(
+                    f"{name} in {self.path} has shape {tuple(source.get_shape())}, "
+                    f"but config.json implies {whole_shape}"
+                )
+            return source[tuple(slice(start, stop) for start, stop in box)]
 
 
 def global_name(name: str, first_layer: int) -> str:
@@ -68,22 +58,29 @@ def global_name(name: str, first_layer: int) -> str:
 
 @torch.no_grad()
 def load_hf_weights(
-    named_parameters: dict[str, torch.nn.Parameter],
-    specs: dict[str, ParamSpec],
-    folder: HFFolder,
-    vocab_size: int,
-    tp_rank: int,
-    tp_size: int,
+    named_parameters: dict[str, torch.nn.Parameter], specs: dict[str, ParamSpec], folder: HFFolder, place: Place
 ) -> None:
-    """Copy this rank's shard of each parameter (global Megatron names) from the folder, one tensor at a time.
+    """Fill this rank's parameters (global Megatron names) from the folder, one piece of a tensor at a time.
 
-    Raises ConfigError when a tensor is missing or has another shape than the model's configuration says.
+    Rows that only pad a vocabulary become 0. Raises ConfigError when a tensor is missing or has another shape than
+    the model's configuration says.
     """
     for name, parameter in named_parameters.items():
-        shard = read_shard(folder, specs[name], vocab_size, tp_rank, tp_size)
+        spec = specs[name]
+        shard = shard_of(spec.tensor, place)
         if shard.shape != parameter.shape:
-            raise ConfigError(
-                f"{specs[name].hf_names} in {folder.path} gives a shard of {tuple(shard.shape)} for {name}, "
-                f"but config.json implies {tuple(parameter.shape)}"
-            )
-        parameter.copy_(shard)
+            raise RuntimeError(f"{name}: Megatron made {tuple(parameter.shape)}, the layout says {shard.shape}")
+        if shard.is_padded:
+            parameter.zero_()
+        for part in shard.parts:
+            read_part(folder, spec, part.segment, part.box, into=parameter[part.index])
+
+
+def read_part(folder: HFFolder, spec: ParamSpec, segment: int, box: Box, into: torch.Tensor) -> None:
+    """Copy `box` of one segment from the folder; of an expert tensor, one expert after the other."""
+    name, shape = spec.hf_names[segment], spec.tensor.segments[segment].shape
+    if not spec.tensor.is_expert:
+        into.copy_(folder.read_box(name, box, shape))
+        return
+    for row, expert in enumerate(range(*box[0])):
+        into[row].copy_(folder.read_box(name.format(expert=expert), box[1:], shape[1:]))

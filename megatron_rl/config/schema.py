@@ -76,8 +76,48 @@ class MegatronConfig:
     """TP: ranks that share every layer."""
     pipeline_model_parallel_size: int = 1
     """PP: consecutive stages of layers."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """VPP: model chunks per stage, for a smaller pipeline bubble; null: one."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage; null: an equal share."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage; null: an equal share."""
+    expert_model_parallel_size: int = 1
+    """EP: ranks of one stage among which experts are dealt out."""
+    expert_tensor_parallel_size: int | None = None
+    """ETP: ranks that share every expert; null: TP."""
+    sequence_parallel: bool = False
+    """Split activations between the TP regions over TP ranks; training experts with TP > 1 needs it."""
+    make_vocab_size_divisible_by: int = 64
+    """Vocabulary rows are padded to a multiple. At other values than vLLM's 64 those matrices cannot be shared."""
     dtype: str = "float32"
     """Parameter and compute type: float32 | bfloat16."""
+    param_offload: bool = False
+    """Keep the parameters in host memory while generating (not for the actor's: generation reads them)."""
+    grad_offload: bool = False
+    """Give the gradient buffers' memory back while generating."""
+    optimizer_offload: bool = False
+    """Keep the optimizer state in host memory while generating."""
+
+
+LAYOUT_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "make_vocab_size_divisible_by",
+    "dtype",
+)
+"""Keys of MegatronConfig that all roles share, because they share one grid of processes."""
+
+
+def follow_actor() -> MegatronConfig:
+    """A layout that is the actor's until a key is set."""
+    return MegatronConfig(**{name: f"${{actor_rollout_ref.actor.megatron.{name}}}" for name in LAYOUT_KEYS})
 
 
 @dataclass
@@ -126,6 +166,13 @@ class RolloutConfig:
     """Tokens of one engine step."""
     kv_cache_memory_bytes: int = 1 << 30
     """KV cache of each rank; held only while generating."""
+    drop_train_weights: bool = False
+    """Give the training copy's memory back while generating, where generation holds all of its elements elsewhere
+    (rollout TP below training TP); it is sliced back out, bit for bit, afterwards."""
+    verify_weights_every: int = 1
+    """Compare checksums of all moved weights with their owners' at every so many transitions; 0: never."""
+    update_weights_bucket_megabytes: int = 64
+    """Scratch memory of a transition, and the bound on one message."""
     enforce_eager: bool = True
     """No compiled or captured graphs."""
     log_prob_micro_batch_size_per_gpu: int = 128
@@ -141,6 +188,7 @@ class RolloutConfig:
 class RefConfig:
     log_prob_micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
     """Samples per forward pass of the frozen reference."""
+    megatron: MegatronConfig = field(default_factory=follow_actor)
 
 
 @dataclass
@@ -168,13 +216,7 @@ class CriticConfig:
     cliprange_value: float = 0.5
     """How far a value may move from its old one before its loss is clipped."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    megatron: MegatronConfig = field(
-        default_factory=lambda: MegatronConfig(
-            tensor_model_parallel_size="${actor_rollout_ref.actor.megatron.tensor_model_parallel_size}",  # type: ignore[arg-type]
-            pipeline_model_parallel_size="${actor_rollout_ref.actor.megatron.pipeline_model_parallel_size}",  # type: ignore[arg-type]
-            dtype="${actor_rollout_ref.actor.megatron.dtype}",
-        )
-    )
+    megatron: MegatronConfig = field(default_factory=follow_actor)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from operator import attrgetter
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig
 
-ACTOR, ROLLOUT, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "critic"
+ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.device": ("cpu", "cuda"),

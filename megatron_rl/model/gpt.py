@@ -11,19 +11,22 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from transformers import PretrainedConfig
 
+from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
-from megatron_rl.model.families import family_of, padded_vocab_size
+from megatron_rl.model.families import family_of
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.value_head import ValueHead
 from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.parallel.sharding import padded_vocab_size
 
 
 def transformer_config(
-    hf_config: PretrainedConfig, groups: TrainGroups, dtype: torch.dtype, device: Device
+    hf_config: PretrainedConfig, groups: TrainGroups, megatron: MegatronConfig, device: Device
 ) -> TransformerConfig:
     """Megatron's configuration of the model on this rank. Raises ConfigError for an unknown architecture."""
+    dtype = getattr(torch, megatron.dtype)
     family = family_of(hf_config.architectures)
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
@@ -75,27 +78,31 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
-def build_language_model(hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups) -> GPTModel:
+def build_language_model(
+    hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int
+) -> GPTModel:
     """This rank's stage of the language model, weights not yet loaded. All ranks must call."""
-    return build_stage(hf_config, config, groups, tied=hf_config.tie_word_embeddings)
+    return build_stage(hf_config, config, groups, vocab_multiple, tied=hf_config.tie_word_embeddings)
 
 
 def build_value_model(
-    hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, head_seed: int
+    hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int, head_seed: int
 ) -> GPTModel:
     """The same trunk with a fresh head that maps each hidden state to one value. All ranks must call."""
-    model = build_stage(hf_config, config, groups, tied=False)
+    model = build_stage(hf_config, config, groups, vocab_multiple, tied=False)
     if groups.is_last_stage:
         model.output_layer = ValueHead(config, head_seed)
     return model
 
 
-def build_stage(hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, tied: bool) -> GPTModel:
+def build_stage(
+    hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int, tied: bool
+) -> GPTModel:
     """One pipeline stage of a decoder; `tied`: the vocabulary head shares the embedding's weight."""
     return GPTModel(
         config,
         layer_spec(config),
-        vocab_size=padded_vocab_size(hf_config.vocab_size),
+        vocab_size=padded_vocab_size(hf_config.vocab_size, vocab_multiple),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=groups.is_first_stage,
         post_process=groups.is_last_stage,

@@ -1,33 +1,84 @@
 """Which rank stands where: pure arithmetic of the training and rollout grids.
 
 Training, in Megatron's order:   rank = tp_rank + tp_size * (dp_rank + dp_size * pp_rank)
-Rollout of TP size t_g inside each training TP group of size t, with k = t / t_g:
-    micro-DP groups   k consecutive TP ranks, which pool their shards        TP4 -> TP2: [0,1], [2,3]
-    rollout TP groups every k-th rank, so each rank's shard lies inside      TP4 -> TP2: [0,2], [1,3]
-                      the rollout shard it serves
+                        experts: rank = etp_rank + etp_size * (ep_rank + ep_size * (...)) within one stage
+(context-parallel ranks hold the same weights, so here they count as data-parallel ones)
+Rollout of TP size t_g, in blocks of lcm(t, t_g) consecutive ranks, with k = lcm(t, t_g) / t_g:
+    micro-DP groups   k consecutive ranks, which hold the same shard         TP4 -> TP2: [0,1], [2,3]
+    rollout TP groups every k-th rank; where t_g divides t, each rank's      TP4 -> TP2: [0,2], [1,3]
+                      shard lies inside the rollout shard it serves
 Each rollout TP group is one replica: it generates for its own prompts.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from megatron_rl.parallel.sharding import Place
 
 
 @dataclass(frozen=True)
 class TrainGrid:
-    """The training layout of `world_size` ranks; raises ValueError when tp * pp does not divide the world."""
+    """The training layout of `world_size` ranks; raises ValueError when the sizes do not divide it.
+
+    `etp_size`: tensor parallelism of experts; None: tp_size, as in Megatron.
+    """
 
     world_size: int
     tp_size: int
     pp_size: int
+    ep_size: int = 1
+    etp_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.world_size % (self.tp_size * self.pp_size):
             raise ValueError(f"tp({self.tp_size}) * pp({self.pp_size}) does not divide world_size({self.world_size})")
+        if self.stage_size % (self.expert_tp_size * self.ep_size):
+            raise ValueError(
+                f"etp({self.expert_tp_size}) * ep({self.ep_size}) does not divide "
+                f"the {self.stage_size} ranks of a stage"
+            )
 
     @property
     def dp_size(self) -> int:
         return self.world_size // (self.tp_size * self.pp_size)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world_size // self.pp_size
+
+    @property
+    def expert_tp_size(self) -> int:
+        return self.tp_size if self.etp_size is None else self.etp_size
+
+    def place(self, rank: int, vocab_multiple: int) -> Place:
+        """Where a rank's shards of its stage's tensors lie."""
+        inside = rank % self.stage_size
+        return Place(
+            tp_rank=self.tp_rank(rank),
+            tp_size=self.tp_size,
+            vocab_multiple=vocab_multiple,
+            ep_rank=inside // self.expert_tp_size % self.ep_size,
+            ep_size=self.ep_size,
+            etp_rank=inside % self.expert_tp_size,
+            etp_size=self.expert_tp_size,
+        )
+
+    def exchange_group(self, rank: int) -> list[int]:
+        """The ranks that together hold exactly one copy of all experts, and with it whole copies of all else.
+
+        All stages of a few neighbouring data-parallel ranks; of one of them where experts are not spread wider.
+        """
+        block = math.lcm(self.tp_size, self.expert_tp_size * self.ep_size)
+        first = rank % self.stage_size // block * block
+        return [stage * self.stage_size + first + i for stage in range(self.pp_size) for i in range(block)]
+
+    def exchange_groups(self) -> list[list[int]]:
+        """Every exchange group once; they partition the ranks."""
+        block = len(self.exchange_group(0)) // self.pp_size
+        return [self.exchange_group(first) for first in range(0, self.stage_size, block)]
 
     def rank(self, tp_rank: int, dp_rank: int, pp_rank: int) -> int:
         return tp_rank + self.tp_size * (dp_rank + self.dp_size * pp_rank)
@@ -64,37 +115,53 @@ class TrainGrid:
 
 @dataclass(frozen=True)
 class RolloutGrid:
-    """The generation layout over the same ranks; raises ValueError when tp_size does not divide training's."""
+    """The generation layout over the same ranks; raises ValueError when tp_size does not divide their number.
+
+    Ranks ascend inside every group, because torch numbers the members of a group in that order.
+    """
 
     train: TrainGrid
     tp_size: int
 
     def __post_init__(self) -> None:
-        if self.train.tp_size % self.tp_size:
-            raise ValueError(f"rollout tp({self.tp_size}) does not divide train tp({self.train.tp_size})")
+        if self.train.world_size % self.tp_size:
+            raise ValueError(f"rollout tp({self.tp_size}) does not divide world_size({self.train.world_size})")
+
+    @property
+    def block_size(self) -> int:
+        """Consecutive ranks that are grouped among themselves: one training TP group, or several."""
+        return math.lcm(self.train.tp_size, self.tp_size)
 
     @property
     def micro_dp_size(self) -> int:
-        return self.train.tp_size // self.tp_size
+        return self.block_size // self.tp_size
 
     @property
     def num_replicas(self) -> int:
         return self.train.world_size // self.tp_size
 
     def tp_rank(self, rank: int) -> int:
-        return self.train.tp_rank(rank) // self.micro_dp_size
+        return rank % self.block_size // self.micro_dp_size
 
     def replica(self, rank: int) -> int:
-        """Which replica a rank generates for; replicas of one training TP group are numbered together."""
-        block, offset = divmod(rank, self.train.tp_size)
-        return block * self.micro_dp_size + offset % self.micro_dp_size
+        """Which replica a rank generates for; replicas of one block are numbered together."""
+        return rank // self.block_size * self.micro_dp_size + rank % self.block_size % self.micro_dp_size
+
+    def place(self, rank: int, vocab_multiple: int) -> Place:
+        """Where a rank's shards for generation lie: all tensors cut over the rollout TP group, experts too."""
+        tp_rank = self.tp_rank(rank)
+        return Place(tp_rank, self.tp_size, vocab_multiple, etp_rank=tp_rank, etp_size=self.tp_size)
 
     def tp_groups(self) -> list[list[int]]:
         """Strided groups, in replica order, each ascending."""
         k = self.micro_dp_size
-        return [group[i::k] for group in self.train.tp_groups() for i in range(k)]
+        return [block[i::k] for block in self._blocks() for i in range(k)]
 
     def micro_dp_groups(self) -> list[list[int]]:
-        """Consecutive TP ranks whose shards together make one rollout shard."""
+        """Consecutive ranks that need the same rollout shard; where t_g divides t their own shards make it up."""
         k = self.micro_dp_size
-        return [group[i : i + k] for group in self.train.tp_groups() for i in range(0, len(group), k)]
+        return [block[i : i + k] for block in self._blocks() for i in range(0, len(block), k)]
+
+    def _blocks(self) -> list[list[int]]:
+        size = self.block_size
+        return [list(range(start, start + size)) for start in range(0, self.train.world_size, size)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.config.problems import nearest_name
 
-KNOWN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+KNOWN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 VOCAB_PADDING = 64
 """Rows of embedding and head are padded to a multiple of this."""
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config.problems import nearest_name, nearest_number, raise_problems
-from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.validate import ACTOR, CRITIC, ROLLOUT, value_problems
+from megatron_rl.config.schema import LAYOUT_KEYS, RunConfig
+from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
 from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
 
 
@@ -109,7 +109,7 @@ def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[st
 
 def _role_problems(config: RunConfig) -> Iterable[str]:
     """The roles share one grid of processes."""
-    actor, critic = config.actor_rollout_ref.actor.megatron, config.critic.megatron
+    actor = config.actor_rollout_ref.actor.megatron
     rollout_tp, train_tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, actor.tensor_model_parallel_size
     if rollout_tp != train_tp:
         key = f"{ROLLOUT}.tensor_model_parallel_size"
@@ -117,13 +117,14 @@ def _role_problems(config: RunConfig) -> Iterable[str]:
             f"{key}={rollout_tp} must equal the actor's training tp({train_tp}), because regrouping TP shards between "
             f"training and rollout is not available yet; nearest: {key}={train_tp}"
         )
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "dtype"):
-        ours, theirs = getattr(critic, name), getattr(actor, name)
-        if ours != theirs:
-            yield (
-                f"{CRITIC}.megatron.{name}={ours} must equal {ACTOR}.megatron.{name}={theirs}, because all roles share "
-                f"one grid of processes; nearest: {theirs}"
-            )
+    for role, megatron in ((CRITIC, config.critic.megatron), (REF, config.actor_rollout_ref.ref.megatron)):
+        for name in LAYOUT_KEYS:
+            ours, theirs = getattr(megatron, name), getattr(actor, name)
+            if ours != theirs:
+                yield (
+                    f"{role}.megatron.{name}={ours} must equal {ACTOR}.megatron.{name}={theirs}, because all roles "
+                    f"share one grid of processes; nearest: {theirs}"
+                )
 
 
 def _batch_problems(config: RunConfig) -> Iterable[str]:

@@ -23,5 +23,5 @@ def flat_parameters(trainable: TrainableModel, specs: dict[str, ParamSpec]) -> F
         start, stop, _ = buffer.param_index_map[parameter]
         if parameter.data_ptr() != buffer.param_data[start:stop].data_ptr():
             raise RuntimeError(f"{name} does not lie in DDP's parameter buffer")
-        slots.append(Slot(specs[name].logical_name, start, tuple(parameter.shape)))
+        slots.append(Slot(specs[name].tensor.name, start, tuple(parameter.shape)))
     return FlatParameters(buffer.param_data, StageLayout(tuple(sorted(slots, key=lambda slot: slot.offset))))

@@ -75,8 +75,7 @@ class RankWorker:
     def _source(self, path: str) -> ModelSource:
         from megatron_rl.workers.model_source import ModelSource
 
-        dtype = self.config.actor_rollout_ref.actor.megatron.dtype
-        return ModelSource.open(path, self.groups, self.device, dtype)
+        return ModelSource.open(path, self.groups, self.device, self.config.actor_rollout_ref.actor.megatron)
 
     def _num_run_steps(self, role: ActorConfig | CriticConfig) -> int:
         steps, batch_size = self.config.trainer.total_training_steps, self.config.data.train_batch_size
@@ -203,7 +202,9 @@ class RankWorker:
         from megatron_rl.workers.model_source import named_parameters
 
         source = self._source(self.config.actor_rollout_ref.model.path)
-        export_hf(named_parameters(self.actor.trainable.model), source.specs, source.path, target, self.groups)
+        parameters = named_parameters(self.actor.trainable.model)
+        vocab_multiple = source.megatron.make_vocab_size_divisible_by
+        export_hf(parameters, source.specs, source.path, target, self.groups.grid, vocab_multiple)
 
 
 def eos_token_ids(model_path: str) -> list[int]:

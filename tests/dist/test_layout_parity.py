@@ -60,20 +60,23 @@ def collected(results: list[dict], field: str) -> torch.Tensor:
 
 def whole_weights(results: list[dict], role: str) -> dict[str, torch.Tensor]:
     """Unsharded, unfused weights under HF names (the value head under its own)."""
-    from megatron_rl.checkpoint.hf_export import fused_sizes, unfuse
-    from megatron_rl.model.families import FAMILIES, param_map
+    from megatron_rl.checkpoint.hf_export import WholeTensors, owners_of
+    from megatron_rl.model.families import FAMILIES, ModelShape, param_map
+    from megatron_rl.parallel.sharding import Place
 
-    specs = param_map(FAMILIES["Qwen2ForCausalLM"], 4, tied=True)
-    first_replica = sorted((r for r in results if r["place"][2] == 0), key=lambda r: r["place"])
-    names = {name for r in first_replica for name in r[f"{role}_weights"]}
-    whole = {}
-    for name in sorted(names):
-        shards = [r[f"{role}_weights"][name] for r in first_replica if name in r[f"{role}_weights"]]
+    specs = param_map(FAMILIES["Qwen2ForCausalLM"], ModelShape(4, 128, 4, 2, 32, 192, 70, tied=True))
+    tp_size = 1 + max(r["place"][0] for r in results)
+    held = {rank: r[f"{role}_weights"] for rank, r in enumerate(results)}
+    places = {rank: Place(r["place"][0], tp_size, vocab_multiple=64) for rank, r in enumerate(results)}
+    whole = WholeTensors()
+    for name in sorted({name for weights in held.values() for name in weights}):
+        holders = [rank for rank, weights in held.items() if name in weights]
         if role == "critic" and name == "output_layer.weight":
-            whole["value_head"] = shards[0]
-        else:
-            whole |= unfuse(shards, specs[name], fused_sizes(specs[name], shards[0].shape[0], 2), 70)
-    return whole
+            whole.tensors["value_head"] = held[holders[0]][name]
+            continue
+        for rank in owners_of(specs[name], holders, places):
+            whole.add(specs[name], places[rank], held[rank][name])
+    return whole.tensors
 
 
 def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:

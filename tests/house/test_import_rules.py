@@ -41,7 +41,12 @@ ROOMS: dict[str, set[str]] = {
 }
 """Room -> rooms it may import."""
 
-PURE_PARTS = (f"{PACKAGE}.parallel.rank_grid", f"{PACKAGE}.hybrid_engine.plan")
+PURE_PARTS = (
+    f"{PACKAGE}.parallel.rank_grid",
+    f"{PACKAGE}.parallel.sharding",
+    f"{PACKAGE}.parallel.stages",
+    f"{PACKAGE}.hybrid_engine.plan",
+)
 """All that the planner may import of those two rooms."""
 
 LIBRARIES: dict[str, set[str]] = {

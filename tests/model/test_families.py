@@ -1,47 +1,83 @@
 """The map between Megatron's parameters and Hugging Face's tensors."""
 
 import pytest
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import FAMILIES, ParamSpec, family_of, padded_vocab_size, param_map
+from megatron_rl.model.families import FAMILIES, ModelShape, ParamSpec, family_of, param_map
+from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
 LLAMA, QWEN2 = FAMILIES["LlamaForCausalLM"], FAMILIES["Qwen2ForCausalLM"]
+QWEN3_MOE = FAMILIES["Qwen3MoeForCausalLM"]
+
+
+def shape(num_layers=1, tied=True, num_experts=0):
+    """4 query heads and 2 key/value heads of size 8 on a hidden size of 24."""
+    return ModelShape(num_layers, 24, 4, 2, 8, 20, 70, tied, num_experts)
 
 
 def test_one_tied_qwen2_layer_by_hand():
-    """Every parameter, with its dimension and order of parts. Would not catch a name that Megatron does not use."""
-    embedding = ParamSpec("model.embed_tokens.weight", ("model.embed_tokens.weight",), 0, padded_vocab=True)
+    """Every parameter, with its segments. Would not catch a name that Megatron does not use."""
     mega, hf = "decoder.layers.0.", "model.layers.0."
-    qkv = [tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv") for kind in ("weight", "bias")]
-    gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
 
-    def same(name, tp_dim):
-        return ParamSpec(hf + name, (hf + name,), tp_dim)
+    def whole(name):
+        return ParamSpec(LogicalTensor(name, (Segment("all", (24,), 1),), None), (name,))
 
-    assert param_map(QWEN2, num_layers=1, tied=True) == {
+    def columns(name, size, units):
+        return ParamSpec(LogicalTensor(name, (Segment("columns", (24, size), units),), 1), (name,))
+
+    def qkv(kind, rest):
+        parts = tuple(Segment(part, (8 * heads, *rest), heads) for part, heads in (("q", 4), ("k", 2), ("v", 2)))
+        names = tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv")
+        return ParamSpec(LogicalTensor(f"{hf}self_attn.qkv_proj.{kind}", parts, 0), names)
+
+    rows = (Segment("rows", (70, 24), 70),)
+    embedding = ParamSpec(
+        LogicalTensor("model.embed_tokens.weight", rows, 0, is_vocab=True), ("model.embed_tokens.weight",)
+    )
+    gate_up = tuple(Segment(part, (20, 24), 20) for part in ("gate", "up"))
+    assert param_map(QWEN2, shape()) == {
         "embedding.word_embeddings.weight": embedding,
         "output_layer.weight": embedding,
-        "decoder.final_layernorm.weight": ParamSpec("model.norm.weight", ("model.norm.weight",), None),
-        f"{mega}input_layernorm.weight": same("input_layernorm.weight", None),
-        f"{mega}pre_mlp_layernorm.weight": same("post_attention_layernorm.weight", None),
-        f"{mega}self_attention.linear_qkv.weight": ParamSpec(f"{hf}self_attn.qkv_proj.weight", qkv[0], 0),
-        f"{mega}self_attention.linear_qkv.bias": ParamSpec(f"{hf}self_attn.qkv_proj.bias", qkv[1], 0),
-        f"{mega}self_attention.linear_proj.weight": same("self_attn.o_proj.weight", 1),
-        f"{mega}mlp.linear_fc1.weight": ParamSpec(f"{hf}mlp.gate_up_proj.weight", gate_up, 0),
-        f"{mega}mlp.linear_fc2.weight": same("mlp.down_proj.weight", 1),
+        "decoder.final_layernorm.weight": whole("model.norm.weight"),
+        f"{mega}input_layernorm.weight": whole(f"{hf}input_layernorm.weight"),
+        f"{mega}pre_mlp_layernorm.weight": whole(f"{hf}post_attention_layernorm.weight"),
+        f"{mega}self_attention.linear_qkv.weight": qkv("weight", (24,)),
+        f"{mega}self_attention.linear_qkv.bias": qkv("bias", ()),
+        f"{mega}self_attention.linear_proj.weight": columns(f"{hf}self_attn.o_proj.weight", 32, 4),
+        f"{mega}mlp.linear_fc1.weight": ParamSpec(
+            LogicalTensor(f"{hf}mlp.gate_up_proj.weight", gate_up, 0),
+            (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight"),
+        ),
+        f"{mega}mlp.linear_fc2.weight": columns(f"{hf}mlp.down_proj.weight", 20, 20),
     }
+
+
+def test_a_qwen3_moe_layer_has_stacked_experts():
+    """Names and segments of what differs from a dense layer. Would not catch a router that is cut."""
+    mega, hf = "decoder.layers.0.mlp.", "model.layers.0.mlp.experts."
+    params = param_map(QWEN3_MOE, shape(num_experts=6))
+    w13, w2 = params[f"{mega}experts.w13"], params[f"{mega}experts.w2"]
+    gate_up = tuple(Segment(part, (6, 20, 24), 20) for part in ("gate", "up"))
+    assert w13.tensor == LogicalTensor(f"{hf}routed_experts.w13_weight", gate_up, 1, is_expert=True)
+    assert w13.hf_names == (f"{hf}{{expert}}.gate_proj.weight", f"{hf}{{expert}}.up_proj.weight")
+    down = (Segment("columns", (6, 24, 20), 20),)
+    assert w2.tensor == LogicalTensor(f"{hf}routed_experts.w2_weight", down, 2, is_expert=True)
+    assert params[f"{mega}router.weight"].hf_names == ("model.layers.0.mlp.gate.weight",)
+    assert params["decoder.layers.0.self_attention.q_layernorm.weight"].tensor.segments[0].shape == (8,)
+    assert not any("linear_fc" in name or name.endswith("bias") for name in params)
 
 
 def test_an_untied_head_is_its_own_tensor():
     """Only the head differs from the tied map. Would not catch an error in both maps."""
-    tied, untied = (param_map(LLAMA, 2, tied) for tied in (True, False))
-    assert untied["output_layer.weight"] == ParamSpec("lm_head.weight", ("lm_head.weight",), 0, padded_vocab=True)
+    tied, untied = (param_map(LLAMA, shape(2, tied)) for tied in (True, False))
+    assert untied["output_layer.weight"].hf_names == ("lm_head.weight",)
     assert {name for name in tied if tied[name] != untied[name]} == {"output_layer.weight"}
 
 
 def test_layers_are_counted_and_llama_has_no_bias():
     """Two layers give the same names twice. Would not catch a bias that is present and zero."""
-    names = set(param_map(LLAMA, 2, tied=False))
+    names = set(param_map(LLAMA, shape(2, tied=False)))
     assert len(names) == 3 + 2 * 6
     assert {name.replace("layers.0", "layers.1") for name in names if "layers.0." in name} < names
     assert not any(name.endswith("bias") for name in names)
@@ -50,7 +86,7 @@ def test_layers_are_counted_and_llama_has_no_bias():
 @pytest.mark.parametrize("tied", [True, False])
 def test_hf_tensors_are_used_once(tied):
     """No two parameters claim a tensor, except the tied head. Would not catch a tensor that nobody claims."""
-    params = param_map(QWEN2, 3, tied)
+    params = param_map(QWEN2, shape(3, tied))
     claimed = [name for spec in params.values() for name in spec.hf_names]
     assert len(claimed) - len(set(claimed)) == tied
     assert ("lm_head.weight" in claimed) != tied
@@ -60,12 +96,17 @@ def test_family_of_takes_the_first_known_and_lists_the_known():
     """An unknown name is not fatal beside a known one. Would not catch a family with wrong traits."""
     assert family_of(["Other", "Qwen2ForCausalLM"]) is QWEN2 and QWEN2.qkv_bias and not LLAMA.qkv_bias
     for architectures in (["GPT2LMHeadModel"], [], None):
-        with pytest.raises(ConfigError, match="known: LlamaForCausalLM, Qwen2ForCausalLM") as raised:
+        with pytest.raises(ConfigError, match="known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM") as raised:
             family_of(architectures)
         assert str(architectures) in str(raised.value)
 
 
-@pytest.mark.parametrize(("vocab", "padded"), [(1, 64), (64, 64), (65, 128), (151_936, 151_936), (32_001, 32_064)])
-def test_padded_vocab_size(vocab, padded):
-    """Up to a multiple of 64. Would not catch a padding that vLLM changes."""
-    assert padded_vocab_size(vocab) == padded
+def test_shape_is_read_from_config_json():
+    """Explicit and implicit head sizes; an MoE's expert size. Would not catch a config with other key names."""
+    llama = LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64, num_attention_heads=4, num_hidden_layers=3)
+    read = ModelShape.from_hf(llama.to_dict())
+    assert (read.num_layers, read.num_heads, read.num_kv_heads, read.head_size) == (3, 4, 4, 16)
+    assert (read.ffn_size, read.num_experts, read.tied) == (llama.intermediate_size, 0, False)
+    moe = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], moe_intermediate_size=48, num_experts=6, head_dim=10)
+    read = ModelShape.from_hf(moe.to_dict())
+    assert (read.ffn_size, read.num_experts, read.head_size) == (48, 6, 10)

@@ -125,7 +125,32 @@ def test_errors_hold_the_numbers():
     """Sizes that do not divide. Would not catch a message that names no way out."""
     with pytest.raises(ValueError, match=r"tp\(2\) \* pp\(2\) does not divide world_size\(6\)"):
         TrainGrid(world_size=6, tp_size=2, pp_size=2)
-    with pytest.raises(ValueError, match=r"rollout tp\(3\) does not divide train tp\(4\)"):
+    with pytest.raises(ValueError, match=r"rollout tp\(3\) does not divide world_size\(4\)"):
         RolloutGrid(TrainGrid(4, 4, 1), tp_size=3)
-    with pytest.raises(ValueError, match=r"rollout tp\(8\) does not divide train tp\(4\)"):
-        RolloutGrid(TrainGrid(8, 4, 1), tp_size=8)
+    with pytest.raises(ValueError, match=r"etp\(2\) \* ep\(3\) does not divide the 4 ranks of a stage"):
+        TrainGrid(8, 2, 2, ep_size=3)
+
+
+def test_rollout_tp_beyond_training_tp():
+    """TP1 PP2 -> TP2 joins the stages; TP4 -> TP3 strides over three groups. Would not catch an unlucky order."""
+    assert RolloutGrid(TrainGrid(2, 1, 2), 2).tp_groups() == [[0, 1]]
+    grid = RolloutGrid(TrainGrid(12, 4, 1), 3)
+    assert grid.tp_groups() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    assert grid.micro_dp_groups() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [(grid.replica(rank), grid.tp_rank(rank)) for rank in (5, 8)] == [(1, 1), (0, 2)]
+
+
+def test_exchange_groups_hold_one_copy_of_everything():
+    """Without and with experts spread over data-parallel ranks. Would not catch a group with two copies of experts."""
+    assert TrainGrid(8, 2, 2).exchange_groups() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert TrainGrid(8, 2, 2, ep_size=2, etp_size=1).exchange_groups() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert TrainGrid(8, 2, 2, ep_size=2, etp_size=2).exchange_groups() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_expert_coordinates_follow_megatrons_order():
+    """TP2 DP2 with EP2 ETP2 and with EP4. Would not catch a wrong place of expert data parallelism (8 ranks do)."""
+    places = [TrainGrid(8, 2, 1, ep_size=2, etp_size=2).place(rank, 64) for rank in range(8)]
+    assert [place.etp_rank for place in places] == [0, 1] * 4
+    assert [place.ep_rank for place in places] == [0, 0, 1, 1] * 2
+    places = [TrainGrid(4, 2, 1, ep_size=4, etp_size=1).place(rank, 64) for rank in range(4)]
+    assert [(place.ep_rank, place.tp_rank) for place in places] == [(0, 0), (1, 1), (2, 0), (3, 1)]

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import MegatronConfig, RunConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import FAMILIES, padded_vocab_size
+from megatron_rl.model.families import FAMILIES
+from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
 from megatron_rl.planner.preflight import Layouts, check_preflight, preflight
 
@@ -49,9 +50,8 @@ def config(tmp_path) -> RunConfig:
     config.custom_reward_function.path = str(tmp_path / "reward.py")
     shared, critic, trainer = config.actor_rollout_ref, config.critic, config.trainer
     shared.model.path = critic.model.path = write_model(tmp_path / "model")
-    for megatron in (shared.actor.megatron, critic.megatron):
-        megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size = 2, 3
-        megatron.dtype = "float32"
+    for role in (shared.actor, shared.ref, critic):
+        role.megatron = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
     shared.rollout.tensor_model_parallel_size = 2
     critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.ppo_epochs = 32, 64, 1
     critic.forward_micro_batch_size_per_gpu = shared.ref.log_prob_micro_batch_size_per_gpu = 128
@@ -63,12 +63,14 @@ def config(tmp_path) -> RunConfig:
 def set_tp(config: RunConfig, tp: int) -> None:
     shared = config.actor_rollout_ref
     shared.actor.megatron.tensor_model_parallel_size = tp
-    config.critic.megatron.tensor_model_parallel_size = shared.rollout.tensor_model_parallel_size = tp
+    config.critic.megatron.tensor_model_parallel_size = shared.ref.megatron.tensor_model_parallel_size = tp
+    shared.rollout.tensor_model_parallel_size = tp
 
 
 def set_pp(config: RunConfig, pp: int) -> None:
     config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size = pp
     config.critic.megatron.pipeline_model_parallel_size = pp
+    config.actor_rollout_ref.ref.megatron.pipeline_model_parallel_size = pp
 
 
 def test_a_good_run_has_no_violations(config):
@@ -135,7 +137,10 @@ def test_batch_and_length_rules(config):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "must be one of LlamaForCausalLM, Qwen2ForCausalLM"),
+        (
+            {"architectures": ["GemmaForCausalLM"]},
+            "must be one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        ),
         ({"architectures": None}, "architectures=[]"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope_parameters of type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'linear'"),
@@ -220,4 +225,4 @@ def test_planner_and_model_agree(tmp_path):
     """Architectures and padding are written down twice, since the planner loads no Megatron. Would not catch more."""
     assert set(KNOWN_ARCHITECTURES) == set(FAMILIES)
     sizes, problems = read_model_folder("model", write_model(tmp_path / "model"))
-    assert not problems and sizes.padded_vocab_size == padded_vocab_size(100) == 128
+    assert not problems and sizes.padded_vocab_size == padded_vocab_size(100, 64) == 128

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from megatron_rl.checkpoint.hf_export import fused_sizes, unfuse
-from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights, read_shard
+from megatron_rl.checkpoint.hf_export import WholeTensors, owners_of
+from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import FAMILIES, param_map
+from megatron_rl.model.families import FAMILIES, ModelShape, param_map
+from megatron_rl.parallel.sharding import Place, shard_of
 
 TP_SIZES = (1, 2, 4)
 
@@ -64,12 +65,19 @@ def folder(request, tmp_path):
     return HFFolder(tmp_path), tensors
 
 
-SPECS = param_map(FAMILIES["Qwen2ForCausalLM"], 1, tied=False)
+SPECS = param_map(FAMILIES["Qwen2ForCausalLM"], ModelShape(1, 16, 8, 4, 2, 12, 70, tied=False))
 LAYER = "decoder.layers.0."
 
 
-def shards(folder, name, tp_size, vocab=70):
-    return [read_shard(folder, SPECS[name], vocab, tp_rank, tp_size) for tp_rank in range(tp_size)]
+def shards(folder, name, tp_size, specs=SPECS, dtype=torch.float32):
+    """What each TP rank loads, over a parameter that was never initialised."""
+    loaded = []
+    for tp_rank in range(tp_size):
+        place = Place(tp_rank, tp_size, vocab_multiple=64)
+        parameter = torch.nn.Parameter(torch.full(shard_of(specs[name].tensor, place).shape, torch.nan, dtype=dtype))
+        load_hf_weights({name: parameter}, specs, folder, place)
+        loaded.append(parameter.detach())
+    return loaded
 
 
 @pytest.mark.parametrize("tp_size", TP_SIZES)
@@ -115,41 +123,65 @@ def test_qkv_and_gate_up_are_fused_inside_each_shard(folder, tp_size):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), tp_size=st.sampled_from(TP_SIZES), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_unfuse_undoes_read_shard(data, tp_size, dtype):
+def test_export_undoes_import(data, tp_size, dtype):
     """Byte-identical tensors for any sizes and GQA ratio. Would not catch names that transformers does not know."""
-    q_to_kv = data.draw(st.integers(1, 4))
-    vocab = data.draw(st.integers(1, 200))
-    tensors = random_tensors(
-        kv_heads=tp_size * data.draw(st.integers(1, 2)),
-        q_to_kv=q_to_kv,
-        head_size=data.draw(st.sampled_from([1, 2, 6])),
-        ffn=tp_size * data.draw(st.integers(1, 5)),
-        vocab=vocab,
-        dtype=dtype,
-        seed=data.draw(st.integers(0, 99)),
-    )
+    kv_heads, q_to_kv = tp_size * data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
+    head_size, ffn = data.draw(st.sampled_from([1, 2, 6])), tp_size * data.draw(st.integers(1, 5))
+    vocab, heads = data.draw(st.integers(1, 200)), kv_heads * q_to_kv
+    tensors = random_tensors(kv_heads, q_to_kv, head_size, ffn, vocab, dtype, seed=data.draw(st.integers(0, 99)))
+    shape = ModelShape(1, heads * head_size, heads, kv_heads, head_size, ffn, vocab, tied=False)
+    specs = param_map(FAMILIES["Qwen2ForCausalLM"], shape)
     with tempfile.TemporaryDirectory() as path:
         write(Path(path), tensors, num_files=data.draw(st.integers(1, 2)))
-        source = HFFolder(Path(path))
-        restored = {}
-        for name, spec in SPECS.items():
-            parts = shards(source, name, tp_size, vocab)
-            restored |= unfuse(parts, spec, fused_sizes(spec, parts[0].shape[0], q_to_kv), vocab)
-    assert restored.keys() == tensors.keys()
+        source, whole = HFFolder(Path(path)), WholeTensors()
+        places = {rank: Place(rank, tp_size, vocab_multiple=64) for rank in range(tp_size)}
+        for name, spec in specs.items():
+            loaded = shards(source, name, tp_size, specs, dtype)
+            for rank in owners_of(spec, list(places), places):
+                whole.add(spec, places[rank], loaded[rank])
+    assert whole.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert restored[name].dtype == dtype and torch.equal(restored[name], tensor), name
+        assert whole.tensors[name].dtype == dtype and torch.equal(whole.tensors[name], tensor), name
 
 
-def test_load_copies_into_parameters_and_refuses_another_shape(folder):
-    """The right rows arrive, and a wrong shape is named. Would not catch a parameter that is left out."""
-    source, tensors = folder
+def test_experts_are_read_one_by_one_and_put_back(tmp_path):
+    """EP2 x ETP2 of 4 experts, one rank by hand. Would not catch an order that the router does not use."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"gate": (6, 5), "up": (6, 5), "down": (5, 6)}
+    tensors = {
+        f"model.layers.0.mlp.experts.{expert}.{kind}_proj.weight": torch.randn(size, generator=generator)
+        for expert in range(4)
+        for kind, size in shapes.items()
+    }
+    write(tmp_path, tensors, num_files=1)
+    shape = ModelShape(1, 5, 2, 2, 2, 6, 70, tied=False, num_experts=4)
+    specs = param_map(FAMILIES["Qwen3MoeForCausalLM"], shape)
+    names = ["decoder.layers.0.mlp.experts.w13", "decoder.layers.0.mlp.experts.w2"]
+    places = {rank: Place(0, 1, 64, ep_rank=rank // 2, ep_size=2, etp_rank=rank % 2, etp_size=2) for rank in range(4)}
+    whole = WholeTensors()
+    for name in names:
+        assert owners_of(specs[name], [0, 1, 2, 3], places) == [0, 1, 2, 3]
+        for rank, place in places.items():
+            parameter = torch.nn.Parameter(torch.full(shard_of(specs[name].tensor, place).shape, torch.nan))
+            load_hf_weights({name: parameter}, specs, HFFolder(tmp_path), place)
+            whole.add(specs[name], place, parameter.detach())
+            if rank == 3 and name.endswith("w13"):
+                gate, up = (tensors[f"model.layers.0.mlp.experts.3.{kind}_proj.weight"] for kind in ("gate", "up"))
+                assert torch.equal(parameter[1], torch.cat([gate[3:], up[3:]]))
+    assert whole.tensors.keys() == tensors.keys()
+    assert all(torch.equal(whole.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+def test_load_refuses_another_shape(folder):
+    """A shape on disk and one in memory. Would not catch a parameter that is left out."""
+    source, _ = folder
     name = LAYER + "mlp.linear_fc2.weight"
-    parameter = torch.nn.Parameter(torch.zeros(16, 6, dtype=torch.bfloat16))
-    load_hf_weights({name: parameter}, SPECS, source, 70, tp_rank=1, tp_size=2)
-    assert torch.equal(parameter, tensors["model.layers.0.mlp.down_proj.weight"][:, 6:].bfloat16())
-    wrong = torch.nn.Parameter(torch.zeros(16, 7))
-    with pytest.raises(ConfigError, match=r"down_proj.*\(16, 6\).*\(16, 7\)"):
-        load_hf_weights({name: wrong}, SPECS, source, 70, tp_rank=1, tp_size=2)
+    place = Place(1, 2, vocab_multiple=64)
+    with pytest.raises(RuntimeError, match=r"linear_fc2.*\(16, 7\).*\(16, 6\)"):
+        load_hf_weights({name: torch.nn.Parameter(torch.zeros(16, 7))}, SPECS, source, place)
+    specs = param_map(FAMILIES["Qwen2ForCausalLM"], ModelShape(1, 16, 8, 4, 2, 14, 70, tied=False))
+    with pytest.raises(ConfigError, match=r"down_proj.*\(16, 12\).*config.json implies \(16, 14\)"):
+        load_hf_weights({name: torch.nn.Parameter(torch.zeros(16, 7))}, specs, source, place)
 
 
 def test_a_missing_tensor_and_an_empty_folder_are_named(folder, tmp_path_factory):

@@ -1,0 +1,181 @@
+"""How a whole tensor is cut into the shards of ranks: pure interval arithmetic, one description for every layout.
+
+A logical tensor is one or more segments stacked along the dim that tensor parallelism cuts: [q; k; v], [gate; up],
+the rows of a vocabulary. Each segment is cut on its own, so a shard is a stack of pieces, one from each segment, and
+never one interval of the whole. A `Part` says which box of which segment lies where in a shard; all reading, writing
+and moving of weights is derived from parts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Interval = tuple[int, int]
+"""Half-open: [start, stop)."""
+Box = tuple[Interval, ...]
+"""One interval per dim."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One separately cut part of a tensor. `num_units` equal, indivisible units (heads, columns) lie along the cut."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_units: int
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A tensor of the whole model, as the rollout engine names it and stacks its segments.
+
+    tp_dim: the dim that tensor parallelism cuts and along which segments are stacked; None where every rank holds all.
+    is_expert: dim 0 counts experts, cut by expert parallelism, and `tp_dim` is cut by expert tensor parallelism.
+    is_vocab: rows are padded, so that the last ranks' shards may hold rows that are no token's.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
+    tp_dim: int | None
+    is_expert: bool = False
+    is_vocab: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor without padding."""
+        return sum(math.prod(segment.shape) for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place in a layout of weights. `vocab_multiple`: vocabularies are padded up to a multiple of it."""
+
+    tp_rank: int
+    tp_size: int
+    vocab_multiple: int
+    ep_rank: int = 0
+    ep_size: int = 1
+    etp_rank: int = 0
+    etp_size: int = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """The box of segment number `segment` that lies at `at` (one index per dim) in a rank's shard."""
+
+    segment: int
+    box: Box
+    at: tuple[int, ...]
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What the shard, as a tensor, is indexed with to get this part."""
+        return tuple(slice(at, at + stop - start) for at, (start, stop) in zip(self.at, self.box, strict=True))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds of a logical tensor; elements outside all parts are padding."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.numel != sum(box_numel(part.box) for part in self.parts)
+
+
+def shard_of(tensor: LogicalTensor, place: Place) -> Shard:
+    """The shard of `tensor` at `place`. Raises ValueError when the layout cannot cut it."""
+    if tensor.is_vocab:
+        return _vocab_shard(tensor, place)
+    tp_rank, tp_size = (place.etp_rank, place.etp_size) if tensor.is_expert else (place.tp_rank, place.tp_size)
+    shape = list(tensor.segments[0].shape)
+    if tensor.is_expert:
+        experts = _even_cut(tensor.name, "experts", shape[0], place.ep_rank, place.ep_size)
+        shape[0] = experts[1] - experts[0]
+    parts, offset = [], 0
+    for number, segment in enumerate(tensor.segments):
+        box = [(0, size) for size in segment.shape]
+        at = [0] * len(box)
+        if tensor.is_expert:
+            box[0] = experts
+        if tensor.tp_dim is not None:
+            box[tensor.tp_dim] = cut(tensor.name, segment, tensor.tp_dim, tp_rank, tp_size)
+            at[tensor.tp_dim] = offset
+            offset += length(box[tensor.tp_dim])
+        parts.append(Part(number, tuple(box), tuple(at)))
+    if tensor.tp_dim is not None:
+        shape[tensor.tp_dim] = offset
+    return Shard(tuple(shape), tuple(parts))
+
+
+def cut(name: str, segment: Segment, dim: int, rank: int, size: int) -> Interval:
+    """Rank `rank`'s interval of `segment` along `dim`: an equal share of units, or one unit that several ranks hold.
+
+    Raises ValueError when neither `size` divides the number of units nor that divides `size`.
+    """
+    units = segment.num_units
+    unit = segment.shape[dim] // units
+    if units % size == 0:
+        share = units // size * unit
+        return rank * share, (rank + 1) * share
+    if size % units == 0:
+        first = rank * units // size * unit
+        return first, first + unit
+    raise ValueError(f"tp({size}) and the {units} units of {name}.{segment.name} do not divide each other")
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """Rows of a vocabulary matrix after padding."""
+    return -(-vocab_size // multiple) * multiple
+
+
+def _vocab_shard(tensor: LogicalTensor, place: Place) -> Shard:
+    (segment,) = tensor.segments
+    vocab_size, *rest = segment.shape
+    padded = padded_vocab_size(vocab_size, place.vocab_multiple)
+    start, stop = _even_cut(tensor.name, "padded rows", padded, place.tp_rank, place.tp_size)
+    shape = (stop - start, *rest)
+    if start >= vocab_size:
+        return Shard(shape, ())
+    box = ((start, min(stop, vocab_size)), *((0, size) for size in rest))
+    return Shard(shape, (Part(0, box, (0,) * len(shape)),))
+
+
+def _even_cut(name: str, what: str, total: int, rank: int, size: int) -> Interval:
+    if total % size:
+        raise ValueError(f"{size} ranks do not divide the {total} {what} of {name}")
+    share = total // size
+    return rank * share, (rank + 1) * share
+
+
+def length(interval: Interval) -> int:
+    """Elements of an interval."""
+    return interval[1] - interval[0]
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Extent of a box along each dim."""
+    return tuple(stop - start for start, stop in box)
+
+
+def box_numel(box: Box) -> int:
+    """Elements of a box."""
+    return math.prod(box_shape(box))
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """The common part of two boxes of the same segment; None when there is none."""
+    common = []
+    for (start, stop), (other_start, other_stop) in zip(one, other, strict=True):
+        low, high = max(start, other_start), min(stop, other_stop)
+        if low >= high:
+            return None
+        common.append((low, high))
+    return tuple(common)
