@@ -16,8 +16,9 @@ CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_rng",
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.shm_group_name",
+    "third_party_patches.vllm.rank_order",
 )
-CUDA_PATCHES: tuple[str, ...] = ()
+CUDA_PATCHES = ("third_party_patches.vllm.rank_order",)
 
 __all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]
 

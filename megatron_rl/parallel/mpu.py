@@ -18,13 +18,17 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class TrainGroups:
-    """One rank's place in the training grid and the process groups it belongs to."""
+    """One rank's place in the training grid and the process groups it belongs to.
+
+    exchange_group: the ranks among which weights travel for generation (`TrainGrid.exchange_groups`).
+    """
 
     grid: TrainGrid
     rank: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    exchange_group: dist.ProcessGroup
 
     @property
     def tp_rank(self) -> int:
@@ -66,12 +70,14 @@ def initialize_mpu(grid: TrainGrid, seed: int) -> TrainGroups:
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
+    exchange_group, _ = dist.new_subgroups_by_enumeration(grid.exchange_groups(), timeout=COLLECTIVE_TIMEOUT)
     groups = TrainGroups(
         grid=grid,
         rank=dist.get_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        exchange_group=exchange_group,
     )
     megatrons = (
         parallel_state.get_tensor_model_parallel_rank(),

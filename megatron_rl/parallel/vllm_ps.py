@@ -1,7 +1,8 @@
-"""The rollout groups: vLLM's parallel state, checked against the rollout grid.
+"""The rollout groups: vLLM's parallel state, made in the order of the rollout grid and checked against it.
 
-vLLM makes its own tensor-parallel group while the engine is built, inside the process group that training already
-initialised. This module reads it once and refuses a grid that vLLM did not follow.
+vLLM makes its own groups while the engine is built, inside the process group that training already initialised, and
+always of consecutive ranks. `rank_order` says which rank takes which place in its arithmetic, so that its groups become
+the grid's; afterwards they are read once, and a group that is not the grid's is refused.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class RolloutGroups:
     def is_replica_collector(self) -> bool:
         """Whether this rank's samples represent its replica: the first of its rollout TP group."""
         return self.tp_rank == 0
+
+
+def rank_order(grid: RolloutGrid) -> list[int]:
+    """The rank to put at each of vLLM's places 0, 1, ... so that consecutive places make the grid's TP groups."""
+    return [rank for group in grid.tp_groups() for rank in group]
 
 
 def read_rollout_groups(grid: RolloutGrid) -> RolloutGroups:

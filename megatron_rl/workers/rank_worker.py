@@ -15,6 +15,7 @@ from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
 from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
 from megatron_rl.experience.batches import num_optimizer_steps
+from megatron_rl.model.families import VOCAB_PADDING
 from megatron_rl.parallel.mpu import COLLECTIVE_TIMEOUT, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import ActorBatch, CriticBatch, Generations, Prompts, Sampling, Sequences, TokenScores
@@ -112,13 +113,22 @@ class RankWorker:
         """Build vLLM on the actor's memory; ends in train mode: foreign stages and KV cache released."""
         from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
         from megatron_rl.hybrid_engine.engine import HybridEngine
+        from megatron_rl.hybrid_engine.exchange import Transport
         from megatron_rl.hybrid_engine.rng import swap
         from megatron_rl.rollout.engine import RolloutEngine
         from megatron_rl.workers.flat_parameters import flat_parameters
 
         shared, data = self.config.actor_rollout_ref, self.config.data
         source = self._source(shared.model.path)
-        weights = AllGatherPPModel(flat_parameters(self.actor.trainable, source.specs), self.groups.pp_group)
+        wanted = self.rollout_grid.place(self.groups.rank, VOCAB_PADDING)
+        per_node = self.config.trainer.n_gpus_per_node
+        weights = AllGatherPPModel(
+            flat_parameters(self.actor.trainable, source.specs, source.place, wanted, per_node),
+            {spec.tensor.name: spec.tensor for spec in source.specs.values()},
+            Transport(self.groups.exchange_group),
+            bucket_bytes=shared.rollout.update_weights_bucket_megabytes << 20,
+            drop_train_weights=shared.rollout.drop_train_weights,
+        )
         # vLLM reseeds the process's generators while it starts.
         train_rng = swap(None)
         weights.gather()
@@ -136,7 +146,7 @@ class RankWorker:
         self.rollout.sleep()
         weights.release()
         swap(train_rng)
-        self.engine = HybridEngine(weights, self.rollout)
+        self.engine = HybridEngine(weights, self.rollout, verify_every=shared.rollout.verify_weights_every)
 
     # Generation
 

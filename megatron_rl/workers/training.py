@@ -46,6 +46,22 @@ class TrainableModel:
         """The model itself, without DDP."""
         return self.ddp.module
 
+    @property
+    def param_buffers(self) -> list:
+        """DDP's flat buffers; each has `param_data` and `grad_data`."""
+        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """Every tensor that the optimizer keeps and the model does not: moments, and masters of bfloat16 weights."""
+        params = {buffer.param_data.untyped_storage().data_ptr() for buffer in self.param_buffers}
+        tensors = []
+        for optimizer in self.optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            masters = [main for group in inner.param_groups for main in group["params"]]
+            moments = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+            tensors += [*masters, *moments]
+        return [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in params]
+
     def num_tokens(self, blocks: list[MicroBatch]) -> int:
         """Response tokens of one optimizer step over all data-parallel ranks; what a token mean divides by."""
         count = torch.tensor(sum(int(block.predicts_response.sum()) for block in blocks), device=self.device)

@@ -15,7 +15,7 @@ ROOT = Path(third_party_patches.__file__).parent
 
 
 def patch_for(distribution, versions):
-    return Patch("demo.patch", distribution, versions, drop_when="upstream is mended", apply=lambda: None)
+    return Patch("demo.patch", (distribution,), versions, drop_when="upstream is mended", apply=lambda: None)
 
 
 def test_an_unknown_version_is_refused_by_name():
