@@ -6,7 +6,7 @@ CPU the host copy takes as much as it frees; the path is the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -28,7 +28,7 @@ class HostCopy:
     tensors: called on leaving, because an optimizer makes its state at the first step.
     """
 
-    def __init__(self, tensors) -> None:
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._tensors = tensors
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
 

@@ -16,10 +16,11 @@ from megatron_rl.parallel.rank_grid import RolloutGrid
 
 @dataclass(frozen=True)
 class RolloutGroups:
-    """One rank's place in the rollout grid. `tp_group` is vLLM's own coordinator's device group."""
+    """One rank's place in the rollout grid; `ranks` are the members of vLLM's own `tp_group`."""
 
     grid: RolloutGrid
     rank: int
+    ranks: tuple[int, ...]
     tp_group: dist.ProcessGroup
 
     @property
@@ -53,4 +54,4 @@ def read_rollout_groups(grid: RolloutGrid) -> RolloutGroups:
     expected = grid.tp_groups()[grid.replica(rank)]
     if list(coordinator.ranks) != expected:
         raise RuntimeError(f"rank {rank}: vLLM's TP group is {coordinator.ranks}, the rollout grid says {expected}")
-    return RolloutGroups(grid=grid, rank=rank, tp_group=coordinator.device_group)
+    return RolloutGroups(grid=grid, rank=rank, ranks=tuple(coordinator.ranks), tp_group=coordinator.device_group)

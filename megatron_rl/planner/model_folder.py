@@ -42,6 +42,11 @@ class ModelSizes:
     vocab_size: int
 
     @property
+    def rollout_vocab_size(self) -> int:
+        """Rows of embedding and head in the rollout engine."""
+        return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+    @property
     def tp_divides(self) -> dict[str, int]:
         """Name and value of everything that is cut into TP parts."""
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "padded_vocab_size")

@@ -37,6 +37,7 @@ def preflight(config: RunConfig, known_architectures: Collection[str] = KNOWN_AR
         *problems,
         *_layout_problems(config, known_models),
         *_role_problems(config),
+        *_rollout_problems(config, known_models),
         *_batch_problems(config),
         *_length_problems(config, known_models),
     ]
@@ -110,12 +111,10 @@ def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[st
 def _role_problems(config: RunConfig) -> Iterable[str]:
     """The roles share one grid of processes."""
     actor = config.actor_rollout_ref.actor.megatron
-    rollout_tp, train_tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, actor.tensor_model_parallel_size
-    if rollout_tp != train_tp:
-        key = f"{ROLLOUT}.tensor_model_parallel_size"
+    if actor.param_offload:
         yield (
-            f"{key}={rollout_tp} must equal the actor's training tp({train_tp}), because regrouping TP shards between "
-            f"training and rollout is not available yet; nearest: {key}={train_tp}"
+            f"{ACTOR}.megatron.param_offload=true: generation reads the actor's parameters; nearest: false, with "
+            f"{ROLLOUT}.drop_train_weights=true where rollout TP is below training TP"
         )
     for role, megatron in ((CRITIC, config.critic.megatron), (REF, config.actor_rollout_ref.ref.megatron)):
         for name in LAYOUT_KEYS:
@@ -125,6 +124,37 @@ def _role_problems(config: RunConfig) -> Iterable[str]:
                     f"{role}.megatron.{name}={ours} must equal {ACTOR}.megatron.{name}={theirs}, because all roles "
                     f"share one grid of processes; nearest: {theirs}"
                 )
+
+
+def _rollout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
+    """Rollout TP against the ranks, the actor's model and training TP."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    tp_size, world_size = rollout.tensor_model_parallel_size, trainer.nnodes * trainer.n_gpus_per_node
+    if min(tp_size, world_size) < 1:
+        return
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
+    fitting = [size for size in _divisors(world_size) if model is None or not _rollout_misfits(model, size)]
+    if world_size % tp_size:
+        yield f"{key}={tp_size} must divide the {world_size} ranks; nearest: {nearest_number(tp_size, fitting)}"
+    for misfit in _rollout_misfits(model, tp_size) if model is not None else ():
+        yield f"{key}={tp_size} must {misfit} of {model.path}; nearest: {nearest_number(tp_size, fitting)}"
+    train_tp = config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size
+    if rollout.drop_train_weights and train_tp >= 1 and train_tp % tp_size:
+        yield (
+            f"{ROLLOUT}.drop_train_weights=true needs training shards inside rollout shards, so {key}={tp_size} must "
+            f"divide training tp({train_tp}); nearest: {nearest_number(tp_size, _divisors(train_tp))}"
+        )
+
+
+def _rollout_misfits(model: ModelSizes, tp_size: int) -> list[str]:
+    """What of the model a rollout TP size does not fit; key/value heads may also be fewer, and are then repeated."""
+    sizes = {**model.tp_divides, "padded_vocab_size": model.rollout_vocab_size}
+    heads = sizes.pop("num_key_value_heads")
+    found = [f"divide {name}({size})" for name, size in sizes.items() if size % tp_size]
+    if heads % tp_size and tp_size % heads:
+        found.append(f"divide or be a multiple of num_key_value_heads({heads})")
+    return found
 
 
 def _batch_problems(config: RunConfig) -> Iterable[str]:

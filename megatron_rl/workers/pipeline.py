@@ -31,6 +31,10 @@ class Pipeline:
         self.groups = groups
         self.device = device
 
+    def parameters(self) -> list[Tensor]:
+        """All parameters of this rank's part of the model."""
+        return list(self.model.parameters())
+
     @torch.no_grad()
     def forward(self, blocks: list[MicroBatch], per_token: PerToken) -> Tensor | None:
         """`per_token` of every block, concatenated on the CPU: float32 [all tokens] on the last stage, None before."""

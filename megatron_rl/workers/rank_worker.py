@@ -24,6 +24,7 @@ from third_party_patches import apply_patches
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
+    from megatron_rl.hybrid_engine.offload import Resting
     from megatron_rl.rollout.engine import RolloutEngine
     from megatron_rl.workers.critic import Critic
     from megatron_rl.workers.model_source import ModelSource
@@ -56,6 +57,7 @@ class RankWorker:
         )
         self.rollout_grid = RolloutGrid(grid, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         self.groups = initialize_mpu(grid, config.trainer.seed)
+        self.resting: list[Resting] = []
 
     @register(Dispatch.ONE_TO_ALL, role="worker")
     def coordinates(self) -> Coordinates:
@@ -90,14 +92,18 @@ class RankWorker:
         shared = self.config.actor_rollout_ref
         source, num_run_steps = self._source(shared.model.path), self._num_run_steps(shared.actor)
         self.actor = Actor(source, shared.actor, num_run_steps, shared.rollout.temperature)
+        self.resting += self.actor.trainable.resting(shared.actor.megatron)
 
     @register(Dispatch.ONE_TO_ALL, role="ref")
     def build_reference(self) -> None:
         """Load the frozen reference policy."""
+        from megatron_rl.hybrid_engine.offload import HostCopy
         from megatron_rl.workers.policy import build_reference
 
         shared = self.config.actor_rollout_ref
         self.reference = build_reference(self._source(shared.model.path), shared.rollout.temperature)
+        if shared.ref.megatron.param_offload:
+            self.resting.append(HostCopy(self.reference.pipeline.parameters))
 
     @register(Dispatch.ONE_TO_ALL, role="critic")
     def build_critic(self) -> None:
@@ -107,6 +113,7 @@ class RankWorker:
         critic = self.config.critic
         source, num_run_steps = self._source(critic.model.path), self._num_run_steps(critic)
         self.critic = Critic(source, critic, num_run_steps, head_seed=self.config.trainer.seed)
+        self.resting += self.critic.trainable.resting(critic.megatron)
 
     @register(Dispatch.ONE_TO_ALL, role="rollout")
     def build_rollout(self) -> None:
@@ -146,7 +153,7 @@ class RankWorker:
         self.rollout.sleep()
         weights.release()
         swap(train_rng)
-        self.engine = HybridEngine(weights, self.rollout, verify_every=shared.rollout.verify_weights_every)
+        self.engine = HybridEngine(weights, self.rollout, self.resting, shared.rollout.verify_weights_every)
 
     # Generation
 

@@ -9,8 +9,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.config.schema import OptimConfig
+from megatron_rl.config.schema import MegatronConfig, OptimConfig
 from megatron_rl.experience.batches import MicroBatch
+from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.workers.pipeline import Loss, Pipeline
 
@@ -53,14 +54,25 @@ class TrainableModel:
 
     def optimizer_state(self) -> list[torch.Tensor]:
         """Every tensor that the optimizer keeps and the model does not: moments, and masters of bfloat16 weights."""
-        params = {buffer.param_data.untyped_storage().data_ptr() for buffer in self.param_buffers}
+        params = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}
         tensors = []
         for optimizer in self.optimizer.chained_optimizers:
             inner = optimizer.optimizer
             masters = [main for group in inner.param_groups for main in group["params"]]
             moments = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
             tensors += [*masters, *moments]
-        return [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in params]
+        return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in params]
+
+    def resting(self, megatron: MegatronConfig) -> list[Resting]:
+        """What of this model leaves its device while generating, as `megatron`'s offload keys say."""
+        found: list[Resting] = []
+        if megatron.grad_offload:
+            found.append(Zeros(buffer.grad_data for buffer in self.param_buffers))
+        if megatron.optimizer_offload:
+            found.append(HostCopy(self.optimizer_state))
+        if megatron.param_offload:
+            found.append(HostCopy(lambda: [buffer.param_data for buffer in self.param_buffers]))
+        return found
 
     def num_tokens(self, blocks: list[MicroBatch]) -> int:
         """Response tokens of one optimizer step over all data-parallel ranks; what a token mean divides by."""

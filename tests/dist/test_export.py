@@ -35,7 +35,6 @@ def test_export(save_model, tmp_path) -> None:
     from megatron_rl.report import hf_response_logits
 
     path = save_model(tmp_path / "model")
-    save_test_tokenizer(Path(path))
     results = run_ranks(4, export_before_and_after_update, run_config(path, 2, 2), tmp_path)
     original, untouched = load_file(f"{path}/model.safetensors"), load_file(tmp_path / "untouched/model.safetensors")
     assert original.keys() == untouched.keys()
@@ -47,13 +46,3 @@ def test_export(save_model, tmp_path) -> None:
     assert (trained - trainer_logits).abs().max() < 1e-4
     assert (hf_response_logits(Path(path), sequences) - trainer_logits).abs().max() > 1e-4
     assert not list(tmp_path.glob("*.unfinished"))
-
-
-def save_test_tokenizer(folder: Path) -> None:
-    """The exporter copies the source's tokenizer, so the source needs one."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {chr(33 + i): i for i in range(70)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="!").save_pretrained(folder)
