@@ -84,3 +84,18 @@ def micro_batches(record, micro_batch_size: int) -> list[MicroBatch]:
             )
         )
     return blocks
+
+
+def filled_up(blocks: list[MicroBatch], multiple: int) -> list[MicroBatch]:
+    """`blocks`, and after them blocks without a response until their number is a multiple.
+
+    Those contribute nothing to a loss that is a sum over response tokens, and no scores.
+    """
+    like = blocks[0]
+    neutral = MicroBatch(
+        input_ids=torch.zeros_like(like.input_ids),
+        predicts_response=torch.zeros_like(like.predicts_response),
+        fields={name: field[:0] for name, field in like.fields.items()},
+        num_real_rows=0,
+    )
+    return [*blocks, *[neutral] * (-len(blocks) % multiple)]

@@ -12,14 +12,17 @@ from megatron_rl.workers.training import TrainableModel
 def flat_parameters(trainable: TrainableModel, specs: dict[str, ParamSpec]) -> FlatParameters:
     """DDP's own `param_data`, with each parameter's slot under its logical name.
 
-    Raises RuntimeError when DDP keeps more than one buffer, or a parameter does not lie where DDP says it does.
+    Raises RuntimeError when there are several model chunks, DDP keeps more than one buffer, or a parameter does not lie
+    where DDP says it does.
     """
-    buffers = trainable.ddp.buffers
+    if len(trainable.chunks) != 1:
+        raise RuntimeError(f"one model chunk expected, there are {len(trainable.chunks)} (virtual pipeline)")
+    buffers = trainable.chunks[0].buffers
     if len(buffers) != 1:
         raise RuntimeError(f"one flat parameter buffer expected, DDP made {len(buffers)} (mixed parameter dtypes?)")
     buffer = buffers[0]
     slots = []
-    for name, parameter in named_parameters(trainable.model).items():
+    for name, parameter in named_parameters(trainable.models).items():
         start, stop, _ = buffer.param_index_map[parameter]
         if parameter.data_ptr() != buffer.param_data[start:stop].data_ptr():
             raise RuntimeError(f"{name} does not lie in DDP's parameter buffer")

@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.experience.batches import MicroBatch, micro_batches
+from megatron_rl.experience.batches import MicroBatch, filled_up, micro_batches
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths
 
@@ -24,10 +24,10 @@ Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
 
 
 class Pipeline:
-    """One role's model chunk together with the groups its schedule runs over."""
+    """One role's model chunks, in the order they run, together with the groups their schedule runs over."""
 
-    def __init__(self, model: torch.nn.Module, groups: TrainGroups, device: torch.device) -> None:
-        self.model = model
+    def __init__(self, chunks: list[torch.nn.Module], groups: TrainGroups, device: torch.device) -> None:
+        self.chunks = chunks
         self.groups = groups
         self.device = device
 
@@ -40,7 +40,7 @@ class Pipeline:
             # The schedule calls this with non_loss_data=True and collects what it returns.
             return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
 
-        outputs = self._schedule(step, blocks, forward_only=True, collect_non_loss_data=True)
+        outputs = self._schedule(step, self._scheduled(blocks), forward_only=True, collect_non_loss_data=True)
         return torch.cat(outputs) if self.groups.is_last_stage else None
 
     def score(self, sequences: Sequences, micro_batch_size: int, per_token: PerToken) -> TokenScores | None:
@@ -56,6 +56,7 @@ class Pipeline:
         The loss must already be divided by whatever it is a mean of. Returns the metric sums of this data-parallel
         rank's blocks, [M], on the last stage; None before.
         """
+        blocks = self._scheduled(blocks)
         # Megatron divides by the number of micro-batches and averages over data-parallel ranks; the sum is wanted.
         scale = len(blocks) * self.groups.grid.dp_size
 
@@ -71,6 +72,10 @@ class Pipeline:
         metrics = self._schedule(step, blocks, forward_only=False)
         return torch.stack(metrics).sum(0) if self.groups.is_last_stage else None
 
+    def _scheduled(self, blocks: list[MicroBatch]) -> list[MicroBatch]:
+        # The interleaved schedule deals micro-batches out to the stages in rounds of pp_size.
+        return filled_up(blocks, self.groups.grid.pp_size) if len(self.chunks) > 1 else blocks
+
     def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:
         positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
         return model(block.input_ids, positions, None)
@@ -79,8 +84,8 @@ class Pipeline:
         num_rows, num_columns = blocks[0].input_ids.shape
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(blocks),
-            model=[self.model],
+            data_iterator=[iter(blocks) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(blocks),
             seq_length=num_columns,
             micro_batch_size=num_rows,

@@ -18,7 +18,7 @@ def update_with_nan(config) -> tuple[str, bool, float]:
 
     worker = RankWorker(config)
     worker.build_actor()
-    weights = worker.actor.trainable.ddp.buffers[0].param_data
+    weights = worker.actor.trainable.chunks[0].buffers[0].param_data
     before = weights.clone()
     batch = random_experience(4, seed=worker.groups.dp_rank)
     batch.old_log_probs = worker.compute_log_probs(batch.sequences()).scores

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from types import MappingProxyType
+
 import pytest
 import torch
 from ranks import run_ranks
 from tiny_models import random_experience, run_config, save_llama, save_qwen2
 
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.parallel.stages import StagePlan
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-LAYOUTS = {"TP2": (2, 2, 1), "PP2": (2, 1, 2), "TP2xPP2": (4, 2, 2), "TP2xDP2": (4, 2, 1), "DP2": (2, 1, 1)}
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
+LAYOUTS = {
+    "TP2": (2, 2, 1),
+    "PP2": (2, 1, 2),
+    "TP2xPP2": (4, 2, 2),
+    "TP2xDP2": (4, 2, 1),
+    "DP2": (2, 1, 1),
+    "PP2xVPP2": (2, 1, 2, VPP2),
+    "TP2xPP2xVPP2": (4, 2, 2, VPP2),
+    "PP2xDP2xVPP2": (4, 1, 2, VPP2),
+    "stages of 1, 3": (2, 1, 2, {"num_layers_in_first_pipeline_stage": 1}),
+    "stages of 2, 1, 1": (3, 1, 3, {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 1}),
+}
+"""Name -> ranks, then the arguments of layout_config after the model."""
+# In micro-batches of 4: 3 of them without DP, which the interleaved schedule fills up to 4, and 2 with DP2.
 NUM_ROWS = 11
 # Adam divides by the root of the squared gradient, which blows rounding noise up wherever the true gradient is zero.
 # With a large epsilon the step is proportional to the gradient, so comparing new weights compares gradients.
@@ -46,7 +66,7 @@ def one_update(config) -> dict:
     result["log_probs_after"] = score(worker.compute_log_probs)
     result["values_after"] = score(worker.compute_values)
     for role, trainable in (("actor", worker.actor.trainable), ("critic", worker.critic.trainable)):
-        parameters = named_parameters(trainable.model)
+        parameters = named_parameters(trainable.models)
         result[f"{role}_weights"] = {name: p.detach().clone() for name, p in parameters.items()}
     result["place"] = (worker.groups.tp_rank, worker.groups.pp_rank, worker.groups.dp_rank)
     return result
@@ -88,21 +108,43 @@ def model_path(tmp_path_factory) -> str:
     return save_qwen2(tmp_path_factory.mktemp("model"))
 
 
-def run_layout(model_path: str, world_size: int, tp_size: int, pp_size: int) -> list[dict]:
+def layout_config(
+    model_path: str, tp_size: int, pp_size: int, keys: dict = MappingProxyType({}), micro_batch: int = 4
+) -> RunConfig:
+    """`keys`: more of the actor's megatron group, which the other roles follow."""
     optimizer = {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
     optimizer |= {f"critic__optim__{key}": value for key, value in OPTIMIZER.items()}
-    return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **optimizer))
+    sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in keys.items()}
+    sizes["actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"] = micro_batch
+    sizes["actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu"] = micro_batch
+    return run_config(model_path, tp_size, pp_size, **optimizer, **sizes)
 
 
 @pytest.fixture(scope="module")
 def reference(model_path) -> list[dict]:
-    return run_layout(model_path, 1, 1, 1)
+    return run_ranks(1, one_update, layout_config(model_path, 1, 1))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_one_process(layout: str, model_path: str, reference: list[dict]) -> None:
     """Would not catch an error that every layout shares with the single process (the HF test does that)."""
-    results = run_layout(model_path, *LAYOUTS[layout])
+    world_size, *sizes = LAYOUTS[layout]
+    config = layout_config(model_path, *sizes)
+    results = run_ranks(world_size, one_update, config)
+    assert_same(results, reference)
+    stages = StagePlan.from_config(4, config.actor_rollout_ref.actor.megatron)
+    for r in results:
+        layers = {int(name.split(".")[2]) for name in r["actor_weights"] if name.startswith("decoder.layers.")}
+        assert layers == set(chain(*stages.layers(r["place"][1])))
+
+
+def test_fewer_micro_batches_than_stages(model_path: str, reference: list[dict]) -> None:
+    """All rows in one micro-batch, filled up to 2 stages. Would not catch filler that only costs time."""
+    assert_same(run_ranks(2, one_update, layout_config(model_path, 1, 2, VPP2, micro_batch=16)), reference)
+
+
+def assert_same(results: list[dict], reference: list[dict]) -> None:
+    """Scores, metrics and new weights of a run equal those of one process to 1e-5."""
     for field in ("log_probs", "ref_log_probs", "values", "log_probs_after", "values_after"):
         assert relative(collected(results, field), collected(reference, field)) < 1e-5, field
     for role in ("actor", "critic"):
