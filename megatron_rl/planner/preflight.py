@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.problems import nearest_name, nearest_number, raise_problems
-from megatron_rl.config.schema import LAYOUT_KEYS, RunConfig
+from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
 from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
+from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
 
 
 def check_preflight(config: RunConfig) -> None:
@@ -60,10 +61,11 @@ def _file_problems(config: RunConfig) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The TP and PP sizes that fit all models and the number of ranks."""
+    """The TP and PP sizes that fit all models and the number of ranks; `megatron` shares layers out among stages."""
 
     world_size: int
     models: list[ModelSizes]
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
     @property
     def tp_sizes(self) -> list[int]:
@@ -72,8 +74,8 @@ class Layouts:
 
     @property
     def pp_sizes(self) -> list[int]:
-        """PP sizes that divide the layers."""
-        return _divisors(math.gcd(*(model.num_hidden_layers for model in self.models)) or self.world_size)
+        """PP sizes that divide the ranks and over which the layers spread."""
+        return pp_sizes(self.models, self.megatron, self.world_size)
 
     def nearest(self, tp_size: int, pp_size: int) -> tuple[int, int]:
         """The valid (tp, pp) that is the fewest doublings and halvings away."""
@@ -85,9 +87,10 @@ def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[st
     """TP and PP against the ranks and the models; sizes below 1 are another rule's business."""
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    if min(tp_size, pp_size, trainer.nnodes, trainer.n_gpus_per_node) < 1:
+    shares = [share for share in (getattr(megatron, key) for key in SHARES) if share is not None]
+    if min(tp_size, pp_size, trainer.nnodes, trainer.n_gpus_per_node, *shares) < 1:
         return
-    layouts = Layouts(trainer.nnodes * trainer.n_gpus_per_node, models)
+    layouts = Layouts(trainer.nnodes * trainer.n_gpus_per_node, models, megatron)
     if layouts.world_size % (tp_size * pp_size):
         tp, pp = layouts.nearest(tp_size, pp_size)
         yield (
@@ -99,12 +102,7 @@ def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[st
             if size % tp_size:
                 nearest = nearest_number(tp_size, layouts.tp_sizes)
                 yield f"tp({tp_size}) must divide {name}({size}) of {model.path}; nearest: tp({nearest})"
-        if model.num_hidden_layers % pp_size:
-            nearest = nearest_number(pp_size, layouts.pp_sizes)
-            yield (
-                f"pp({pp_size}) must divide num_hidden_layers({model.num_hidden_layers}) of {model.path}; "
-                f"nearest: pp({nearest})"
-            )
+    yield from stage_problems(models, megatron, layouts.world_size)
 
 
 def _role_problems(config: RunConfig) -> Iterable[str]:

@@ -83,8 +83,8 @@ def test_every_layer_is_held_once(plan):
         ({"num_layers": 4, "pp_size": 1, "last": 4}, r"need pp\(1\) > 1"),
         (
             {"num_layers": 6, "pp_size": 3, "first": 1},
-            r"^first\(1\) and last\(None\) layers of pp\(3\) stages must leave equal shares of num_hidden_layers\(6\) to "
-            r"the other 2 stages$",
+            r"^first\(1\) and last\(None\) layers of pp\(3\) stages must leave equal shares "
+            r"of num_hidden_layers\(6\) to the other 2 stages$",
         ),
         ({"num_layers": 6, "pp_size": 3, "first": 3, "last": 3}, "to the other 1 stages"),
         ({"num_layers": 6, "pp_size": 2, "first": 2, "last": 2}, r"must add up to num_hidden_layers\(6\)$"),
