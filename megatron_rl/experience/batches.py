@@ -54,6 +54,11 @@ class MicroBatch:
         fields = {name: field.to(device) for name, field in self.fields.items()}
         return MicroBatch(self.input_ids.to(device), self.predicts_response.to(device), fields, self.num_real_rows)
 
+    def neutral(self) -> MicroBatch:
+        """A block of the same shape without any real row: it runs like this one and adds nothing to a loss."""
+        fields = {name: field[:0] for name, field in self.fields.items()}
+        return MicroBatch(self.input_ids * 0, torch.zeros_like(self.predicts_response), fields, num_real_rows=0)
+
 
 def micro_batches(record, micro_batch_size: int) -> list[MicroBatch]:
     """Cut a record with `input_ids`, `response_lengths` and ragged float fields into blocks of equal shape.
@@ -84,18 +89,3 @@ def micro_batches(record, micro_batch_size: int) -> list[MicroBatch]:
             )
         )
     return blocks
-
-
-def filled_up(blocks: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """`blocks`, and after them blocks without a response until their number is a multiple.
-
-    Those contribute nothing to a loss that is a sum over response tokens, and no scores.
-    """
-    like = blocks[0]
-    neutral = MicroBatch(
-        input_ids=torch.zeros_like(like.input_ids),
-        predicts_response=torch.zeros_like(like.predicts_response),
-        fields={name: field[:0] for name, field in like.fields.items()},
-        num_real_rows=0,
-    )
-    return [*blocks, *[neutral] * (-len(blocks) % multiple)]

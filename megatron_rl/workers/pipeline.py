@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.experience.batches import MicroBatch, filled_up, micro_batches
+from megatron_rl.experience.batches import MicroBatch, micro_batches
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths
 
@@ -73,8 +73,9 @@ class Pipeline:
         return torch.stack(metrics).sum(0) if self.groups.is_last_stage else None
 
     def _scheduled(self, blocks: list[MicroBatch]) -> list[MicroBatch]:
-        # The interleaved schedule deals micro-batches out to the stages in rounds of pp_size.
-        return filled_up(blocks, self.groups.grid.pp_size) if len(self.chunks) > 1 else blocks
+        # The interleaved schedule takes micro-batches in rounds of pp_size, so the last round is filled up.
+        round_size = self.groups.grid.pp_size if len(self.chunks) > 1 else 1
+        return [*blocks, *[blocks[0].neutral()] * (-len(blocks) % round_size)]
 
     def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:
         positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
