@@ -17,7 +17,7 @@ def flat_parameters(trainable: TrainableModel, specs: dict[str, ParamSpec]) -> F
     """
     if len(trainable.chunks) != 1:
         raise RuntimeError(f"one model chunk expected, there are {len(trainable.chunks)} (virtual pipeline)")
-    buffers = trainable.chunks[0].buffers
+    buffers = trainable.param_buffers
     if len(buffers) != 1:
         raise RuntimeError(f"one flat parameter buffer expected, DDP made {len(buffers)} (mixed parameter dtypes?)")
     buffer = buffers[0]

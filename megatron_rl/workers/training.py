@@ -45,6 +45,11 @@ class TrainableModel:
         """The chunks themselves, without DDP."""
         return [chunk.module for chunk in self.chunks]
 
+    @property
+    def param_buffers(self) -> list:
+        """DDP's flat buffers of all chunks; each has `param_data` and `grad_data`."""
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
     def num_tokens(self, blocks: list[MicroBatch]) -> int:
         """Response tokens of one optimizer step over all data-parallel ranks; what a token mean divides by."""
         count = torch.tensor(sum(int(block.predicts_response.sum()) for block in blocks), device=self.device)
@@ -77,8 +82,7 @@ class TrainableModel:
 
     def _check_gradients(self) -> None:
         # Without a loss scaler Megatron's optimizer applies NaN like any other gradient.
-        norms = [buffer.grad_data.norm() for chunk in self.chunks for buffer in chunk.buffers]
-        total = torch.stack(norms).sum()
+        total = torch.stack([buffer.grad_data.norm() for buffer in self.param_buffers]).sum()
         dist.all_reduce(total)
         if not torch.isfinite(total):
             raise FloatingPointError(f"the gradient holds NaN or infinity (norms add up to {float(total)}); no update")

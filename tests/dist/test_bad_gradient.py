@@ -18,7 +18,7 @@ def update_with_nan(config) -> tuple[str, bool, float]:
 
     worker = RankWorker(config)
     worker.build_actor()
-    weights = worker.actor.trainable.chunks[0].buffers[0].param_data
+    weights = worker.actor.trainable.param_buffers[0].param_data
     before = weights.clone()
     batch = random_experience(4, seed=worker.groups.dp_rank)
     batch.old_log_probs = worker.compute_log_probs(batch.sequences()).scores
@@ -49,7 +49,7 @@ def step_with_nan_in_last_chunk(config) -> tuple[str, bool]:
 
     worker = RankWorker(config)
     worker.build_actor()
-    buffers = [buffer for chunk in worker.actor.trainable.chunks for buffer in chunk.buffers]
+    buffers = worker.actor.trainable.param_buffers
     before = [buffer.param_data.clone() for buffer in buffers]
     batch = random_experience(4)
     batch.old_log_probs = batch.advantages

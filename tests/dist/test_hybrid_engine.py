@@ -57,7 +57,7 @@ def round_trip(worker, sampling: Sampling) -> tuple[Generations, object]:
 
 def memory_facts(worker) -> dict:
     """Which storage each rollout parameter lies in, and what is held outside generation."""
-    own = worker.actor.trainable.chunks[0].buffers[0].param_data.untyped_storage()
+    own = worker.actor.trainable.param_buffers[0].param_data.untyped_storage()
     foreign = worker.engine.weights.foreign
     held_outside = (foreign.is_allocated and foreign.num_bytes > 0, worker.rollout.kv_cache.num_bytes)
     worker.enter_rollout()
@@ -92,7 +92,7 @@ def rollout_rank(config) -> dict:
     sampled, _ = round_trip(worker, RANDOM)
     result["sampled"] = tokens(sampled)
     result["difference"] = logprob_difference(worker, sampled)
-    weight = worker.actor.trainable.chunks[0].buffers[0].param_data
+    weight = worker.actor.trainable.param_buffers[0].param_data
     before = weight.clone()
     weight.mul_(1.25)
     changed, _ = round_trip(worker, GREEDY)
