@@ -54,6 +54,11 @@ class MicroBatch:
         fields = {name: field.to(device) for name, field in self.fields.items()}
         return MicroBatch(self.input_ids.to(device), self.predicts_response.to(device), fields, self.num_real_rows)
 
+    def neutral(self) -> MicroBatch:
+        """A block of the same shape without any real row: it runs like this one and adds nothing to a loss."""
+        fields = {name: field[:0] for name, field in self.fields.items()}
+        return MicroBatch(self.input_ids * 0, torch.zeros_like(self.predicts_response), fields, num_real_rows=0)
+
 
 def micro_batches(record, micro_batch_size: int) -> list[MicroBatch]:
     """Cut a record with `input_ids`, `response_lengths` and ragged float fields into blocks of equal shape.

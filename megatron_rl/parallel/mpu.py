@@ -56,9 +56,10 @@ class TrainGroups:
         return self.is_last_stage and self.tp_rank == 0
 
 
-def initialize_mpu(grid: TrainGrid, seed: int) -> TrainGroups:
+def initialize_mpu(grid: TrainGrid, seed: int, vpp_size: int = 1) -> TrainGroups:
     """Create Megatron's groups and RNG tracker; every rank must call, once, after `init_process_group`.
 
+    vpp_size: model chunks per stage, which decides the pipeline schedule of every role.
     Raises RuntimeError if Megatron's idea of this rank's place differs from the grid's.
     """
     from megatron.core import parallel_state, tensor_parallel
@@ -66,6 +67,8 @@ def initialize_mpu(grid: TrainGrid, seed: int) -> TrainGroups:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp_size,
         pipeline_model_parallel_size=grid.pp_size,
+        # With a size of 1 Megatron would still take its interleaved schedule.
+        virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )

@@ -24,7 +24,7 @@ def flat_parameters(
     if len(dtypes) != 1:
         raise RuntimeError(f"parameters of one dtype expected, DDP has buffers of {sorted(map(str, dtypes))}")
     slots = []
-    for name, parameter in named_parameters(trainable.model).items():
+    for name, parameter in named_parameters(trainable.models).items():
         number = next(i for i, buffer in enumerate(buffers) if parameter in buffer.param_index_map)
         start, stop, _ = buffers[number].param_index_map[parameter]
         shard = shard_of(specs[name].tensor, held)

@@ -56,7 +56,9 @@ class RankWorker:
             environment.world_size, megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         )
         self.rollout_grid = RolloutGrid(grid, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-        self.groups = initialize_mpu(grid, config.trainer.seed)
+        self.groups = initialize_mpu(
+            grid, config.trainer.seed, vpp_size=megatron.virtual_pipeline_model_parallel_size or 1
+        )
         self.resting: list[Resting] = []
 
     @register(Dispatch.ONE_TO_ALL, role="worker")
@@ -219,7 +221,7 @@ class RankWorker:
         from megatron_rl.workers.model_source import named_parameters
 
         source = self._source(self.config.actor_rollout_ref.model.path)
-        parameters = named_parameters(self.actor.trainable.model)
+        parameters = named_parameters(self.actor.trainable.models)
         vocab_multiple = source.megatron.make_vocab_size_divisible_by
         export_hf(parameters, source.specs, source.path, target, self.groups.grid, vocab_multiple)
 

@@ -1,4 +1,4 @@
-"""A model that goes in and comes out of a TP2xPP2 job is the same model; a trained one gives the trainer's logits."""
+"""A model that goes in and comes out of a pipelined job is the same model; a trained one gives the trainer's logits."""
 
 from __future__ import annotations
 
@@ -29,13 +29,23 @@ def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
     return worker.response_logits(experience.sequences())
 
 
-@pytest.mark.parametrize("save_model", [save_qwen2, save_llama])
-def test_export(save_model, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("save_model", "world_size", "tp_size", "keys"),
+    [
+        (save_qwen2, 4, 2, {}),
+        (save_llama, 4, 2, {}),
+        (save_qwen2, 2, 1, {"virtual_pipeline_model_parallel_size": 2}),
+        (save_llama, 2, 1, {"num_layers_in_first_pipeline_stage": 1}),
+    ],
+    ids=["tied", "untied", "tied in chunks", "untied with uneven stages"],
+)
+def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     """Byte-identical when untouched, 1e-4 in logits when trained; would not catch a wrong tokenizer (none here)."""
     from megatron_rl.report import hf_response_logits
 
     path = save_model(tmp_path / "model")
-    results = run_ranks(4, export_before_and_after_update, run_config(path, 2, 2), tmp_path)
+    keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in keys.items()}
+    results = run_ranks(world_size, export_before_and_after_update, run_config(path, tp_size, 2, **keys), tmp_path)
     original, untouched = load_file(f"{path}/model.safetensors"), load_file(tmp_path / "untouched/model.safetensors")
     assert original.keys() == untouched.keys()
     assert all(torch.equal(tensor, untouched[name]) for name, tensor in original.items())

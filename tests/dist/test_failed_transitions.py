@@ -24,7 +24,7 @@ def build(config):
 
 
 def weights(worker) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in worker.actor.trainable.model.parameters()]
+    return [p.detach().clone() for p in worker.actor.trainable.pipeline.parameters()]
 
 
 def flip_one_bit_on_rank_zero(worker) -> None:
@@ -142,7 +142,7 @@ def resting_rank(config, num_rounds: int) -> dict:
     scores = worker.compute_ref_log_probs(random_experience(8).sequences())
     return {
         "held": held,
-        "weights": [p.detach().clone() for m in (worker.actor, worker.critic) for p in m.trainable.model.parameters()],
+        "weights": [p.detach().clone() for m in (worker.actor, worker.critic) for p in m.trainable.pipeline.parameters()],
         "reference": scores.scores.values(),
     }
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 def memory_facts(worker) -> dict:
     """Which storage each rollout parameter lies in, and what is held outside generation."""
-    own = worker.actor.trainable.ddp.buffers[0].param_data.untyped_storage()
+    own = worker.actor.trainable.param_buffers[0].param_data.untyped_storage()
     foreign = worker.engine.weights.foreign
     held_outside = (foreign.is_allocated and foreign.num_bytes > 0, worker.rollout.kv_cache.num_bytes)
     worker.enter_rollout()
@@ -22,7 +22,7 @@ def memory_facts(worker) -> dict:
     rollout = {
         name: places.get(p.untyped_storage().data_ptr(), "elsewhere") for name, p in worker.rollout.model.named_parameters()
     }
-    trainer_pointers = {p.data_ptr() for p in worker.actor.trainable.model.parameters()}
+    trainer_pointers = {p.data_ptr() for p in worker.actor.trainable.models[0].parameters()}
     shared = {name for name, p in worker.rollout.model.named_parameters() if p.data_ptr() in trainer_pointers}
     worker.exit_rollout()
     return {"places": rollout, "shared": shared, "held_outside": held_outside}
@@ -49,7 +49,7 @@ def rollout_rank(config) -> dict:
     sampled, _ = round_trip(worker, RANDOM)
     result["sampled"] = tokens(sampled)
     result["difference"] = logprob_difference(worker, sampled)
-    weight = worker.actor.trainable.ddp.buffers[0].param_data
+    weight = worker.actor.trainable.param_buffers[0].param_data
     before = weight.clone()
     weight.mul_(1.25)
     changed, _ = round_trip(worker, GREEDY)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -46,7 +49,7 @@ def one_update(config) -> dict:
     result["log_probs_after"] = score(worker.compute_log_probs)
     result["values_after"] = score(worker.compute_values)
     for role, trainable in (("actor", worker.actor.trainable), ("critic", worker.critic.trainable)):
-        parameters = named_parameters(trainable.model)
+        parameters = named_parameters(trainable.models)
         result[f"{role}_weights"] = {name: p.detach().clone() for name, p in parameters.items()}
     result["place"] = (worker.groups.tp_rank, worker.groups.pp_rank, worker.groups.dp_rank)
     return result
@@ -58,13 +61,14 @@ def collected(results: list[dict], field: str) -> torch.Tensor:
     return torch.cat([part for _, part in parts])
 
 
-def whole_weights(results: list[dict], role: str) -> dict[str, torch.Tensor]:
+def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, torch.Tensor]:
     """Unsharded, unfused weights under HF names (the value head under its own)."""
     from megatron_rl.checkpoint.hf_export import WholeTensors, owners_of
-    from megatron_rl.model.families import FAMILIES, ModelShape, param_map
+    from megatron_rl.model.families import ModelShape, family_of, param_map
     from megatron_rl.parallel.sharding import Place
 
-    specs = param_map(FAMILIES["Qwen2ForCausalLM"], ModelShape(4, 128, 4, 2, 32, 192, 70, tied=True))
+    settings = json.loads(Path(model_path, "config.json").read_text())
+    specs = param_map(family_of(settings["architectures"]), ModelShape.from_hf(settings))
     tp_size = 1 + max(r["place"][0] for r in results)
     held = {rank: r[f"{role}_weights"] for rank, r in enumerate(results)}
     places = {rank: Place(r["place"][0], tp_size, vocab_multiple=64) for rank, r in enumerate(results)}
@@ -88,10 +92,16 @@ def model_path(tmp_path_factory) -> str:
     return save_qwen2(tmp_path_factory.mktemp("model"))
 
 
-def run_layout(model_path: str, world_size: int, tp_size: int, pp_size: int) -> list[dict]:
+def run_layout(
+    model_path: str, world_size: int, tp_size: int, pp_size: int, micro_batch: int = 4, **layout
+) -> list[dict]:
+    """`one_update` on every rank; `layout`: further keys of the actor's megatron group, which the other roles follow."""
     optimizer = {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
     optimizer |= {f"critic__optim__{key}": value for key, value in OPTIMIZER.items()}
-    return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **optimizer))
+    sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in layout.items()}
+    sizes["actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"] = micro_batch
+    sizes["actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu"] = micro_batch
+    return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **optimizer, **sizes))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +112,11 @@ def reference(model_path) -> list[dict]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_one_process(layout: str, model_path: str, reference: list[dict]) -> None:
     """Would not catch an error that every layout shares with the single process (the HF test does that)."""
-    results = run_layout(model_path, *LAYOUTS[layout])
+    assert_same(run_layout(model_path, *LAYOUTS[layout]), reference, model_path)
+
+
+def assert_same(results: list[dict], reference: list[dict], model_path: str) -> None:
+    """Scores, metrics, gradient norms and new weights of a run equal those of one process within 1e-5."""
     for field in ("log_probs", "ref_log_probs", "values", "log_probs_after", "values_after"):
         assert relative(collected(results, field), collected(reference, field)) < 1e-5, field
     for role in ("actor", "critic"):
@@ -112,7 +126,7 @@ def test_layout_equals_one_process(layout: str, model_path: str, reference: list
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
         assert all(r[role][f"{role}/grad_norm"] == pytest.approx(expected[f"{role}/grad_norm"]) for r in results)
-        weights, expected_weights = whole_weights(results, role), whole_weights(reference, role)
+        weights, expected_weights = (whole_weights(run, role, model_path) for run in (results, reference))
         assert weights.keys() == expected_weights.keys()
         for name, tensor in expected_weights.items():
             assert relative(weights[name], tensor) < 1e-5, name
@@ -123,7 +137,7 @@ def test_update_changes_what_it_should(model_path: str, reference: list[dict]) -
     from safetensors.torch import load_file
 
     before = load_file(f"{model_path}/model.safetensors")
-    after = whole_weights(reference, "actor")
+    after = whole_weights(reference, "actor", model_path)
     assert set(after) == set(before)
     unchanged = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
     assert unchanged == []

@@ -64,7 +64,7 @@ CASES = [
 
 
 def weights(worker) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in worker.actor.trainable.model.parameters()]
+    return [p.detach().clone() for p in worker.actor.trainable.pipeline.parameters()]
 
 
 def resident_bytes() -> int:

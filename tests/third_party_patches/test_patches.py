@@ -35,7 +35,7 @@ def train_one_step(groups):
     """One Adam step of a one-layer Qwen2; returns {name: (before, gradient, after)}."""
     from transformers import Qwen2Config
 
-    from megatron_rl.config.schema import OptimConfig
+    from megatron_rl.config.schema import MegatronConfig, OptimConfig
     from megatron_rl.device import Device
     from megatron_rl.experience.batches import micro_batches
     from megatron_rl.model.gpt import build_language_model, transformer_config
@@ -46,13 +46,13 @@ def train_one_step(groups):
     hf_config = Qwen2Config(
         vocab_size=64, num_hidden_layers=1, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32, **sizes
     )
-    config = transformer_config(hf_config, groups, torch.float32, Device("cpu"))
-    model = build_language_model(hf_config, config, groups)
+    config = transformer_config(hf_config, groups, MegatronConfig(), Device("cpu"))
+    [model] = build_language_model(hf_config, config, groups, vocab_multiple=64)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     optim = OptimConfig(lr=0.1, weight_decay=0.0, clip_grad=0.0)
-    trainable = TrainableModel(model, optim, num_run_steps=1, groups=groups, device=torch.device("cpu"))
+    trainable = TrainableModel([model], optim, num_run_steps=1, groups=groups, device=torch.device("cpu"))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rows = Sequences(ragged([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]), torch.tensor([2, 1]), batch_size=[2])
     trainable.compute_gradients(micro_batches(rows, 1), lambda logits, block: (logits.square().mean(), torch.ones(1)))
