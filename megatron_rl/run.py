@@ -128,7 +128,7 @@ class Run:
         return metrics
 
     def data_metrics(self, prompts: Prompts, generations: Generations, experience: Experience) -> dict[str, float]:
-        """Statistics of one step's samples."""
+        """Statistics of one step's samples, and what its transition cost."""
         lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
         return (
             length_metrics(*lengths, generations.truncated)
@@ -140,7 +140,16 @@ class Run:
                 experience.old_values.values(),
             )
             | {"perf/total_num_tokens": float(experience.input_ids.values().numel())}
+            | self._transition_metrics()
         )
+
+    def _transition_metrics(self) -> dict[str, float]:
+        """The last transition to rollout mode, on the rank that it cost most."""
+        return {
+            "reshard/exchange_s": max(report.exchange_seconds for report in self.transitions),
+            "reshard/verify_s": max(report.verify_seconds for report in self.transitions),
+            "reshard/received_mb": max(report.bytes_received for report in self.transitions) / 1e6,
+        }
 
     def val_metrics(self, prompts: Prompts, generations: Generations, scores: torch.Tensor) -> dict[str, float]:
         """Mean held-out score per data source; keeps a few rows to compare the exported model on."""

@@ -16,16 +16,15 @@ CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_rng",
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.shm_group_name",
-    "third_party_patches.vllm.rank_order",
 )
-CUDA_PATCHES = ("third_party_patches.vllm.rank_order",)
+COMMON_PATCHES = ("third_party_patches.vllm.rank_order",)
 
 __all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]
 
 
 def patches_for(device_kind: str) -> list[Patch]:
     """The patches a worker on `device_kind` ("cpu" or "cuda") needs, in the order they are applied."""
-    modules = {"cpu": CPU_PATCHES, "cuda": CUDA_PATCHES}[device_kind]
+    modules = {"cpu": COMMON_PATCHES + CPU_PATCHES, "cuda": COMMON_PATCHES}[device_kind]
     return [importlib.import_module(name).PATCH for name in modules]
 
 

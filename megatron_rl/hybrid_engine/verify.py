@@ -33,7 +33,6 @@ class Check:
     name: str
     segment: str
     box: Box
-    view: Tensor
     owner: int
     index: int
 
@@ -50,38 +49,38 @@ class WeightVerifier:
         self._group = group
         self._longest = max(map(len, owned))
         self._device = next(iter(buffers.values())).device
-        self._mine = [
+        held = [
             region_view(buffers, plan.held[member][name].region(segment, box)) for name, segment, box in owned[member]
         ]
+        self._held = Checksums(held, self._device)
+        self._num_held = len(held)
         self._checks = []
+        views = []
         mine = plan.plans[member]
         for piece in [*mine.local, *mine.received]:
             index = owned[piece.owner][piece.name, piece.segment, piece.box]
-            view = region_view(buffers, plan.dest_slot(piece).region(piece.segment, piece.box))
+            views.append(region_view(buffers, plan.dest_slot(piece).region(piece.segment, piece.box)))
             segment = plan.tensors[piece.name].segments[piece.segment].name
-            self._checks.append(Check(piece.name, segment, piece.box, view, piece.owner, index))
+            self._checks.append(Check(piece.name, segment, piece.box, piece.owner, index))
+        self._arrived = Checksums(views, self._device)
+        self._owners = torch.tensor([check.owner for check in self._checks], dtype=torch.int64, device=self._device)
+        self._indices = torch.tensor([check.index for check in self._checks], dtype=torch.int64, device=self._device)
 
     @torch.no_grad()
     def verify(self) -> None:
         """Raise WeightMismatchError, on all ranks of the group alike, when a piece differs on any of them."""
         ours = torch.zeros(self._longest, dtype=torch.int64, device=self._device)
-        if self._mine:
-            ours[: len(self._mine)] = torch.stack([checksum(view) for view in self._mine])
+        ours[: self._num_held] = self._held.compute()
         theirs = [torch.empty_like(ours) for _ in self._ranks]
         dist.all_gather(theirs, ours, group=self._group)
-        wrong = self._wrong(theirs)
+        expected = torch.stack(theirs)[self._owners, self._indices]
+        differing = (self._arrived.compute() != expected).nonzero().flatten().tolist()
+        wrong = [self._checks[number] for number in differing]
         counts = torch.zeros(len(self._ranks), dtype=torch.int64, device=self._device)
         counts[self._ranks.index(self._rank)] = len(wrong)
         dist.all_reduce(counts, group=self._group)
         if counts.any():
             raise WeightMismatchError(self._describe(wrong, counts.tolist()))
-
-    def _wrong(self, theirs: list[Tensor]) -> list[Check]:
-        if not self._checks:
-            return []
-        found = torch.stack([checksum(check.view) for check in self._checks])
-        expected = torch.stack([theirs[check.owner][check.index] for check in self._checks])
-        return [check for check, equal in zip(self._checks, (found == expected).tolist(), strict=True) if not equal]
 
     def _describe(self, wrong: Sequence[Check], counts: list[int]) -> str:
         if not wrong:
@@ -108,22 +107,44 @@ def owned_pieces(plan: ExchangePlan) -> list[dict[PieceKey, int]]:
     return owned
 
 
-def checksum(view: Tensor) -> Tensor:
-    """int64 scalar of a strided tensor's content; equal content in another memory layout gives the same."""
-    rows = view.reshape(1, -1) if view.dim() < 2 else view
-    if rows.shape[-1] * rows.element_size() % WORD_BYTES == 0:
-        words = as_words(rows)
-        sums = words.sum(-1).flatten()
-    else:
-        bits = rows.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()])
-        sums = bits.sum(-1, dtype=torch.int64).flatten()
-    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+class Checksums:
+    """Checksums of many strided tensors: one kernel for each, and three for all of them together.
+
+    Equal content in another memory layout gives the same checksum. The tensors' memory may come and go in between.
+    """
+
+    def __init__(self, views: Sequence[Tensor], device: torch.device) -> None:
+        shaped = [view.reshape(1, -1) if view.dim() < 2 else view for view in views]
+        counts = [view[..., 0].numel() for view in shaped]
+        self._num = len(views)
+        self._row_sums = torch.empty(sum(counts), dtype=torch.int64, device=device)
+        self._weights = torch.cat([torch.arange(1, count + 1) for count in counts] or [torch.arange(0)]).to(device)
+        self._owner = torch.repeat_interleave(torch.arange(self._num), torch.tensor(counts, dtype=torch.int64)).to(
+            device
+        )
+        sums = [part.view(view.shape[:-1]) for part, view in zip(self._row_sums.split(counts), shaped, strict=True)]
+        self._words = [(out, *as_words(view)) for out, view in zip(sums, shaped, strict=True)]
+
+    def compute(self) -> Tensor:
+        """int64 [number of tensors]."""
+        for out, words, must_copy in self._words:
+            source = words.contiguous().view(torch.int64) if must_copy else words
+            torch.sum(source, -1, dtype=torch.int64, out=out)
+        result = torch.zeros(self._num, dtype=torch.int64, device=self._row_sums.device)
+        return result.index_add_(0, self._owner, self._row_sums * self._weights)
 
 
-def as_words(rows: Tensor) -> Tensor:
-    """The same bytes as int64 along the last dim; a copy where they are not aligned to words."""
-    per_word = WORD_BYTES // rows.element_size()
+def as_words(rows: Tensor) -> tuple[Tensor, bool]:
+    """The integers that a row's sum adds up, and whether they are 64-bit words only after a copy.
+
+    Words where a row is a whole number of them, else as wide as the elements: the choice depends on the shape alone,
+    so that both sides of a comparison make the same.
+    """
+    size = rows.element_size()
+    if rows.shape[-1] * size % WORD_BYTES:
+        return rows.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]), False
+    per_word = WORD_BYTES // size
     aligned = rows.stride(-1) == 1 and all(
         number % per_word == 0 for number in (rows.storage_offset(), *rows.stride()[:-1])
     )
-    return (rows if aligned else rows.contiguous()).view(torch.int64)
+    return (rows.view(torch.int64), False) if aligned else (rows, True)

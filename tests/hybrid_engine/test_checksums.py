@@ -5,9 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.hybrid_engine.verify import checksum
+from megatron_rl.hybrid_engine.verify import Checksums
 
 DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def checksum(tensor):
+    """The tensor's checksum, computed among those of others."""
+    others = [torch.ones(3), torch.ones(2, 2, 2)]
+    return int(Checksums([others[0], tensor, others[1]], torch.device("cpu")).compute()[1])
 
 
 def random_tensor(shape, dtype, seed=0):
@@ -23,14 +29,14 @@ def random_tensor(shape, dtype, seed=0):
 def test_any_flipped_bit_is_seen(shape, dtype, data):
     """Every position and every bit. Would not catch two flips that cancel."""
     tensor = random_tensor(shape, dtype)
-    before = int(checksum(tensor))
+    before = checksum(tensor)
     bits = tensor.view(DTYPES[dtype]).view(-1)
     position = data.draw(st.integers(0, tensor.numel() - 1))
     bit = data.draw(st.integers(0, 8 * tensor.element_size() - 2))
     bits[position] ^= 1 << bit
-    assert int(checksum(tensor)) != before
+    assert checksum(tensor) != before
     bits[position] ^= 1 << bit
-    assert int(checksum(tensor)) == before
+    assert checksum(tensor) == before
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -51,3 +57,12 @@ def test_exchanged_rows_are_seen_and_permuted_words_of_one_row_are_not():
     tensor = random_tensor((4, 8), torch.float32)
     assert checksum(tensor[[1, 0, 2, 3]]) != checksum(tensor)
     assert checksum(tensor.view(4, 4, 2)[:, [1, 0, 2, 3]].reshape(4, 8)) == checksum(tensor)
+
+
+def test_checksum_by_hand():
+    """Rows of one and of two words, and of a length that is none. Would not catch an overflow that is not modular."""
+    words = torch.tensor([[1, 2], [10, 20], [100, 200]])
+    bits = torch.tensor([[3, 4, 5], [6, 7, 8]], dtype=torch.int32).view(torch.float32)
+    found = Checksums([words, words[:, :1], bits], torch.device("cpu")).compute()
+    assert found.tolist() == [3 + 2 * 30 + 3 * 300, 1 + 2 * 10 + 3 * 100, 12 + 2 * 21]
+    assert Checksums([], torch.device("cpu")).compute().tolist() == []

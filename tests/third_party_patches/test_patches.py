@@ -204,6 +204,36 @@ def check_shm_group_name():
     assert names(["29500"], ranks=(2, 3)) != [first]
 
 
+def check_rank_order():
+    """Rollout groups of TP2 inside TP4: vLLM's TP group of this rank, with and without."""
+    import torch.distributed as dist
+    from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state as vllm_ps
+
+    from third_party_patches.vllm import rank_order
+
+    dist.init_process_group("gloo")
+    parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+
+    def tp_group():
+        with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
+            vllm_ps.init_distributed_environment(4, dist.get_rank(), "env://", dist.get_rank(), "gloo")
+            vllm_ps.initialize_model_parallel(tensor_model_parallel_size=2)
+            ranks = list(vllm_ps.get_tp_group().ranks)
+            vllm_ps.destroy_model_parallel()
+        return ranks
+
+    with rank_order.using_rank_order([0, 2, 1, 3]):
+        without = tp_group()
+    rank_order.PATCH.apply()
+    rank_order.PATCH.apply()
+    with rank_order.using_rank_order([0, 2, 1, 3]):
+        ordered = tp_group()
+    with pytest.raises(ValueError, match=r"\[0, 2\] is not an order of 2 ranks"), rank_order.using_rank_order([0, 2]):
+        pass
+    return without, ordered, tp_group()
+
+
 def test_cpu_torch():
     """Without: building asks for CUDA. With: one exact Adam step. Would not catch a Megatron path we do not take."""
     run_ranks(1, check_cpu_torch, timeout=100)
@@ -222,3 +252,10 @@ def test_unpacked_linear():
 def test_shm_group_name():
     """Without: two jobs share a name. With: each has its own. Would not catch two jobs with one port on two nodes."""
     run_ranks(1, check_shm_group_name, timeout=100)
+
+
+def test_rank_order():
+    """Without: runs of ranks. With: the given order while it is active. Would not catch a group made elsewhere."""
+    consecutive, strided = [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]
+    found = run_ranks(4, check_rank_order, timeout=100)
+    assert [list(groups) for groups in zip(*found, strict=True)] == [consecutive, strided, consecutive]

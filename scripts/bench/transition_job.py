@@ -1,0 +1,143 @@
+"""One rank of the transition benchmark: a synthetic model in flat training memory, and the groups of two layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.hybrid_engine.layout import Slot
+from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
+from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
+from megatron_rl.parallel.sharding import LogicalTensor, Segment, shard_of
+
+VOCAB_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A training layout and the rollout TP size it changes to; all on `world_size` ranks."""
+
+    name: str
+    world_size: int
+    tp_size: int
+    pp_size: int
+    rollout_tp_size: int
+
+    @property
+    def grid(self) -> RolloutGrid:
+        return RolloutGrid(TrainGrid(self.world_size, self.tp_size, self.pp_size), self.rollout_tp_size)
+
+
+def synthetic_model(num_tensors: int, num_bytes: int) -> dict[str, LogicalTensor]:
+    """`num_tensors` float32 tensors of `num_bytes` in all: cut by rows, by columns, [gate; up] by rows, in turn."""
+    side = max(16, int((num_bytes / 4 / num_tensors) ** 0.5) // 16 * 16)
+    tensors = {}
+    for number in range(num_tensors):
+        name, kind = f"layer.{number}.weight", number % 3
+        if kind == 2:
+            half = (side // 2, side)
+            segments = tuple(Segment(part, half, side // 2) for part in ("gate", "up"))
+        else:
+            segments = (Segment("all", (side, side), side),)
+        tensors[name] = LogicalTensor(name, segments, tp_dim=1 if kind == 1 else 0)
+    return tensors
+
+
+class Wire:
+    """torch.distributed with a count of the bytes of tensors received."""
+
+    def __init__(self) -> None:
+        self.bytes_received = 0
+
+    def broadcast(self, tensor: torch.Tensor, src: int, group: dist.ProcessGroup) -> None:
+        if dist.get_rank() != src:
+            self.count(tensor)
+        dist.broadcast(tensor, src, group=group)
+
+    def all_gather(self, shards: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+        for peer, shard in enumerate(shards):
+            if peer != group.rank():
+                self.count(shard)
+        dist.all_gather(shards, mine, group=group)
+
+    def count(self, tensor: torch.Tensor) -> None:
+        self.bytes_received += tensor.numel() * tensor.element_size()
+
+
+class Job:
+    """This rank's memory and groups under one layout. Every rank must construct it."""
+
+    def __init__(self, layout: Layout, tensors: dict[str, LogicalTensor]) -> None:
+        self.layout = layout
+        self.tensors = tensors
+        self.rank = dist.get_rank()
+        self.grid = layout.grid
+        train = self.grid.train
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(train.tp_groups())
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(train.pp_groups())
+        self.exchange_group, _ = dist.new_subgroups_by_enumeration(train.exchange_groups())
+        self.rollout_group, _ = dist.new_subgroups_by_enumeration(self.grid.tp_groups())
+        self.place = train.place(self.rank, VOCAB_MULTIPLE)
+        self.wanted = self.grid.place(self.rank, VOCAB_MULTIPLE)
+        self.pp_rank = train.pp_rank(self.rank)
+        names = list(tensors)
+        self.stage_of = {name: i * layout.pp_size // len(names) for i, name in enumerate(names)}
+        slots, end = [], 0
+        for name in names:
+            if self.stage_of[name] == self.pp_rank:
+                shard = shard_of(tensors[name], self.place)
+                slots.append(Slot(name, 0, -(-end // ALIGNMENT) * ALIGNMENT, shard.shape, shard.parts))
+                end = slots[-1].stop
+        self.slots = {slot.name: slot for slot in slots}
+        self.flat = torch.zeros(end)
+        for slot in slots:
+            for part in slot.parts:
+                self.held(slot.name)[part.index] = self.content(slot.name, part.segment)[box_index(part.box)]
+
+    @cached_property
+    def member(self) -> Member:
+        return Member(self.rank, 0, self.grid.train.tp_rank(self.rank), tuple(self.slots.values()), self.wanted)
+
+    def held(self, name: str) -> torch.Tensor:
+        """This rank's training shard, a view of the flat buffer."""
+        slot = self.slots[name]
+        return self.flat[slot.offset : slot.stop].view(slot.shape)
+
+    def content(self, name: str, segment: int) -> torch.Tensor:
+        """The whole segment, the same on every rank: drawn from a seed of its own."""
+        number = list(self.tensors).index(name)
+        generator = torch.Generator().manual_seed(10 * number + segment)
+        return torch.rand(self.tensors[name].segments[segment].shape, generator=generator)
+
+    def empty_rollout_shards(self) -> dict[str, torch.Tensor]:
+        """Memory for this rank's rollout shards."""
+        return {name: torch.zeros(shard_of(tensor, self.wanted).shape) for name, tensor in self.tensors.items()}
+
+    def load(self, shards: dict[str, torch.Tensor], name: str, whole: list[torch.Tensor]) -> None:
+        """Copy this rank's rollout shard out of whole segments."""
+        for part in shard_of(self.tensors[name], self.wanted).parts:
+            shards[name][part.index].copy_(whole[part.segment][box_index(part.box)])
+
+    def merge(self, name: str, tp_shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole segments from the training shards of all TP ranks."""
+        tensor = self.tensors[name]
+        parts = [shard_of(tensor, self.grid.train.place(rank, VOCAB_MULTIPLE)).parts for rank in range(len(tp_shards))]
+        return [
+            torch.cat([shard[own[number].index] for shard, own in zip(tp_shards, parts, strict=True)], tensor.tp_dim)
+            for number in range(len(tensor.segments))
+        ]
+
+    def is_right(self, shards: dict[str, torch.Tensor]) -> bool:
+        """Whether these are this rank's rollout shards of the whole model."""
+        return all(
+            torch.equal(shards[name][part.index], self.content(name, part.segment)[box_index(part.box)])
+            for name, tensor in self.tensors.items()
+            for part in shard_of(tensor, self.wanted).parts
+        )
+
+
+def box_index(box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
