@@ -11,12 +11,16 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 LAYOUTS = {
-    "one-process": (1, 1, 1),
-    "TP4": (4, 4, 1),
-    "PP4": (4, 1, 4),
-    "TP2xDP2": (4, 2, 1),
-    "TP2xPP2": (4, 2, 2),
+    "one-process": (1, 1, 1, 1),
+    "TP4": (4, 4, 1, 4),
+    "PP4": (4, 1, 4, 1),
+    "TP2xDP2": (4, 2, 1, 2),
+    "TP2xPP2": (4, 2, 2, 2),
+    "TP2xPP2-to-TP1": (4, 2, 2, 1),
+    "TP4-to-TP2": (4, 4, 1, 2),
+    "TP4-to-TP1": (4, 4, 1, 1),
 }
+"""(ranks, TP, PP, rollout TP)"""
 SHORT = (
     "data.train_batch_size=16",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -28,27 +32,29 @@ SHORT = (
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_by_overrides(command_line, layout: str) -> None:
     """Two steps with parity checks on; would not catch a layout that learns worse only later."""
-    world_size, tp_size, pp_size = LAYOUTS[layout]
+    world_size, tp_size, pp_size, rollout_tp_size = LAYOUTS[layout]
     run = command_line(
         *SHORT,
         f"trainer.n_gpus_per_node={world_size}",
         f"{MEGATRON}.tensor_model_parallel_size={tp_size}",
         f"{MEGATRON}.pipeline_model_parallel_size={pp_size}",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout_tp_size}",
     )
     assert run.wait(180) == 0, run.text()
     folder = run.output.parent / "run"
     summary = json.loads((folder / "summary.json").read_text())
     expected = {"world_size": world_size, "tp": tp_size, "pp": pp_size, "dp": world_size // (tp_size * pp_size)}
-    assert summary["layout"] == expected | {"rollout_tp": tp_size}
+    assert summary["layout"] == expected | {"rollout_tp": rollout_tp_size}
     assert summary["steps"] == 2
     assert 0 < summary["rollout_logprob_diff_max"] < 5e-5
     assert summary["hf_export_logit_diff_max"] < 1e-4
     assert summary["transition_bytes_received_per_rank"] == summary["transition_bytes_lower_bound_per_rank"]
-    assert (sum(summary["transition_bytes_received_per_rank"]) > 0) == (pp_size > 1)
+    assert (sum(summary["transition_bytes_received_per_rank"]) > 0) == (pp_size > 1 or rollout_tp_size < tp_size)
     # The same questions, the same greedy answers: what `transformers` scored at its making, but for ties.
     made = json.loads((REPOSITORY / "assets/demo/assets.json").read_text())
     assert summary["val_accuracy_before"] == pytest.approx(made["greedy_accuracy"], abs=0.003)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[1]["reshard/verify_s"] > 0
     assert (folder / "curves.png").stat().st_size > 10_000
     assert run.left_over() == []
