@@ -14,7 +14,11 @@ from third_party_patches.guard import Patch, PatchError, require_version
 CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_torch",
     "third_party_patches.megatron_core.cpu_rng",
+    "third_party_patches.megatron_core.router_gemm",
+    "third_party_patches.megatron_core.cpu_token_counts",
+    "third_party_patches.megatron_core.uneven_splits",
     "third_party_patches.vllm.unpacked_linear",
+    "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.shm_group_name",
 )
 CUDA_PATCHES: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.experts import StackedExperts, moe_settings
 from megatron_rl.model.families import family_of
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.value_head import ValueHead
@@ -37,6 +38,7 @@ def transformer_config(
         ffn_hidden_size=hf_config.intermediate_size,
         tensor_model_parallel_size=groups.grid.tp_size,
         pipeline_model_parallel_size=groups.grid.pp_size,
+        sequence_parallel=uses_sequence_parallel(megatron),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -46,6 +48,7 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Weights always come from a checkpoint, so none are drawn; the caller moves the model to its device.
@@ -59,7 +62,13 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         batch_p2p_comm=device.batched_p2p,
+        **(moe_settings(hf_config, groups.grid) if family.is_moe else {}),
     )
+
+
+def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
+    """Whether activations are split over TP ranks; a TP group of one has nothing to split."""
+    return megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1
 
 
 def head_size(hf_config: PretrainedConfig) -> int:
@@ -69,12 +78,19 @@ def head_size(hf_config: PretrainedConfig) -> int:
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder stack of this rank's stage, with our attention and norms in Megatron's own layers."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    """The decoder stack of this rank's stage, with our attention, norms and experts in Megatron's own layers."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.module = StackedQKVSelfAttention
-    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=CausalAttention)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=CausalAttention)
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.num_moe_experts:
+        layer.submodules.mlp.submodules.experts = StackedExperts
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
@@ -91,7 +107,7 @@ def build_value_model(
     """The same trunk with a fresh head that maps each hidden state to one value. All ranks must call."""
     model = build_stage(hf_config, config, groups, vocab_multiple, tied=False)
     if groups.is_last_stage:
-        model.output_layer = ValueHead(config, head_seed)
+        model.output_layer = ValueHead(config, head_seed, groups.tp_group)
     return model
 
 

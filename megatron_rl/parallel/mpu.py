@@ -62,6 +62,8 @@ def initialize_mpu(grid: TrainGrid, seed: int) -> TrainGroups:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp_size,
         pipeline_model_parallel_size=grid.pp_size,
+        expert_model_parallel_size=grid.ep_size,
+        expert_tensor_parallel_size=grid.expert_tp_size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
@@ -77,10 +79,15 @@ def initialize_mpu(grid: TrainGrid, seed: int) -> TrainGroups:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
     )
-    ours = (groups.tp_rank, groups.dp_rank, groups.pp_rank)
+    place = grid.place(groups.rank, vocab_multiple=1)
+    ours = (groups.tp_rank, groups.dp_rank, groups.pp_rank, place.ep_rank, place.etp_rank)
     if megatrons != ours:
-        raise RuntimeError(f"rank {groups.rank}: Megatron places it at (tp, dp, pp) {megatrons}, the grid at {ours}")
+        raise RuntimeError(
+            f"rank {groups.rank}: Megatron places it at (tp, dp, pp, ep, etp) {megatrons}, the grid at {ours}"
+        )
     return groups
 
 

@@ -77,7 +77,8 @@ class TrainableModel:
 
     def _check_gradients(self) -> None:
         # Without a loss scaler Megatron's optimizer applies NaN like any other gradient.
-        total = torch.stack([buffer.grad_data.norm() for buffer in self.ddp.buffers]).sum()
+        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
+        total = torch.stack([buffer.grad_data.norm() for buffer in buffers]).sum()
         dist.all_reduce(total)
         if not torch.isfinite(total):
             raise FloatingPointError(f"the gradient holds NaN or infinity (norms add up to {float(total)}); no update")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -48,7 +51,7 @@ def one_update(config) -> dict:
     for role, trainable in (("actor", worker.actor.trainable), ("critic", worker.critic.trainable)):
         parameters = named_parameters(trainable.model)
         result[f"{role}_weights"] = {name: p.detach().clone() for name, p in parameters.items()}
-    result["place"] = (worker.groups.tp_rank, worker.groups.pp_rank, worker.groups.dp_rank)
+    result["place"] = worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)
     return result
 
 
@@ -58,16 +61,15 @@ def collected(results: list[dict], field: str) -> torch.Tensor:
     return torch.cat([part for _, part in parts])
 
 
-def whole_weights(results: list[dict], role: str) -> dict[str, torch.Tensor]:
+def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, torch.Tensor]:
     """Unsharded, unfused weights under HF names (the value head under its own)."""
     from megatron_rl.checkpoint.hf_export import WholeTensors, owners_of
-    from megatron_rl.model.families import FAMILIES, ModelShape, param_map
-    from megatron_rl.parallel.sharding import Place
+    from megatron_rl.model.families import ModelShape, family_of, param_map
 
-    specs = param_map(FAMILIES["Qwen2ForCausalLM"], ModelShape(4, 128, 4, 2, 32, 192, 70, tied=True))
-    tp_size = 1 + max(r["place"][0] for r in results)
+    settings = json.loads(Path(model_path, "config.json").read_text())
+    specs = param_map(family_of(settings["architectures"]), ModelShape.from_hf(settings))
     held = {rank: r[f"{role}_weights"] for rank, r in enumerate(results)}
-    places = {rank: Place(r["place"][0], tp_size, vocab_multiple=64) for rank, r in enumerate(results)}
+    places = {rank: r["place"] for rank, r in enumerate(results)}
     whole = WholeTensors()
     for name in sorted({name for weights in held.values() for name in weights}):
         holders = [rank for rank, weights in held.items() if name in weights]
@@ -88,10 +90,12 @@ def model_path(tmp_path_factory) -> str:
     return save_qwen2(tmp_path_factory.mktemp("model"))
 
 
-def run_layout(model_path: str, world_size: int, tp_size: int, pp_size: int) -> list[dict]:
+def run_layout(model_path: str, world_size: int, tp_size: int, pp_size: int, **layout) -> list[dict]:
+    """`one_update` on every rank; `layout`: further keys of the actor's megatron group, which the other roles follow."""
     optimizer = {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
     optimizer |= {f"critic__optim__{key}": value for key, value in OPTIMIZER.items()}
-    return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **optimizer))
+    sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in layout.items()}
+    return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **optimizer, **sizes))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +106,11 @@ def reference(model_path) -> list[dict]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_one_process(layout: str, model_path: str, reference: list[dict]) -> None:
     """Would not catch an error that every layout shares with the single process (the HF test does that)."""
-    results = run_layout(model_path, *LAYOUTS[layout])
+    assert_same(run_layout(model_path, *LAYOUTS[layout]), reference, model_path)
+
+
+def assert_same(results: list[dict], reference: list[dict], model_path: str) -> None:
+    """Scores, metrics, gradient norms and new weights of a run equal those of one process within 1e-5."""
     for field in ("log_probs", "ref_log_probs", "values", "log_probs_after", "values_after"):
         assert relative(collected(results, field), collected(reference, field)) < 1e-5, field
     for role in ("actor", "critic"):
@@ -112,7 +120,7 @@ def test_layout_equals_one_process(layout: str, model_path: str, reference: list
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
         assert all(r[role][f"{role}/grad_norm"] == pytest.approx(expected[f"{role}/grad_norm"]) for r in results)
-        weights, expected_weights = whole_weights(results, role), whole_weights(reference, role)
+        weights, expected_weights = (whole_weights(run, role, model_path) for run in (results, reference))
         assert weights.keys() == expected_weights.keys()
         for name, tensor in expected_weights.items():
             assert relative(weights[name], tensor) < 1e-5, name
@@ -123,7 +131,7 @@ def test_update_changes_what_it_should(model_path: str, reference: list[dict]) -
     from safetensors.torch import load_file
 
     before = load_file(f"{model_path}/model.safetensors")
-    after = whole_weights(reference, "actor")
+    after = whole_weights(reference, "actor", model_path)
     assert set(after) == set(before)
     unchanged = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
     assert unchanged == []
@@ -133,10 +141,16 @@ def test_update_changes_what_it_should(model_path: str, reference: list[dict]) -
 @pytest.mark.parametrize("save_model", [save_qwen2, save_llama])
 def test_log_probs_equal_hugging_face(save_model, tmp_path) -> None:
     """TP2xPP2 against transformers on the same folder; would not catch an error common to the sampled rows only."""
-    from transformers import AutoModelForCausalLM
-
     path = save_model(tmp_path)
     results = run_ranks(4, score_only, run_config(path, 2, 2))
+    ours = next(scores for scores in results if scores is not None)
+    assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
+
+
+def hugging_face_log_probs(path: str) -> torch.Tensor:
+    """Log-prob of every response token of the experience under transformers' own model, one row after the other."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     experience = random_experience(NUM_ROWS)
     expected = []
@@ -144,8 +158,7 @@ def test_log_probs_equal_hugging_face(save_model, tmp_path) -> None:
         for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):
             log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
             expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
-    ours = next(scores for scores in results if scores is not None)
-    assert (ours - torch.cat(expected)).abs().max() < 2e-5
+    return torch.cat(expected)
 
 
 def score_only(config) -> torch.Tensor | None:
