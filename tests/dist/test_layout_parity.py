@@ -90,11 +90,15 @@ def model_path(tmp_path_factory) -> str:
     return save_qwen2(tmp_path_factory.mktemp("model"))
 
 
-def run_layout(model_path: str, world_size: int, tp_size: int, pp_size: int, **layout) -> list[dict]:
+def run_layout(
+    model_path: str, world_size: int, tp_size: int, pp_size: int, micro_batch: int = 4, **layout
+) -> list[dict]:
     """`one_update` on every rank; `layout`: further keys of the actor's megatron group, which the other roles follow."""
     optimizer = {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
     optimizer |= {f"critic__optim__{key}": value for key, value in OPTIMIZER.items()}
     sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in layout.items()}
+    sizes["actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"] = micro_batch
+    sizes["actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu"] = micro_batch
     return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **optimizer, **sizes))
 
 

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_layout_parity import assert_same, collected, hugging_face_log_probs, relative, run_layout, whole_weights
-from tiny_models import save_qwen3, save_qwen3_moe
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_layout_parity import (
+    assert_same,
+    collected,
+    hugging_face_log_probs,
+    relative,
+    run_layout,
+    score_only,
+    whole_weights,
+)
+from tiny_models import run_config, save_qwen3, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 SP = {"sequence_parallel": True}
 EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
 MOE_LAYOUTS = {
-    "PP2": ((2, 1, 2), {}),
-    "DP2, EP2": ((2, 1, 1), EP2),
-    "TP2, ETP2": ((2, 2, 1), SP),
-    "TP2, ETP1": ((2, 2, 1), SP | ETP1),
-    "TP2, EP2, ETP1": ((2, 2, 1), SP | EP2 | ETP1),
-    "TP2, DP2, EP2, ETP2": ((4, 2, 1), SP | EP2),
+    "PP2": ((2, 1, 2), {}, (6, 96, 128)),
+    "DP2, EP2": ((2, 1, 1), EP2, (3, 96, 128)),
+    "TP2, ETP2": ((2, 2, 1), SP, (6, 48, 128)),
+    "TP2, ETP1": ((2, 2, 1), SP | ETP1, (6, 96, 128)),
+    "TP2, EP2, ETP1": ((2, 2, 1), SP | EP2 | ETP1, (3, 96, 128)),
+    "TP2, DP2, EP2, ETP2": ((4, 2, 1), SP | EP2, (3, 48, 128)),
 }
-"""Name -> (ranks, tp, pp) and further sizes."""
+"""Name -> (ranks, tp, pp), further sizes, and what a rank holds of the 6 experts' [gate; up] of 2 x 48 rows."""
 DENSE_LAYOUTS = {"TP2": ((2, 2, 1), {}), "TP2, SP": ((2, 2, 1), SP), "TP2, PP2, SP": ((4, 2, 2), SP)}
 
 
@@ -46,8 +56,11 @@ def dense_reference(dense_path) -> list[dict]:
 @pytest.mark.parametrize("layout", MOE_LAYOUTS)
 def test_moe_layouts_equal_one_process(layout, moe_path, moe_reference) -> None:
     """Actor and critic. Would not catch an error in a router weight that moves no token elsewhere and no number."""
-    ranks, sizes = MOE_LAYOUTS[layout]
-    assert_same(run_layout(moe_path, *ranks, **sizes), moe_reference, moe_path)
+    ranks, sizes, shard = MOE_LAYOUTS[layout]
+    results = run_layout(moe_path, *ranks, **sizes)
+    for rank in results:
+        assert {tuple(p.shape) for name, p in rank["actor_weights"].items() if name.endswith("experts.w13")} == {shard}
+    assert_same(results, moe_reference, moe_path)
 
 
 @pytest.mark.parametrize("layout", DENSE_LAYOUTS)
@@ -55,3 +68,33 @@ def test_dense_layouts_equal_one_process(layout, dense_path, dense_reference) ->
     """Query and key norms, sequence parallelism, the value head. Would not catch what all layouts share."""
     ranks, sizes = DENSE_LAYOUTS[layout]
     assert_same(run_layout(dense_path, *ranks, **sizes), dense_reference, dense_path)
+
+
+def test_data_parallel_ranks_run_the_same_number_of_passes(moe_path, moe_reference) -> None:
+    """6 and 5 rows in blocks of 5: two passes and one, and experts on both ranks. Would not catch lost time."""
+    assert_same(run_layout(moe_path, 2, 1, 1, micro_batch=5, **EP2), moe_reference, moe_path)
+
+
+def test_update_moves_experts_and_router(moe_path, moe_reference) -> None:
+    """Guards the tests above against comparing nothing. Would not catch an update in the wrong direction."""
+    before, after = load_file(f"{moe_path}/model.safetensors"), whole_weights(moe_reference, "actor", moe_path)
+    assert before.keys() == after.keys()
+    assert [name for name, tensor in before.items() if torch.equal(tensor, after[name])] == []
+    assert relative(collected(moe_reference, "log_probs_after"), collected(moe_reference, "log_probs")) > 1e-4
+
+
+@pytest.mark.parametrize("family", ["moe", "dense"])
+def test_log_probs_equal_hugging_face(family, request) -> None:
+    """One process, against transformers on the same folder. Would not catch what only long rows show."""
+    path, run = request.getfixturevalue(f"{family}_path"), request.getfixturevalue(f"{family}_reference")
+    for ours in (collected(run, "log_probs"), collected(run, "ref_log_probs")):
+        assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_router_weights_equal_hugging_face(normalised, tmp_path) -> None:
+    """TP2 x DP2, both rules for the chosen experts' weights. Would not catch a tie between two experts."""
+    path = save_qwen3_moe(tmp_path, norm_topk_prob=normalised)
+    sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in (SP | EP2 | ETP1).items()}
+    ours = next(scores for scores in run_ranks(4, score_only, run_config(path, 2, 1, **sizes)) if scores is not None)
+    assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
