@@ -16,7 +16,7 @@ CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_rng",
     "third_party_patches.megatron_core.router_gemm",
     "third_party_patches.megatron_core.cpu_token_counts",
-    "third_party_patches.megatron_core.uneven_splits",
+    "third_party_patches.megatron_core.uneven_gather",
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.shm_group_name",

@@ -35,7 +35,7 @@ def train_one_step(groups):
     """One Adam step of a one-layer Qwen2; returns {name: (before, gradient, after)}."""
     from transformers import Qwen2Config
 
-    from megatron_rl.config.schema import OptimConfig
+    from megatron_rl.config.schema import MegatronConfig, OptimConfig
     from megatron_rl.device import Device
     from megatron_rl.experience.batches import micro_batches
     from megatron_rl.model.gpt import build_language_model, transformer_config
@@ -46,8 +46,8 @@ def train_one_step(groups):
     hf_config = Qwen2Config(
         vocab_size=64, num_hidden_layers=1, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32, **sizes
     )
-    config = transformer_config(hf_config, groups, torch.float32, Device("cpu"))
-    model = build_language_model(hf_config, config, groups)
+    config = transformer_config(hf_config, groups, MegatronConfig(), Device("cpu"))
+    model = build_language_model(hf_config, config, groups, vocab_multiple=64)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
