@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_rl.config.problems import nearest_name, nearest_number, raise_problems
 from megatron_rl.config.schema import LAYOUT_KEYS, RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
+from megatron_rl.planner.expert_layout import expert_problems
 from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
 
 
@@ -36,6 +37,7 @@ def preflight(config: RunConfig, known_architectures: Collection[str] = KNOWN_AR
         *_file_problems(config),
         *problems,
         *_layout_problems(config, known_models),
+        *expert_problems(config, known_models),
         *_role_problems(config),
         *_batch_problems(config),
         *_length_problems(config, known_models),

@@ -151,17 +151,20 @@ def test_log_probs_equal_hugging_face(save_model, tmp_path) -> None:
     assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
 
 
-def hugging_face_log_probs(path: str) -> torch.Tensor:
-    """Log-prob of every response token of the experience under transformers' own model, one row after the other."""
+def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> torch.Tensor:
+    """Log-prob of every response token of the experience under transformers' own model, one row after the other.
+
+    With a `model` gradients can flow into it; without, one is read from `path`.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
     experience = random_experience(NUM_ROWS)
     expected = []
-    with torch.no_grad():
-        for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):
-            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-            expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
+    for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):
+        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
     return torch.cat(expected)
 
 

@@ -7,6 +7,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_layout_parity import (
+    NUM_ROWS,
     assert_same,
     collected,
     hugging_face_log_probs,
@@ -15,7 +16,7 @@ from test_layout_parity import (
     score_only,
     whole_weights,
 )
-from tiny_models import run_config, save_qwen3, save_qwen3_moe
+from tiny_models import random_experience, run_config, save_qwen3, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -98,3 +99,48 @@ def test_router_weights_equal_hugging_face(normalised, tmp_path) -> None:
     sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in (SP | EP2 | ETP1).items()}
     ours = next(scores for scores in run_ranks(4, score_only, run_config(path, 2, 1, **sizes)) if scores is not None)
     assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
+
+
+def policy_gradients(config) -> dict:
+    """One process: gradients of the policy loss where old and new log-probs are equal."""
+    from megatron_rl.workers.model_source import named_parameters
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    experience = random_experience(NUM_ROWS)
+    experience.old_log_probs = worker.compute_log_probs(experience.sequences()).scores
+    worker.actor.compute_gradients(experience.actor_batch())
+    gradients = {name: p.main_grad.clone() for name, p in named_parameters(worker.actor.trainable.model).items()}
+    return {"actor_weights": gradients, "place": worker.groups.grid.place(0, vocab_multiple=64)}
+
+
+def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
+    """Gradients of -mean(advantage * log-prob) under transformers' own model, experts taken apart as on disk."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    advantages = random_experience(NUM_ROWS).advantages.values()
+    (-hugging_face_log_probs(path, model) * advantages).mean().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        stack, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for expert, (gate, up) in enumerate(grad.chunk(2) for grad in parameter.grad):
+                gradients |= {f"{stack}.{expert}.gate_proj.weight": gate, f"{stack}.{expert}.up_proj.weight": up}
+        elif kind == "down_proj":
+            gradients |= {f"{stack}.{expert}.down_proj.weight": grad for expert, grad in enumerate(parameter.grad)}
+        else:
+            gradients[name] = parameter.grad
+    return gradients
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_gradients_equal_hugging_face(normalised, tmp_path) -> None:
+    """Experts, router, norms and the rest, before clipping. Would not catch errors of splitting: layouts do."""
+    path = save_qwen3_moe(tmp_path, norm_topk_prob=normalised)
+    ours = whole_weights(run_ranks(1, policy_gradients, run_config(path, 1, 1)), "actor", path)
+    expected = hugging_face_gradients(path)
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0 and relative(ours[name], gradient) < 1e-4, name
