@@ -20,8 +20,12 @@ CPU_PATCHES = (
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.shm_group_name",
+    "third_party_patches.vllm.rank_order",
 )
-CUDA_PATCHES: tuple[str, ...] = ()
+CUDA_PATCHES = (
+    "third_party_patches.megatron_core.router_gemm",
+    "third_party_patches.vllm.rank_order",
+)
 
 __all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]
 

@@ -17,28 +17,34 @@ class PatchError(RuntimeError):
 class Patch:
     """One change to one library.
 
-    distribution: name on the package index, as `importlib.metadata` knows it.
+    distributions: names on the package index, as `importlib.metadata` knows them, of the library's builds.
     versions: PEP 440 range the patch was written and tested for.
     drop_when: the upstream change that would make it unnecessary.
     """
 
     name: str
-    distribution: str
+    distributions: tuple[str, ...]
     versions: str
     drop_when: str
     apply: Callable[[], None]
 
 
 def require_version(patch: Patch) -> None:
-    """Raise PatchError unless the patched library is installed in a version inside `patch.versions`."""
-    try:
-        installed = version(patch.distribution)
-    except PackageNotFoundError:
-        raise PatchError(
-            f"patch {patch.name!r} is for {patch.distribution}{patch.versions}, which is not installed"
-        ) from None
+    """Raise PatchError unless a build of the patched library is installed in a version inside `patch.versions`."""
+    name, installed = installed_build(patch)
     if not SpecifierSet(patch.versions).contains(installed, prereleases=True):
         raise PatchError(
-            f"patch {patch.name!r} is for {patch.distribution}{patch.versions}; installed is {installed}. "
+            f"patch {patch.name!r} is for {name}{patch.versions}; installed is {installed}. "
             f"Install a version in that range, or check whether the patch can go: {patch.drop_when}"
         )
+
+
+def installed_build(patch: Patch) -> tuple[str, str]:
+    """(name, version) of the first of the patch's distributions that is installed; PatchError when none is."""
+    for name in patch.distributions:
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    wanted = " or ".join(f"{name}{patch.versions}" for name in patch.distributions)
+    raise PatchError(f"patch {patch.name!r} is for {wanted}, which is not installed")

@@ -49,6 +49,17 @@ AT_LEAST_ONE = (
 )
 """Counts and sizes."""
 
+AT_LEAST_ONE_OR_NULL = tuple(
+    f"{role}.megatron.{name}"
+    for role in (ACTOR, CRITIC)
+    for name in (
+        "virtual_pipeline_model_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+    )
+)
+"""Counts and sizes that may be left open."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -74,7 +85,7 @@ class Interval:
 
 NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
 RANGES: dict[str, Interval] = {
-    **dict.fromkeys(AT_LEAST_ONE, Interval(1)),
+    **dict.fromkeys((*AT_LEAST_ONE, *AT_LEAST_ONE_OR_NULL), Interval(1)),
     "trainer.test_freq": NOT_NEGATIVE,
     "algorithm.gamma": UNIT,
     "algorithm.lam": UNIT,
@@ -114,6 +125,8 @@ def value_problems(config: RunConfig) -> list[str]:
                 )
     for key, interval in RANGES.items():
         value = attrgetter(key)(config)
+        if value is None and key in AT_LEAST_ONE_OR_NULL:
+            continue
         if not interval.holds(value):
             problems.append(f"{key}={value} must be {interval}; nearest: {interval.nearest(value):g}")
     top_k = config.actor_rollout_ref.rollout.top_k

@@ -1,90 +1,166 @@
-"""Give every pipeline rank all the stages for generation, so that PP becomes DP.
+"""Give every rank the rollout shard of the whole model, so that PP and the spared TP become DP for generation.
 
-The own stage stays where training keeps it; the other stages live in a `MemoryBuffer` that exists only while
-generating.
+Shards that generation needs as training keeps them stay where they are; everything else lives in a `MemoryBuffer` that
+exists only while generating: the stages of other ranks, and shards merged from several TP ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange, Transport, copy_all, region_view
+from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
 from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
-from megatron_rl.hybrid_engine.plan import PipelinePlan, Slot, StageLayout, make_plan, numel_lacking
-
-BUCKET_BYTES = 64 << 20
+from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, MemberPlan, covers_training, make_plan
+from megatron_rl.hybrid_engine.schedule import local_copies, make_schedule
+from megatron_rl.hybrid_engine.verify import WeightVerifier
+from megatron_rl.parallel.sharding import LogicalTensor
 
 
 @dataclass(frozen=True)
 class FlatParameters:
-    """One stage's parameters in one flat tensor: `data` [numel] is Megatron's buffer, `layout` says what is where."""
+    """A rank's training parameters: its flat buffers (Megatron's `param_data`, one dtype), and the slots in them."""
 
-    data: torch.Tensor
-    layout: StageLayout
+    buffers: tuple[torch.Tensor, ...]
+    member: Member
 
 
 class AllGatherPPModel:
-    """The whole model (this TP shard of it) as named views of the own stage's buffer and of the foreign one.
+    """This rank's rollout shard of the whole model, as named views of training's buffers and of the foreign one.
 
-    Building it is collective over `pp_group` and exchanges the layouts once; the foreign buffer starts released.
-    `bytes_received` counts what arrived in the last `gather()`.
+    Building it is collective over `transport.group`, the exchange group, and exchanges the layouts once; the foreign
+    buffer starts released. All ranks of the group must call `gather` and `verify` together.
+
+    tensors: every logical tensor of the model. bucket_bytes: scratch memory of a gather. drop_train_weights: let
+    `drop_training` release training's buffers on the ranks that would otherwise hold their shards twice.
+
+    Raises ValueError when training's shards do not make up the model, or when they are to be dropped and the rollout
+    shards do not contain them.
     """
 
-    def __init__(self, own: FlatParameters, pp_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        own: FlatParameters,
+        tensors: Mapping[str, LogicalTensor],
+        transport: Transport,
+        *,
+        bucket_bytes: int,
+        drop_train_weights: bool = False,
+    ) -> None:
         self.own = own
-        self.pp_group = pp_group
-        self.stage = pp_group.rank()
-        layouts: list = [None] * pp_group.size()
-        dist.all_gather_object(layouts, own.layout, group=pp_group)
-        itemsize = own.data.element_size()
-        self.plan: PipelinePlan = make_plan(layouts, BUCKET_BYTES // itemsize)
-        self.lower_bound_bytes = numel_lacking(layouts, self.stage) * itemsize
-        self.bytes_received = 0
-        self.foreign = MemoryBuffer(self.plan.foreign_numel[self.stage], own.data.dtype, own.data.device)
-        self.tensors = self._views()
+        self.transport = transport
+        members: list = [None] * transport.group.size()
+        dist.all_gather_object(members, own.member, group=transport.group)
+        self.number = transport.group.rank()
+        self.plan, self.is_dropping = plan_memory(tensors, members, self.number, drop_train_weights)
+        like = own.buffers[0]
+        self.foreign = MemoryBuffer(self.mine.foreign_numel, like.dtype, like.device)
+        buffers = dict(enumerate(own.buffers)) | {FOREIGN: self.foreign.data}
+        message_numel = max(1, bucket_bytes // like.element_size() // NUM_SCRATCH)
+        self._exchange = Exchange(
+            make_schedule(self.plan, self.number, message_numel),
+            local_copies(self.plan, self.number),
+            buffers,
+            transport,
+        )
+        self._verifier = WeightVerifier(self.plan, self.number, buffers, transport.group)
+        self.tensors = {name: slot_view(buffers, slot) for name, slot in self.mine.slots.items()}
+        self._padded = [
+            self.tensors[name] for name, slot in self.mine.slots.items() if slot.buffer == FOREIGN and slot.is_padded
+        ]
+        self._restore = self._restore_copies(buffers) if self.is_dropping else []
+        self.foreign.release()
 
-    def _views(self) -> dict[str, torch.Tensor]:
-        def view(data: torch.Tensor, slot: Slot) -> torch.Tensor:
-            return data[slot.offset : slot.stop].view(slot.shape)
+    @property
+    def mine(self) -> MemberPlan:
+        """This rank's part of the plan."""
+        return self.plan.plans[self.number]
 
-        own = {slot.name: view(self.own.data, slot) for slot in self.own.layout.slots}
-        foreign = {slot.name: view(self.foreign.data, slot) for slot in self.plan.foreign[self.stage]}
-        return own | foreign
+    @property
+    def lower_bound_bytes(self) -> int:
+        """What a gather must bring to this rank: bytes needed minus bytes held."""
+        return self.mine.numel_lacking * self.own.buffers[0].element_size()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that a gather takes beside the foreign buffer while it runs."""
+        return self._exchange.scratch.num_bytes
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Fill the foreign buffer with the current weights of the other stages. All of `pp_group` must call."""
-        # Phase 1: memory
+    def gather(self) -> int:
+        """Fill the foreign buffer with the current weights; returns the bytes received."""
         self.foreign.allocate()
-        # Phase 2: post every transfer, straight between the buffers
-        self.bytes_received = 0
-        pending = []
-        for transfer in self.plan.transfers:
-            pending += self._post(transfer)
-        # Phase 3: wait
-        for work in pending:
-            work.wait()
+        before = self.transport.bytes_received
+        # Rows that only pad a vocabulary are nobody's; memory that was never written may hold NaN.
+        for tensor in self._padded:
+            tensor.zero_()
+        self._exchange.run()
+        return self.transport.bytes_received - before
 
-    def _post(self, transfer) -> list[dist.Work]:
-        """Start this rank's part of one transfer; a broadcast when all stages take part, else point to point."""
-        is_source = self.stage == transfer.source
-        if is_source:
-            flat = self.own.data[transfer.start : transfer.stop]
-        elif self.stage in transfer.receivers:
-            offset = transfer.offset_at(self.stage)
-            flat = self.foreign.data[offset : offset + transfer.numel]
-            self.bytes_received += flat.numel() * flat.element_size()
-        else:
-            return []
-        global_rank = dist.get_process_group_ranks(self.pp_group)
-        if len(transfer.receivers) == self.plan.num_stages - 1:
-            return [dist.broadcast(flat, src=global_rank[transfer.source], group=self.pp_group, async_op=True)]
-        if is_source:
-            return [dist.isend(flat, dst=global_rank[stage], group=self.pp_group) for stage in transfer.receivers]
-        return [dist.irecv(flat, src=global_rank[transfer.source], group=self.pp_group)]
+    def verify(self) -> None:
+        """Raise WeightMismatchError on every rank when a gathered piece differs from its owner's on any."""
+        self._verifier.verify()
+
+    def drop_training(self) -> None:
+        """Release training's own buffers, where that was asked for and each is contained in the foreign one."""
+        if self.is_dropping:
+            for buffer in self.own.buffers:
+                buffer.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def restore_training(self) -> None:
+        """Undo `drop_training`: every shard is sliced back out of the foreign buffer, bit for bit."""
+        if not self.is_dropping:
+            return
+        for buffer in self.own.buffers:
+            storage = buffer.untyped_storage()
+            num_bytes = buffer.numel() * buffer.element_size()
+            if storage.nbytes() != num_bytes:
+                storage.resize_(num_bytes)
+                # What no shard covers is padding, which training keeps at 0.
+                buffer.zero_()
+        copy_all(self._restore)
 
     def release(self) -> None:
-        """Give the other stages' memory back; the own stage is untouched."""
+        """Give the foreign buffer's memory back; training's is untouched."""
         self.foreign.release()
+
+    def _restore_copies(self, buffers: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [
+            (
+                region_view(buffers, slot.region(part.segment, part.box)),
+                region_view(buffers, self.mine.slots[slot.name].region(part.segment, part.box)),
+            )
+            for slot in self.own.member.held
+            for part in slot.parts
+        ]
+
+
+def plan_memory(
+    tensors: Mapping[str, LogicalTensor], members: list[Member], number: int, drop_train_weights: bool
+) -> tuple[ExchangePlan, bool]:
+    """The exchange plan, and whether member `number` drops its training copy while generating.
+
+    A member that shares all its shards with generation has nothing to drop, and keeps sharing them.
+    """
+    plan = make_plan(tensors, members, share_memory=[True] * len(members))
+    if not drop_train_weights:
+        return plan, False
+    sharing = [set(held) <= mine.shared for held, mine in zip(plan.held, plan.plans, strict=True)]
+    plan = make_plan(tensors, members, share_memory=sharing)
+    for member, held, mine, shares in zip(members, plan.held, plan.plans, sharing, strict=True):
+        if not shares and not covers_training(mine, held):
+            raise ValueError(
+                f"rank {member.rank} cannot drop its training weights: its shards for generation (tp_rank "
+                f"{member.wanted.tp_rank} of {member.wanted.tp_size}) do not contain them"
+            )
+    return plan, not sharing[number]
+
+
+def slot_view(buffers: Mapping[int, torch.Tensor], slot: Slot) -> torch.Tensor:
+    """A whole shard, in its shape."""
+    return buffers[slot.buffer][slot.offset : slot.stop].view(slot.shape)

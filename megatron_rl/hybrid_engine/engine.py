@@ -1,12 +1,19 @@
-"""Between training and generation: `enter` makes the whole model and the KV cache present, `exit` takes them away."""
+"""Between training and generation: `enter` makes the whole rollout shard and the KV cache present, `exit` undoes it.
+
+Phases of `enter`: random state, memory that rests, weights, verification, the training copy, KV cache. `exit` takes
+them back in reverse order; so does `enter` itself when one of them fails.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
+from megatron_rl.hybrid_engine.offload import Resting
 from megatron_rl.hybrid_engine.rng import RNGState, swap
 
 
@@ -17,63 +24,84 @@ class Generator(Protocol):
         """Take the KV cache and forget every cached prefix: the weights have changed."""
 
     def sleep(self) -> None:
-        """Give the KV cache back."""
+        """Give the KV cache back; it may not have been taken."""
 
 
 @dataclass(frozen=True)
 class TransitionReport:
-    """What entering cost this rank."""
+    """What entering cost this rank. verify_seconds: comparing checksums, 0 when this transition had none."""
 
     bytes_received: int
     lower_bound_bytes: int
     seconds: float
+    exchange_seconds: float
+    verify_seconds: float
 
 
 class HybridEngine:
     """Switches one rank between train and rollout mode. Every rank must enter and exit together.
 
-    An exception while entering leaves the rank in train mode with its weights untouched: training's memory is only
-    ever read here.
+    resting: what leaves while generating. verify_every: compare checksums at every so many entries, first included;
+    0: never. An exception while entering or leaving leaves the rank in train mode with its weights intact.
     """
 
-    def __init__(self, weights: AllGatherPPModel, generator: Generator) -> None:
+    def __init__(
+        self, weights: AllGatherPPModel, generator: Generator, resting: Sequence[Resting] = (), verify_every: int = 1
+    ) -> None:
         self.weights = weights
         self.generator = generator
-        self.in_rollout = False
-        self._train_rng: RNGState | None = None
+        self.resting = resting
+        self.verify_every = verify_every
+        self._num_entries = 0
+        self._undo: ExitStack | None = None
         self._rollout_rng: RNGState | None = None
 
+    @property
+    def in_rollout(self) -> bool:
+        return self._undo is not None
+
     def enter(self) -> TransitionReport:
-        """Bring the other stages' current weights and the KV cache; the training RNG is set aside."""
+        """Bring the current weights and the KV cache. Raises WeightMismatchError when a moved weight is wrong."""
         if self.in_rollout:
             raise RuntimeError("enter() in rollout mode: exit() comes first")
         start = time.perf_counter()
-        # Phase 1: random state
-        self._train_rng = swap(self._rollout_rng)
-        try:
-            # Phase 2: weights
-            self.weights.gather()
-            # Phase 3: KV cache, no stale prefix
+        with ExitStack() as undo:
+            # Phase 1: random state
+            undo.callback(self._restore_rng, swap(self._rollout_rng))
+            # Phase 2: memory that rests
+            for resting in self.resting:
+                undo.callback(resting.come_back)
+                resting.leave()
+            # Phase 3: weights
+            undo.callback(self.weights.release)
+            before_exchange = time.perf_counter()
+            bytes_received = self.weights.gather()
+            # Phase 4: verification, before anything is generated from them
+            before_verify = time.perf_counter()
+            if self.verify_every and self._num_entries % self.verify_every == 0:
+                self.weights.verify()
+            after_verify = time.perf_counter()
+            # Phase 5: the training copy
+            undo.callback(self.weights.restore_training)
+            self.weights.drop_training()
+            # Phase 6: KV cache, no stale prefix
+            undo.callback(self.generator.sleep)
             self.generator.wake()
-        except BaseException:
-            swap(self._train_rng)
-            self._release()
-            raise
-        self.in_rollout = True
-        seconds = time.perf_counter() - start
-        return TransitionReport(self.weights.bytes_received, self.weights.lower_bound_bytes, seconds)
+            self._undo = undo.pop_all()
+        self._num_entries += 1
+        return TransitionReport(
+            bytes_received,
+            self.weights.lower_bound_bytes,
+            seconds=time.perf_counter() - start,
+            exchange_seconds=before_verify - before_exchange,
+            verify_seconds=after_verify - before_verify,
+        )
 
     def exit(self) -> None:
-        """Release the KV cache and the other stages, put the training RNG back; nothing happens in train mode."""
-        if not self.in_rollout:
-            return
-        self._rollout_rng = swap(self._train_rng)
-        self.in_rollout = False
-        self._release()
+        """Take back every phase of `enter`, each even when another fails; nothing happens in train mode."""
+        if self._undo is not None:
+            undo, self._undo = self._undo, None
+            undo.close()
 
-    def _release(self) -> None:
-        """Give back the KV cache, and the other stages' memory even when that fails."""
-        try:
-            self.generator.sleep()
-        finally:
-            self.weights.release()
+    def _restore_rng(self, train_rng: RNGState) -> None:
+        self._rollout_rng = swap(train_rng)

@@ -1,140 +1,234 @@
-"""Which bytes go from which pipeline stage to which: pure data, made once, executed at every transition.
+"""What every rank of an exchange group needs for generation, what of it it lacks, and who sends it: pure data.
 
-Each stage holds some logical tensors in a flat buffer (`StageLayout`); for generation every stage needs all of them.
-The plan cuts what a stage lacks into contiguous runs of its owner's buffer and says where each lands at the receiver.
-A tensor that several stages hold (a tied embedding) travels only to those that have no copy, so the bytes a stage
-receives are exactly what it needs minus what it holds.
+Training cuts every segment of a logical tensor into boxes, each held by one rank or by several. A rank needs its
+rollout shard; each of its intersections with a box that the rank does not hold is one piece, sent by one holder. So
+every element arrives exactly once and the bytes a rank receives are what it needs minus what it holds.
+
+Where ranks sit on several nodes, a piece crosses to a node once: one rank there fetches it (phase 0) and passes it on
+to the others that need the same piece (phase 1). For a rollout TP size that divides training's, with stages on
+different nodes, that is an exchange among pipeline stages followed by one inside micro-DP groups.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
+from megatron_rl.parallel.sharding import Box, LogicalTensor, Place, box_numel, intersect, shard_of
 
 ALIGNMENT = 64
-"""Elements; every run lands at a multiple of it, as Megatron's buffers start every parameter at one."""
+"""Elements; foreign slots start at a multiple of it, as parameters do in Megatron's buffers."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One logical tensor inside a flat buffer; `offset` in elements."""
+class Member:
+    """One rank of an exchange group. held: its training shards, by buffer and offset; wanted: its rollout place."""
+
+    rank: int
+    node: int
+    tp_rank: int
+    held: tuple[Slot, ...]
+    wanted: Place
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of one segment that member `source` gives to member `dest`.
+
+    In phase 1 the source passes on what it received; `owner` is the member whose training copy it once was.
+    """
 
     name: str
-    offset: int
-    shape: tuple[int, ...]
+    segment: int
+    box: Box
+    source: int
+    dest: int
+    phase: int
+    owner: int
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return box_numel(self.box)
+
+
+@dataclass
+class MemberPlan:
+    """What one member has while generating.
+
+    slots: its rollout shards by name, in training's buffers where the shard is the same (shared memory), else in the
+    foreign buffer of `foreign_numel` elements. local: pieces it copies from its own training shards. numel_needed:
+    elements of its foreign shards, `numel_held` of them are its own.
+    """
+
+    slots: dict[str, Slot] = field(default_factory=dict)
+    foreign_numel: int = 0
+    local: list[Piece] = field(default_factory=list)
+    received: list[Piece] = field(default_factory=list)
 
     @property
-    def stop(self) -> int:
-        return self.offset + self.numel
+    def shared(self) -> set[str]:
+        """Names of the tensors that generation reads in training's memory."""
+        return {name for name, slot in self.slots.items() if slot.buffer != FOREIGN}
+
+    @property
+    def numel_needed(self) -> int:
+        return sum(box_numel(part.box) for slot in self.slots.values() if slot.buffer == FOREIGN for part in slot.parts)
+
+    @property
+    def numel_lacking(self) -> int:
+        """The lower bound of what must be received: elements needed minus those held."""
+        return self.numel_needed - sum(piece.numel for piece in self.local)
 
 
 @dataclass(frozen=True)
-class StageLayout:
-    """What one pipeline stage holds, in one buffer; slots ordered by offset."""
+class ExchangePlan:
+    """Everything that one transition moves inside an exchange group; the same on all of its ranks."""
 
-    slots: tuple[Slot, ...]
+    tensors: Mapping[str, LogicalTensor]
+    members: Sequence[Member]
+    held: Sequence[Mapping[str, Slot]]
+    plans: Sequence[MemberPlan]
 
-    def holds(self, name: str) -> bool:
-        return any(slot.name == name for slot in self.slots)
+    def source_slot(self, piece: Piece) -> Slot:
+        """Where the sender reads a piece."""
+        return self.held[piece.source][piece.name] if piece.phase == 0 else self.plans[piece.source].slots[piece.name]
+
+    def dest_slot(self, piece: Piece) -> Slot:
+        """Where the receiver writes a piece."""
+        return self.plans[piece.dest].slots[piece.name]
+
+    def sent(self, source: int) -> Iterator[Piece]:
+        """Every piece that a member sends, in the order of its receivers' plans."""
+        for plan in self.plans:
+            yield from (piece for piece in plan.received if piece.source == source)
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """Elements [start, stop) of stage `source`'s buffer, to land at `landing[stage]` in each receiver's buffer."""
+Holders = dict[Box, tuple[int, ...]]
+"""The different boxes that training cuts one segment into, with the members that hold each."""
+
+
+def make_plan(
+    tensors: Mapping[str, LogicalTensor], members: Sequence[Member], *, share_memory: Sequence[bool]
+) -> ExchangePlan:
+    """Plan the exchange after which every member has its rollout shard of every tensor.
+
+    share_memory[i]: whether member i may read shards that are the same in training and rollout where training keeps
+    them; otherwise they are copied. Raises ValueError when the members do not hold every element of a tensor.
+    """
+    held = [{slot.name: slot for slot in member.held} for member in members]
+    # By first appearance: tensors that lie together at their holder lie together at the receiver.
+    names = list(dict.fromkeys(slot.name for member in members for slot in member.held))
+    holders = {name: segment_holders(tensors[name], held) for name in names}
+    plans = []
+    for number, member in enumerate(members):
+        plan = MemberPlan()
+        for name in names:
+            plan.slots[name] = _place_slot(plan, tensors[name], member.wanted, held[number], share_memory[number])
+        plans.append(plan)
+    _find_pieces(plans, members, holders)
+    return ExchangePlan(tensors, members, held, plans)
+
+
+def segment_holders(tensor: LogicalTensor, held: Sequence[Mapping[str, Slot]]) -> list[Holders]:
+    """For each segment of a tensor its boxes and their holders. Raises ValueError when elements are missing."""
+    found: list[dict[Box, list[int]]] = [{} for _ in tensor.segments]
+    for number, slots in enumerate(held):
+        if tensor.name in slots:
+            for part in slots[tensor.name].parts:
+                found[part.segment].setdefault(part.box, []).append(number)
+    for segment, boxes in zip(tensor.segments, found, strict=True):
+        whole = tuple((0, size) for size in segment.shape)
+        if sum(map(box_numel, boxes)) != box_numel(whole):
+            raise ValueError(
+                f"training holds {sum(map(box_numel, boxes))} of the {box_numel(whole)} elements of "
+                f"{tensor.name}.{segment.name} in {len(boxes)} boxes"
+            )
+    return [{box: tuple(members) for box, members in boxes.items()} for boxes in found]
+
+
+def _place_slot(
+    plan: MemberPlan, tensor: LogicalTensor, wanted: Place, held: Mapping[str, Slot], share_memory: bool
+) -> Slot:
+    """The member's rollout slot of one tensor: training's own, or the next free one of the foreign buffer."""
+    shard = shard_of(tensor, wanted)
+    own = held.get(tensor.name)
+    if share_memory and own is not None and (own.shape, own.parts) == (shard.shape, shard.parts):
+        return own
+    offset = -(-plan.foreign_numel // ALIGNMENT) * ALIGNMENT
+    plan.foreign_numel = offset + shard.numel
+    return Slot(tensor.name, FOREIGN, offset, shard.shape, shard.parts)
+
+
+def _find_pieces(plans: list[MemberPlan], members: Sequence[Member], holders: Mapping[str, list[Holders]]) -> None:
+    """Fill `local` and `received` of every plan."""
+    for name, segments in holders.items():
+        # (segment, piece, holders) -> who lacks it
+        lacking: dict[tuple[int, Box, tuple[int, ...]], list[int]] = defaultdict(list)
+        for number, plan in enumerate(plans):
+            slot = plan.slots[name]
+            if slot.buffer != FOREIGN:
+                continue
+            for part in slot.parts:
+                for box, having in segments[part.segment].items():
+                    common = intersect(part.box, box)
+                    if common is None:
+                        continue
+                    if number in having:
+                        plan.local.append(Piece(name, part.segment, common, number, number, phase=0, owner=number))
+                    else:
+                        lacking[part.segment, common, having].append(number)
+        for (segment, box, having), receivers in lacking.items():
+            for hop in route(members, having, receivers):
+                plans[hop.dest].received.append(Piece(name, segment, box, *hop))
+
+
+class Hop(NamedTuple):
+    """How one receiver gets a piece: the last fields of `Piece`."""
 
     source: int
-    start: int
-    stop: int
-    landing: tuple[tuple[int, int], ...]
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def receivers(self) -> tuple[int, ...]:
-        return tuple(stage for stage, _ in self.landing)
-
-    def offset_at(self, stage: int) -> int:
-        return dict(self.landing)[stage]
+    dest: int
+    phase: int
+    owner: int
 
 
-@dataclass(frozen=True)
-class PipelinePlan:
-    """Everything one transition moves inside a pipeline group.
-
-    foreign[stage]: slots of that stage's receive buffer; foreign_numel[stage]: its size in elements.
-    """
-
-    num_stages: int
-    transfers: tuple[Transfer, ...]
-    foreign: tuple[tuple[Slot, ...], ...]
-    foreign_numel: tuple[int, ...]
-
-    def numel_received(self, stage: int) -> int:
-        return sum(transfer.numel for transfer in self.transfers if stage in transfer.receivers)
-
-
-def numel_lacking(layouts: Sequence[StageLayout], stage: int) -> int:
-    """The lower bound: elements of all distinct tensors minus those the stage holds."""
-    whole = {slot.name: slot.numel for layout in layouts for slot in layout.slots}
-    return sum(numel for name, numel in whole.items() if not layouts[stage].holds(name))
-
-
-def make_plan(layouts: Sequence[StageLayout], bucket_numel: int) -> PipelinePlan:
-    """Plan the exchange after which every stage holds every tensor; `bucket_numel` bounds one transfer.
-
-    The lowest stage that holds a tensor sends it.
-    """
-    stages = range(len(layouts))
-    foreign: list[list[Slot]] = [[] for _ in stages]
-    cursor = [0 for _ in stages]
-    transfers: list[Transfer] = []
-    sent: set[str] = set()
-    for source in stages:
-        mine = [slot for slot in layouts[source].slots if slot.name not in sent]
-        sent |= {slot.name for slot in mine}
-        for run, receivers in contiguous_runs(mine, source, layouts):
-            start, stop = run[0].offset, run[-1].stop
-            for stage in receivers:
-                foreign[stage] += [Slot(s.name, cursor[stage] + s.offset - start, s.shape) for s in run]
-            transfers += buckets(source, start, stop, {stage: cursor[stage] for stage in receivers}, bucket_numel)
-            for stage in receivers:
-                cursor[stage] += -(-(stop - start) // ALIGNMENT) * ALIGNMENT
-    return PipelinePlan(len(layouts), tuple(transfers), tuple(map(tuple, foreign)), tuple(cursor))
+def route(members: Sequence[Member], holders: Sequence[int], receivers: Sequence[int]) -> Iterator[Hop]:
+    """One hop for each receiver of a piece: from a holder on its node, else through one rank there."""
+    nodes = {members[holder].node for holder in holders}
+    waiting: dict[int, list[int]] = defaultdict(list)
+    for receiver in receivers:
+        node = members[receiver].node
+        if node in nodes:
+            near = [holder for holder in holders if members[holder].node == node]
+            owner = nearest(members, near, receiver)
+            yield Hop(owner, receiver, 0, owner)
+        else:
+            waiting[node].append(receiver)
+    for group in waiting.values():
+        alike = [receiver for receiver in group if members[receiver].tp_rank == members[holders[0]].tp_rank] or group
+        # Different pieces' holders choose different ranks, so that these share the work.
+        first = alike[holders[0] % len(alike)]
+        owner = nearest(members, holders, first)
+        yield Hop(owner, first, 0, owner)
+        yield from (Hop(first, receiver, 1, owner) for receiver in group if receiver != first)
 
 
-def contiguous_runs(slots: Sequence[Slot], source: int, layouts: Sequence[StageLayout]):
-    """(slots without a gap between them, the stages that lack them all) in buffer order; nobody lacking: left out."""
-    run: list[Slot] = []
-    run_receivers: tuple[int, ...] = ()
-    for slot in sorted(slots, key=lambda slot: slot.offset):
-        receivers = tuple(
-            stage for stage in range(len(layouts)) if stage != source and not layouts[stage].holds(slot.name)
+def nearest(members: Sequence[Member], holders: Sequence[int], receiver: int) -> int:
+    """The holder to ask: one at the receiver's TP coordinate if there is one, then the one of nearest rank."""
+    mine = members[receiver]
+    return min(holders, key=lambda h: (members[h].tp_rank != mine.tp_rank, abs(members[h].rank - mine.rank), h))
+
+
+def covers_training(plan: MemberPlan, held: Mapping[str, Slot]) -> bool:
+    """Whether a member's foreign buffer holds every element of its training shards, so that these may be dropped."""
+    return all(
+        plan.slots[name].buffer == FOREIGN
+        and any(
+            kept.segment == part.segment and intersect(kept.box, part.box) == part.box
+            for kept in plan.slots[name].parts
         )
-        if run and (run[-1].stop != slot.offset or receivers != run_receivers):
-            if run_receivers:
-                yield run, run_receivers
-            run = []
-        run.append(slot)
-        run_receivers = receivers
-    if run and run_receivers:
-        yield run, run_receivers
-
-
-def buckets(source: int, start: int, stop: int, landing: dict[int, int], bucket_numel: int) -> list[Transfer]:
-    """One run cut into transfers of at most `bucket_numel` elements."""
-    return [
-        Transfer(
-            source,
-            begin,
-            min(begin + bucket_numel, stop),
-            tuple((stage, offset + begin - start) for stage, offset in landing.items()),
-        )
-        for begin in range(start, stop, bucket_numel)
-    ]
+        for name, slot in held.items()
+        for part in slot.parts
+    )

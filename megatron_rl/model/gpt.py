@@ -21,14 +21,19 @@ from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.value_head import ValueHead
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import padded_vocab_size
+from megatron_rl.parallel.stages import StagePlan
 
 
 def transformer_config(
     hf_config: PretrainedConfig, groups: TrainGroups, megatron: MegatronConfig, device: Device
 ) -> TransformerConfig:
-    """Megatron's configuration of the model on this rank. Raises ConfigError for an unknown architecture."""
+    """Megatron's configuration of the model on this rank, one for all chunks of its stage.
+
+    Raises ConfigError for an unknown architecture, ValueError for layers that do not spread over the stages.
+    """
     dtype = getattr(torch, megatron.dtype)
     family = family_of(hf_config.architectures)
+    stages = StagePlan.from_config(hf_config.num_hidden_layers, megatron)
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -38,6 +43,9 @@ def transformer_config(
         ffn_hidden_size=hf_config.intermediate_size,
         tensor_model_parallel_size=groups.grid.tp_size,
         pipeline_model_parallel_size=groups.grid.pp_size,
+        virtual_pipeline_model_parallel_size=stages.vpp_size if stages.vpp_size > 1 else None,
+        num_layers_in_first_pipeline_stage=stages.first,
+        num_layers_in_last_pipeline_stage=stages.last,
         sequence_parallel=uses_sequence_parallel(megatron),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -77,8 +85,8 @@ def head_size(hf_config: PretrainedConfig) -> int:
     return explicit or hf_config.hidden_size // hf_config.num_attention_heads
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder stack of this rank's stage, with our attention, norms and experts in Megatron's own layers."""
+def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubmodules:
+    """One chunk of this rank's stage: Megatron's own layers with our attention, norms and experts in them."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -91,41 +99,50 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.num_moe_experts:
         layer.submodules.mlp.submodules.experts = StackedExperts
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    num_layers = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
 def build_language_model(
     hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int
-) -> GPTModel:
-    """This rank's stage of the language model, weights not yet loaded. All ranks must call."""
+) -> list[GPTModel]:
+    """The chunks of this rank's stage of the language model, weights not yet loaded. All ranks must call."""
     return build_stage(hf_config, config, groups, vocab_multiple, tied=hf_config.tie_word_embeddings)
 
 
 def build_value_model(
     hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int, head_seed: int
-) -> GPTModel:
+) -> list[GPTModel]:
     """The same trunk with a fresh head that maps each hidden state to one value. All ranks must call."""
-    model = build_stage(hf_config, config, groups, vocab_multiple, tied=False)
+    chunks = build_stage(hf_config, config, groups, vocab_multiple, tied=False)
     if groups.is_last_stage:
-        model.output_layer = ValueHead(config, head_seed, groups.tp_group)
-    return model
+        chunks[-1].output_layer = ValueHead(config, head_seed, groups.tp_group)
+    return chunks
 
 
 def build_stage(
     hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int, tied: bool
-) -> GPTModel:
-    """One pipeline stage of a decoder; `tied`: the vocabulary head shares the embedding's weight."""
-    return GPTModel(
-        config,
-        layer_spec(config),
-        vocab_size=padded_vocab_size(hf_config.vocab_size, vocab_multiple),
-        max_sequence_length=hf_config.max_position_embeddings,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
-        rotary_base=rope_theta(hf_config),
-    )
+) -> list[GPTModel]:
+    """One pipeline stage of a decoder, in the order its chunks are run.
+
+    tied: the vocabulary head shares the embedding's weight.
+    """
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    return [
+        GPTModel(
+            config,
+            layer_spec(config, vp_stage),
+            vocab_size=padded_vocab_size(hf_config.vocab_size, vocab_multiple),
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=groups.is_first_stage and vp_stage == 0,
+            post_process=groups.is_last_stage and vp_stage == num_chunks - 1,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            rotary_base=rope_theta(hf_config),
+            vp_stage=vp_stage,
+        )
+        for vp_stage in range(num_chunks)
+    ]
 
 
 def rope_theta(hf_config: PretrainedConfig) -> float:

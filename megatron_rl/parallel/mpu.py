@@ -18,13 +18,17 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class TrainGroups:
-    """One rank's place in the training grid and the process groups it belongs to."""
+    """One rank's place in the training grid and the process groups it belongs to.
+
+    exchange_group: the ranks among which weights travel for generation (`TrainGrid.exchange_groups`).
+    """
 
     grid: TrainGrid
     rank: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    exchange_group: dist.ProcessGroup
 
     @property
     def tp_rank(self) -> int:
@@ -52,9 +56,10 @@ class TrainGroups:
         return self.is_last_stage and self.tp_rank == 0
 
 
-def initialize_mpu(grid: TrainGrid, seed: int) -> TrainGroups:
+def initialize_mpu(grid: TrainGrid, seed: int, vpp_size: int = 1) -> TrainGroups:
     """Create Megatron's groups and RNG tracker; every rank must call, once, after `init_process_group`.
 
+    vpp_size: model chunks per stage, which decides the pipeline schedule of every role.
     Raises RuntimeError if Megatron's idea of this rank's place differs from the grid's.
     """
     from megatron.core import parallel_state, tensor_parallel
@@ -62,18 +67,22 @@ def initialize_mpu(grid: TrainGrid, seed: int) -> TrainGroups:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp_size,
         pipeline_model_parallel_size=grid.pp_size,
+        # With a size of 1 Megatron would still take its interleaved schedule.
+        virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
         expert_model_parallel_size=grid.ep_size,
         expert_tensor_parallel_size=grid.expert_tp_size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
+    exchange_group, _ = dist.new_subgroups_by_enumeration(grid.exchange_groups(), timeout=COLLECTIVE_TIMEOUT)
     groups = TrainGroups(
         grid=grid,
         rank=dist.get_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        exchange_group=exchange_group,
     )
     megatrons = (
         parallel_state.get_tensor_model_parallel_rank(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.config.schema import MegatronConfig
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -19,19 +21,36 @@ class StagePlan:
     first: int | None = None
     last: int | None = None
 
+    @classmethod
+    def from_config(cls, num_layers: int, megatron: MegatronConfig) -> StagePlan:
+        """The stages of a model of `num_layers` layers under a role's configuration."""
+        return cls(
+            num_layers,
+            megatron.pipeline_model_parallel_size,
+            megatron.virtual_pipeline_model_parallel_size or 1,
+            megatron.num_layers_in_first_pipeline_stage,
+            megatron.num_layers_in_last_pipeline_stage,
+        )
+
     def __post_init__(self) -> None:
-        uneven = self.first is not None or self.last is not None
-        if uneven and (self.vpp_size > 1 or self.pp_size == 1):
-            raise ValueError(f"uneven stages need pp({self.pp_size}) > 1 and vpp({self.vpp_size}) = 1")
-        if self.vpp_size > 1 and self.pp_size == 1:
-            raise ValueError(f"vpp({self.vpp_size}) needs pp > 1")
+        uneven = f"first({self.first}) and last({self.last})"
         given = [layers for layers in (self.first, self.last) if layers is not None]
-        left, num_even = self.num_layers - sum(given), (self.pp_size - len(given)) * self.vpp_size
-        if min([*given, left]) < 0 or (left % num_even if num_even else left):
-            raise ValueError(
-                f"{self.num_layers} layers do not spread over pp({self.pp_size}) * vpp({self.vpp_size})"
-                + (f" with first({self.first}) and last({self.last})" if uneven else "")
-            )
+        if given and (self.vpp_size > 1 or self.pp_size == 1):
+            raise ValueError(f"{uneven} layers need pp({self.pp_size}) > 1 and vpp({self.vpp_size}) = 1")
+        if self.vpp_size > 1 and self.pp_size == 1:
+            raise ValueError(f"vpp({self.vpp_size}) needs pp({self.pp_size}) > 1")
+        left, num_open = self.num_layers - sum(given), (self.pp_size - len(given)) * self.vpp_size
+        # As in Megatron no stage is empty.
+        fits = (left % num_open == 0 and left >= num_open) if num_open else left == 0
+        if fits and min([self.pp_size, self.vpp_size, *given]) >= 1:
+            return
+        if given:
+            rule = f"leave equal shares of num_hidden_layers({self.num_layers}) to the other {num_open} stages"
+            if num_open == 0:
+                rule = f"add up to num_hidden_layers({self.num_layers})"
+            raise ValueError(f"{uneven} layers of pp({self.pp_size}) stages must {rule}")
+        sizes = f"pp({self.pp_size})" + (f" * vpp({self.vpp_size})" if self.vpp_size > 1 else "")
+        raise ValueError(f"{sizes} must divide num_hidden_layers({self.num_layers})")
 
     def layers(self, pp_rank: int) -> list[range]:
         """Layer numbers of each chunk of a stage, counted over the whole model."""

@@ -13,6 +13,7 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     """
     trainer, rollout, actor = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     tp, pp = actor.megatron.tensor_model_parallel_size, actor.megatron.pipeline_model_parallel_size
+    vpp = actor.megatron.virtual_pipeline_model_parallel_size or 1
     world = trainer.nnodes * trainer.n_gpus_per_node
     dp = _exact(world, tp * pp)
     replicas = _exact(world, rollout.tensor_model_parallel_size)
@@ -22,7 +23,7 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     return [
         ("ranks", str(world), f"{trainer.nnodes} node(s) x {trainer.n_gpus_per_node}, {trainer.device}"),
         ("TP", str(tp), "ranks that share every layer"),
-        ("PP", str(pp), "pipeline stages"),
+        ("PP", str(pp), "pipeline stages" if vpp == 1 else f"pipeline stages, of {vpp} model chunks each (VPP)"),
         ("DP", str(dp or UNDEFINED), "ranks / (TP x PP): copies of the model in training"),
         ("rollout TP", str(rollout.tensor_model_parallel_size), "ranks that generate together"),
         ("rollout replicas", str(replicas or UNDEFINED), "ranks / rollout TP: copies of the model in generation"),
@@ -34,7 +35,11 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("epochs per step", str(actor.ppo_epochs), "passes over the samples"),
         ("samples per mini-batch", str(mini_batch), f"{actor.ppo_mini_batch_size} prompts x {n}"),
         ("samples per DP rank", _share(mini_batch, dp), "samples per mini-batch / DP"),
-        ("micro-batches per rank", _passes(mini_batch, dp, micro), f"passes of at most {micro} samples"),
+        (
+            "micro-batches per rank",
+            _passes(mini_batch, dp, micro, multiple=pp if vpp > 1 else 1),
+            f"passes of at most {micro} samples" + (", filled up to a multiple of PP" if vpp > 1 else ""),
+        ),
     ]
 
 
@@ -56,8 +61,9 @@ def _per_replica(num_samples: int, replicas: int, n: int) -> str:
     return UNDEFINED if replicas < 1 or n < 1 else f"{num_samples / replicas / n:.4g}"
 
 
-def _passes(num_samples: int, dp: int, micro_batch: int) -> str:
-    if dp < 1 or micro_batch < 1:
+def _passes(num_samples: int, dp: int, micro_batch: int, multiple: int) -> str:
+    if min(dp, micro_batch, multiple) < 1:
         return UNDEFINED
     largest_share = -(-num_samples // dp)
-    return str(-(-largest_share // micro_batch))
+    passes = -(-largest_share // micro_batch)
+    return str(-(-passes // multiple) * multiple)

@@ -52,6 +52,11 @@ class ModelSizes:
     moe_intermediate_size: int = 0
 
     @property
+    def rollout_vocab_size(self) -> int:
+        """Rows of embedding and head in the rollout engine."""
+        return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+    @property
     def tp_divides(self) -> dict[str, int]:
         """Name and value of everything that is cut into TP parts; experts are cut into ETP parts instead."""
         mlp = () if self.num_experts else ("intermediate_size",)

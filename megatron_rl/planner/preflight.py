@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.problems import nearest_name, nearest_number, raise_problems
-from megatron_rl.config.schema import LAYOUT_KEYS, RunConfig
+from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
 from megatron_rl.planner.expert_layout import expert_problems
 from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
+from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
 
 
 def check_preflight(config: RunConfig) -> None:
@@ -39,6 +40,7 @@ def preflight(config: RunConfig, known_architectures: Collection[str] = KNOWN_AR
         *_layout_problems(config, known_models),
         *expert_problems(config, known_models),
         *_role_problems(config),
+        *_rollout_problems(config, known_models),
         *_batch_problems(config),
         *_length_problems(config, known_models),
     ]
@@ -62,10 +64,11 @@ def _file_problems(config: RunConfig) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The TP and PP sizes that fit all models and the number of ranks."""
+    """The TP and PP sizes that fit all models and the number of ranks; `megatron` shares layers out among stages."""
 
     world_size: int
     models: list[ModelSizes]
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
     @property
     def tp_sizes(self) -> list[int]:
@@ -74,8 +77,8 @@ class Layouts:
 
     @property
     def pp_sizes(self) -> list[int]:
-        """PP sizes that divide the layers."""
-        return _divisors(math.gcd(*(model.num_hidden_layers for model in self.models)) or self.world_size)
+        """PP sizes that divide the ranks and over which the layers spread."""
+        return pp_sizes(self.models, self.megatron, self.world_size)
 
     def nearest(self, tp_size: int, pp_size: int) -> tuple[int, int]:
         """The valid (tp, pp) that is the fewest doublings and halvings away."""
@@ -87,9 +90,10 @@ def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[st
     """TP and PP against the ranks and the models; sizes below 1 are another rule's business."""
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    if min(tp_size, pp_size, trainer.nnodes, trainer.n_gpus_per_node) < 1:
+    shares = [share for share in (getattr(megatron, key) for key in SHARES) if share is not None]
+    if min(tp_size, pp_size, trainer.nnodes, trainer.n_gpus_per_node, *shares) < 1:
         return
-    layouts = Layouts(trainer.nnodes * trainer.n_gpus_per_node, models)
+    layouts = Layouts(trainer.nnodes * trainer.n_gpus_per_node, models, megatron)
     if layouts.world_size % (tp_size * pp_size):
         tp, pp = layouts.nearest(tp_size, pp_size)
         yield (
@@ -101,23 +105,16 @@ def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[st
             if size % tp_size:
                 nearest = nearest_number(tp_size, layouts.tp_sizes)
                 yield f"tp({tp_size}) must divide {name}({size}) of {model.path}; nearest: tp({nearest})"
-        if model.num_hidden_layers % pp_size:
-            nearest = nearest_number(pp_size, layouts.pp_sizes)
-            yield (
-                f"pp({pp_size}) must divide num_hidden_layers({model.num_hidden_layers}) of {model.path}; "
-                f"nearest: pp({nearest})"
-            )
+    yield from stage_problems(models, megatron, layouts.world_size)
 
 
 def _role_problems(config: RunConfig) -> Iterable[str]:
     """The roles share one grid of processes."""
     actor = config.actor_rollout_ref.actor.megatron
-    rollout_tp, train_tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, actor.tensor_model_parallel_size
-    if rollout_tp != train_tp:
-        key = f"{ROLLOUT}.tensor_model_parallel_size"
+    if actor.param_offload:
         yield (
-            f"{key}={rollout_tp} must equal the actor's training tp({train_tp}), because regrouping TP shards between "
-            f"training and rollout is not available yet; nearest: {key}={train_tp}"
+            f"{ACTOR}.megatron.param_offload=true: generation reads the actor's parameters; nearest: false, with "
+            f"{ROLLOUT}.drop_train_weights=true where rollout TP is below training TP"
         )
     for role, megatron in ((CRITIC, config.critic.megatron), (REF, config.actor_rollout_ref.ref.megatron)):
         for name in LAYOUT_KEYS:
@@ -127,6 +124,38 @@ def _role_problems(config: RunConfig) -> Iterable[str]:
                     f"{role}.megatron.{name}={ours} must equal {ACTOR}.megatron.{name}={theirs}, because all roles "
                     f"share one grid of processes; nearest: {theirs}"
                 )
+
+
+def _rollout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
+    """Rollout TP against the ranks, the actor's model and training TP."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    tp_size, world_size = rollout.tensor_model_parallel_size, trainer.nnodes * trainer.n_gpus_per_node
+    train_tp = config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size
+    # A rollout TP that is training's keeps the same rules, and one message is enough.
+    if min(tp_size, train_tp, world_size) < 1 or tp_size == train_tp:
+        return
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
+    fitting = [size for size in _divisors(world_size) if model is None or not _rollout_misfits(model, size)]
+    if world_size % tp_size:
+        yield f"{key}={tp_size} must divide the {world_size} ranks; nearest: {nearest_number(tp_size, fitting)}"
+    for misfit in _rollout_misfits(model, tp_size) if model is not None else ():
+        yield f"{key}={tp_size} must {misfit} of {model.path}; nearest: {nearest_number(tp_size, fitting)}"
+    if rollout.drop_train_weights and train_tp % tp_size:
+        yield (
+            f"{ROLLOUT}.drop_train_weights=true needs training shards inside rollout shards, so {key}={tp_size} must "
+            f"divide training tp({train_tp}); nearest: {nearest_number(tp_size, _divisors(train_tp))}"
+        )
+
+
+def _rollout_misfits(model: ModelSizes, tp_size: int) -> list[str]:
+    """What of the model a rollout TP size does not fit; key/value heads may also be fewer, and are then repeated."""
+    sizes = {**model.tp_divides, "padded_vocab_size": model.rollout_vocab_size}
+    heads = sizes.pop("num_key_value_heads")
+    found = [f"divide {name}({size})" for name, size in sizes.items() if size % tp_size]
+    if heads % tp_size and tp_size % heads:
+        found.append(f"divide or be a multiple of num_key_value_heads({heads})")
+    return found
 
 
 def _batch_problems(config: RunConfig) -> Iterable[str]:

@@ -7,11 +7,12 @@ from vllm import LLM, ModelRegistry, SamplingParams
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.parallel.rank_grid import RolloutGrid
-from megatron_rl.parallel.vllm_ps import RolloutGroups, read_rollout_groups
+from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.records import Generations, Prompts, Sampling, ragged
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.shared_weights import LOAD_FORMAT, register_shared_loader
+from third_party_patches.vllm.rank_order import using_rank_order
 
 
 def inspect_in_process(architecture: str) -> None:
@@ -41,22 +42,23 @@ class RolloutEngine:
         self.eos_token_ids = eos_token_ids
         inspect_in_process(architecture)
         register_shared_loader(tensors)
-        self.llm = LLM(
-            model_path,
-            load_format=LOAD_FORMAT,
-            dtype=dtype,
-            tensor_parallel_size=config.tensor_model_parallel_size,
-            distributed_executor_backend="external_launcher",
-            enforce_eager=config.enforce_eager,
-            skip_tokenizer_init=True,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            seed=seed,
-        )
+        with using_rank_order(rank_order(grid)):
+            self.llm = LLM(
+                model_path,
+                load_format=LOAD_FORMAT,
+                dtype=dtype,
+                tensor_parallel_size=config.tensor_model_parallel_size,
+                distributed_executor_backend="external_launcher",
+                enforce_eager=config.enforce_eager,
+                skip_tokenizer_init=True,
+                max_model_len=max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                seed=seed,
+            )
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.model: torch.nn.Module = runner.model

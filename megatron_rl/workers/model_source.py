@@ -1,4 +1,7 @@
-"""From a Hugging Face folder to this rank's model with its weights: what every role starts from."""
+"""From a Hugging Face folder to this rank's model with its weights: what every role starts from.
+
+A rank's model is a list of chunks, run in that order: one, or with a virtual pipeline several.
+"""
 
 from __future__ import annotations
 
@@ -44,33 +47,35 @@ class ModelSource:
         """Where this rank's shards lie."""
         return self.groups.grid.place(self.groups.rank, self.megatron.make_vocab_size_divisible_by)
 
-    def language_model(self) -> GPTModel:
-        """This rank's stage of the language model with its weights."""
+    def language_model(self) -> list[GPTModel]:
+        """The chunks of this rank's stage of the language model with their weights."""
         config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
-        model = build_language_model(self.hf_config, config, self.groups, self.megatron.make_vocab_size_divisible_by)
-        self._load(named_parameters(model))
-        return model.to(self.device.torch_device)
+        chunks = build_language_model(self.hf_config, config, self.groups, self.megatron.make_vocab_size_divisible_by)
+        self._load(named_parameters(chunks))
+        return [chunk.to(self.device.torch_device) for chunk in chunks]
 
-    def value_model(self, head_seed: int) -> GPTModel:
-        """This rank's stage of the trunk with its weights, and a fresh value head on the last stage."""
+    def value_model(self, head_seed: int) -> list[GPTModel]:
+        """The chunks of this rank's stage of the trunk with their weights; the last stage ends in a fresh head."""
         config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
-        model = build_value_model(
+        chunks = build_value_model(
             self.hf_config, config, self.groups, self.megatron.make_vocab_size_divisible_by, head_seed
         )
-        trunk = {name: p for name, p in named_parameters(model).items() if not name.startswith("output_layer.")}
+        trunk = {name: p for name, p in named_parameters(chunks).items() if not name.startswith("output_layer.")}
         self._load(trunk)
-        return model.to(self.device.torch_device)
+        return [chunk.to(self.device.torch_device) for chunk in chunks]
 
     def _load(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         mark_tensor_parallel(parameters, self.specs)
         load_hf_weights(parameters, self.specs, HFFolder(self.path), self.place)
 
 
-def named_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """The model's parameters under global names: layers counted over the whole pipeline."""
-    layers = model.decoder.layers
-    first_layer = layers[0].layer_number - 1 if len(layers) else 0
-    return {global_name(name, first_layer): parameter for name, parameter in model.named_parameters()}
+def named_parameters(chunks: list[GPTModel]) -> dict[str, torch.nn.Parameter]:
+    """The parameters of all chunks under global names: layers counted over the whole model."""
+    return {
+        global_name(name, chunk.decoder.layers[0].layer_number - 1): parameter
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def mark_tensor_parallel(parameters: dict[str, torch.nn.Parameter], specs: dict[str, ParamSpec]) -> None:

@@ -25,10 +25,10 @@ Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
 
 
 class Pipeline:
-    """One role's model chunk together with the groups its schedule runs over."""
+    """One role's model chunks, in the order they run, together with the groups their schedule runs over."""
 
-    def __init__(self, model: torch.nn.Module, groups: TrainGroups, device: torch.device) -> None:
-        self.model = model
+    def __init__(self, chunks: list[torch.nn.Module], groups: TrainGroups, device: torch.device) -> None:
+        self.chunks = chunks
         self.groups = groups
         self.device = device
 
@@ -39,13 +39,17 @@ class Pipeline:
         experts they need each other's answers in every block, so all get as many as the one that has most.
         """
         grid = self.groups.grid
-        column_multiple = grid.tp_size if self.model.config.sequence_parallel else 1
+        column_multiple = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
         blocks = micro_batches(record, micro_batch_size, column_multiple)
         if grid.experts_join_dp_ranks:
             most = torch.tensor(len(blocks), device=self.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.dp_group)
             blocks += [blocks[0].neutral()] * (int(most) - len(blocks))
         return blocks
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters of this rank's part of the model."""
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     @torch.no_grad()
     def forward(self, blocks: list[MicroBatch], per_token: PerToken) -> Tensor | None:
@@ -56,7 +60,7 @@ class Pipeline:
             # The schedule calls this with non_loss_data=True and collects what it returns.
             return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
 
-        outputs = self._schedule(step, blocks, forward_only=True, collect_non_loss_data=True)
+        outputs = self._schedule(step, self._scheduled(blocks), forward_only=True, collect_non_loss_data=True)
         return torch.cat(outputs) if self.groups.is_last_stage else None
 
     def score(self, sequences: Sequences, micro_batch_size: int, per_token: PerToken) -> TokenScores | None:
@@ -72,6 +76,7 @@ class Pipeline:
         The loss must already be divided by whatever it is a mean of. Returns the metric sums of this data-parallel
         rank's blocks, [M], on the last stage; None before.
         """
+        blocks = self._scheduled(blocks)
         # Megatron divides by the number of micro-batches and averages over data-parallel ranks; the sum is wanted.
         scale = len(blocks) * self.groups.grid.dp_size
 
@@ -87,6 +92,11 @@ class Pipeline:
         metrics = self._schedule(step, blocks, forward_only=False)
         return torch.stack(metrics).sum(0) if self.groups.is_last_stage else None
 
+    def _scheduled(self, blocks: list[MicroBatch]) -> list[MicroBatch]:
+        # The interleaved schedule takes micro-batches in rounds of pp_size, so the last round is filled up.
+        round_size = self.groups.grid.pp_size if len(self.chunks) > 1 else 1
+        return [*blocks, *[blocks[0].neutral()] * (-len(blocks) % round_size)]
+
     def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:
         positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
         return model(block.input_ids, positions, None)
@@ -95,8 +105,8 @@ class Pipeline:
         num_rows, num_columns = blocks[0].input_ids.shape
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(blocks),
-            model=[self.model],
+            data_iterator=[iter(blocks) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(blocks),
             seq_length=num_columns,
             micro_batch_size=num_rows,

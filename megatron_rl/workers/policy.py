@@ -87,6 +87,6 @@ class Actor:
 
 def build_reference(source: ModelSource, temperature: float) -> TokenScorer:
     """The frozen policy that KL is measured against. All ranks must call."""
-    model = source.language_model().requires_grad_(False)
-    pipeline = Pipeline(model, source.groups, source.device.torch_device)
+    chunks = [chunk.requires_grad_(False) for chunk in source.language_model()]
+    pipeline = Pipeline(chunks, source.groups, source.device.torch_device)
     return TokenScorer(pipeline, source.hf_config.vocab_size, temperature)

@@ -15,6 +15,7 @@ from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
 from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
 from megatron_rl.experience.batches import num_optimizer_steps
+from megatron_rl.model.families import VOCAB_PADDING
 from megatron_rl.parallel.mpu import COLLECTIVE_TIMEOUT, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import ActorBatch, CriticBatch, Generations, Prompts, Sampling, Sequences, TokenScores
@@ -23,6 +24,7 @@ from third_party_patches import apply_patches
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
+    from megatron_rl.hybrid_engine.offload import Resting
     from megatron_rl.rollout.engine import RolloutEngine
     from megatron_rl.workers.critic import Critic
     from megatron_rl.workers.model_source import ModelSource
@@ -58,7 +60,10 @@ class RankWorker:
             etp_size=megatron.expert_tensor_parallel_size,
         )
         self.rollout_grid = RolloutGrid(grid, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-        self.groups = initialize_mpu(grid, config.trainer.seed)
+        self.groups = initialize_mpu(
+            grid, config.trainer.seed, vpp_size=megatron.virtual_pipeline_model_parallel_size or 1
+        )
+        self.resting: list[Resting] = []
 
     @register(Dispatch.ONE_TO_ALL, role="worker")
     def coordinates(self) -> Coordinates:
@@ -93,14 +98,18 @@ class RankWorker:
         shared = self.config.actor_rollout_ref
         source, num_run_steps = self._source(shared.model.path), self._num_run_steps(shared.actor)
         self.actor = Actor(source, shared.actor, num_run_steps, shared.rollout.temperature)
+        self.resting += self.actor.trainable.resting(shared.actor.megatron)
 
     @register(Dispatch.ONE_TO_ALL, role="ref")
     def build_reference(self) -> None:
         """Load the frozen reference policy."""
+        from megatron_rl.hybrid_engine.offload import HostCopy
         from megatron_rl.workers.policy import build_reference
 
         shared = self.config.actor_rollout_ref
         self.reference = build_reference(self._source(shared.model.path), shared.rollout.temperature)
+        if shared.ref.megatron.param_offload:
+            self.resting.append(HostCopy(self.reference.pipeline.parameters))
 
     @register(Dispatch.ONE_TO_ALL, role="critic")
     def build_critic(self) -> None:
@@ -110,19 +119,29 @@ class RankWorker:
         critic = self.config.critic
         source, num_run_steps = self._source(critic.model.path), self._num_run_steps(critic)
         self.critic = Critic(source, critic, num_run_steps, head_seed=self.config.trainer.seed)
+        self.resting += self.critic.trainable.resting(critic.megatron)
 
     @register(Dispatch.ONE_TO_ALL, role="rollout")
     def build_rollout(self) -> None:
         """Build vLLM on the actor's memory; ends in train mode: foreign stages and KV cache released."""
         from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
         from megatron_rl.hybrid_engine.engine import HybridEngine
+        from megatron_rl.hybrid_engine.exchange import Transport
         from megatron_rl.hybrid_engine.rng import swap
         from megatron_rl.rollout.engine import RolloutEngine
         from megatron_rl.workers.flat_parameters import flat_parameters
 
         shared, data = self.config.actor_rollout_ref, self.config.data
         source = self._source(shared.model.path)
-        weights = AllGatherPPModel(flat_parameters(self.actor.trainable, source.specs), self.groups.pp_group)
+        wanted = self.rollout_grid.place(self.groups.rank, VOCAB_PADDING)
+        per_node = self.config.trainer.n_gpus_per_node
+        weights = AllGatherPPModel(
+            flat_parameters(self.actor.trainable, source.specs, source.place, wanted, per_node),
+            {spec.tensor.name: spec.tensor for spec in source.specs.values()},
+            Transport(self.groups.exchange_group),
+            bucket_bytes=shared.rollout.update_weights_bucket_megabytes << 20,
+            drop_train_weights=shared.rollout.drop_train_weights,
+        )
         # vLLM reseeds the process's generators while it starts.
         train_rng = swap(None)
         weights.gather()
@@ -140,7 +159,7 @@ class RankWorker:
         self.rollout.sleep()
         weights.release()
         swap(train_rng)
-        self.engine = HybridEngine(weights, self.rollout)
+        self.engine = HybridEngine(weights, self.rollout, self.resting, shared.rollout.verify_weights_every)
 
     # Generation
 
@@ -206,7 +225,7 @@ class RankWorker:
         from megatron_rl.workers.model_source import named_parameters
 
         source = self._source(self.config.actor_rollout_ref.model.path)
-        parameters = named_parameters(self.actor.trainable.model)
+        parameters = named_parameters(self.actor.trainable.models)
         vocab_multiple = source.megatron.make_vocab_size_divisible_by
         export_hf(parameters, source.specs, source.path, target, self.groups.grid, vocab_multiple)
 

@@ -1,4 +1,4 @@
-"""A trainable model: Megatron's DDP, distributed optimizer and learning-rate schedule around one model chunk."""
+"""A trainable model: Megatron's DDP, distributed optimizer and learning-rate schedule around a rank's model chunks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.config.schema import OptimConfig
+from megatron_rl.config.schema import MegatronConfig, OptimConfig
 from megatron_rl.experience.batches import MicroBatch
+from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.workers.pipeline import Loss, Pipeline
 
@@ -18,33 +19,59 @@ from megatron_rl.workers.pipeline import Loss, Pipeline
 class TrainableModel:
     """One rank's part of a model that is trained; every method must be called by all ranks.
 
-    Parameters live in DDP's flat `param_data` buffers and stay at their addresses from construction on.
+    Parameters live in the flat `param_data` buffers of `chunks`, one DDP for each chunk of the model, and stay at their
+    addresses from construction on.
     """
 
     def __init__(
-        self, model: GPTModel, optim: OptimConfig, num_run_steps: int, groups: TrainGroups, device: torch.device
+        self, models: list[GPTModel], optim: OptimConfig, num_run_steps: int, groups: TrainGroups, device: torch.device
     ) -> None:
         """`num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts."""
         self.groups = groups
         self.device = device
-        self.config = model.config
-        self.ddp = DistributedDataParallel(
-            self.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            model,
-        )
+        # All chunks share one configuration object, which the schedule reads.
+        self.config = models[0].config
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.chunks = [DistributedDataParallel(self.config, ddp_config, model) for model in models]
         self.optimizer = get_megatron_optimizer(
-            optimizer_config(optim, self.config), [self.ddp], use_gloo_process_groups=False
+            optimizer_config(optim, self.config), self.chunks, use_gloo_process_groups=False
         )
         self.scheduler = lr_scheduler(self.optimizer, optim, num_run_steps)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.pipeline = Pipeline(self.ddp, groups, device)
+        self.pipeline = Pipeline(self.chunks, groups, device)
 
     @property
-    def model(self) -> GPTModel:
-        """The model itself, without DDP."""
-        return self.ddp.module
+    def models(self) -> list[GPTModel]:
+        """The chunks themselves, without DDP."""
+        return [chunk.module for chunk in self.chunks]
+
+    @property
+    def param_buffers(self) -> list:
+        """DDP's flat buffers of all chunks; each has `param_data` and `grad_data`."""
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """Every tensor that the optimizer keeps and the model does not: moments, and masters of bfloat16 weights."""
+        params = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}
+        tensors = []
+        for optimizer in self.optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            masters = [main for group in inner.param_groups for main in group["params"]]
+            moments = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+            tensors += [*masters, *moments]
+        return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in params]
+
+    def resting(self, megatron: MegatronConfig) -> list[Resting]:
+        """What of this model leaves its device while generating, as `megatron`'s offload keys say."""
+        found: list[Resting] = []
+        if megatron.grad_offload:
+            found.append(Zeros(buffer.grad_data for buffer in self.param_buffers))
+        if megatron.optimizer_offload:
+            found.append(HostCopy(self.optimizer_state))
+        if megatron.param_offload:
+            found.append(HostCopy(lambda: [buffer.param_data for buffer in self.param_buffers]))
+        return found
 
     def num_tokens(self, blocks: list[MicroBatch]) -> int:
         """Response tokens of one optimizer step over all data-parallel ranks; what a token mean divides by."""
@@ -57,7 +84,8 @@ class TrainableModel:
 
         Returns metric sums [M] over all data-parallel ranks on the last stage, None before.
         """
-        self.ddp.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self.pipeline.forward_backward(blocks, loss)
         if sums is not None:
@@ -77,8 +105,7 @@ class TrainableModel:
 
     def _check_gradients(self) -> None:
         # Without a loss scaler Megatron's optimizer applies NaN like any other gradient.
-        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
-        total = torch.stack([buffer.grad_data.norm() for buffer in buffers]).sum()
+        total = torch.stack([buffer.grad_data.norm() for buffer in self.param_buffers]).sum()
         dist.all_reduce(total)
         if not torch.isfinite(total):
             raise FloatingPointError(f"the gradient holds NaN or infinity (norms add up to {float(total)}); no update")

@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 from megatron_rl.config.load import KEYS, load_config
-from megatron_rl.config.validate import CHOICES, RANGES, value_problems
+from megatron_rl.config.validate import AT_LEAST_ONE_OR_NULL, CHOICES, RANGES, value_problems
 
 MANDATORY = [
     "data.train_files=a",
@@ -36,7 +36,8 @@ def test_tables_name_real_keys(config):
     """Would not catch a key that ought to be in a table and is not."""
     assert set(CHOICES) | set(RANGES) <= set(KEYS)
     defaults = config()
-    assert [key for key in RANGES if not isinstance(attrgetter(key)(defaults), int | float)] == []
+    numbers = [key for key in RANGES if isinstance(attrgetter(key)(defaults), int | float)]
+    assert [key for key in RANGES if key not in numbers] == [*AT_LEAST_ONE_OR_NULL]
 
 
 @pytest.mark.parametrize("key", CHOICES)
@@ -62,6 +63,7 @@ def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
         ("algorithm.gamma=1.01", "algorithm.gamma=1.01 must be >= 0 and <= 1; nearest: 1"),
         ("actor_rollout_ref.rollout.temperature=0", "temperature=0.0 must be > 0; nearest: 1"),
         ("actor_rollout_ref.rollout.top_p=0", "top_p=0.0 must be > 0 and <= 1; nearest: 1"),
+        ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; nearest: 1"),
         ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0 must be >= 1; nearest: 1"),
         ("actor_rollout_ref.rollout.top_k=0", "top_k=0 must be -1 (all tokens) or >= 1; nearest: -1"),
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),

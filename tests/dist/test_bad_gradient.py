@@ -18,7 +18,7 @@ def update_with_nan(config) -> tuple[str, bool, float]:
 
     worker = RankWorker(config)
     worker.build_actor()
-    weights = worker.actor.trainable.ddp.buffers[0].param_data
+    weights = worker.actor.trainable.param_buffers[0].param_data
     before = weights.clone()
     batch = random_experience(4, seed=worker.groups.dp_rank)
     batch.old_log_probs = worker.compute_log_probs(batch.sequences()).scores
@@ -43,6 +43,37 @@ def test_nan_stops_every_rank(tmp_path) -> None:
         assert 0 < grad_norm < math.inf
 
 
+def step_with_nan_in_last_chunk(config) -> tuple[str, bool]:
+    """(what the step raised when rank 0 holds a NaN in its last chunk only, whether all weights are bit-equal)."""
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    buffers = worker.actor.trainable.param_buffers
+    before = [buffer.param_data.clone() for buffer in buffers]
+    batch = random_experience(4)
+    batch.old_log_probs = batch.advantages
+    worker.actor.compute_gradients(batch.actor_batch())
+    if worker.groups.rank == 0:
+        buffers[-1].grad_data[0] = math.nan
+    try:
+        worker.actor.trainable.step()
+        raised = "nothing"
+    except FloatingPointError as error:
+        raised = str(error)
+    return raised, all(torch.equal(buffer.param_data, old) for buffer, old in zip(buffers, before, strict=True))
+
+
+def test_nan_in_any_chunk_stops_every_rank(tmp_path) -> None:
+    """PP2 with two chunks a stage; would not catch a NaN in a buffer that DDP keeps elsewhere."""
+    keys = {"actor_rollout_ref__actor__megatron__virtual_pipeline_model_parallel_size": 2}
+    for raised, unchanged in run_ranks(
+        2, step_with_nan_in_last_chunk, run_config(save_qwen2(tmp_path), 1, 2, **keys)
+    ):
+        assert "NaN" in raised
+        assert unchanged
+
+
 def step_with_nan_in_an_expert(config) -> str:
     """What the step raised after one element of rank 1's expert gradients became NaN."""
     from megatron_rl.workers.rank_worker import RankWorker
@@ -51,7 +82,7 @@ def step_with_nan_in_an_expert(config) -> str:
     worker.build_actor()
     trainable = worker.actor.trainable
     if worker.groups.dp_rank == 1:
-        trainable.ddp.expert_parallel_buffers[0].grad_data[7] = math.nan
+        trainable.chunks[0].expert_parallel_buffers[0].grad_data[7] = math.nan
     try:
         trainable.step()
     except FloatingPointError as error:

@@ -49,7 +49,7 @@ def one_update(config) -> dict:
     result["log_probs_after"] = score(worker.compute_log_probs)
     result["values_after"] = score(worker.compute_values)
     for role, trainable in (("actor", worker.actor.trainable), ("critic", worker.critic.trainable)):
-        parameters = named_parameters(trainable.model)
+        parameters = named_parameters(trainable.models)
         result[f"{role}_weights"] = {name: p.detach().clone() for name, p in parameters.items()}
     result["place"] = worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)
     return result

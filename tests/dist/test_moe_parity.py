@@ -25,6 +25,7 @@ EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1
 MOE_LAYOUTS = {
     "PP2": ((2, 1, 2), {}, (6, 96, 128)),
     "DP2, EP2": ((2, 1, 1), EP2, (3, 96, 128)),
+    "PP2, VPP2, DP2, EP2": ((4, 1, 2), EP2 | {"virtual_pipeline_model_parallel_size": 2}, (3, 96, 128)),
     "TP2, ETP2": ((2, 2, 1), SP, (6, 48, 128)),
     "TP2, ETP1": ((2, 2, 1), SP | ETP1, (6, 96, 128)),
     "TP2, EP2, ETP1": ((2, 2, 1), SP | EP2 | ETP1, (3, 96, 128)),
@@ -111,7 +112,7 @@ def policy_gradients(config) -> dict:
     experience = random_experience(NUM_ROWS)
     experience.old_log_probs = worker.compute_log_probs(experience.sequences()).scores
     worker.actor.compute_gradients(experience.actor_batch())
-    gradients = {name: p.main_grad.clone() for name, p in named_parameters(worker.actor.trainable.model).items()}
+    gradients = {name: p.main_grad.clone() for name, p in named_parameters(worker.actor.trainable.models).items()}
     return {"actor_weights": gradients, "place": worker.groups.grid.place(0, vocab_multiple=64)}
 
 

@@ -23,7 +23,7 @@ def update_one_row(config) -> tuple[dict, dict]:
     if worker.groups.dp_rank > 0:
         actor_batch, critic_batch = actor_batch.neutral(), critic_batch.neutral()
     metrics = worker.update_actor(actor_batch), worker.update_critic(critic_batch)
-    assert torch.isfinite(worker.actor.trainable.ddp.buffers[0].param_data).all()
+    assert torch.isfinite(worker.actor.trainable.param_buffers[0].param_data).all()
     return metrics
 
 

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models and run configurations for tests; no tokenizer is needed."""
+"""Tiny random Hugging Face models and run configurations for tests, with a tokenizer that only exports need."""
 
 from __future__ import annotations
 
@@ -72,7 +72,18 @@ def save(model: torch.nn.Module, folder: Path) -> str:
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.float().save_pretrained(folder)
+    save_test_tokenizer(folder)
     return str(folder)
+
+
+def save_test_tokenizer(folder: Path) -> None:
+    """The exporter copies the source's tokenizer, so the source needs one."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(33 + i): i for i in range(70)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="!").save_pretrained(folder)
 
 
 def run_config(model_path: str, tp_size: int, pp_size: int, **overrides) -> RunConfig:

@@ -114,6 +114,15 @@ def test_neutral_rows_have_no_targets():
     assert {name: field.tolist() for name, field in block.fields.items()} == {"old_log_probs": [], "advantages": []}
 
 
+def test_neutral_block():
+    """The shape of its model, and no response. Would not catch a model in which zeros become NaN."""
+    block = micro_batches(actor_batch([([1, 2], [3]), ([4], [5, 6])]), 2)[0]
+    neutral = block.neutral()
+    assert neutral.input_ids.tolist() == [[0, 0, 0]] * 2 and neutral.num_real_rows == 0
+    assert neutral.predicts_response.tolist() == [[False, False]] * 2 and block.predicts_response.any()
+    assert {name: field.tolist() for name, field in neutral.fields.items()} == {"old_log_probs": [], "advantages": []}
+
+
 token = st.integers(1, 9)
 row = st.tuples(st.lists(token, min_size=1, max_size=4), st.lists(token, max_size=4))
 

@@ -12,24 +12,49 @@ from megatron_rl.hybrid_engine.engine import HybridEngine
 class RecordingWeights:
     """Keeps a journal and says whether its memory is there."""
 
-    bytes_received = 0
     lower_bound_bytes = 12
 
     def __init__(self, journal):
         self.journal = journal
         self.is_present = False
-        self.fails = False
+        self.fails_in = None
+
+    def note(self, event):
+        self.journal.append(event)
+        if self.fails_in == event:
+            raise OSError("peer is gone")
 
     def gather(self):
-        self.journal.append("gather")
         self.is_present = True
-        if self.fails:
-            raise OSError("peer is gone")
-        self.bytes_received = 12
+        self.note("gather")
+        return 12
+
+    def verify(self):
+        self.note("verify")
+
+    def drop_training(self):
+        self.note("drop")
+
+    def restore_training(self):
+        self.note("restore")
 
     def release(self):
         self.journal.append("release")
         self.is_present = False
+
+
+class RecordingResting:
+    """Keeps a journal."""
+
+    def __init__(self, journal, name):
+        self.journal = journal
+        self.name = name
+
+    def leave(self):
+        self.journal.append(f"{self.name} leaves")
+
+    def come_back(self):
+        self.journal.append(f"{self.name} is back")
 
 
 class RecordingGenerator:
@@ -63,6 +88,10 @@ def engine(journal):
     return HybridEngine(RecordingWeights(journal), RecordingGenerator(journal))
 
 
+ENTER = ["gather", "verify", "drop", "wake"]
+EXIT = ["sleep", "restore", "release"]
+
+
 @pytest.fixture(autouse=True)
 def fresh_generators():
     """Seeds every global generator, and puts the test process's state back."""
@@ -80,10 +109,10 @@ def draw():
 def test_weights_before_cache_and_back(engine, journal):
     """The order of calls, and the report. Would not catch a wrong order among ranks."""
     report = engine.enter()
-    assert journal == ["gather", "wake"] and engine.in_rollout
+    assert journal == ENTER and engine.in_rollout
     assert (report.bytes_received, report.lower_bound_bytes) == (12, 12) and report.seconds >= 0
     engine.exit()
-    assert journal == ["gather", "wake", "sleep", "release"] and not engine.in_rollout
+    assert journal == ENTER + EXIT and not engine.in_rollout
 
 
 def test_enter_twice_is_an_error(engine, journal):
@@ -91,7 +120,7 @@ def test_enter_twice_is_an_error(engine, journal):
     engine.enter()
     with pytest.raises(RuntimeError, match="exit"):
         engine.enter()
-    assert journal == ["gather", "wake"] and engine.in_rollout
+    assert journal == ENTER and engine.in_rollout
 
 
 def test_exit_in_train_mode_does_nothing(engine, journal):
@@ -102,24 +131,59 @@ def test_exit_in_train_mode_does_nothing(engine, journal):
     engine.exit()
     stream = torch.get_rng_state()
     engine.exit()
-    assert journal == ["gather", "wake", "sleep", "release"]
+    assert journal == ENTER + EXIT
     assert torch.equal(torch.get_rng_state(), stream)
 
 
-@pytest.mark.parametrize("culprit", ["weights", "generator"])
+def test_resting_memory_leaves_first_and_is_back_last(journal):
+    """In reverse order, also when gathering fails. Would not catch memory that is not restored exactly."""
+    resting = [RecordingResting(journal, name) for name in ("a", "b")]
+    engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), resting)
+    engine.enter()
+    engine.exit()
+    assert journal == ["a leaves", "b leaves", *ENTER, *EXIT, "b is back", "a is back"]
+    journal.clear()
+    engine.weights.fails_in = "gather"
+    with pytest.raises(OSError, match="gone"):
+        engine.enter()
+    assert journal == ["a leaves", "b leaves", "gather", "release", "b is back", "a is back"]
+
+
+@pytest.mark.parametrize(("every", "verified"), [(0, []), (1, [0, 1, 2, 3, 4]), (3, [0, 3])])
+def test_every_nth_entry_is_verified(journal, every, verified):
+    """From the first on; 0 switches it off. Would not catch a cost that is not reported."""
+    engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), verify_every=every)
+    found = []
+    for number in range(5):
+        journal.clear()
+        engine.enter()
+        engine.exit()
+        found += [number] if "verify" in journal else []
+    assert found == verified
+
+
+def test_nothing_is_generated_from_wrong_weights(engine, journal):
+    """A failing verification comes before the KV cache. Would not catch one that passes wrongly."""
+    engine.weights.fails_in = "verify"
+    with pytest.raises(OSError, match="gone"):
+        engine.enter()
+    assert journal == ["gather", "verify", "release"] and not engine.in_rollout
+
+
+@pytest.mark.parametrize("culprit", ["gather", "verify", "drop", "generator"])
 def test_failed_enter_leaves_train_mode(engine, culprit):
     """Memory released, RNG untouched, the next enter works. Would not catch a failure on another rank only."""
     expected = [draw() for _ in range(2)]
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     assert draw() == expected[0]
 
-    getattr(engine, culprit).fails = True
+    engine.weights.fails_in, engine.generator.fails = culprit, culprit == "generator"
     with pytest.raises((RuntimeError, OSError), match=r"running|gone"):
         engine.enter()
     assert not engine.in_rollout and not engine.weights.is_present and not engine.generator.is_awake
     assert draw() == expected[1]
 
-    getattr(engine, culprit).fails = False
+    engine.weights.fails_in, engine.generator.fails = None, False
     engine.enter()
     assert engine.in_rollout and engine.weights.is_present and engine.generator.is_awake
 

@@ -75,3 +75,11 @@ def test_broken_layouts_leave_gaps():
         "samples per DP rank",
         "micro-batches per rank",
     }
+
+
+def test_virtual_pipeline_fills_up_micro_batches():
+    """64 samples are 4 micro-batches of 16 or 3 of 24, which PP2 in chunks makes 4. Would not catch what they cost."""
+    for micro, vpp, expected in ((16, 2, "4"), (24, 2, "4"), (24, None, "3"), (24, 1, "3")):
+        config = make_config(ranks=2, tp=1, pp=2, rollout_tp=1, prompts=16, n=4, mini=16, micro=micro)
+        config.actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size = vpp
+        assert values(config)["micro-batches per rank"] == expected

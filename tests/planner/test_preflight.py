@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.planner.expert_layout import ExpertLayouts
 from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, MOE_ARCHITECTURES, ModelSizes, read_model_folder
 from megatron_rl.planner.preflight import Layouts, check_preflight, preflight
+from megatron_rl.planner.stage_rules import spreads, stage_problems
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -113,11 +115,71 @@ def test_tp_must_divide_everything_it_cuts(config):
 
 
 def test_pp_must_divide_the_layers(config):
-    """PP4 and 6 layers. Would not catch uneven stages, which are not supported."""
+    """PP4 and 6 layers on 8 ranks, which 3 stages would not divide. Would not catch uneven stages."""
     config.trainer.n_gpus_per_node = 8
     set_pp(config, 4)
     (problem,) = preflight(config)
-    assert problem.startswith("pp(4) must divide num_hidden_layers(6)") and problem.endswith("nearest: pp(3)")
+    path = config.actor_rollout_ref.model.path
+    assert problem == f"pp(4) must divide num_hidden_layers(6) ({path}); nearest: pp(2)"
+
+
+VPP = "virtual_pipeline_model_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+def set_stages(config: RunConfig, pp: int, **shares: int) -> None:
+    """PP and further keys for all roles, on 2 * pp ranks."""
+    config.trainer.n_gpus_per_node = 2 * pp
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        role.megatron = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=pp, **shares)
+
+
+@pytest.mark.parametrize(
+    ("pp", "shares"),
+    [
+        (3, {VPP: 2}),
+        (2, {VPP: 3}),
+        (1, {VPP: 1}),
+        (4, {FIRST: 3}),
+        (4, {LAST: 3}),
+        (5, {LAST: 2}),
+        (2, {FIRST: 1, LAST: 5}),
+    ],
+)
+def test_stages_that_share_six_layers(config, pp, shares):
+    """Would not catch a stage plan that Megatron refuses; its own tests do."""
+    set_stages(config, pp, **shares)
+    assert preflight(config) == []
+
+
+@pytest.mark.parametrize(
+    ("pp", "shares", "rule", "nearest"),
+    [
+        (2, {VPP: 2}, "pp(2) * vpp(2) must divide num_hidden_layers(6)", f"{VPP}=1"),
+        (3, {VPP: 4}, "pp(3) * vpp(4) must divide num_hidden_layers(6)", f"{VPP}=2"),
+        (4, {VPP: 3}, "pp(4) * vpp(3) must divide num_hidden_layers(6)", "pp(2)"),
+        (1, {VPP: 2}, "vpp(2) needs pp(1) > 1", f"{VPP}=1"),
+        (2, {VPP: 3, FIRST: 2}, "first(2) and last(None) layers need pp(2) > 1 and vpp(3) = 1", f"{VPP}=1"),
+        (1, {LAST: 6}, "first(None) and last(6) layers need pp(1) > 1 and vpp(1) = 1", f"pp(1) with {LAST}=null"),
+        (2, {FIRST: 2, LAST: 3}, "pp(2) stages must add up to num_hidden_layers(6)", f"{LAST}=4"),
+        (3, {FIRST: 1}, "must leave equal shares of num_hidden_layers(6) to the other 2 stages", f"{FIRST}=2"),
+        (4, {FIRST: 5, LAST: 2}, "must leave equal shares of num_hidden_layers(6) to the other 2 stages", f"{FIRST}=2"),
+    ],
+)
+def test_stages_that_do_not_share_six_layers(config, pp, shares, rule, nearest):
+    """One number is changed where that is enough. Would not catch a nearer choice that was passed over."""
+    set_stages(config, pp, **shares)
+    (problem,) = preflight(config)
+    assert rule in problem and f"({config.actor_rollout_ref.model.path}); nearest: {nearest}" in problem
+
+
+def test_open_stage_keys_must_be_at_least_one(config):
+    """Each is refused once, and no other rule divides by it. Would not catch a wrong upper end."""
+    set_stages(config, 3, **{VPP: 0})
+    assert [problem.partition(" ")[0] for problem in preflight(config)] == [
+        f"actor_rollout_ref.actor.megatron.{VPP}=0",
+        f"critic.megatron.{VPP}=0",
+    ]
 
 
 def set_experts(config: RunConfig, **sizes) -> None:
@@ -214,15 +276,51 @@ def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
 
 
 def test_roles_share_one_grid(config):
-    """Rollout TP and the critic's sizes. Would not catch a size that is shared in a way not listed here."""
-    config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
+    """The critic's and the reference's sizes. Would not catch a size that is shared in a way not listed here."""
+    config.actor_rollout_ref.ref.megatron.pipeline_model_parallel_size = 1
     config.critic.megatron.tensor_model_parallel_size = 1
     config.critic.megatron.dtype = "bfloat16"
     problems = "\n".join(preflight(config))
-    assert "rollout.tensor_model_parallel_size=1 must equal the actor's training tp(2)" in problems
-    assert "not available yet; nearest: actor_rollout_ref.rollout.tensor_model_parallel_size=2" in problems
+    assert "ref.megatron.pipeline_model_parallel_size=1 must equal" in problems
     assert "critic.megatron.tensor_model_parallel_size=1 must equal" in problems
     assert "critic.megatron.dtype=bfloat16 must equal" in problems
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, []),
+        (6, ["must divide padded_vocab_size(128)"]),
+        (3, ["must divide padded_vocab_size(128)"]),
+        (4, ["must divide the 6 ranks; nearest: 2", "divide or be a multiple of num_key_value_heads(6)"]),
+    ],
+)
+def test_rollout_tp_fits_ranks_and_model(config, size, expected):
+    """12 heads, 6 key/value heads, 192 columns, 128 rows. Would not catch a size that only vLLM refuses."""
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = size
+    problems = preflight(config)
+    assert len(problems) == len(expected)
+    for problem, rule in zip(problems, expected, strict=True):
+        assert problem.startswith(f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} must")
+        assert rule in problem
+
+
+def test_key_value_heads_may_be_repeated(config, tmp_path):
+    """3 heads for 6 ranks: each is held twice. Would not catch a model whose vocabulary does not divide."""
+    write_model(tmp_path / "model", num_key_value_heads=2, vocab_size=192 * 2)
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = 6
+    assert preflight(config) == []
+
+
+def test_what_cannot_leave_while_generating(config):
+    """The actor's parameters, and training shards wider than rollout's. Would not catch too little host memory."""
+    shared = config.actor_rollout_ref
+    shared.actor.megatron.param_offload = True
+    shared.rollout.drop_train_weights = True
+    shared.rollout.tensor_model_parallel_size = 6
+    problems = "\n".join(preflight(config))
+    assert "param_offload=true: generation reads the actor's parameters" in problems
+    assert "must divide training tp(2); nearest: 2" in problems
 
 
 def test_batch_and_length_rules(config):
@@ -313,13 +411,17 @@ def test_all_violations_come_in_one_numbered_error(config):
     world=st.integers(1, 64),
     heads=st.sampled_from([1, 2, 4, 6, 12, 28, 40]),
     layers=st.integers(1, 48),
+    shares=st.fixed_dictionaries({}, optional=dict.fromkeys((VPP, FIRST, LAST), st.integers(1, 4))),
 )
-def test_suggested_layouts_are_valid(tp, pp, world, heads, layers):
-    """A suggestion keeps every rule. Would not catch a nearer one that was passed over."""
+def test_suggested_layouts_are_valid(tp, pp, world, heads, layers, shares):
+    """A suggestion keeps every rule, the shares of layers where one does. Would not catch a nearer one passed over."""
     sizes = ModelSizes("m", heads, heads, 64 * heads, 128, layers, 64, 100)
-    layouts = Layouts(world, [sizes])
+    megatron = MegatronConfig(pipeline_model_parallel_size=pp, **shares)
+    layouts = Layouts(world, [sizes], megatron)
     new_tp, new_pp = layouts.nearest(tp, pp)
-    assert world % (new_tp * new_pp) == 0 and layers % new_pp == 0
+    assert world % (new_tp * new_pp) == 0
+    keeps_shares = spreads([sizes], replace(megatron, pipeline_model_parallel_size=new_pp))
+    assert keeps_shares or (shares and layers % new_pp == 0)
     assert all(size % new_tp == 0 for size in sizes.tp_divides.values())
     if (tp, pp) in [(t, p) for t in layouts.tp_sizes for p in layouts.pp_sizes if world % (t * p) == 0]:
         assert (new_tp, new_pp) == (tp, pp)
@@ -337,6 +439,26 @@ def test_suggested_expert_layouts_are_valid(stage, ep, etp, experts, columns):
     sizes = ModelSizes("m", 1, 1, 64, 128, 1, 64, 100, num_experts=experts, moe_intermediate_size=columns)
     new_ep, new_etp = ExpertLayouts(stage, [sizes]).nearest(ep, etp)
     assert stage % (new_ep * new_etp) == 0 and experts % new_ep == 0 and columns % new_etp == 0
+
+
+@given(
+    pp=st.integers(1, 8),
+    world=st.integers(1, 16),
+    layers=st.lists(st.integers(1, 24), min_size=1, max_size=2),
+    shares=st.fixed_dictionaries({}, optional=dict.fromkeys((VPP, FIRST, LAST), st.integers(1, 6))),
+)
+def test_suggested_stages_are_valid(pp, world, layers, shares):
+    """What the message names, put into the configuration, breaks no rule. Would not catch a suggestion far away."""
+    models = [ModelSizes(f"m{number}", 1, 1, 64, 128, number, 64, 100) for number in layers]
+    megatron = MegatronConfig(pipeline_model_parallel_size=pp, **shares)
+    problems = list(stage_problems(models, megatron, world))
+    assert bool(problems) == (not spreads(models, megatron))
+    for problem in problems:
+        changes = {}
+        for change in problem.rpartition("nearest: ")[2].replace(" with ", ", ").split(", "):
+            key, _, value = change.replace("pp(", "pipeline_model_parallel_size=").rstrip(")").partition("=")
+            changes[key] = None if value == "null" else int(value)
+        assert spreads(models, replace(megatron, **changes)), problem
 
 
 def test_planner_and_model_agree(tmp_path):

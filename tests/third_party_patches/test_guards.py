@@ -15,7 +15,7 @@ ROOT = Path(third_party_patches.__file__).parent
 
 
 def patch_for(distribution, versions):
-    return Patch("demo.patch", distribution, versions, drop_when="upstream is mended", apply=lambda: None)
+    return Patch("demo.patch", (distribution,), versions, drop_when="upstream is mended", apply=lambda: None)
 
 
 def test_an_unknown_version_is_refused_by_name():
@@ -50,7 +50,7 @@ def test_apply_patches_checks_every_version_before_it_changes_anything(monkeypat
     assert applied == []
 
 
-@pytest.mark.parametrize("name", CPU_PATCHES + CUDA_PATCHES)
+@pytest.mark.parametrize("name", sorted({*CPU_PATCHES, *CUDA_PATCHES}))
 def test_every_patch_says_why_what_and_how_long(name):
     """Docstring and declaration, installed here. Would not catch a reason that is no longer true."""
     module = importlib.import_module(name)
@@ -64,7 +64,7 @@ def test_every_patch_file_is_listed_once():
     """No patch is forgotten in the package. Would not catch one applied from elsewhere."""
     files = {path for path in ROOT.glob("*/*.py") if path.name != "__init__.py"}
     names = [str(path.relative_to(ROOT.parent).with_suffix("")).replace("/", ".") for path in files]
-    assert sorted(names) == sorted(CPU_PATCHES + CUDA_PATCHES)
+    assert sorted(names) == sorted({*CPU_PATCHES, *CUDA_PATCHES})
     assert [patch.name for patch in patches_for("cpu")] == [n.removeprefix("third_party_patches.") for n in CPU_PATCHES]
 
 

@@ -28,6 +28,7 @@ def single_rank_groups():
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        exchange_group=dist.group.WORLD,
     )
 
 
@@ -47,12 +48,12 @@ def train_one_step(groups):
         vocab_size=64, num_hidden_layers=1, architectures=["Qwen2ForCausalLM"], max_position_embeddings=32, **sizes
     )
     config = transformer_config(hf_config, groups, MegatronConfig(), Device("cpu"))
-    model = build_language_model(hf_config, config, groups, vocab_multiple=64)
+    [model] = build_language_model(hf_config, config, groups, vocab_multiple=64)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     optim = OptimConfig(lr=0.1, weight_decay=0.0, clip_grad=0.0)
-    trainable = TrainableModel(model, optim, num_run_steps=1, groups=groups, device=torch.device("cpu"))
+    trainable = TrainableModel([model], optim, num_run_steps=1, groups=groups, device=torch.device("cpu"))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rows = Sequences(ragged([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]), torch.tensor([2, 1]), batch_size=[2])
     trainable.compute_gradients(micro_batches(rows, 1), lambda logits, block: (logits.square().mean(), torch.ones(1)))

@@ -33,7 +33,7 @@ def apply() -> None:
 
 PATCH = Patch(
     name="megatron_core.cpu_rng",
-    distribution="megatron-core",
+    distributions=("megatron-core",),
     versions=">=0.16.1,<0.17",
     drop_when="megatron-core's RNG tracker takes a generator instead of a CUDA device",
     apply=apply,

@@ -26,7 +26,7 @@ def apply() -> None:
 
 PATCH = Patch(
     name="megatron_core.cpu_token_counts",
-    distribution="megatron-core",
+    distributions=("megatron-core",),
     versions=">=0.16.1,<0.17",
     drop_when="maybe_move_tensor_to_cpu converts tensors that are on the CPU already",
     apply=apply,

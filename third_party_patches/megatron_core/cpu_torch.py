@@ -164,7 +164,7 @@ def apply() -> None:
 
 PATCH = Patch(
     name="megatron_core.cpu_torch",
-    distribution="megatron-core",
+    distributions=("megatron-core",),
     versions=">=0.16.1,<0.17",
     drop_when="megatron-core takes the device from its configuration instead of naming CUDA",
     apply=apply,

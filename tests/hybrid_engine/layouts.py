@@ -1,0 +1,119 @@
+"""Members of exchange groups made from model shapes and grids, as workers make them from Megatron's buffers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+
+from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
+from megatron_rl.hybrid_engine.plan import ALIGNMENT, ExchangePlan, Member, make_plan
+from megatron_rl.model.families import FAMILIES, ModelShape, ParamSpec, param_map
+from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.parallel.sharding import LogicalTensor, shard_of
+from megatron_rl.parallel.stages import StagePlan
+
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -> list[list[str]]:
+    """Parameter names of each chunk of a stage, in Megatron's order: the buffer holds them last to first."""
+    chunks = stages.layers(pp_rank)
+    names: list[list[str]] = [[] for _ in chunks]
+    is_last = pp_rank == stages.pp_size - 1
+    tied = specs["embedding.word_embeddings.weight"] == specs["output_layer.weight"]
+    for name in specs:
+        layer = LAYER.match(name)
+        if layer:
+            for chunk, layers in enumerate(chunks):
+                if int(layer[1]) in layers:
+                    names[chunk].append(name)
+        elif name.startswith("embedding"):
+            names[0] += [name] if pp_rank == 0 else []
+        elif is_last and not (name == "output_layer.weight" and tied and stages.pp_size == 1):
+            names[-1].append(name)
+    return [chunk[::-1] for chunk in names]
+
+
+def members_of(
+    group: list[int],
+    rollout: RolloutGrid,
+    specs: dict[str, ParamSpec],
+    stages: StagePlan,
+    *,
+    per_node: int = 8,
+    train_multiple: int = 64,
+) -> list[Member]:
+    """One member per rank of `group`; each chunk is a buffer, and the experts of all chunks another."""
+    members = []
+    for rank in group:
+        place, slots, ends = rollout.train.place(rank, train_multiple), [], {}
+        for chunk, names in enumerate(stage_params(specs, stages, rollout.train.pp_rank(rank))):
+            for name in names:
+                tensor = specs[name].tensor
+                shard = shard_of(tensor, place)
+                buffer = stages.vpp_size if tensor.is_expert else chunk
+                offset = -(-ends.get(buffer, 0) // ALIGNMENT) * ALIGNMENT
+                slots.append(Slot(tensor.name, buffer, offset, shard.shape, shard.parts))
+                ends[buffer] = offset + shard.numel
+        slots.sort(key=lambda slot: (slot.buffer, slot.offset))
+        used = {number: i for i, number in enumerate(sorted({slot.buffer for slot in slots}))}
+        held = tuple(replace(slot, buffer=used[slot.buffer]) for slot in slots)
+        members.append(
+            Member(rank, rank // per_node, rollout.train.tp_rank(rank), held, rollout.place(rank, vocab_multiple=64))
+        )
+    return members
+
+
+def tensors_of(specs: dict[str, ParamSpec]) -> dict[str, LogicalTensor]:
+    return {spec.tensor.name: spec.tensor for spec in specs.values()}
+
+
+def numbered_model(tensors: dict[str, LogicalTensor]) -> dict[tuple[str, int], torch.Tensor]:
+    """(tensor, segment) -> its elements, numbered over the whole model from 1 on."""
+    model, start = {}, 1
+    for name, tensor in tensors.items():
+        for number, segment in enumerate(tensor.segments):
+            count = torch.Size(segment.shape).numel()
+            model[name, number] = torch.arange(start, start + count).view(segment.shape)
+            start += count
+    return model
+
+
+def write_slot(data: torch.Tensor, slot: Slot, model: dict[tuple[str, int], torch.Tensor]) -> None:
+    """Put the numbers of a shard where it lies."""
+    view = data[slot.offset : slot.stop].view(slot.shape)
+    for part in slot.parts:
+        view[part.index] = model[slot.name, part.segment][tuple(slice(*interval) for interval in part.box)]
+
+
+def training_buffers(member: Member, model: dict[tuple[str, int], torch.Tensor]) -> dict[int, torch.Tensor]:
+    """A member's buffers as training fills them; what no slot covers is 0."""
+    sizes: dict[int, int] = {}
+    for slot in member.held:
+        sizes[slot.buffer] = max(sizes.get(slot.buffer, 0), slot.stop)
+    buffers = {number: torch.zeros(size, dtype=torch.int64) for number, size in sizes.items()}
+    for slot in member.held:
+        write_slot(buffers[slot.buffer], slot, model)
+    return buffers
+
+
+def expected_foreign(plan: ExchangePlan, member: int, model: dict[tuple[str, int], torch.Tensor]) -> torch.Tensor:
+    """What the foreign buffer must hold, written from the model and not from other members."""
+    mine = plan.plans[member]
+    data = torch.zeros(mine.foreign_numel, dtype=torch.int64)
+    for slot in mine.slots.values():
+        if slot.buffer == FOREIGN:
+            write_slot(data, slot, model)
+    return data
+
+
+def plan_for(
+    shape: ModelShape, architecture: str, rollout: RolloutGrid, stages: StagePlan, *, share: bool = True, **options
+) -> tuple[ExchangePlan, dict[str, LogicalTensor]]:
+    """The plan of the first exchange group."""
+    specs = param_map(FAMILIES[architecture], shape)
+    members = members_of(rollout.train.exchange_group(0), rollout, specs, stages, **options)
+    tensors = tensors_of(specs)
+    return make_plan(tensors, members, share_memory=[share] * len(members)), tensors

