@@ -11,13 +11,19 @@ import importlib
 
 from third_party_patches.guard import Patch, PatchError, require_version
 
+COMMON_PATCHES = (
+    "third_party_patches.megatron_core.router_gemm",
+    "third_party_patches.vllm.rank_order",
+)
 CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_torch",
     "third_party_patches.megatron_core.cpu_rng",
+    "third_party_patches.megatron_core.cpu_token_counts",
+    "third_party_patches.megatron_core.uneven_gather",
     "third_party_patches.vllm.unpacked_linear",
+    "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.shm_group_name",
 )
-COMMON_PATCHES = ("third_party_patches.vllm.rank_order",)
 
 __all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]
 

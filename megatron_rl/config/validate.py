@@ -40,6 +40,7 @@ AT_LEAST_ONE = (
         for name in (
             "megatron.tensor_model_parallel_size",
             "megatron.pipeline_model_parallel_size",
+            "megatron.expert_model_parallel_size",
             "ppo_mini_batch_size",
             "ppo_micro_batch_size_per_gpu",
             "ppo_epochs",
@@ -136,6 +137,10 @@ def value_problems(config: RunConfig) -> list[str]:
             problems.append(f"{role}.optim.min_lr={optim.min_lr:g} must be <= lr={optim.lr:g}; nearest: {optim.lr:g}")
         if not all(0 <= beta < 1 for beta in optim.betas):
             problems.append(f"{role}.optim.betas={list(optim.betas)} must both be >= 0 and < 1; nearest: [0.9, 0.999]")
+    etp_size = config.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size
+    if etp_size is not None and etp_size < 1:
+        key = f"{ACTOR}.megatron.expert_tensor_parallel_size"
+        problems.append(f"{key}={etp_size} must be null (as TP) or >= 1; nearest: null")
     if not config.actor_rollout_ref.rollout.enforce_eager:
         problems.append(
             f"{ROLLOUT}.enforce_eager=false: captured graphs need lasting addresses, and the memory of foreign stages "

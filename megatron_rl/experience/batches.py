@@ -60,17 +60,18 @@ class MicroBatch:
         return MicroBatch(self.input_ids * 0, torch.zeros_like(self.predicts_response), fields, num_real_rows=0)
 
 
-def micro_batches(record, micro_batch_size: int) -> list[MicroBatch]:
+def micro_batches(record, micro_batch_size: int, column_multiple: int = 1) -> list[MicroBatch]:
     """Cut a record with `input_ids`, `response_lengths` and ragged float fields into blocks of equal shape.
 
     All blocks are `[micro_batch_size, longest row]`, as pipeline stages exchange tensors of one shape; the last one is
     filled up with rows that have no response. Never more rows than the record has when it fits in one block.
+    `column_multiple`: the number of columns is rounded up to a multiple of it.
     """
     size = min(micro_batch_size, len(record))
     lengths, response_lengths = row_lengths(record.input_ids), record.response_lengths
-    longest = int(lengths.max())
-    dense = to_padded(record.input_ids, longest)
-    column = torch.arange(longest - 1)[None]
+    width = -(-int(lengths.max()) // column_multiple) * column_multiple
+    dense = to_padded(record.input_ids, width)
+    column = torch.arange(width - 1)[None]
     predicts = (column >= (lengths - response_lengths - 1)[:, None]) & (column < (lengths - 1)[:, None])
     names = [name for name in record.to_dict(retain_none=False) if name not in ("input_ids", "response_lengths")]
     ragged_fields = {name: record.get(name).values() for name in names}
@@ -82,8 +83,8 @@ def micro_batches(record, micro_batch_size: int) -> list[MicroBatch]:
         filler = size - (stop - start)
         blocks.append(
             MicroBatch(
-                input_ids=torch.cat([dense[start:stop], dense.new_zeros(filler, longest)]),
-                predicts_response=torch.cat([predicts[start:stop], predicts.new_zeros(filler, longest - 1)]),
+                input_ids=torch.cat([dense[start:stop], dense.new_zeros(filler, width)]),
+                predicts_response=torch.cat([predicts[start:stop], predicts.new_zeros(filler, width - 1)]),
                 fields={name: flat[ends[start] : ends[stop]] for name, flat in ragged_fields.items()},
                 num_real_rows=stop - start,
             )

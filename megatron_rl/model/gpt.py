@@ -15,6 +15,7 @@ from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.experts import StackedExperts, moe_settings
 from megatron_rl.model.families import family_of
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.value_head import ValueHead
@@ -45,6 +46,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=stages.vpp_size if stages.vpp_size > 1 else None,
         num_layers_in_first_pipeline_stage=stages.first,
         num_layers_in_last_pipeline_stage=stages.last,
+        sequence_parallel=uses_sequence_parallel(megatron),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -54,6 +56,7 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Weights always come from a checkpoint, so none are drawn; the caller moves the model to its device.
@@ -67,7 +70,13 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         batch_p2p_comm=device.batched_p2p,
+        **(moe_settings(hf_config, groups.grid) if family.is_moe else {}),
     )
+
+
+def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
+    """Whether activations are split over TP ranks; a TP group of one has nothing to split."""
+    return megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1
 
 
 def head_size(hf_config: PretrainedConfig) -> int:
@@ -77,12 +86,19 @@ def head_size(hf_config: PretrainedConfig) -> int:
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubmodules:
-    """The decoder stack of one chunk of this rank's stage, with our attention and norms in Megatron's own layers."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    """One chunk of this rank's stage: Megatron's own layers with our attention, norms and experts in them."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.module = StackedQKVSelfAttention
-    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=CausalAttention)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=CausalAttention)
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.num_moe_experts:
+        layer.submodules.mlp.submodules.experts = StackedExperts
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
@@ -100,7 +116,7 @@ def build_value_model(
     """The same trunk with a fresh head that maps each hidden state to one value. All ranks must call."""
     chunks = build_stage(hf_config, config, groups, vocab_multiple, tied=False)
     if groups.is_last_stage:
-        chunks[-1].output_layer = ValueHead(config, head_seed)
+        chunks[-1].output_layer = ValueHead(config, head_seed, groups.tp_group)
     return chunks
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 
@@ -12,12 +14,21 @@ class ValueHead(torch.nn.Module):
     The weight is drawn from its own seeded generator, so that every layout starts from the same critic.
     """
 
-    def __init__(self, config, seed: int) -> None:
+    def __init__(self, config, seed: int, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
+        self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(1, config.hidden_size, generator=generator) * config.init_method_std
         self.weight = torch.nn.Parameter(weight.to(config.params_dtype))
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
-        """hidden [S, B, H] -> (values [S, B, 1], None); the other arguments are Megatron's and unused."""
+        """hidden [S, B, H] (under sequence parallelism this rank's part of S) -> (values [S, B, 1], None).
+
+        The other arguments are Megatron's and unused. All TP ranks must call.
+        """
+        if self.sequence_parallel:
+            # Every TP rank goes on to compute the whole loss, so its gradient is whole too and must not be summed.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
         return torch.nn.functional.linear(hidden, self.weight), None

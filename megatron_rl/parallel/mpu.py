@@ -69,6 +69,8 @@ def initialize_mpu(grid: TrainGrid, seed: int, vpp_size: int = 1) -> TrainGroups
         pipeline_model_parallel_size=grid.pp_size,
         # With a size of 1 Megatron would still take its interleaved schedule.
         virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
+        expert_model_parallel_size=grid.ep_size,
+        expert_tensor_parallel_size=grid.expert_tp_size,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
@@ -86,10 +88,15 @@ def initialize_mpu(grid: TrainGrid, seed: int, vpp_size: int = 1) -> TrainGroups
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
     )
-    ours = (groups.tp_rank, groups.dp_rank, groups.pp_rank)
+    place = grid.place(groups.rank, vocab_multiple=1)
+    ours = (groups.tp_rank, groups.dp_rank, groups.pp_rank, place.ep_rank, place.etp_rank)
     if megatrons != ours:
-        raise RuntimeError(f"rank {groups.rank}: Megatron places it at (tp, dp, pp) {megatrons}, the grid at {ours}")
+        raise RuntimeError(
+            f"rank {groups.rank}: Megatron places it at (tp, dp, pp, ep, etp) {megatrons}, the grid at {ours}"
+        )
     return groups
 
 

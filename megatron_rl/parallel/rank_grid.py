@@ -53,6 +53,11 @@ class TrainGrid:
     def expert_tp_size(self) -> int:
         return self.tp_size if self.etp_size is None else self.etp_size
 
+    @property
+    def experts_join_dp_ranks(self) -> bool:
+        """Whether data-parallel ranks hold different experts, and so can only run a micro-batch together."""
+        return self.tp_size % (self.expert_tp_size * self.ep_size) != 0
+
     def place(self, rank: int, vocab_multiple: int) -> Place:
         """Where a rank's shards of its stage's tensors lie."""
         inside = rank % self.stage_size

@@ -12,6 +12,8 @@ from typing import Any
 from megatron_rl.config.problems import nearest_name
 
 KNOWN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+MOE_ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+"""Those whose every MLP is a router over experts."""
 VOCAB_PADDING = 64
 """Rows of embedding and head are padded to a multiple of this."""
 
@@ -23,14 +25,20 @@ SIZES = (
     "num_hidden_layers",
     "vocab_size",
 )
+MOE_SIZES = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 FIXED_SETTINGS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
 """config.json settings that may have one value only (or be absent)."""
+MOE_FIXED_SETTINGS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+"""The same for models with experts, where every layer must have them."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The numbers of config.json that a layout must fit, and the folder they come from."""
+    """The numbers of config.json that a layout must fit, and the folder they come from.
+
+    `num_experts` and `moe_intermediate_size`, the columns of one expert, are 0 when dense.
+    """
 
     path: str
     num_attention_heads: int
@@ -40,6 +48,8 @@ class ModelSizes:
     num_hidden_layers: int
     max_position_embeddings: int
     vocab_size: int
+    num_experts: int = 0
+    moe_intermediate_size: int = 0
 
     @property
     def rollout_vocab_size(self) -> int:
@@ -48,8 +58,9 @@ class ModelSizes:
 
     @property
     def tp_divides(self) -> dict[str, int]:
-        """Name and value of everything that is cut into TP parts."""
-        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "padded_vocab_size")
+        """Name and value of everything that is cut into TP parts; experts are cut into ETP parts instead."""
+        mlp = () if self.num_experts else ("intermediate_size",)
+        names = ("num_attention_heads", "num_key_value_heads", *mlp, "padded_vocab_size")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -84,14 +95,24 @@ def read_model_folder(
     except ValueError as error:
         return None, [*problems, f"{file} is not valid JSON: {error}"]
     problems += _unsupported(file, settings, known_architectures)
-    lacking = [name for name in SIZES if not isinstance(settings.get(name), int)]
+    # transformers writes either name, depending on its version.
+    settings.setdefault("num_experts", settings.get("num_local_experts"))
+    wanted = (*SIZES, *MOE_SIZES) if _has_experts(settings) else SIZES
+    lacking = [name for name in wanted if not isinstance(settings.get(name), int)]
     if lacking:
         return None, [*problems, f"{file} must give whole numbers for {', '.join(lacking)}"]
+    if _has_experts(settings):
+        problems += _routing_problems(file, settings)
     return _sizes(path, settings), problems
+
+
+def _has_experts(settings: dict[str, Any]) -> bool:
+    return bool(set(settings.get("architectures") or ()) & set(MOE_ARCHITECTURES))
 
 
 def _sizes(path: str, settings: dict[str, Any]) -> ModelSizes:
     vocab_size = settings["vocab_size"]
+    experts = ("num_experts", "moe_intermediate_size") if _has_experts(settings) else ()
     return ModelSizes(
         path=path,
         num_attention_heads=settings["num_attention_heads"],
@@ -101,7 +122,24 @@ def _sizes(path: str, settings: dict[str, Any]) -> ModelSizes:
         num_hidden_layers=settings["num_hidden_layers"],
         max_position_embeddings=settings["max_position_embeddings"],
         vocab_size=vocab_size,
+        **{name: settings[name] for name in experts},
     )
+
+
+def _routing_problems(file: Path, settings: dict[str, Any]) -> list[str]:
+    """How many experts a token may be sent to."""
+    top_k, num_experts = settings["num_experts_per_tok"], settings["num_experts"]
+    if not 1 <= top_k <= num_experts:
+        nearest = min(max(top_k, 1), num_experts)
+        return [
+            f"num_experts_per_tok={top_k} of {file} must be >= 1 and <= num_experts({num_experts}); nearest: {nearest}"
+        ]
+    if top_k == 1 and settings.get("norm_topk_prob", False):
+        return [
+            f"num_experts_per_tok=1 with norm_topk_prob=true ({file}) leaves the router without a gradient, "
+            "because the only weight is always 1; nearest: norm_topk_prob=false"
+        ]
+    return []
 
 
 def _unsupported(file: Path, settings: dict[str, Any], known_architectures: Collection[str]) -> list[str]:
@@ -118,7 +156,8 @@ def _unsupported(file: Path, settings: dict[str, Any], known_architectures: Coll
             problems.append(f"{name} of type {rope_type!r} ({file}) is not supported yet; nearest: 'default'")
     if settings.get("use_sliding_window") or set(settings.get("layer_types") or ()) - {"full_attention"}:
         problems.append(f"sliding-window attention ({file}) is not supported; nearest: use_sliding_window=false")
-    for name, required in FIXED_SETTINGS.items():
+    fixed = FIXED_SETTINGS | (MOE_FIXED_SETTINGS if _has_experts(settings) else {})
+    for name, required in fixed.items():
         value = settings.get(name, required)
         if value != required:
             problems.append(f"{name}={value!r} of {file} is not supported; nearest: {required!r}")

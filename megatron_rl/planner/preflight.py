@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_rl.config.problems import nearest_name, nearest_number, raise_problems
 from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
+from megatron_rl.planner.expert_layout import expert_problems
 from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
 from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
 
@@ -37,6 +38,7 @@ def preflight(config: RunConfig, known_architectures: Collection[str] = KNOWN_AR
         *_file_problems(config),
         *problems,
         *_layout_problems(config, known_models),
+        *expert_problems(config, known_models),
         *_role_problems(config),
         *_rollout_problems(config, known_models),
         *_batch_problems(config),

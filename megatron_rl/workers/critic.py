@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import CriticConfig
-from megatron_rl.experience.batches import MicroBatch, micro_batches
+from megatron_rl.experience.batches import MicroBatch
 from megatron_rl.losses.value import clipped_value_loss
 from megatron_rl.records import CriticBatch, Sequences, TokenScores
 from megatron_rl.workers.model_source import ModelSource
@@ -33,7 +33,7 @@ class Critic:
 
     def compute_gradients(self, batch: CriticBatch) -> dict[str, float]:
         """Gradients of one mini-batch's loss, a mean over all its tokens on all ranks. Metrics on the last stage."""
-        blocks = micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
+        blocks = self.trainable.pipeline.micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
         num_tokens = self.trainable.num_tokens(blocks)
 
         def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -31,6 +32,21 @@ class Pipeline:
         self.groups = groups
         self.device = device
 
+    def micro_batches(self, record, micro_batch_size: int) -> list[MicroBatch]:
+        """Cut a record into blocks that this pipeline can run; all ranks must call.
+
+        Under sequence parallelism the columns spread evenly over TP ranks. Where data-parallel ranks hold different
+        experts they need each other's answers in every block, so all get as many as the one that has most.
+        """
+        grid = self.groups.grid
+        column_multiple = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
+        blocks = micro_batches(record, micro_batch_size, column_multiple)
+        if grid.experts_join_dp_ranks:
+            most = torch.tensor(len(blocks), device=self.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.dp_group)
+            blocks += [blocks[0].neutral()] * (int(most) - len(blocks))
+        return blocks
+
     def parameters(self) -> list[Tensor]:
         """All parameters of this rank's part of the model."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
@@ -49,7 +65,7 @@ class Pipeline:
 
     def score(self, sequences: Sequences, micro_batch_size: int, per_token: PerToken) -> TokenScores | None:
         """`per_token` of every response token of `sequences`, as a record on the last stage; None before."""
-        flat = self.forward(micro_batches(sequences, micro_batch_size), per_token)
+        flat = self.forward(self.micro_batches(sequences, micro_batch_size), per_token)
         if flat is None:
             return None
         return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)

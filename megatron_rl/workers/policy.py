@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.schema import ActorConfig
-from megatron_rl.experience.batches import MicroBatch, micro_batches
+from megatron_rl.experience.batches import MicroBatch
 from megatron_rl.losses.policy import ppo_clip
 from megatron_rl.model.log_probs import vocab_parallel_log_probs
 from megatron_rl.records import ActorBatch, Sequences, TokenScores
@@ -47,7 +47,7 @@ class TokenScorer:
             dist.all_gather(shards, mine, group=group)
             return torch.cat(shards, -1)[:, : self.vocab_size]
 
-        return self.pipeline.forward(micro_batches(sequences, micro_batch_size), whole_rows)
+        return self.pipeline.forward(self.pipeline.micro_batches(sequences, micro_batch_size), whole_rows)
 
 
 class Actor:
@@ -62,7 +62,7 @@ class Actor:
 
     def compute_gradients(self, batch: ActorBatch) -> dict[str, float]:
         """Gradients of one mini-batch's loss, a mean over all its tokens on all ranks. Metrics on the last stage."""
-        blocks = micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
+        blocks = self.trainable.pipeline.micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
         num_tokens = self.trainable.num_tokens(blocks)
 
         def loss(logits: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:

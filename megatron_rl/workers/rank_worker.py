@@ -53,7 +53,11 @@ class RankWorker:
         apply_patches(self.device.kind)
         dist.init_process_group(self.device.backend, timeout=COLLECTIVE_TIMEOUT)
         grid = TrainGrid(
-            environment.world_size, megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+            environment.world_size,
+            tp_size=megatron.tensor_model_parallel_size,
+            pp_size=megatron.pipeline_model_parallel_size,
+            ep_size=megatron.expert_model_parallel_size,
+            etp_size=megatron.expert_tensor_parallel_size,
         )
         self.rollout_grid = RolloutGrid(grid, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         self.groups = initialize_mpu(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_qwen2
+from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -72,3 +72,28 @@ def test_nan_in_any_chunk_stops_every_rank(tmp_path) -> None:
     ):
         assert "NaN" in raised
         assert unchanged
+
+
+def step_with_nan_in_an_expert(config) -> str:
+    """What the step raised after one element of rank 1's expert gradients became NaN."""
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    trainable = worker.actor.trainable
+    if worker.groups.dp_rank == 1:
+        trainable.chunks[0].expert_parallel_buffers[0].grad_data[7] = math.nan
+    try:
+        trainable.step()
+    except FloatingPointError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_nan_in_an_expert_stops_every_rank(tmp_path) -> None:
+    """DP2 x EP2, where no other rank holds that expert. Would not catch NaN in an activation, which reaches no weight."""
+    config = run_config(
+        save_qwen3_moe(tmp_path), 1, 1, actor_rollout_ref__actor__megatron__expert_model_parallel_size=2
+    )
+    for raised in run_ranks(2, step_with_nan_in_an_expert, config):
+        assert "NaN" in raised

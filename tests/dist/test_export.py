@@ -8,11 +8,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import random_experience, run_config, save_llama, save_qwen2
+from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
 NUM_ROWS = 7
+SP = {"sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 
 
 def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
@@ -36,8 +38,11 @@ def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
         (save_llama, 4, 2, {}),
         (save_qwen2, 2, 1, {"virtual_pipeline_model_parallel_size": 2}),
         (save_llama, 2, 1, {"num_layers_in_first_pipeline_stage": 1}),
+        (save_qwen3, 4, 2, SP),
+        (save_qwen3_moe, 4, 2, SP),
+        (save_qwen3_moe, 4, 2, SP | EP2),
     ],
-    ids=["tied", "untied", "tied in chunks", "untied with uneven stages"],
+    ids=["tied", "untied", "tied in chunks", "untied with uneven stages", "qwen3", "ETP2", "EP2"],
 )
 def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     """Byte-identical when untouched, 1e-4 in logits when trained; would not catch a wrong tokenizer (none here)."""

@@ -51,7 +51,7 @@ def one_update(config) -> dict:
     for role, trainable in (("actor", worker.actor.trainable), ("critic", worker.critic.trainable)):
         parameters = named_parameters(trainable.models)
         result[f"{role}_weights"] = {name: p.detach().clone() for name, p in parameters.items()}
-    result["place"] = (worker.groups.tp_rank, worker.groups.pp_rank, worker.groups.dp_rank)
+    result["place"] = worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)
     return result
 
 
@@ -65,13 +65,11 @@ def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, 
     """Unsharded, unfused weights under HF names (the value head under its own)."""
     from megatron_rl.checkpoint.hf_export import WholeTensors, owners_of
     from megatron_rl.model.families import ModelShape, family_of, param_map
-    from megatron_rl.parallel.sharding import Place
 
     settings = json.loads(Path(model_path, "config.json").read_text())
     specs = param_map(family_of(settings["architectures"]), ModelShape.from_hf(settings))
-    tp_size = 1 + max(r["place"][0] for r in results)
     held = {rank: r[f"{role}_weights"] for rank, r in enumerate(results)}
-    places = {rank: Place(r["place"][0], tp_size, vocab_multiple=64) for rank, r in enumerate(results)}
+    places = {rank: r["place"] for rank, r in enumerate(results)}
     whole = WholeTensors()
     for name in sorted({name for weights in held.values() for name in weights}):
         holders = [rank for rank, weights in held.items() if name in weights]
@@ -147,19 +145,27 @@ def test_update_changes_what_it_should(model_path: str, reference: list[dict]) -
 @pytest.mark.parametrize("save_model", [save_qwen2, save_llama])
 def test_log_probs_equal_hugging_face(save_model, tmp_path) -> None:
     """TP2xPP2 against transformers on the same folder; would not catch an error common to the sampled rows only."""
-    from transformers import AutoModelForCausalLM
-
     path = save_model(tmp_path)
     results = run_ranks(4, score_only, run_config(path, 2, 2))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ours = next(scores for scores in results if scores is not None)
+    assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
+
+
+def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> torch.Tensor:
+    """Log-prob of every response token of the experience under transformers' own model, one row after the other.
+
+    With a `model` gradients can flow into it; without, one is read from `path`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
     experience = random_experience(NUM_ROWS)
     expected = []
-    with torch.no_grad():
-        for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):
-            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-            expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
-    ours = next(scores for scores in results if scores is not None)
-    assert (ours - torch.cat(expected)).abs().max() < 2e-5
+    for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):
+        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
+    return torch.cat(expected)
 
 
 def score_only(config) -> torch.Tensor | None:

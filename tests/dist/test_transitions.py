@@ -15,7 +15,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens
-from tiny_models import random_experience, run_config, save_llama, save_qwen2
+from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -49,6 +49,8 @@ class Case:
 MEGATRON = "actor_rollout_ref__actor__megatron__"
 ROLLOUT = "actor_rollout_ref__rollout__"
 FOUR_KV_HEADS = {"num_key_value_heads": 4}
+SP = {f"{MEGATRON}sequence_parallel": True}
+EP2, ETP1 = {f"{MEGATRON}expert_model_parallel_size": 2}, {f"{MEGATRON}expert_tensor_parallel_size": 1}
 CASES = [
     Case("TP2PP2-TP2", 2, 2, 2),
     Case("TP4-TP2", 4, 1, 2, model=FOUR_KV_HEADS),
@@ -62,6 +64,11 @@ CASES = [
     Case("PP2-TP2-one-kv-head", 1, 2, 2, model={"num_key_value_heads": 1}),
     Case("TP2-TP1-other-padding", 2, 1, 1, options={f"{MEGATRON}make_vocab_size_divisible_by": 36}),
     Case("TP2PP2-TP1-dropping", 2, 2, 1, save=save_llama, options={f"{ROLLOUT}drop_train_weights": True}),
+    Case("TP2PP2SP-TP1-qwen3", 2, 2, 1, save=save_qwen3, options=SP),
+    Case("DP2EP2-TP1", 1, 1, 1, dp=2, save=save_qwen3_moe, options=EP2),
+    Case("TP2EP2ETP1-TP2", 2, 1, 2, save=save_qwen3_moe, options=SP | EP2 | ETP1),
+    Case("TP2PP2ETP2-TP1", 2, 2, 1, save=save_qwen3_moe, options=SP),
+    Case("TP2DP2EP2ETP2-TP1", 2, 1, 1, dp=2, save=save_qwen3_moe, options=SP | EP2),
 ]
 
 

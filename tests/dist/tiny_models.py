@@ -6,7 +6,16 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.records import Experience, ragged, ragged_from_lengths
@@ -38,10 +47,30 @@ def save_llama(folder: Path, **changes) -> str:
     return save(LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": False, **changes})), folder)
 
 
+# Heads of 48 make attention wider than the hidden state.
+QWEN3 = SIZES | {"head_dim": 48}
+
+
+def save_qwen3(folder: Path, **changes) -> str:
+    """A Qwen3 with tied embeddings unless changed."""
+    torch.manual_seed(0)
+    return save(Qwen3ForCausalLM(Qwen3Config(**{**QWEN3, "tie_word_embeddings": True, **changes})), folder)
+
+
+def save_qwen3_moe(folder: Path, **changes) -> str:
+    """A Qwen3-MoE of 6 experts, 2 to a token, with its own output head unless changed."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    settings = {**QWEN3, **experts, "tie_word_embeddings": False, **changes}
+    return save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)), folder)
+
+
 def save(model: torch.nn.Module, folder: Path) -> str:
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.2)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.float().save_pretrained(folder)
     save_test_tokenizer(folder)
     return str(folder)

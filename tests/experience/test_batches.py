@@ -84,6 +84,27 @@ def test_few_rows_make_one_block_without_filler():
     assert block.fields == {} and block.targets.tolist() == [2, 4, 5]
 
 
+def test_columns_are_rounded_up():
+    """4 columns in multiples of 3 and of 4: the same targets, padding on the right. Would not catch wasted columns."""
+    batch = actor_batch([([1, 2], [3, 4]), ([5], [6])])
+    (block,) = micro_batches(batch, 2, column_multiple=3)
+    assert block.input_ids.tolist() == [[1, 2, 3, 4, 0, 0], [5, 6, 0, 0, 0, 0]]
+    assert block.predicts_response.int().tolist() == [[0, 1, 1, 0, 0], [1, 0, 0, 0, 0]]
+    assert block.targets.tolist() == [3, 4, 6]
+    (block,) = micro_batches(batch, 2, column_multiple=4)
+    assert block.input_ids.shape == (2, 4)
+
+
+def test_a_neutral_block_has_the_shape_and_nothing_else():
+    """Beside the block it was made of, which stays. Would not catch a loss that counts rows."""
+    (block,) = micro_batches(actor_batch([([1, 2], [3, 4]), ([5], [6])]), 2)
+    neutral = block.neutral()
+    assert neutral.input_ids.tolist() == [[0] * 4] * 2 and not neutral.predicts_response.any()
+    assert neutral.targets.tolist() == [] and neutral.num_real_rows == 0
+    assert {name: field.tolist() for name, field in neutral.fields.items()} == {"old_log_probs": [], "advantages": []}
+    assert block.targets.tolist() == [3, 4, 6] and block.num_real_rows == 2
+
+
 def test_neutral_rows_have_no_targets():
     """A rank without work runs and contributes nothing. Would not catch a loss that divides by its own tokens."""
     batch = actor_batch([([1, 2], [3, 4]), ([5], [6])]).neutral()

@@ -66,6 +66,15 @@ def test_tp8_pp4_dp2_on_64_ranks():
     assert eight.tp_groups() == train.tp_groups()
 
 
+@pytest.mark.parametrize(
+    ("world_size", "tp_size", "ep_size", "etp_size", "joined"),
+    [(4, 2, 1, None, False), (4, 2, 2, 1, False), (4, 4, 2, 1, False), (4, 1, 2, 1, True), (4, 2, 2, 2, True)],
+)
+def test_experts_of_other_data_parallel_ranks(world_size, tp_size, ep_size, etp_size, joined):
+    """Inside one TP group, or over several. Would not catch a pass that is short of rows on every rank."""
+    assert TrainGrid(world_size, tp_size, 1, ep_size, etp_size).experts_join_dp_ranks is joined
+
+
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (2, 3), (6, 1)])
 def test_six_ranks_at_rollout_tp2_are_three_replicas(tp_size, pp_size):
     """60 prompts make 20 per replica and 240 samples at n = 12. Would not catch an unequal split."""

@@ -13,7 +13,8 @@ from megatron_rl.config.schema import MegatronConfig, RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import FAMILIES
 from megatron_rl.parallel.sharding import padded_vocab_size
-from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
+from megatron_rl.planner.expert_layout import ExpertLayouts
+from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, MOE_ARCHITECTURES, ModelSizes, read_model_folder
 from megatron_rl.planner.preflight import Layouts, check_preflight, preflight
 from megatron_rl.planner.stage_rules import spreads, stage_problems
 
@@ -30,6 +31,16 @@ MODEL = {
     "sliding_window": 4096,
     "use_sliding_window": False,
     "vocab_size": 100,
+}
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
 }
 
 
@@ -169,6 +180,99 @@ def test_open_stage_keys_must_be_at_least_one(config):
         f"actor_rollout_ref.actor.megatron.{VPP}=0",
         f"critic.megatron.{VPP}=0",
     ]
+
+
+def set_experts(config: RunConfig, **sizes) -> None:
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        for name, value in sizes.items():
+            setattr(role.megatron, name, value)
+
+
+@pytest.fixture
+def moe_config(config, tmp_path) -> RunConfig:
+    """8 experts of 20 columns; twelve ranks, TP2 x PP3, so 4 a stage. The dense MLP's 191 columns are not used."""
+    write_model(tmp_path / "model", **EXPERTS, intermediate_size=191)
+    config.trainer.n_gpus_per_node = 12
+    set_experts(config, sequence_parallel=True)
+    return config
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, None), (2, None), (4, 1), (2, 2), (1, 4), (1, 1)])
+def test_expert_layouts_that_fit(moe_config, ep, etp):
+    """Expert and expert tensor parallelism alone and together. Would not catch what only the engine refuses."""
+    set_experts(moe_config, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    assert preflight(moe_config) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (
+            {"expert_model_parallel_size": 4},
+            "etp(2) * ep(4) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: etp(2) * ep(2)",
+        ),
+        (
+            {"expert_tensor_parallel_size": 8},
+            "etp(8) * ep(1) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: etp(4) * ep(1)",
+        ),
+        (
+            {"sequence_parallel": False},
+            "actor_rollout_ref.actor.megatron.sequence_parallel=false: training experts with tp(2) > 1 needs it; "
+            "nearest: actor_rollout_ref.actor.megatron.sequence_parallel=true",
+        ),
+        (
+            {"expert_tensor_parallel_size": 0},
+            "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=0 must be null (as TP) or >= 1; "
+            "nearest: null",
+        ),
+    ],
+)
+def test_expert_layouts_that_do_not_fit(moe_config, sizes, expected):
+    """The message, whatever else is wrong. Would not catch a suggestion that breaks a rule of another room."""
+    set_experts(moe_config, **sizes)
+    assert expected in preflight(moe_config)
+
+
+def test_experts_must_come_out_even(moe_config, tmp_path):
+    """EP4 of 6 experts, and ETP4 of 18 columns, on 4 ranks a stage. Would not catch a critic's experts."""
+    path = write_model(tmp_path / "model", **EXPERTS | {"num_experts": 6, "moe_intermediate_size": 18})
+    set_experts(moe_config, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    assert preflight(moe_config) == [f"ep(4) must divide num_experts(6) of {path}; nearest: ep(2)"]
+    set_experts(moe_config, expert_model_parallel_size=1, expert_tensor_parallel_size=4)
+    assert preflight(moe_config) == [f"etp(4) must divide moe_intermediate_size(18) of {path}; nearest: etp(2)"]
+
+
+def test_expert_parallelism_needs_experts(config):
+    """EP2 and a dense model. Would not catch a dense critic beside a policy with experts, which is fine."""
+    config.trainer.n_gpus_per_node = 12
+    set_experts(config, expert_model_parallel_size=2)
+    path = config.actor_rollout_ref.model.path
+    assert preflight(config) == [f"ep(2) needs a model with experts, and {path} has none; nearest: ep(1)"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({"num_experts": None}, "must give whole numbers for num_experts"),
+        ({"moe_intermediate_size": "20"}, "must give whole numbers for moe_intermediate_size"),
+        ({"num_experts_per_tok": 9}, "must be >= 1 and <= num_experts(8); nearest: 8"),
+        ({"num_experts_per_tok": 1}, "nearest: norm_topk_prob=false"),
+    ],
+)
+def test_experts_that_cannot_be_trained(moe_config, tmp_path, changes, expected):
+    """Would not catch a kind of routing that transformers invents later."""
+    write_model(tmp_path / "model", **EXPERTS | changes)
+    (problem,) = preflight(moe_config)
+    assert expected in problem
+
+
+def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
+    """transformers 4 and 5. Would not catch a third name."""
+    named = {name: value for name, value in EXPERTS.items() if name != "num_experts"} | {"num_local_experts": 8}
+    sizes, problems = read_model_folder("model", write_model(tmp_path / "model", **named))
+    assert not problems and (sizes.num_experts, sizes.moe_intermediate_size) == (8, 20)
 
 
 def test_roles_share_one_grid(config):
@@ -324,6 +428,20 @@ def test_suggested_layouts_are_valid(tp, pp, world, heads, layers, shares):
 
 
 @given(
+    stage=st.integers(1, 64),
+    ep=st.integers(1, 64),
+    etp=st.integers(1, 64),
+    experts=st.sampled_from([1, 6, 8, 60, 128]),
+    columns=st.sampled_from([1, 24, 768]),
+)
+def test_suggested_expert_layouts_are_valid(stage, ep, etp, experts, columns):
+    """A suggestion keeps every rule. Would not catch a nearer one that was passed over."""
+    sizes = ModelSizes("m", 1, 1, 64, 128, 1, 64, 100, num_experts=experts, moe_intermediate_size=columns)
+    new_ep, new_etp = ExpertLayouts(stage, [sizes]).nearest(ep, etp)
+    assert stage % (new_ep * new_etp) == 0 and experts % new_ep == 0 and columns % new_etp == 0
+
+
+@given(
     pp=st.integers(1, 8),
     world=st.integers(1, 16),
     layers=st.lists(st.integers(1, 24), min_size=1, max_size=2),
@@ -346,5 +464,6 @@ def test_suggested_stages_are_valid(pp, world, layers, shares):
 def test_planner_and_model_agree(tmp_path):
     """Architectures and padding are written down twice, since the planner loads no Megatron. Would not catch more."""
     assert set(KNOWN_ARCHITECTURES) == set(FAMILIES)
+    assert set(MOE_ARCHITECTURES) == {name for name, family in FAMILIES.items() if family.is_moe}
     sizes, problems = read_model_folder("model", write_model(tmp_path / "model"))
     assert not problems and sizes.padded_vocab_size == padded_vocab_size(100, 64) == 128

@@ -1,0 +1,76 @@
+"""Experts for training: Megatron's router and token dispatch around weights in the rollout engine's layout.
+
+Legend: T tokens that reached this rank, E experts of this rank, H hidden size, F columns of an expert on this rank
+(the whole expert's over the expert TP ranks), K experts that a token is sent to.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatron_rl.parallel.rank_grid import TrainGrid
+
+
+def moe_settings(hf_config: PretrainedConfig, grid: TrainGrid) -> dict[str, object]:
+    """The part of Megatron's configuration that only a model with experts has.
+
+    No token is dropped and no balancing loss is added: log-probs must be those of the rollout engine, and the policy
+    loss alone moves the router.
+    """
+    return {
+        "num_moe_experts": hf_config.num_experts,
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        # A softmax over the chosen logits is the softmax over all of them, normalised to the chosen ones.
+        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": grid.ep_size,
+        "expert_tensor_parallel_size": grid.expert_tp_size,
+    }
+
+
+class StackedExperts(MegatronModule):
+    """The gated MLPs of this rank's experts, stacked as vLLM stacks them.
+
+    w13 [E, 2F, H] holds [gate; up], w2 [E, H, F]. What the expert TP ranks return are partial sums, which Megatron's
+    dispatcher adds up.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        hidden, columns = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+
+        def weight(*shape: int) -> torch.nn.Parameter:
+            parameter = torch.nn.Parameter(torch.empty(num_local_experts, *shape, dtype=config.params_dtype))
+            # False: not reduced with the other parameters, whose replicas are elsewhere, but in DDP's expert buffers.
+            parameter.allreduce = False
+            return parameter
+
+        self.w13 = weight(2 * columns, hidden)
+        self.w2 = weight(hidden, columns)
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """tokens [T, H] sorted by expert, tokens_per_expert int64 [E], weights [T] -> ([T, H], None: no bias)."""
+        counts = tokens_per_expert.tolist()
+        # Unbound at once: indexing a stack makes a gradient as large as the stack, for each expert.
+        experts = zip(tokens.split(counts), weights.split(counts), self.w13.unbind(), self.w2.unbind(), strict=True)
+        outputs = [
+            F.linear(gated(F.linear(mine, w13)), w2) * weight.unsqueeze(-1).to(mine.dtype)
+            for mine, weight, w13, w2 in experts
+        ]
+        return torch.cat(outputs), None
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2F], [gate; up] along the last dim -> silu(gate) * up, [T, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,79 @@
+"""Rules of expert parallelism: how the experts of a model may be dealt out over the ranks of one pipeline stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_rl.config.problems import nearest_number
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.validate import ACTOR
+from megatron_rl.planner.model_folder import ModelSizes
+
+
+@dataclass(frozen=True)
+class ExpertLayouts:
+    """The EP and ETP sizes that fit all models with experts and the ranks of one stage."""
+
+    stage_size: int
+    models: list[ModelSizes]
+
+    @property
+    def ep_sizes(self) -> list[int]:
+        """EP sizes that deal out whole experts, the same number to each rank."""
+        return self._dividing(model.num_experts for model in self.models)
+
+    @property
+    def etp_sizes(self) -> list[int]:
+        """ETP sizes that cut every expert evenly."""
+        return self._dividing(model.moe_intermediate_size for model in self.models)
+
+    def nearest(self, ep_size: int, etp_size: int) -> tuple[int, int]:
+        """The valid (ep, etp) that is the fewest doublings and halvings away."""
+        valid = [(e, t) for e in self.ep_sizes for t in self.etp_sizes if self.stage_size % (e * t) == 0]
+        return min(valid, key=lambda pair: abs(math.log2(pair[0] / ep_size)) + abs(math.log2(pair[1] / etp_size)))
+
+    def _dividing(self, numbers: Iterable[int]) -> list[int]:
+        common = math.gcd(self.stage_size, *numbers)
+        return [size for size in range(1, common + 1) if common % size == 0]
+
+
+def expert_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
+    """EP, ETP and sequence parallelism against the ranks and the models.
+
+    Sizes below 1, and TP and PP that do not fit the ranks, are other rules' business.
+    """
+    megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
+    tp_size, pp_size, ep_size = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.expert_model_parallel_size,
+    )
+    etp_size = megatron.expert_tensor_parallel_size
+    if etp_size is None:
+        etp_size = tp_size
+    world_size = trainer.nnodes * trainer.n_gpus_per_node
+    if min(tp_size, pp_size, ep_size, etp_size, world_size) < 1 or world_size % (tp_size * pp_size):
+        return
+    with_experts = [model for model in models if model.num_experts]
+    layouts = ExpertLayouts(world_size // pp_size, with_experts)
+    if ep_size > 1 and models and not with_experts:
+        yield f"ep({ep_size}) needs a model with experts, and {models[0].path} has none; nearest: ep(1)"
+    if layouts.stage_size % (etp_size * ep_size):
+        ep, etp = layouts.nearest(ep_size, etp_size)
+        yield (
+            f"etp({etp_size}) * ep({ep_size}) must divide the {layouts.stage_size} ranks of a stage "
+            f"({world_size} ranks / pp({pp_size})); nearest: etp({etp}) * ep({ep})"
+        )
+    for model in with_experts:
+        if model.num_experts % ep_size:
+            nearest = nearest_number(ep_size, layouts.ep_sizes)
+            yield f"ep({ep_size}) must divide num_experts({model.num_experts}) of {model.path}; nearest: ep({nearest})"
+        if model.moe_intermediate_size % etp_size:
+            nearest = nearest_number(etp_size, layouts.etp_sizes)
+            size = f"moe_intermediate_size({model.moe_intermediate_size})"
+            yield f"etp({etp_size}) must divide {size} of {model.path}; nearest: etp({nearest})"
+    if with_experts and tp_size > 1 and not megatron.sequence_parallel:
+        key = f"{ACTOR}.megatron.sequence_parallel"
+        yield f"{key}=false: training experts with tp({tp_size}) > 1 needs it; nearest: {key}=true"

@@ -1,0 +1,147 @@
+"""Qwen3 and its experts: one batch and one update give the same numbers however layers and experts are spread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_layout_parity import (
+    NUM_ROWS,
+    assert_same,
+    collected,
+    hugging_face_log_probs,
+    relative,
+    run_layout,
+    score_only,
+    whole_weights,
+)
+from tiny_models import random_experience, run_config, save_qwen3, save_qwen3_moe
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+SP = {"sequence_parallel": True}
+EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
+MOE_LAYOUTS = {
+    "PP2": ((2, 1, 2), {}, (6, 96, 128)),
+    "DP2, EP2": ((2, 1, 1), EP2, (3, 96, 128)),
+    "PP2, VPP2, DP2, EP2": ((4, 1, 2), EP2 | {"virtual_pipeline_model_parallel_size": 2}, (3, 96, 128)),
+    "TP2, ETP2": ((2, 2, 1), SP, (6, 48, 128)),
+    "TP2, ETP1": ((2, 2, 1), SP | ETP1, (6, 96, 128)),
+    "TP2, EP2, ETP1": ((2, 2, 1), SP | EP2 | ETP1, (3, 96, 128)),
+    "TP2, DP2, EP2, ETP2": ((4, 2, 1), SP | EP2, (3, 48, 128)),
+}
+"""Name -> (ranks, tp, pp), further sizes, and what a rank holds of the 6 experts' [gate; up] of 2 x 48 rows."""
+DENSE_LAYOUTS = {"TP2": ((2, 2, 1), {}), "TP2, SP": ((2, 2, 1), SP), "TP2, PP2, SP": ((4, 2, 2), SP)}
+
+
+@pytest.fixture(scope="module")
+def moe_path(tmp_path_factory) -> str:
+    return save_qwen3_moe(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def moe_reference(moe_path) -> list[dict]:
+    return run_layout(moe_path, 1, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def dense_path(tmp_path_factory) -> str:
+    return save_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def dense_reference(dense_path) -> list[dict]:
+    return run_layout(dense_path, 1, 1, 1)
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_moe_layouts_equal_one_process(layout, moe_path, moe_reference) -> None:
+    """Actor and critic. Would not catch an error in a router weight that moves no token elsewhere and no number."""
+    ranks, sizes, shard = MOE_LAYOUTS[layout]
+    results = run_layout(moe_path, *ranks, **sizes)
+    for rank in results:
+        assert {tuple(p.shape) for name, p in rank["actor_weights"].items() if name.endswith("experts.w13")} == {shard}
+    assert_same(results, moe_reference, moe_path)
+
+
+@pytest.mark.parametrize("layout", DENSE_LAYOUTS)
+def test_dense_layouts_equal_one_process(layout, dense_path, dense_reference) -> None:
+    """Query and key norms, sequence parallelism, the value head. Would not catch what all layouts share."""
+    ranks, sizes = DENSE_LAYOUTS[layout]
+    assert_same(run_layout(dense_path, *ranks, **sizes), dense_reference, dense_path)
+
+
+def test_data_parallel_ranks_run_the_same_number_of_passes(moe_path, moe_reference) -> None:
+    """6 and 5 rows in blocks of 5: two passes and one, and experts on both ranks. Would not catch lost time."""
+    assert_same(run_layout(moe_path, 2, 1, 1, micro_batch=5, **EP2), moe_reference, moe_path)
+
+
+def test_update_moves_experts_and_router(moe_path, moe_reference) -> None:
+    """Guards the tests above against comparing nothing. Would not catch an update in the wrong direction."""
+    before, after = load_file(f"{moe_path}/model.safetensors"), whole_weights(moe_reference, "actor", moe_path)
+    assert before.keys() == after.keys()
+    assert [name for name, tensor in before.items() if torch.equal(tensor, after[name])] == []
+    assert relative(collected(moe_reference, "log_probs_after"), collected(moe_reference, "log_probs")) > 1e-4
+
+
+@pytest.mark.parametrize("family", ["moe", "dense"])
+def test_log_probs_equal_hugging_face(family, request) -> None:
+    """One process, against transformers on the same folder. Would not catch what only long rows show."""
+    path, run = request.getfixturevalue(f"{family}_path"), request.getfixturevalue(f"{family}_reference")
+    for ours in (collected(run, "log_probs"), collected(run, "ref_log_probs")):
+        assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_router_weights_equal_hugging_face(normalised, tmp_path) -> None:
+    """TP2 x DP2, both rules for the chosen experts' weights. Would not catch a tie between two experts."""
+    path = save_qwen3_moe(tmp_path, norm_topk_prob=normalised)
+    sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in (SP | EP2 | ETP1).items()}
+    ours = next(scores for scores in run_ranks(4, score_only, run_config(path, 2, 1, **sizes)) if scores is not None)
+    assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
+
+
+def policy_gradients(config) -> dict:
+    """One process: gradients of the policy loss where old and new log-probs are equal."""
+    from megatron_rl.workers.model_source import named_parameters
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    experience = random_experience(NUM_ROWS)
+    experience.old_log_probs = worker.compute_log_probs(experience.sequences()).scores
+    worker.actor.compute_gradients(experience.actor_batch())
+    gradients = {name: p.main_grad.clone() for name, p in named_parameters(worker.actor.trainable.models).items()}
+    return {"actor_weights": gradients, "place": worker.groups.grid.place(0, vocab_multiple=64)}
+
+
+def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
+    """Gradients of -mean(advantage * log-prob) under transformers' own model, experts taken apart as on disk."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    advantages = random_experience(NUM_ROWS).advantages.values()
+    (-hugging_face_log_probs(path, model) * advantages).mean().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        stack, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for expert, (gate, up) in enumerate(grad.chunk(2) for grad in parameter.grad):
+                gradients |= {f"{stack}.{expert}.gate_proj.weight": gate, f"{stack}.{expert}.up_proj.weight": up}
+        elif kind == "down_proj":
+            gradients |= {f"{stack}.{expert}.down_proj.weight": grad for expert, grad in enumerate(parameter.grad)}
+        else:
+            gradients[name] = parameter.grad
+    return gradients
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_gradients_equal_hugging_face(normalised, tmp_path) -> None:
+    """Experts, router, norms and the rest, before clipping. Would not catch errors of splitting: layouts do."""
+    path = save_qwen3_moe(tmp_path, norm_topk_prob=normalised)
+    ours = whole_weights(run_ranks(1, policy_gradients, run_config(path, 1, 1)), "actor", path)
+    expected = hugging_face_gradients(path)
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0 and relative(ours[name], gradient) < 1e-4, name

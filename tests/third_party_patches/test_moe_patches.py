@@ -1,0 +1,201 @@
+"""Each patch that experts need, without it and with it, in processes of its own. Nothing else patches those."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+def random_tensor(*shape: int, seed: int) -> torch.Tensor:
+    return 0.3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_moe(x, w13, w2, weights, ids) -> torch.Tensor:
+    """Token by token and expert by expert: sum of weight * w2 @ (silu(gate) * up)."""
+    output = torch.zeros_like(x)
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
+            gate, up = (w13[expert] @ x[token]).chunk(2)
+            output[token] += weight * (w2[expert] @ (F.silu(gate) * up))
+    return output
+
+
+def check_router_gemm() -> None:
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    x, weight = random_tensor(3, 2, 8, seed=0).requires_grad_(), random_tensor(4, 8, seed=1).requires_grad_()
+    with pytest.raises(NameError, match="te_general_gemm"):
+        router_gating_linear(x, weight, None, torch.float32)
+
+    from third_party_patches.megatron_core.router_gemm import PATCH
+
+    PATCH.apply()
+    PATCH.apply()
+    logits = router_gating_linear(x, weight, None, torch.float32)
+    torch.testing.assert_close(logits, x @ weight.T)
+    ours, expected = (torch.autograd.grad(y.square().sum(), (x, weight)) for y in (logits, x @ weight.T))
+    torch.testing.assert_close(ours, expected)
+
+
+def dispatched(dispatcher, tokens, routing, probs) -> torch.Tensor:
+    """Tokens to their experts and back; expert number e multiplies by e + 1."""
+    prepared, weights = dispatcher.dispatch_preprocess(tokens, routing, probs)
+    sent = dispatcher.token_dispatch(prepared, weights)
+    received, counts, weights = dispatcher.dispatch_postprocess(*sent)
+    factors = torch.tensor(dispatcher.local_expert_indices).repeat_interleave(counts.long()) + 1.0
+    answered = received * (factors * weights)[:, None]
+    return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(answered)))
+
+
+def check_token_counts() -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from third_party_patches.megatron_core import cpu_token_counts, cpu_torch
+
+    cpu_torch.PATCH.apply()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    rank = dist.get_rank()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=8
+    )
+    groups = moe_utils.get_default_pg_collection()
+    dispatcher = MoEAlltoAllTokenDispatcher(2, [2 * rank, 2 * rank + 1], config, groups)
+    # 3 tokens here, 5 there.
+    tokens, chosen = random_tensor(3 + 2 * rank, 8, seed=rank), random_tensor(3 + 2 * rank, 4, seed=9).topk(2).indices
+    routing = torch.zeros(len(tokens), 4, dtype=torch.bool).scatter(1, chosen, True)
+    probs = routing * torch.tensor([0.1, 0.2, 0.3, 0.4])
+
+    with pytest.raises(TypeError):
+        dispatched(dispatcher, tokens, routing, probs)
+    cpu_token_counts.PATCH.apply()
+    expected = tokens * (probs * torch.arange(1.0, 5.0)).sum(1, keepdim=True)
+    torch.testing.assert_close(dispatched(dispatcher, tokens, routing, probs), expected)
+
+
+def check_uneven_gather() -> None:
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+
+    from third_party_patches.megatron_core import cpu_torch, uneven_gather
+
+    cpu_torch.PATCH.apply()
+    dist.init_process_group("gloo")
+    group, rank, lengths = dist.group.WORLD, dist.get_rank(), [2, 0, 3]
+    pieces = [random_tensor(length, 4, seed=number) for number, length in enumerate(lengths)]
+    factors = [random_tensor(5, 4, seed=10 + number) for number in range(3)]
+    mine = pieces[rank].clone().requires_grad_()
+
+    def gather() -> torch.Tensor:
+        return mappings.gather_from_sequence_parallel_region(mine, group=group, output_split_sizes=lengths)
+
+    with pytest.raises(RuntimeError, match="invalid tensor size"):
+        gather()
+    uneven_gather.PATCH.apply()
+    uneven_gather.PATCH.apply()
+    gathered = gather()
+    torch.testing.assert_close(gathered, torch.cat(pieces))
+    (gathered * factors[rank]).sum().backward()
+    torch.testing.assert_close(mine.grad, torch.stack(factors).sum(0).split(lengths)[rank])
+    # Equal pieces go the way they went.
+    even = mappings.gather_from_sequence_parallel_region(torch.full((2, 1), float(rank)), group=group)
+    assert even.flatten().tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def check_unpacked_experts() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state as vllm_ps
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+
+    def layer(name: str):
+        """vLLM's layer of 4 experts with 48 columns, 2 to a token, after post-processing; and its weight tensors."""
+        runner = FusedMoEFactory(4, 2, 32, 48, params_dtype=torch.float32, prefix=name)
+        experts, w13, w2 = runner.routed_experts, random_tensor(4, 96, 32, seed=0), random_tensor(4, 32, 48, seed=1)
+        experts.w13_weight = torch.nn.Parameter(w13, requires_grad=False)
+        experts.w2_weight = torch.nn.Parameter(w2, requires_grad=False)
+        experts.quant_method.process_weights_after_loading(experts)
+        return runner, w13, w2
+
+    x, logits = random_tensor(5, 32, seed=2), random_tensor(5, 4, seed=3)
+    weights, ids = logits.softmax(-1).topk(2)
+    weights = weights / weights.sum(-1, keepdim=True)
+
+    def difference(runner, w13, w2) -> float:
+        with set_forward_context(None, config, num_tokens=5):
+            return float((runner(x, logits) - plain_moe(x, w13, w2, weights, ids)).abs().max())
+
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        vllm_ps.init_distributed_environment(1, 0, "env://", 0, "gloo")
+        vllm_ps.initialize_model_parallel()
+        runner, w13, w2 = layer("packed")
+        assert runner.routed_experts.w13_weight.shape != w13.shape
+        assert difference(runner, w13, w2) < 1e-5
+        w2.mul_(2.0)
+        # The trainer's update is not seen.
+        assert difference(runner, w13, w2) > 1e-2
+
+        from third_party_patches.vllm.unpacked_experts import PATCH
+
+        PATCH.apply()
+        runner, w13, w2 = layer("plain")
+        assert runner.routed_experts.w13_weight.data_ptr() == w13.data_ptr()
+        assert runner.routed_experts.w2_weight.data_ptr() == w2.data_ptr()
+        assert difference(runner, w13, w2) < 1e-5
+        w13.mul_(-1.5)
+        w2.add_(0.1)
+        assert difference(runner, w13, w2) < 1e-5
+
+
+def check_experts_of_other_ranks() -> None:
+    from third_party_patches.vllm.unpacked_experts import plain_experts
+
+    x, w13, w2 = random_tensor(5, 32, seed=2), random_tensor(4, 96, 32, seed=0), random_tensor(4, 32, 48, seed=1)
+    weights, ids = random_tensor(5, 4, seed=3).softmax(-1).topk(2)
+    # This rank holds experts 2 and 3 as its 0 and 1; the other two answer nothing here.
+    local = torch.tensor([-1, -1, 0, 1])[ids]
+    expected = plain_moe(x, w13, w2, torch.where(ids >= 2, weights, 0.0), ids)
+    torch.testing.assert_close(plain_experts(x, w13[2:], w2[2:], weights, local, False), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        plain_experts(x, w13, w2, weights, ids, True),
+        plain_moe(x, w13, w2, torch.ones_like(weights), ids),
+        atol=1e-5,
+        rtol=0,
+    )
+    halves = [tensor.bfloat16() for tensor in (x, w13, w2)]
+    found = plain_experts(*halves, weights, ids, False).float()
+    torch.testing.assert_close(found, plain_moe(x, w13, w2, weights, ids), atol=0.02, rtol=0.02)
+
+
+def test_router_gemm() -> None:
+    """Without: a missing name. With: values and gradients of a product. Would not catch a router in bfloat16."""
+    run_ranks(1, check_router_gemm, timeout=100)
+
+
+def test_token_counts() -> None:
+    """Without: all-to-all refuses its sizes. With: 2 ranks' experts answer all tokens. Would not catch capacities."""
+    run_ranks(2, check_token_counts, timeout=100)
+
+
+def test_uneven_gather() -> None:
+    """Without: gloo refuses. With: pieces of 2, 0 and 3 rows, forward and backward. Would not catch other dtypes."""
+    run_ranks(3, check_uneven_gather, timeout=100)
+
+
+def test_unpacked_experts() -> None:
+    """Without: weights are padded, packed, copied. With: read where they lie. Would not catch biases: refused."""
+    run_ranks(1, check_unpacked_experts, timeout=100)
+
+
+def test_experts_of_other_ranks() -> None:
+    """-1 is nobody's; weighted inputs; bfloat16. Would not catch an expert map that vLLM makes wrongly."""
+    run_ranks(1, check_experts_of_other_ranks, timeout=100)

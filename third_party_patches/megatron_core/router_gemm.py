@@ -1,0 +1,26 @@
+"""Let megatron-core's MoE router multiply without TransformerEngine.
+
+Reason: `moe_utils` imports `te_general_gemm` inside a `try` that gives it no other value, and the router asks whether
+the name is None; without TransformerEngine that is a NameError.
+What it does: the name is None where TransformerEngine did not set it, and the router takes `torch.mm`.
+"""
+
+from __future__ import annotations
+
+from third_party_patches.guard import Patch
+
+
+def apply() -> None:
+    """Define the name in `megatron.core.transformer.moe.moe_utils`."""
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+PATCH = Patch(
+    name="megatron_core.router_gemm",
+    distributions=("megatron-core",),
+    versions=">=0.16.1,<0.17",
+    drop_when="moe_utils sets te_general_gemm to None when TransformerEngine is missing",
+    apply=apply,
+)

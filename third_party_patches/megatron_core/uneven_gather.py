@@ -1,0 +1,46 @@
+"""Gather pieces of different lengths over gloo.
+
+Reason: with expert and expert tensor parallelism together, the ranks of one expert TP group bring different numbers of
+tokens; megatron-core gathers such pieces into a list of tensors, and gloo wants all tensors of that list alike.
+What it does: such a gather becomes an all-to-all, which gloo does with pieces of any length. Others stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from third_party_patches.guard import Patch
+
+
+def gather_pieces(mine: torch.Tensor, group: dist.ProcessGroup, lengths: list[int]) -> torch.Tensor:
+    """All ranks' pieces [lengths[rank], ...] one after the other; `mine` is this rank's. All of `group` must call."""
+    gathered = mine.new_empty(sum(lengths), *mine.shape[1:])
+    copies = torch.cat([mine] * group.size())
+    dist.all_to_all_single(gathered, copies, lengths, [len(mine)] * group.size(), group=group)
+    return gathered
+
+
+def apply() -> None:
+    """Wrap `_gather_along_first_dim` of `megatron.core.tensor_parallel.mappings`."""
+    from megatron.core.tensor_parallel import mappings
+
+    original = mappings._gather_along_first_dim
+    if original.__module__ == __name__:
+        return
+
+    def gather_along_first_dim(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        return gather_pieces(input_, group, output_split_sizes)
+
+    mappings._gather_along_first_dim = gather_along_first_dim
+
+
+PATCH = Patch(
+    name="megatron_core.uneven_gather",
+    distributions=("megatron-core",),
+    versions=">=0.16.1,<0.17",
+    drop_when="gloo gathers tensors of different lengths",
+    apply=apply,
+)
