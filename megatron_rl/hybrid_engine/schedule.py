@@ -1,8 +1,10 @@
 """From pieces to messages: one rank's part of an exchange as a list of steps, each with at most one send and receive.
 
 Steps are ordered alike on all ranks: by phase, then by the distance from sender to receiver in the group, then by
-bucket. At one distance every rank has one receiver and one sender, so a step never waits for more than its two peers,
+message. At one distance every rank has one receiver and one sender, so a step never waits for more than its two peers,
 and a rank that finishes its steps in order can never block the others.
+
+What lies without gaps at both ends travels as it lies, if it is long enough; everything else is packed into buckets.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_rl.hybrid_engine.layout import Region, Slot, merged, split_box
+from megatron_rl.hybrid_engine.layout import Region, merged, split_box
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Piece
-from megatron_rl.parallel.sharding import Box, box_numel
+
+DIRECT_NUMEL = 1 << 18
+"""Elements from which a run without gaps is a message of its own: shorter ones cost more as messages than as copies."""
 
 
 @dataclass(frozen=True)
@@ -75,27 +79,65 @@ def _by_phase_and_distance(pieces: Iterable[Piece], size: int) -> dict[tuple[int
 
 def _legs(pieces: list[Piece], plan: ExchangePlan, message_numel: int, is_send: bool) -> Iterator[Leg]:
     """The messages between one pair, seen from one side; both sides cut at the same elements."""
-    for bucket in fill_buckets(pieces, message_numel):
-        regions = (_slot(plan, piece, is_send).region(piece.segment, box) for piece, box in bucket)
-        first = bucket[0][0]
+    for bundle in messages(fragments(pieces, plan, message_numel), message_numel):
+        first = pieces[0]
         peer = plan.members[first.dest if is_send else first.source].rank
-        yield Leg(peer, merged(regions))
+        yield Leg(peer, merged(fragment.source if is_send else fragment.dest for fragment in bundle))
 
 
-def _slot(plan: ExchangePlan, piece: Piece, is_send: bool) -> Slot:
-    return plan.source_slot(piece) if is_send else plan.dest_slot(piece)
+@dataclass(frozen=True)
+class Fragment:
+    """Elements that travel together, at both ends; `is_flat`: without gaps at both."""
+
+    source: Region
+    dest: Region
+
+    @property
+    def numel(self) -> int:
+        return self.source.numel
+
+    @property
+    def is_flat(self) -> bool:
+        return self.source.is_contiguous and self.dest.is_contiguous
 
 
-def fill_buckets(pieces: Iterable[Piece], message_numel: int) -> Iterator[list[tuple[Piece, Box]]]:
-    """Cut pieces into boxes and fill buckets with them in order; an element stays in the order of its piece."""
-    bucket: list[tuple[Piece, Box]] = []
-    free = message_numel
+def fragments(pieces: Iterable[Piece], plan: ExchangePlan, message_numel: int) -> Iterator[Fragment]:
+    """Pieces cut into fragments of at most `message_numel` elements, in order."""
     for piece in pieces:
+        source, dest = plan.source_slot(piece), plan.dest_slot(piece)
         for box in split_box(piece.box, message_numel):
-            if box_numel(box) > free:
-                yield bucket
-                bucket, free = [], message_numel
-            bucket.append((piece, box))
-            free -= box_numel(box)
+            yield Fragment(source.region(piece.segment, box).collapsed(), dest.region(piece.segment, box).collapsed())
+
+
+def messages(stream: Iterable[Fragment], message_numel: int) -> Iterator[list[Fragment]]:
+    """Fragments of one pair as messages: long flat runs alone, the rest in buckets that are filled in order."""
+    bucket: list[Fragment] = []
+    for run in flat_runs(stream):
+        is_direct = run[0].is_flat and total(run) >= DIRECT_NUMEL
+        message: list[Fragment] = [] if is_direct else bucket
+        for fragment in run:
+            if message and total(message) + fragment.numel > message_numel:
+                yield list(message)
+                message.clear()
+            message.append(fragment)
+        if is_direct:
+            yield message
     if bucket:
         yield bucket
+
+
+def flat_runs(stream: Iterable[Fragment]) -> Iterator[list[Fragment]]:
+    """Fragments that continue each other at both ends, together; others alone."""
+    run: list[Fragment] = []
+    for fragment in stream:
+        if run and not (fragment.source.continues(run[-1].source) and fragment.dest.continues(run[-1].dest)):
+            yield run
+            run = []
+        run.append(fragment)
+    if run:
+        yield run
+
+
+def total(stream: Iterable[Fragment]) -> int:
+    """Elements of all fragments."""
+    return sum(fragment.numel for fragment in stream)

@@ -27,10 +27,13 @@ from rich.table import Table
 from transition_arms import Arm, FullGather, Ours, OursVerified, PerTensor
 from transition_job import Job, Layout, synthetic_model
 
+from megatron_rl.config.schema import RolloutConfig
+
 LAYOUTS = [Layout("TP2PP2->TP2", 4, 2, 2, 2), Layout("TP4->TP2", 4, 4, 1, 2)]
+NUM_TENSORS = 48
 SLOPE_TENSORS = (64, 256, 1024)
 MIB = 1 << 20
-BUCKET_BYTES = 16 * MIB
+BUCKET_BYTES = RolloutConfig().update_weights_bucket_megabytes * MIB
 
 
 def make_arms(job: Job) -> dict[str, Arm]:
@@ -93,17 +96,23 @@ def measure(job: Job, rounds: int) -> dict[str, dict]:
     return {"lower_bound_bytes": int(limits[0]), "need_plus_bucket_bytes": int(limits[1]), "arms": results}
 
 
-def rank_main(rank: int, port: int, megabytes: int, slope_megabytes: int, rounds: int, path: str) -> None:
+def rank_main(rank: int, port: int, megabytes: int, slope_megabytes: int, rounds: int, only: str, path: str) -> None:
+    # Large pages for every arm, as in the workers: taking memory anew costs less.
+    os.environ |= {"THP_MEM_ALLOC_ENABLE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=LAYOUTS[0].world_size)
     report: dict = {}
-    for layout in LAYOUTS:
-        report[layout.name] = measure(Job(layout, synthetic_model(96, megabytes * MIB)), rounds)
-        slopes = {
-            count: measure(Job(layout, synthetic_model(count, slope_megabytes * MIB)), rounds)["arms"]
-            for count in SLOPE_TENSORS
-        }
+    for layout in (layout for layout in LAYOUTS if only in layout.name):
+        report[layout.name] = measure(Job(layout, synthetic_model(NUM_TENSORS, megabytes * MIB)), rounds)
+        slopes = (
+            {}
+            if slope_megabytes == 0
+            else {
+                count: measure(Job(layout, synthetic_model(count, slope_megabytes * MIB)), rounds)["arms"]
+                for count in SLOPE_TENSORS
+            }
+        )
         report[layout.name]["us_per_tensor"] = {
             arm: slope({count: statistics.median(runs[arm]["seconds"]) for count, runs in slopes.items()}) * 1e6
             for arm in slopes[SLOPE_TENSORS[0]]
@@ -155,13 +164,14 @@ def main(
     megabytes: Annotated[int, typer.Option(help="Size of the model, MiB of float32.")] = 256,
     slope_megabytes: Annotated[int, typer.Option(help="Size at which the number of tensors is varied.")] = 32,
     rounds: Annotated[int, typer.Option(help="Interleaved runs of every arm.")] = 7,
+    only: Annotated[str, typer.Option(help="Layouts whose name holds this.")] = "",
 ) -> None:
     """Run the benchmark on four processes of this machine."""
     json_file.parent.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = (port, megabytes, slope_megabytes, rounds, str(json_file))
+    arguments = (port, megabytes, slope_megabytes, rounds, only, str(json_file))
     mp.spawn(rank_main, args=arguments, nprocs=LAYOUTS[0].world_size)
     print_report(json.loads(json_file.read_text()))
 

@@ -60,6 +60,8 @@ class CoreResharding:
         )
         self._groups = SimpleNamespace(tp=job.rollout_group, pp=singles, dp=singles, ep=singles, expt_tp=None)
         self._target = self._module(job.empty_rollout_shards(), self._groups)
+        storages = [parameter.untyped_storage() for parameter in self._target.parameters()]
+        self._storages = [(storage, storage.nbytes()) for storage in storages]
 
     @property
     def received_bytes(self) -> int:
@@ -80,6 +82,8 @@ class CoreResharding:
     def run(self) -> None:
         from megatron.core.resharding.refit import reshard_model_weights
 
+        for storage, num_bytes in self._storages:
+            storage.resize_(num_bytes)
         before = self._service.bytes_received
         reshard_model_weights(self._source, self._target, self._service)
         self._received = self._service.bytes_received - before
@@ -89,4 +93,6 @@ class CoreResharding:
         return {name: parameters[name.replace(".", "_")].data for name in self.job.tensors}
 
     def release(self) -> None:
-        """Its target lasts as long as its plan, which names its parameters."""
+        """Its target's memory; the parameters stay, as its plan knows them."""
+        for storage, _ in self._storages:
+            storage.resize_(0)

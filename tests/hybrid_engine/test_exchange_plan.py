@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layouts import expected_foreign, members_of, numbered_model, plan_for, tensors_of, training_buffers
 
+from megatron_rl.hybrid_engine import schedule
 from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.plan import covers_training, make_plan
 from megatron_rl.hybrid_engine.schedule import Step, local_copies, make_schedule
@@ -116,13 +118,14 @@ def cases(draw):
 
 
 @settings(max_examples=120, deadline=None)
-@given(case=cases(), message_numel=st.sampled_from([7, 64, 1 << 20]))
-def test_every_needed_element_arrives_once_and_nothing_else(case, message_numel):
+@given(case=cases(), message_numel=st.sampled_from([7, 64, 1 << 20]), direct_numel=st.sampled_from([2, 20, 1 << 20]))
+def test_every_needed_element_arrives_once_and_nothing_else(case, message_numel, direct_numel):
     """Right values at the right places, bytes = needed - held, no blocking. Would not catch errors of `shard_of`."""
     shape, architecture, rollout, stages, options = case
     plan, tensors = plan_for(shape, architecture, rollout, stages, **options)
     model = numbered_model(tensors)
-    buffers, received = execute(plan, model, message_numel)
+    with mock.patch.object(schedule, "DIRECT_NUMEL", direct_numel):
+        buffers, received = execute(plan, model, message_numel)
     for i, member in enumerate(plan.members):
         mine = plan.plans[i]
         assert torch.equal(buffers[i][FOREIGN], expected_foreign(plan, i, model))
@@ -223,7 +226,7 @@ def test_plans_of_70b_take_seconds(world_size, tp, pp, rollout_tp):
     start = time.perf_counter()
     rollout, stages = RolloutGrid(TrainGrid(world_size, tp, pp), rollout_tp), StagePlan(80, pp)
     plan, tensors = plan_for(LLAMA_70B, "LlamaForCausalLM", rollout, stages)
-    schedule = make_schedule(plan, 3, 1 << 23)
+    steps = make_schedule(plan, 3, 1 << 23)
     assert time.perf_counter() - start < 20
     # All exchange groups are alike, so one stands for the others.
     groups = rollout.train.exchange_groups()
@@ -234,4 +237,16 @@ def test_plans_of_70b_take_seconds(world_size, tp, pp, rollout_tp):
         held = sum(slot.numel for slot in plan.members[number].held)
         assert mine.numel_lacking == cut // rollout_tp + norms - held
         assert sum(piece.numel for piece in mine.received) == mine.numel_lacking
-    assert all(leg.numel <= 1 << 23 for step in schedule for leg in (step.send, step.receive) if leg)
+    assert all(leg.numel <= 1 << 23 for step in steps for leg in (step.send, step.receive) if leg)
+
+
+def test_long_runs_travel_as_they_lie_and_the_rest_in_buckets():
+    """TP2 -> TP1 by hand: rows without gaps are direct, columns are packed. Would not catch a slow threshold."""
+    shape = ModelShape(1, 8, 2, 2, 4, 16, 64, tied=False)
+    plan, _ = plan_for(shape, "LlamaForCausalLM", RolloutGrid(TrainGrid(2, 2, 1), 1), StagePlan(1, 1))
+    with mock.patch.object(schedule, "DIRECT_NUMEL", 64):
+        legs = [step.receive for step in make_schedule(plan, 0, 200)]
+    # Gate and up: 8 rows of 8. Head and embedding: 32 rows of 8 in two messages each. q, k, v: 4 rows of 8, too short.
+    assert [leg.numel for leg in legs if leg.is_direct] == [64, 64, 200, 56, 200, 56]
+    # The columns of down and of o between them, and q, k, v.
+    assert sorted(leg.numel for leg in legs if not leg.is_direct) == [64 + 32 + 96]
