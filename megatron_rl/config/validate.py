@@ -33,6 +33,7 @@ AT_LEAST_ONE = (
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     *(f"{ROLLOUT}.{name}" for name in ("n", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens")),
     *(f"{ROLLOUT}.{name}" for name in ("kv_cache_memory_bytes", "log_prob_micro_batch_size_per_gpu")),
+    f"{ROLLOUT}.update_weights_bucket_megabytes",
     f"{CRITIC}.forward_micro_batch_size_per_gpu",
     *(
         f"{role}.{name}"
@@ -41,6 +42,7 @@ AT_LEAST_ONE = (
             "megatron.tensor_model_parallel_size",
             "megatron.pipeline_model_parallel_size",
             "megatron.expert_model_parallel_size",
+            "megatron.make_vocab_size_divisible_by",
             "ppo_mini_batch_size",
             "ppo_micro_batch_size_per_gpu",
             "ppo_epochs",
@@ -87,6 +89,7 @@ NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
 RANGES: dict[str, Interval] = {
     **dict.fromkeys((*AT_LEAST_ONE, *AT_LEAST_ONE_OR_NULL), Interval(1)),
     "trainer.test_freq": NOT_NEGATIVE,
+    f"{ROLLOUT}.verify_weights_every": NOT_NEGATIVE,
     "algorithm.gamma": UNIT,
     "algorithm.lam": UNIT,
     "algorithm.kl_ctrl.kl_coef": NOT_NEGATIVE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,15 @@ class ModelSizes:
     moe_intermediate_size: int = 0
 
     @property
-    def rollout_vocab_size(self) -> int:
-        """Rows of embedding and head in the rollout engine."""
-        return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+    def rollout_tp_divides(self) -> dict[str, int]:
+        """Name and value of everything that generation cuts over its TP ranks; experts too."""
+        sizes = self.tp_divides | {"padded_vocab_size": self.padded_to(VOCAB_PADDING).padded_vocab_size}
+        return sizes | ({"moe_intermediate_size": self.moe_intermediate_size} if self.num_experts else {})
+
+    def padded_to(self, vocab_multiple: int) -> ModelSizes:
+        """The same model with its vocabulary padded to a multiple; below 1 is another rule's business."""
+        rows = -(-self.vocab_size // max(1, vocab_multiple)) * max(1, vocab_multiple)
+        return replace(self, padded_vocab_size=rows)
 
     @property
     def tp_divides(self) -> dict[str, int]:

@@ -32,7 +32,8 @@ def preflight(config: RunConfig, known_architectures: Collection[str] = KNOWN_AR
         critic_model, critic_problems = read_model_folder("critic.model.path", critic_path, known_architectures)
         problems += critic_problems
         models.append(critic_model)
-    known_models = [model for model in models if model is not None]
+    vocab_multiple = config.actor_rollout_ref.actor.megatron.make_vocab_size_divisible_by
+    known_models = [model.padded_to(vocab_multiple) for model in models if model is not None]
     return [
         *value_problems(config),
         *_file_problems(config),
@@ -131,16 +132,18 @@ def _rollout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[s
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     tp_size, world_size = rollout.tensor_model_parallel_size, trainer.nnodes * trainer.n_gpus_per_node
     train_tp = config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size
-    # A rollout TP that is training's keeps the same rules, and one message is enough.
-    if min(tp_size, train_tp, world_size) < 1 or tp_size == train_tp:
+    if min(tp_size, train_tp, world_size) < 1:
         return
     key = f"{ROLLOUT}.tensor_model_parallel_size"
     model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
     fitting = [size for size in _divisors(world_size) if model is None or not _rollout_misfits(model, size)]
-    if world_size % tp_size:
+    # A rollout TP that is training's is refused by training's rules, and one message is enough.
+    if world_size % tp_size and tp_size != train_tp:
         yield f"{key}={tp_size} must divide the {world_size} ranks; nearest: {nearest_number(tp_size, fitting)}"
-    for misfit in _rollout_misfits(model, tp_size) if model is not None else ():
-        yield f"{key}={tp_size} must {misfit} of {model.path}; nearest: {nearest_number(tp_size, fitting)}"
+    misfits = {} if model is None else _rollout_misfits(model, tp_size)
+    for name, rule in misfits.items():
+        if tp_size != train_tp or name not in model.tp_divides:
+            yield f"{key}={tp_size} must {rule} of {model.path}; nearest: {nearest_number(tp_size, fitting)}"
     if rollout.drop_train_weights and train_tp % tp_size:
         yield (
             f"{ROLLOUT}.drop_train_weights=true needs training shards inside rollout shards, so {key}={tp_size} must "
@@ -148,13 +151,16 @@ def _rollout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[s
         )
 
 
-def _rollout_misfits(model: ModelSizes, tp_size: int) -> list[str]:
-    """What of the model a rollout TP size does not fit; key/value heads may also be fewer, and are then repeated."""
-    sizes = {**model.tp_divides, "padded_vocab_size": model.rollout_vocab_size}
-    heads = sizes.pop("num_key_value_heads")
-    found = [f"divide {name}({size})" for name, size in sizes.items() if size % tp_size]
+def _rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
+    """What of the model a rollout TP size does not fit, by name; fewer key/value heads than ranks are repeated."""
+    heads = model.num_key_value_heads
+    found = {
+        name: f"divide {name}({size})"
+        for name, size in model.rollout_tp_divides.items()
+        if size % tp_size and name != "num_key_value_heads"
+    }
     if heads % tp_size and tp_size % heads:
-        found.append(f"divide or be a multiple of num_key_value_heads({heads})")
+        found["num_key_value_heads"] = f"divide or be a multiple of num_key_value_heads({heads})"
     return found
 
 

@@ -312,6 +312,22 @@ def test_key_value_heads_may_be_repeated(config, tmp_path):
     assert preflight(config) == []
 
 
+def test_vocabulary_padding_and_experts_of_generation(config, tmp_path):
+    """TP2 with 100 rows padded to 105, and experts of 15 columns. Would not catch vLLM's own padding of experts."""
+    shared = config.actor_rollout_ref
+    for role in (shared.actor, shared.ref, config.critic):
+        role.megatron.make_vocab_size_divisible_by = 35
+    (problem,) = preflight(config)
+    assert problem.startswith("tp(2) must divide padded_vocab_size(105) of")
+    for role in (shared.actor, shared.ref, config.critic):
+        role.megatron.make_vocab_size_divisible_by = 64
+        role.megatron.expert_tensor_parallel_size, role.megatron.sequence_parallel = 1, True
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 15, "norm_topk_prob": True}
+    write_model(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"], **experts)
+    (problem,) = preflight(config)
+    assert "rollout.tensor_model_parallel_size=2 must divide moe_intermediate_size(15)" in problem
+
+
 def test_what_cannot_leave_while_generating(config):
     """The actor's parameters, and training shards wider than rollout's. Would not catch too little host memory."""
     shared = config.actor_rollout_ref
