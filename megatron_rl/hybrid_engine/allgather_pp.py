@@ -70,7 +70,9 @@ class AllGatherPPModel:
         self._verifier = WeightVerifier(self.plan, self.number, buffers, transport.group)
         self.tensors = {name: slot_view(buffers, slot) for name, slot in self.mine.slots.items()}
         self._padded = [
-            self.tensors[name] for name, slot in self.mine.slots.items() if slot.buffer == FOREIGN and slot.is_padded
+            self.tensors[name]
+            for name, slot in self.mine.slots.items()
+            if slot.buffer == FOREIGN and slot.shard.is_padded
         ]
         self._restore = self._restore_copies(buffers) if self.is_dropping else []
         self.foreign.release()
@@ -136,7 +138,7 @@ class AllGatherPPModel:
                 region_view(buffers, self.mine.slots[slot.name].region(part.segment, part.box)),
             )
             for slot in self.own.member.held
-            for part in slot.parts
+            for part in slot.shard.parts
         ]
 
 
@@ -163,4 +165,4 @@ def plan_memory(
 
 def slot_view(buffers: Mapping[int, torch.Tensor], slot: Slot) -> torch.Tensor:
     """A whole shard, in its shape."""
-    return buffers[slot.buffer][slot.offset : slot.stop].view(slot.shape)
+    return buffers[slot.buffer][slot.offset : slot.stop].view(slot.shard.shape)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_rl.parallel.sharding import Box, Part, box_numel, box_shape, length
+from megatron_rl.parallel.sharding import Box, Shard, box_numel, box_shape, length
 
 FOREIGN = -1
 """Number of the buffer that holds what training does not; training's own buffers count from 0."""
@@ -56,40 +56,32 @@ class Region:
 
 @dataclass(frozen=True)
 class Slot:
-    """One rank's shard of a logical tensor in a flat buffer; `offset` in elements."""
+    """One rank's shard of a logical tensor, without gaps in a flat buffer; `offset` in elements."""
 
     name: str
     buffer: int
     offset: int
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    shard: Shard
 
     @property
     def stop(self) -> int:
-        return self.offset + self.numel
-
-    @property
-    def is_padded(self) -> bool:
-        return self.numel != sum(box_numel(part.box) for part in self.parts)
+        return self.offset + self.shard.numel
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        shape = self.shard.shape
+        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
     def region(self, segment: int, box: Box) -> Region:
         """Where `box` of a segment lies; one dim per dim of the box. The box must be inside one of the parts."""
-        for part in self.parts:
+        for part in self.shard.parts:
             if part.segment == segment and all(
                 start <= low and high <= stop for (start, stop), (low, high) in zip(part.box, box, strict=True)
             ):
                 starts = (at + low - start for at, (low, _), (start, _) in zip(part.at, box, part.box, strict=True))
                 offset = self.offset + sum(start * step for start, step in zip(starts, self.stride, strict=True))
                 return Region(self.buffer, offset, box_shape(box), self.stride)
-        raise ValueError(f"{self.name}: {box} of segment {segment} is not in {self.parts}")
+        raise ValueError(f"{self.name}: {box} of segment {segment} is not in {self.shard.parts}")
 
 
 def split_box(box: Box, limit: int) -> Iterator[Box]:

@@ -74,8 +74,15 @@ class MemberPlan:
         return {name for name, slot in self.slots.items() if slot.buffer != FOREIGN}
 
     @property
+    def foreign(self) -> list[Slot]:
+        """The slots of the foreign buffer."""
+        return [slot for slot in self.slots.values() if slot.buffer == FOREIGN]
+
+    @property
     def numel_needed(self) -> int:
-        return sum(box_numel(part.box) for slot in self.slots.values() if slot.buffer == FOREIGN for part in slot.parts)
+        return sum(
+            box_numel(part.box) for slot in self.slots.values() if slot.buffer == FOREIGN for part in slot.shard.parts
+        )
 
     @property
     def numel_lacking(self) -> int:
@@ -137,7 +144,7 @@ def segment_holders(tensor: LogicalTensor, held: Sequence[Mapping[str, Slot]]) -
     found: list[dict[Box, list[int]]] = [{} for _ in tensor.segments]
     for number, slots in enumerate(held):
         if tensor.name in slots:
-            for part in slots[tensor.name].parts:
+            for part in slots[tensor.name].shard.parts:
                 found[part.segment].setdefault(part.box, []).append(number)
     for segment, boxes in zip(tensor.segments, found, strict=True):
         whole = tuple((0, size) for size in segment.shape)
@@ -155,11 +162,11 @@ def _place_slot(
     """The member's rollout slot of one tensor: training's own, or the next free one of the foreign buffer."""
     shard = shard_of(tensor, wanted)
     own = held.get(tensor.name)
-    if share_memory and own is not None and (own.shape, own.parts) == (shard.shape, shard.parts):
+    if share_memory and own is not None and own.shard == shard:
         return own
     offset = -(-plan.foreign_numel // ALIGNMENT) * ALIGNMENT
     plan.foreign_numel = offset + shard.numel
-    return Slot(tensor.name, FOREIGN, offset, shard.shape, shard.parts)
+    return Slot(tensor.name, FOREIGN, offset, shard)
 
 
 def _find_pieces(plans: list[MemberPlan], members: Sequence[Member], holders: Mapping[str, list[Holders]]) -> None:
@@ -171,7 +178,7 @@ def _find_pieces(plans: list[MemberPlan], members: Sequence[Member], holders: Ma
             slot = plan.slots[name]
             if slot.buffer != FOREIGN:
                 continue
-            for part in slot.parts:
+            for part in slot.shard.parts:
                 for box, having in segments[part.segment].items():
                     common = intersect(part.box, box)
                     if common is None:
@@ -227,8 +234,8 @@ def covers_training(plan: MemberPlan, held: Mapping[str, Slot]) -> bool:
         plan.slots[name].buffer == FOREIGN
         and any(
             kept.segment == part.segment and intersect(kept.box, part.box) == part.box
-            for kept in plan.slots[name].parts
+            for kept in plan.slots[name].shard.parts
         )
         for name, slot in held.items()
-        for part in slot.parts
+        for part in slot.shard.parts
     )

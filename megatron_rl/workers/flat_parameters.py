@@ -30,7 +30,7 @@ def flat_parameters(
         shard = shard_of(specs[name].tensor, held)
         if parameter.data_ptr() != buffers[number].param_data[start:stop].data_ptr() or parameter.shape != shard.shape:
             raise RuntimeError(f"{name} {tuple(parameter.shape)} does not lie in DDP's buffer as {shard.shape}")
-        slots.append(Slot(specs[name].tensor.name, number, start, shard.shape, shard.parts))
+        slots.append(Slot(specs[name].tensor.name, number, start, shard))
     groups = trainable.groups
     return FlatParameters(
         tuple(buffer.param_data for buffer in buffers),

@@ -87,7 +87,7 @@ class FullGather:
             work.wait()
         for name in job.tensors:
             held = [
-                flats[rank][slots[name].offset : slots[name].stop].view(slots[name].shape)
+                flats[rank][slots[name].offset : slots[name].stop].view(slots[name].shard.shape)
                 for rank, slots, _ in self._members
                 if name in slots
             ]
@@ -131,7 +131,7 @@ class PerTensor:
             return job.stage_of[name], shard_of(job.tensors[name], job.place).shape
         found: list = [None] * len(self._pp_ranks)
         mine = job.slots.get(name)
-        spec = None if mine is None else (tuple(mine.shape), torch.float32)
+        spec = None if mine is None else (tuple(mine.shard.shape), torch.float32)
         dist.all_gather_object(found, spec, group=job.pp_group)
         owner = next(stage for stage, spec in enumerate(found) if spec is not None)
         return owner, found[owner][0]

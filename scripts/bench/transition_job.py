@@ -89,12 +89,12 @@ class Job:
         for name in names:
             if self.stage_of[name] == self.pp_rank:
                 shard = shard_of(tensors[name], self.place)
-                slots.append(Slot(name, 0, -(-end // ALIGNMENT) * ALIGNMENT, shard.shape, shard.parts))
+                slots.append(Slot(name, 0, -(-end // ALIGNMENT) * ALIGNMENT, shard))
                 end = slots[-1].stop
         self.slots = {slot.name: slot for slot in slots}
         self.flat = torch.zeros(end)
         for slot in slots:
-            for part in slot.parts:
+            for part in slot.shard.parts:
                 self.held(slot.name)[part.index] = self.content(slot.name, part.segment)[box_index(part.box)]
 
     @cached_property
@@ -104,7 +104,7 @@ class Job:
     def held(self, name: str) -> torch.Tensor:
         """This rank's training shard, a view of the flat buffer."""
         slot = self.slots[name]
-        return self.flat[slot.offset : slot.stop].view(slot.shape)
+        return self.flat[slot.offset : slot.stop].view(slot.shard.shape)
 
     def content(self, name: str, segment: int) -> torch.Tensor:
         """The whole segment, the same on every rank: drawn from a seed of its own."""

@@ -55,7 +55,7 @@ def members_of(
                 shard = shard_of(tensor, place)
                 buffer = stages.vpp_size if tensor.is_expert else chunk
                 offset = -(-ends.get(buffer, 0) // ALIGNMENT) * ALIGNMENT
-                slots.append(Slot(tensor.name, buffer, offset, shard.shape, shard.parts))
+                slots.append(Slot(tensor.name, buffer, offset, shard))
                 ends[buffer] = offset + shard.numel
         slots.sort(key=lambda slot: (slot.buffer, slot.offset))
         used = {number: i for i, number in enumerate(sorted({slot.buffer for slot in slots}))}
@@ -83,8 +83,8 @@ def numbered_model(tensors: dict[str, LogicalTensor]) -> dict[tuple[str, int], t
 
 def write_slot(data: torch.Tensor, slot: Slot, model: dict[tuple[str, int], torch.Tensor]) -> None:
     """Put the numbers of a shard where it lies."""
-    view = data[slot.offset : slot.stop].view(slot.shape)
-    for part in slot.parts:
+    view = data[slot.offset : slot.stop].view(slot.shard.shape)
+    for part in slot.shard.parts:
         view[part.index] = model[slot.name, part.segment][tuple(slice(*interval) for interval in part.box)]
 
 

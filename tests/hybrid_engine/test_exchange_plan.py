@@ -234,7 +234,7 @@ def test_plans_of_70b_take_seconds(world_size, tp, pp, rollout_tp):
     norms = sum(tensor.numel for tensor in tensors.values() if tensor.tp_dim is None)
     cut = sum(tensor.numel for tensor in tensors.values()) - norms
     for number, mine in enumerate(plan.plans):
-        held = sum(slot.numel for slot in plan.members[number].held)
+        held = sum(slot.shard.numel for slot in plan.members[number].held)
         assert mine.numel_lacking == cut // rollout_tp + norms - held
         assert sum(piece.numel for piece in mine.received) == mine.numel_lacking
     assert all(leg.numel <= 1 << 23 for step in steps for leg in (step.send, step.receive) if leg)
