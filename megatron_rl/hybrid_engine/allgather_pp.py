@@ -69,11 +69,7 @@ class AllGatherPPModel:
         )
         self._verifier = WeightVerifier(self.plan, self.number, buffers, transport.group)
         self.tensors = {name: slot_view(buffers, slot) for name, slot in self.mine.slots.items()}
-        self._padded = [
-            self.tensors[name]
-            for name, slot in self.mine.slots.items()
-            if slot.buffer == FOREIGN and slot.shard.is_padded
-        ]
+        self._padded = [self.tensors[slot.name] for slot in self.mine.foreign if slot.shard.is_padded]
         self._restore = self._restore_copies(buffers) if self.is_dropping else []
         self.foreign.release()
 

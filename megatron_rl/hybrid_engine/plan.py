@@ -59,8 +59,8 @@ class MemberPlan:
     """What one member has while generating.
 
     slots: its rollout shards by name, in training's buffers where the shard is the same (shared memory), else in the
-    foreign buffer of `foreign_numel` elements. local: pieces it copies from its own training shards. numel_needed:
-    elements of its foreign shards, `numel_held` of them are its own.
+    foreign buffer of `foreign_numel` elements. local: pieces it copies from its own training shards. received: those
+    that others send it.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -80,9 +80,7 @@ class MemberPlan:
 
     @property
     def numel_needed(self) -> int:
-        return sum(
-            box_numel(part.box) for slot in self.slots.values() if slot.buffer == FOREIGN for part in slot.shard.parts
-        )
+        return sum(box_numel(part.box) for slot in self.foreign for part in slot.shard.parts)
 
     @property
     def numel_lacking(self) -> int:
