@@ -58,6 +58,8 @@ class AllGatherPPModel:
         self.number = transport.group.rank()
         self.plan, self.is_dropping = plan_memory(tensors, members, self.number, drop_train_weights)
         like = own.buffers[0]
+        # NCCL connects a group at its first collective, and not all ranks take part in the first message.
+        dist.all_reduce(torch.zeros(1, device=like.device), group=transport.group)
         self.foreign = MemoryBuffer(self.mine.foreign_numel, like.dtype, like.device)
         buffers = dict(enumerate(own.buffers)) | {FOREIGN: self.foreign.data}
         message_numel = max(1, bucket_bytes // like.element_size() // NUM_SCRATCH)
