@@ -171,7 +171,7 @@ class RolloutConfig:
     (rollout TP below training TP); it is sliced back out, bit for bit, afterwards."""
     verify_weights_every: int = 1
     """Compare checksums of all moved weights with their owners' at every so many transitions; 0: never."""
-    update_weights_bucket_megabytes: int = 64
+    update_weights_bucket_megabytes: int = 32
     """Scratch memory of a transition, and the bound on one message."""
     enforce_eager: bool = True
     """No compiled or captured graphs."""

@@ -38,8 +38,6 @@ def worker_environment(device_kind: str, ranks_per_node: int) -> dict[str, str]:
             # vLLM compiles one tiny function on CPU, which costs 10 s at the first call and gains nothing.
             "TORCHDYNAMO_DISABLE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            # Memory that comes and goes at every transition costs a fraction in large pages.
-            "THP_MEM_ALLOC_ENABLE": "1",
         }
     else:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

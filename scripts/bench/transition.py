@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import socket
 import statistics
 import sys
@@ -25,12 +26,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from transition_arms import Arm, FullGather, Ours, OursVerified, PerTensor
-from transition_job import Job, Layout, synthetic_model
+from transition_job import Job, Layout, qwen2_model, synthetic_model
 
 from megatron_rl.config.schema import RolloutConfig
 
 LAYOUTS = [Layout("TP2PP2->TP2", 4, 2, 2, 2), Layout("TP4->TP2", 4, 4, 1, 2)]
-NUM_TENSORS = 48
 SLOPE_TENSORS = (64, 256, 1024)
 MIB = 1 << 20
 BUCKET_BYTES = RolloutConfig().update_weights_bucket_megabytes * MIB
@@ -61,12 +61,17 @@ def timed(arm: Arm) -> float:
 
 def peak_extra_bytes(arm: Arm) -> int:
     """Growth of this process's resident set at its highest during one run."""
-    arm.release()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    release(arm)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     before = status_bytes("VmRSS")
     arm.run()
     return status_bytes("VmHWM") - before
+
+
+def release(arm: Arm) -> None:
+    """Give an arm's memory back to the system, so that all pay alike for taking it."""
+    arm.release()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def status_bytes(field: str) -> int:
@@ -85,11 +90,13 @@ def measure(job: Job, rounds: int) -> dict[str, dict]:
         numbers = torch.tensor([arm.received_bytes, peak_extra_bytes(arm)], dtype=torch.int64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         results[name] = {"received_bytes": int(numbers[0]), "peak_extra_bytes": int(numbers[1]), "seconds": []}
-        arm.release()
-    for _ in range(rounds):
-        for name, arm in arms.items():
-            results[name]["seconds"].append(timed(arm))
-            arm.release()
+        release(arm)
+    order = list(arms)
+    for number in range(rounds):
+        # In a new order each time, so that what one arm leaves to the next evens out.
+        for name in random.Random(number).sample(order, len(order)):
+            results[name]["seconds"].append(timed(arms[name]))
+            release(arms[name])
     ours = arms["ours"]
     limits = torch.tensor([ours.lower_bound_bytes, ours.need_bytes], dtype=torch.int64)
     dist.all_reduce(limits, dist.ReduceOp.MAX)
@@ -97,35 +104,28 @@ def measure(job: Job, rounds: int) -> dict[str, dict]:
 
 
 def rank_main(rank: int, port: int, megabytes: int, slope_megabytes: int, rounds: int, only: str, path: str) -> None:
-    # Large pages for every arm, as in the workers: taking memory anew costs less.
-    os.environ |= {"THP_MEM_ALLOC_ENABLE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=LAYOUTS[0].world_size)
     report: dict = {}
     for layout in (layout for layout in LAYOUTS if only in layout.name):
-        report[layout.name] = measure(Job(layout, synthetic_model(NUM_TENSORS, megabytes * MIB)), rounds)
-        slopes = (
-            {}
-            if slope_megabytes == 0
-            else {
-                count: measure(Job(layout, synthetic_model(count, slope_megabytes * MIB)), rounds)["arms"]
-                for count in SLOPE_TENSORS
-            }
-        )
-        report[layout.name]["us_per_tensor"] = {
-            arm: slope({count: statistics.median(runs[arm]["seconds"]) for count, runs in slopes.items()}) * 1e6
-            for arm in slopes[SLOPE_TENSORS[0]]
-        }
+        report[layout.name] = measure(Job(layout, qwen2_model(megabytes)), rounds)
+        if slope_megabytes:
+            report[layout.name]["us_per_tensor"] = slopes(layout, slope_megabytes * MIB, rounds)
     if rank == 0:
         Path(path).write_text(json.dumps(report, indent=2))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def slope(points: dict[int, float]) -> float:
-    """Least-squares slope."""
-    return statistics.linear_regression(list(points), list(points.values())).slope
+def slopes(layout: Layout, num_bytes: int, rounds: int) -> dict[str, float]:
+    """For each arm the microseconds that one more tensor costs when all of them together stay as large."""
+    runs = {count: measure(Job(layout, synthetic_model(count, num_bytes)), rounds)["arms"] for count in SLOPE_TENSORS}
+    medians = {
+        arm: [statistics.median(runs[count][arm]["seconds"]) for count in SLOPE_TENSORS]
+        for arm in runs[SLOPE_TENSORS[0]]
+    }
+    return {arm: statistics.linear_regression(SLOPE_TENSORS, points).slope * 1e6 for arm, points in medians.items()}
 
 
 def print_report(report: dict) -> None:
@@ -151,7 +151,7 @@ def print_report(report: dict) -> None:
                 f"{min(arm['seconds']) * 1e3:.1f} - {max(arm['seconds']) * 1e3:.1f}",
                 f"{median / ours:.2f}",
                 f"{arm['peak_extra_bytes'] / MIB:.1f}",
-                f"{measured['us_per_tensor'][name]:.1f}",
+                f"{measured['us_per_tensor'][name]:.1f}" if "us_per_tensor" in measured else "-",
             )
         Console(width=110).print(table)
         Console().print(f"need plus one bucket: {measured['need_plus_bucket_bytes'] / MIB:.1f} MiB\n")
@@ -162,7 +162,9 @@ def main(
         "outputs/bench/transition.json"
     ),
     megabytes: Annotated[int, typer.Option(help="Size of the model, MiB of float32.")] = 256,
-    slope_megabytes: Annotated[int, typer.Option(help="Size at which the number of tensors is varied.")] = 32,
+    slope_megabytes: Annotated[
+        int, typer.Option(help="Size at which the number of tensors is varied; 0: it is not.")
+    ] = 32,
     rounds: Annotated[int, typer.Option(help="Interleaved runs of every arm.")] = 7,
     only: Annotated[str, typer.Option(help="Layouts whose name holds this.")] = "",
 ) -> None:

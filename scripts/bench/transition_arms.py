@@ -91,6 +91,8 @@ class FullGather:
                 for rank, slots, _ in self._members
                 if name in slots
             ]
+            if job.tensors[name].tp_dim is None:
+                held = held[:1]
             job.load(self._shards, name, job.merge(name, held))
 
     def shards(self) -> dict[str, torch.Tensor]:
@@ -119,8 +121,10 @@ class PerTensor:
             shard = job.held(name) if owner == job.pp_rank else torch.empty(shape)
             if len(self._pp_ranks) > 1:
                 wire.broadcast(shard, self._pp_ranks[owner], job.pp_group)
-            shards = [torch.empty_like(shard) for _ in range(job.tp_group.size())]
-            wire.all_gather(shards, shard, job.tp_group)
+            shards = [shard]
+            if job.tensors[name].tp_dim is not None:
+                shards = [torch.empty_like(shard) for _ in range(job.tp_group.size())]
+                wire.all_gather(shards, shard, job.tp_group)
             job.load(self._shards, name, job.merge(name, shards))
         self.received_bytes = wire.bytes_received
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
+from megatron_rl.model.families import FAMILIES, ModelShape, param_map
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, Segment, shard_of
 
@@ -44,6 +45,22 @@ def synthetic_model(num_tensors: int, num_bytes: int) -> dict[str, LogicalTensor
             segments = (Segment("all", (side, side), side),)
         tensors[name] = LogicalTensor(name, segments, tp_dim=1 if kind == 1 else 0)
     return tensors
+
+
+def qwen2_model(megabytes: int) -> dict[str, LogicalTensor]:
+    """A Qwen2 of about that size in float32, with all its tensors, small ones too.
+
+    As many key/value heads as query heads: megatron-core's resharding cannot express stacked parts of unequal size.
+    """
+    hidden, ffn, vocab = 512, 1408, 8192
+    per_layer = 4 * hidden * hidden + 3 * hidden * ffn
+    num_layers = max(2, round((megabytes * 2**18 - 2 * vocab * hidden) / per_layer / 2) * 2)
+    shape = ModelShape(num_layers, hidden, 8, 8, hidden // 8, ffn, vocab, tied=False)
+    specs = param_map(FAMILIES["Qwen2ForCausalLM"], shape)
+    # In the order of the layers: embedding first, final norm and head last.
+    tensors = {spec.tensor.name: spec.tensor for spec in specs.values()}
+    last = {name: tensors.pop(name) for name in ("model.norm.weight", "lm_head.weight")}
+    return tensors | last
 
 
 class Wire:
@@ -124,6 +141,8 @@ class Job:
     def merge(self, name: str, tp_shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Whole segments from the training shards of all TP ranks."""
         tensor = self.tensors[name]
+        if tensor.tp_dim is None:
+            return tp_shards[:1]
         parts = [shard_of(tensor, self.grid.train.place(rank, VOCAB_MULTIPLE)).parts for rank in range(len(tp_shards))]
         return [
             torch.cat([shard[own[number].index] for shard, own in zip(tp_shards, parts, strict=True)], tensor.tp_dim)

@@ -71,9 +71,11 @@ class CoreResharding:
         module = torch.nn.Module()
         for name, tensor in tensors.items():
             parameter = torch.nn.Parameter(tensor, requires_grad=False)
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = self.job.tensors[name].tp_dim
-            parameter.partition_stride = len(self.job.tensors[name].segments)
+            logical = self.job.tensors[name]
+            if logical.tp_dim is not None:
+                parameter.tensor_model_parallel = True
+                parameter.partition_dim = logical.tp_dim
+                parameter.partition_stride = len(logical.segments)
             module.register_parameter(name.replace(".", "_"), parameter)
         module.pg_collection = groups
         module.config = SimpleNamespace(num_moe_experts=None)
