@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.rank_grid import TrainGrid
-from megatron_rl.parallel.sharding import Place, shard_of
+from megatron_rl.parallel.sharding import Place, box_index, shard_of
 
 
 class WholeTensors:
@@ -30,7 +30,7 @@ class WholeTensors:
         """Write the shard that the rank at `place` holds into the tensors it is a part of."""
         for part in shard_of(spec.tensor, place).parts:
             name, shape = spec.hf_names[part.segment], spec.tensor.segments[part.segment].shape
-            piece, index = data[part.index], tuple(slice(start, stop) for start, stop in part.box)
+            piece, index = data[part.index], box_index(part.box)
             if not spec.tensor.is_expert:
                 self._tensor(name, shape, data.dtype)[index] = piece
                 continue

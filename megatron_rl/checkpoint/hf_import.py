@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec
-from megatron_rl.parallel.sharding import Box, Place, shard_of
+from megatron_rl.parallel.sharding import Box, Place, box_index, shard_of
 
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.")
 
@@ -48,7 +48,7 @@ class HFFolder:
                     f"{name} in {self.path} has shape {tuple(source.get_shape())}, "
                     f"but config.json implies {whole_shape}"
                 )
-            return source[tuple(slice(start, stop) for start, stop in box)]
+            return source[box_index(box)]
 
 
 def global_name(name: str, first_layer: int) -> str:

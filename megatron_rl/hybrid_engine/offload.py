@@ -35,18 +35,19 @@ class HostCopy:
     def leave(self) -> None:
         """Copy every storage to the host and free it."""
         for tensor in unique_storages(self._tensors()):
-            content = storage_bytes(tensor)
+            storage = tensor.untyped_storage()
+            content = storage_bytes(storage)
             host = torch.empty(content.shape, dtype=torch.uint8, pin_memory=content.is_cuda)
             host.copy_(content)
-            self._away.append((tensor.untyped_storage(), host))
-            tensor.untyped_storage().resize_(0)
+            self._away.append((storage, host))
+            storage.resize_(0)
 
     def come_back(self) -> None:
         """Bring back what left."""
         while self._away:
             storage, host = self._away[-1]
             storage.resize_(len(host))
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
+            storage_bytes(storage).copy_(host)
             self._away.pop()
 
 
@@ -67,7 +68,7 @@ class Zeros:
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             if tensor.untyped_storage().nbytes() != size:
                 tensor.untyped_storage().resize_(size)
-                storage_bytes(tensor).zero_()
+                storage_bytes(tensor.untyped_storage()).zero_()
 
 
 def unique_storages(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
@@ -76,6 +77,6 @@ def unique_storages(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
     return first.values()
 
 
-def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor, as uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage, as a uint8 tensor over it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -16,7 +16,7 @@ from megatron_rl.device import Device
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
 from megatron_rl.model.experts import StackedExperts, moe_settings
-from megatron_rl.model.families import family_of
+from megatron_rl.model.families import ModelShape, family_of
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.value_head import ValueHead
 from megatron_rl.parallel.mpu import TrainGroups
@@ -39,7 +39,7 @@ def transformer_config(
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=head_size(hf_config),
+        kv_channels=ModelShape.from_hf(hf_config.to_dict()).head_size,
         ffn_hidden_size=hf_config.intermediate_size,
         tensor_model_parallel_size=groups.grid.tp_size,
         pipeline_model_parallel_size=groups.grid.pp_size,
@@ -77,12 +77,6 @@ def transformer_config(
 def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
     """Whether activations are split over TP ranks; a TP group of one has nothing to split."""
     return megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1
-
-
-def head_size(hf_config: PretrainedConfig) -> int:
-    """Size of one attention head; Qwen2 and Llama configs may leave it implicit."""
-    explicit = hf_config.to_dict().get("head_dim")
-    return explicit or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubmodules:

@@ -165,6 +165,11 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
+def box_index(box: Box) -> tuple[slice, ...]:
+    """What a whole segment, as a tensor, is indexed with to get a box of it."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
 def box_numel(box: Box) -> int:
     """Elements of a box."""
     return math.prod(box_shape(box))

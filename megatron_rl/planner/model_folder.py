@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.problems import nearest_name
+from megatron_rl.parallel.sharding import padded_vocab_size
 
 KNOWN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 MOE_ARCHITECTURES = ("Qwen3MoeForCausalLM",)
@@ -59,8 +60,7 @@ class ModelSizes:
 
     def padded_to(self, vocab_multiple: int) -> ModelSizes:
         """The same model with its vocabulary padded to a multiple; below 1 is another rule's business."""
-        rows = -(-self.vocab_size // max(1, vocab_multiple)) * max(1, vocab_multiple)
-        return replace(self, padded_vocab_size=rows)
+        return replace(self, padded_vocab_size=padded_vocab_size(self.vocab_size, max(1, vocab_multiple)))
 
     @property
     def tp_divides(self) -> dict[str, int]:
@@ -124,7 +124,7 @@ def _sizes(path: str, settings: dict[str, Any]) -> ModelSizes:
         num_attention_heads=settings["num_attention_heads"],
         num_key_value_heads=settings.get("num_key_value_heads") or settings["num_attention_heads"],
         intermediate_size=settings["intermediate_size"],
-        padded_vocab_size=-(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING,
+        padded_vocab_size=padded_vocab_size(vocab_size, VOCAB_PADDING),
         num_hidden_layers=settings["num_hidden_layers"],
         max_position_embeddings=settings["max_position_embeddings"],
         vocab_size=vocab_size,

@@ -12,7 +12,7 @@ from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
 from megatron_rl.model.families import FAMILIES, ModelShape, param_map
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
-from megatron_rl.parallel.sharding import LogicalTensor, Segment, shard_of
+from megatron_rl.parallel.sharding import LogicalTensor, Segment, box_index, shard_of
 
 VOCAB_MULTIPLE = 64
 
@@ -156,7 +156,3 @@ class Job:
             for name, tensor in self.tensors.items()
             for part in shard_of(tensor, self.wanted).parts
         )
-
-
-def box_index(box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)

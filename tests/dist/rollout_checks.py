@@ -32,6 +32,11 @@ def tokens(generations: Generations) -> list[list[int]]:
     return [row.tolist() for row in generations.response_ids.unbind()]
 
 
+def weights(worker) -> list[torch.Tensor]:
+    """A copy of the actor's own parameters."""
+    return [p.detach().clone() for p in worker.actor.trainable.pipeline.parameters()]
+
+
 def logprob_difference(worker, generations: Generations) -> float | None:
     """Largest |vLLM - trainer| over the sampled tokens; None before the last stage."""
     from megatron_rl.experience.assemble import assemble

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import GREEDY, round_trip, tokens
+from rollout_checks import GREEDY, round_trip, tokens, weights
 from tiny_models import random_experience, run_config, save_llama, save_qwen2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
@@ -21,10 +21,6 @@ def build(config):
     worker.build_actor()
     worker.build_rollout()
     return worker
-
-
-def weights(worker) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in worker.actor.trainable.pipeline.parameters()]
 
 
 def flip_one_bit_on_rank_zero(worker) -> None:

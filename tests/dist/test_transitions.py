@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens
+from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens, weights
 from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -75,10 +75,6 @@ CASES = [
     Case("TP2PP2ETP2-TP1", 2, 2, 1, save=save_qwen3_moe, options=SP),
     Case("TP2DP2EP2ETP2-TP1", 2, 1, 1, dp=2, save=save_qwen3_moe, options=SP | EP2),
 ]
-
-
-def weights(worker) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in worker.actor.trainable.pipeline.parameters()]
 
 
 def resident_bytes() -> int:

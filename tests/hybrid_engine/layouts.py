@@ -11,7 +11,7 @@ from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, ExchangePlan, Member, make_plan
 from megatron_rl.model.families import FAMILIES, ModelShape, ParamSpec, param_map
 from megatron_rl.parallel.rank_grid import RolloutGrid
-from megatron_rl.parallel.sharding import LogicalTensor, shard_of
+from megatron_rl.parallel.sharding import LogicalTensor, box_index, shard_of
 from megatron_rl.parallel.stages import StagePlan
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -85,7 +85,7 @@ def write_slot(data: torch.Tensor, slot: Slot, model: dict[tuple[str, int], torc
     """Put the numbers of a shard where it lies."""
     view = data[slot.offset : slot.stop].view(slot.shard.shape)
     for part in slot.shard.parts:
-        view[part.index] = model[slot.name, part.segment][tuple(slice(*interval) for interval in part.box)]
+        view[part.index] = model[slot.name, part.segment][box_index(part.box)]
 
 
 def training_buffers(member: Member, model: dict[tuple[str, int], torch.Tensor]) -> dict[int, torch.Tensor]:
