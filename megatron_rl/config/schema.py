@@ -121,6 +121,12 @@ def follow_actor() -> MegatronConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    async_save: bool = False
+    """Write in a process beside training; the checkpoint counts when it is complete, before the next one starts."""
+
+
+@dataclass
 class ActorConfig:
     ppo_mini_batch_size: int = 32
     """Prompts per optimizer step (times rollout.n samples)."""
@@ -136,6 +142,7 @@ class ActorConfig:
     """Weight of the entropy bonus."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass
@@ -217,6 +224,9 @@ class CriticConfig:
     """How far a value may move from its old one before its loss is clipped."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     megatron: MegatronConfig = field(default_factory=follow_actor)
+    checkpoint: CheckpointConfig = field(
+        default_factory=lambda: CheckpointConfig("${actor_rollout_ref.actor.checkpoint.async_save}")  # type: ignore[arg-type]
+    )
 
 
 @dataclass
@@ -263,7 +273,19 @@ class TrainerConfig:
     val_before_train: bool = True
     """Validate before the first step."""
     default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
-    """Folder for metrics, summary, curves and the exported model."""
+    """Folder for metrics, summary, curves, the exported model and the checkpoints."""
+    save_freq: int = -1
+    """Write a checkpoint, `global_step_N`, every so many steps and after the last; -1: never."""
+    max_ckpt_to_keep: int | None = None
+    """Checkpoints to keep, the newest ones; null: all."""
+    resume_mode: str = "auto"
+    """auto: from the newest complete checkpoint in default_local_dir, where there is one | disable: from the start |
+    resume_path: from resume_from_path."""
+    resume_from_path: str | None = None
+    """The `global_step_N` folder that resume_mode=resume_path goes on from."""
+    stop_grace_s: float = 300.0
+    """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM or
+    Ctrl-C; a second signal ends it at once."""
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     """Where metrics go: console, jsonl, tensorboard."""
     seed: int = 1

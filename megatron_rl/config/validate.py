@@ -14,6 +14,7 @@ ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.roll
 CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.device": ("cpu", "cuda"),
     "trainer.logger": ("console", "jsonl", "tensorboard"),
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "algorithm.adv_estimator": ("gae",),
     "algorithm.kl_ctrl.type": ("fixed",),
     f"{ROLLOUT}.name": ("vllm",),
@@ -51,14 +52,17 @@ AT_LEAST_ONE = (
 )
 """Counts and sizes."""
 
-AT_LEAST_ONE_OR_NULL = tuple(
-    f"{role}.megatron.{name}"
-    for role in (ACTOR, CRITIC)
-    for name in (
-        "virtual_pipeline_model_parallel_size",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-    )
+AT_LEAST_ONE_OR_NULL = (
+    "trainer.max_ckpt_to_keep",
+    *(
+        f"{role}.megatron.{name}"
+        for role in (ACTOR, CRITIC)
+        for name in (
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        )
+    ),
 )
 """Counts and sizes that may be left open."""
 
@@ -89,6 +93,7 @@ NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
 RANGES: dict[str, Interval] = {
     **dict.fromkeys((*AT_LEAST_ONE, *AT_LEAST_ONE_OR_NULL), Interval(1)),
     "trainer.test_freq": NOT_NEGATIVE,
+    "trainer.stop_grace_s": NOT_NEGATIVE,
     f"{ROLLOUT}.verify_weights_every": NOT_NEGATIVE,
     "algorithm.gamma": UNIT,
     "algorithm.lam": UNIT,
@@ -140,6 +145,15 @@ def value_problems(config: RunConfig) -> list[str]:
             problems.append(f"{role}.optim.min_lr={optim.min_lr:g} must be <= lr={optim.lr:g}; nearest: {optim.lr:g}")
         if not all(0 <= beta < 1 for beta in optim.betas):
             problems.append(f"{role}.optim.betas={list(optim.betas)} must both be >= 0 and < 1; nearest: [0.9, 0.999]")
+    save_freq = config.trainer.save_freq
+    if save_freq != -1 and save_freq < 1:
+        problems.append(f"trainer.save_freq={save_freq} must be -1 (never) or >= 1; nearest: -1")
+    if (config.trainer.resume_mode == "resume_path") != (config.trainer.resume_from_path is not None):
+        problems.append(
+            f"trainer.resume_from_path={config.trainer.resume_from_path} and trainer.resume_mode="
+            f"{config.trainer.resume_mode}: the path is for resume_path, which needs it; nearest: trainer.resume_mode="
+            f"{'auto' if config.trainer.resume_from_path is None else 'resume_path'}"
+        )
     etp_size = config.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size
     if etp_size is not None and etp_size < 1:
         key = f"{ACTOR}.megatron.expert_tensor_parallel_size"
