@@ -38,9 +38,10 @@ class Run:
     Constructing it reads data and reward function, so their errors come before any process starts. Raises ConfigError.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, stop: StopRequest) -> None:
         data, trainer = config.data, config.trainer
         self.config = config
+        self.stop = stop
         self.started = time.monotonic()
         self.directory = Path(trainer.default_local_dir)
         self.console = Console()
@@ -54,16 +55,23 @@ class Run:
         self.timer = PhaseTimer(on_phase=self.progress.phase)
         self.phase = self.timer.phase
 
+        self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
+        self.start = select_start(config)
+
         self.transitions: list = []
         self.accuracies: list[float] = []
         self.logprob_diff_max = 0.0
         self.parity_rows: Sequences | None = None
+        self._step_started, self._last_step_s = 0.0, math.inf
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Run:
         self.console.print(layout_table(batch_table(self.config)))
+        for path, reason in self.start.skipped:
+            self.console.print(f"[yellow]skipped[/] {path}: {reason}", soft_wrap=True)
+        resumed_step = None if self.start.path is None else self.start.step
         self.logger = self._resources.enter_context(
-            MetricLogger(self.config.trainer.logger, self.directory, self.console)
+            MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)
         )
         self._resources.enter_context(self.progress)
         return self
@@ -74,8 +82,37 @@ class Run:
     # Data and sampling
 
     def steps(self) -> Iterator[int]:
-        """Step numbers, from 1."""
-        yield from range(1, self.config.trainer.total_training_steps + 1)
+        """Numbers of the steps to take: from 1, or from after the checkpoint that the run goes on from."""
+        for step in range(self.start.step + 1, self.config.trainer.total_training_steps + 1):
+            self._step_started = time.monotonic()
+            yield step
+            self._last_step_s = time.monotonic() - self._step_started
+
+    def abandon_step_if_late(self) -> None:
+        """Raise StepAbandoned when the run is to stop and this step would not end in time, judging by the last one."""
+        left = self._last_step_s - (time.monotonic() - self._step_started)
+        if self.stop.is_set and left > self.stop.remaining_s():
+            raise StepAbandoned
+
+    # What a checkpoint keeps of all this
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Everything that the steps after `step` depend on, or that they add to; JSON-ready."""
+        return {
+            "step": step,
+            "cursor": self.cursor.state_dict(),
+            "kl_ctrl": {"type": self.config.algorithm.kl_ctrl.type, "coef": self.kl_ctrl.coef},
+            "accuracies": list(self.accuracies),
+            "logprob_diff_max": self.logprob_diff_max,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order are others."""
+        self.cursor.load_state_dict(state["cursor"])
+        # A fixed weight is the configuration's, which may have been changed on purpose.
+        if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
+            self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
+        self.accuracies, self.logprob_diff_max = list(state["accuracies"]), state["logprob_diff_max"]
 
     def next_prompts(self) -> Prompts:
         """The next training prompts, each `rollout.n` times."""

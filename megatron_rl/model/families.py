@@ -95,7 +95,7 @@ def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     embedding = _vocab_matrix("model.embed_tokens.weight", shape)
     params = {
         "embedding.word_embeddings.weight": embedding,
-        "decoder.final_layernorm.weight": _whole("model.norm.weight", (shape.hidden_size,)),
+        "decoder.final_layernorm.weight": whole("model.norm.weight", (shape.hidden_size,)),
         "output_layer.weight": embedding if shape.tied else _vocab_matrix("lm_head.weight", shape),
     }
     for layer in range(shape.num_layers):
@@ -117,17 +117,17 @@ def _attention_params(family: Family, shape: ModelShape, mega: str, hf: str) -> 
 
     o_proj = Segment("columns", (hidden, heads * size), heads)
     params = {
-        f"{mega}input_layernorm.weight": _whole(f"{hf}input_layernorm.weight", (hidden,)),
+        f"{mega}input_layernorm.weight": whole(f"{hf}input_layernorm.weight", (hidden,)),
         f"{mega}self_attention.linear_qkv.weight": qkv("weight", hidden),
         f"{mega}self_attention.linear_proj.weight": _single(f"{hf}self_attn.o_proj.weight", o_proj, 1),
-        f"{mega}pre_mlp_layernorm.weight": _whole(f"{hf}post_attention_layernorm.weight", (hidden,)),
+        f"{mega}pre_mlp_layernorm.weight": whole(f"{hf}post_attention_layernorm.weight", (hidden,)),
     }
     if family.qkv_bias:
         params[f"{mega}self_attention.linear_qkv.bias"] = qkv("bias")
     if family.qk_norm:
         for part in "qk":
             name = f"{mega}self_attention.{part}_layernorm.weight"
-            params[name] = _whole(f"{hf}self_attn.{part}_norm.weight", (size,))
+            params[name] = whole(f"{hf}self_attn.{part}_norm.weight", (size,))
     return params
 
 
@@ -149,7 +149,7 @@ def _expert_params(shape: ModelShape, mega: str, hf: str) -> dict[str, ParamSpec
     gate_up = tuple(Segment(name, (experts, ffn, hidden), ffn) for name in ("gate", "up"))
     down = (Segment("columns", (experts, hidden, ffn), ffn),)
     return {
-        f"{mega}mlp.router.weight": _whole(f"{hf}mlp.gate.weight", (experts, hidden)),
+        f"{mega}mlp.router.weight": whole(f"{hf}mlp.gate.weight", (experts, hidden)),
         f"{mega}mlp.experts.w13": ParamSpec(
             LogicalTensor(f"{stacked}w13_weight", gate_up, tp_dim=1, is_expert=True),
             tuple(f"{single}{part.name}_proj.weight" for part in gate_up),
@@ -165,7 +165,7 @@ def _single(name: str, segment: Segment, tp_dim: int) -> ParamSpec:
     return ParamSpec(LogicalTensor(name, (segment,), tp_dim), (name,))
 
 
-def _whole(name: str, shape: tuple[int, ...]) -> ParamSpec:
+def whole(name: str, shape: tuple[int, ...]) -> ParamSpec:
     """A tensor that every TP rank holds whole."""
     return ParamSpec(LogicalTensor(name, (Segment("all", shape, 1),), None), (name,))
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.device import Device
-from megatron_rl.model.families import ModelShape, ParamSpec, family_of, param_map
+from megatron_rl.model.families import ModelShape, ParamSpec, family_of, param_map, whole
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place
@@ -41,6 +41,11 @@ class ModelSource:
     def specs(self) -> dict[str, ParamSpec]:
         """Global Megatron name -> what it is made of, for the whole model."""
         return param_map(family_of(self.hf_config.architectures), ModelShape.from_hf(self.hf_config.to_dict()))
+
+    @property
+    def value_specs(self) -> dict[str, ParamSpec]:
+        """The same for the value model, whose head is named as in a Hugging Face folder of such models."""
+        return {**self.specs, "output_layer.weight": whole("score.weight", (1, self.hf_config.hidden_size))}
 
     @property
     def place(self) -> Place:
