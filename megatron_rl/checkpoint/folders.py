@@ -1,0 +1,155 @@
+"""The checkpoint folders of a run: which are complete, and how one comes, is replaced, steps aside and goes.
+
+    global_step_N               complete at every instant: renamed to this name when its manifest is on the disk
+    global_step_N.unfinished    being written
+    global_step_N.replaced      complete; counts as global_step_N while another one is about to take that name
+    global_step_N.deleted       being deleted
+    global_step_N.set_aside     complete or broken, of a past that the run has left; `.set_aside.2` the next such one
+
+Only one run at a time may write to a folder. It calls `sweep` before anything else. Needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.checkpoint.durable import sync, write_text
+from megatron_rl.checkpoint.manifest import MANIFEST, Manifest, ManifestError, broken_files, write_manifest
+
+LATEST = "latest_checkpointed_iteration.txt"
+"""verl's file beside the folders: the step of the newest checkpoint, as a number."""
+UNFINISHED, REPLACED, DELETED, SET_ASIDE = ".unfinished", ".replaced", ".deleted", ".set_aside"
+NAME = re.compile(r"global_step_(0|[1-9][0-9]*)(\.unfinished|\.replaced|\.deleted)?")
+
+
+@dataclass(frozen=True)
+class StepFolder:
+    """A folder that holds the checkpoint of a step, by its name; whether it can be used, its manifest says."""
+
+    step: int
+    path: Path
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the complete checkpoint of `step` is."""
+    return root / f"global_step_{step}"
+
+
+def unfinished_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written before it is complete."""
+    return root / f"global_step_{step}{UNFINISHED}"
+
+
+def find(root: Path) -> list[StepFolder]:
+    """The checkpoints of a run, newest first; none where there is no such folder. Raises OSError."""
+    named = _named(root)
+    paths = {step: path for path, step, suffix in named if suffix == REPLACED}
+    paths |= {step: path for path, step, suffix in named if not suffix}
+    return [StepFolder(step, paths[step]) for step in sorted(paths, reverse=True)]
+
+
+def commit(unfinished: Path, manifest: Manifest) -> Path:
+    """Make a written folder the complete checkpoint of its step, in place of an earlier one; returns its new path.
+
+    Every file must be there and on the disk (`digest_files`). At each instant either the earlier or the new one is
+    found. Raises ManifestError when a file lacks bytes, OSError.
+    """
+    root, complete = unfinished.parent, step_folder(unfinished.parent, manifest.step)
+    replaced = complete.with_name(complete.name + REPLACED)
+    faults = broken_files(unfinished, manifest, checksums=False)
+    if faults:
+        raise ManifestError(f"{unfinished} cannot become a checkpoint: {'; '.join(faults)}")
+    write_manifest(unfinished, manifest)
+    if complete.exists():
+        complete.rename(replaced)
+    unfinished.rename(complete)
+    sync(root)
+    if replaced.exists():
+        _delete(replaced)
+    _write_latest(root, manifest.step)
+    return complete
+
+
+def remove_old(root: Path, keep: int | None) -> list[Path]:
+    """Delete all but the newest `keep` checkpoints (None: keep all); returns what was deleted. Raises OSError.
+
+    Folders without a manifest are somebody else's: they are neither counted nor touched.
+    """
+    ours = [found.path for found in find(root) if (found.path / MANIFEST).is_file()]
+    old = [] if keep is None else ours[keep:]
+    for path in old:
+        _delete(path)
+    return old
+
+
+def sweep(root: Path) -> list[Path]:
+    """Finish what a killed run left half done; returns the folders that were deleted. Raises OSError.
+
+    An interrupted replacement is undone where the new checkpoint has not got its name yet.
+    """
+    for found in find(root):
+        if found.path.name.endswith(REPLACED):
+            found.path.rename(step_folder(root, found.step))
+    leftovers = sorted(path for path, _, suffix in _named(root) if suffix)
+    for path in leftovers:
+        _delete(path)
+    (root / (LATEST + UNFINISHED)).unlink(missing_ok=True)
+    return leftovers
+
+
+def set_aside(root: Path, after_step: int) -> list[tuple[Path, Path]]:
+    """Rename every checkpoint beyond `after_step`, so that a run which goes on from there never meets it again.
+
+    Nothing is deleted or overwritten. Returns (old, new) paths, newest first. Raises OSError.
+    """
+    steps = [found.step for found in find(root)]
+    # Before the folders: the number must not lead to one that has gone.
+    if any(step > after_step for step in steps):
+        _write_latest(root, max((step for step in steps if step <= after_step), default=None))
+    renamed = []
+    for found in find(root):
+        if found.step > after_step:
+            target = _unused(step_folder(root, found.step))
+            found.path.rename(target)
+            renamed.append((found.path, target))
+    if renamed:
+        sync(root)
+    return renamed
+
+
+def _named(root: Path) -> list[tuple[Path, int, str]]:
+    """(path, step, suffix or "") of every folder of a checkpoint that is not set aside."""
+    if not root.is_dir():
+        return []
+    matches = [(path, NAME.fullmatch(path.name)) for path in root.iterdir() if path.is_dir()]
+    return [(path, int(match[1]), match[2] or "") for path, match in matches if match]
+
+
+def _delete(folder: Path) -> None:
+    """Rename first what counts: a kill in the middle must not leave a part of a checkpoint under such a name."""
+    if not folder.name.endswith((UNFINISHED, DELETED)):
+        doomed = folder.with_name(folder.name.removesuffix(REPLACED) + DELETED)
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        folder.rename(doomed)
+        sync(folder.parent)
+        folder = doomed
+    shutil.rmtree(folder)
+
+
+def _write_latest(root: Path, step: int | None) -> None:
+    if step is None:
+        (root / LATEST).unlink(missing_ok=True)
+    else:
+        write_text(root / LATEST, str(step))
+
+
+def _unused(folder: Path) -> Path:
+    """The first name for setting a folder aside that is free."""
+    endings = (SET_ASIDE if number == 1 else f"{SET_ASIDE}.{number}" for number in itertools.count(1))
+    targets = (folder.with_name(folder.name + ending) for ending in endings)
+    return next(target for target in targets if not target.exists())
