@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,8 @@ class Checkpoints:
             self._save_now(before)
             raise StoppedBeforeStep(f"stopped in step {step}, which was given up; step {step - 1} is saved") from None
         stopping = self.run.stop.is_set
-        if self.every > 0 and (stopping or step % self.every == 0 or step == self.run.config.trainer.total_training_steps):
+        last = self.run.config.trainer.total_training_steps
+        if self.every > 0 and (stopping or step % self.every == 0 or step == last):
             self._begin(self.run.state_dict(step))
         if stopping:
             self.settle()
@@ -87,6 +89,7 @@ class Checkpoints:
     def _begin(self, state: dict[str, Any]) -> None:
         """Start to save; where no role saves beside training this is all but the last moment of it."""
         self.settle()
+        started = time.monotonic()
         with self.run.phase("save_checkpoint"):
             folder = unfinished_folder(self.root, state["step"])
             shutil.rmtree(folder, ignore_errors=True)
@@ -102,6 +105,7 @@ class Checkpoints:
             self._under_way = Manifest(FORMAT, state["step"], identities(self.run.config), files={})
         if not self.run.saves_beside_training:
             self.settle()
+        self.run.save_seconds = time.monotonic() - started
 
     def _try_to_finish(self, wait: bool) -> None:
         with self.run.phase("save_checkpoint"):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig, TrainerConfig
+from megatron_rl.config.load import flat_settings
+from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig
+from megatron_rl.controller.signals import StopRequest
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import assemble
+from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.progress import RunProgress
@@ -30,6 +36,13 @@ VALIDATION_SALT = -1
 
 NUM_PARITY_ROWS = 32
 """Held-out rows on which the exported model is compared with the trainer."""
+
+MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps")
+"""Keys whose new values are no news in a run that goes on."""
+
+
+class StepAbandoned(Exception):
+    """A step is given up before it has changed anything, because a signal asked the run to stop and time is short."""
 
 
 class Run:
@@ -62,6 +75,7 @@ class Run:
         self.accuracies: list[float] = []
         self.logprob_diff_max = 0.0
         self.parity_rows: Sequences | None = None
+        self.save_seconds = 0.0
         self._step_started, self._last_step_s = 0.0, math.inf
         self._resources = contextlib.ExitStack()
 
@@ -79,6 +93,16 @@ class Run:
     def __exit__(self, *failure) -> None:
         self._resources.close()
 
+    def say_resumed(self, saved_config: dict[str, Any], same_layout: bool) -> None:
+        """Tell where the run goes on, and every key that has another value than it had when that was saved."""
+        self.console.print(f"going on after step {self.start.step}, from {self.start.path}", soft_wrap=True)
+        before, now = flat_settings(saved_config), flat_settings(dataclasses.asdict(self.config))
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key) and key not in MAY_CHANGE:
+                self.console.print(f"  {key} was {before.get(key)}, is {now.get(key)}", soft_wrap=True)
+        if not same_layout:
+            self.console.print("  random generators start anew: they were saved for another layout")
+
     # Data and sampling
 
     def steps(self) -> Iterator[int]:
@@ -90,9 +114,15 @@ class Run:
 
     def abandon_step_if_late(self) -> None:
         """Raise StepAbandoned when the run is to stop and this step would not end in time, judging by the last one."""
-        left = self._last_step_s - (time.monotonic() - self._step_started)
+        left = self._last_step_s + self.save_seconds - (time.monotonic() - self._step_started)
         if self.stop.is_set and left > self.stop.remaining_s():
             raise StepAbandoned
+
+    @property
+    def saves_beside_training(self) -> bool:
+        """Whether a save may still be under way when the next step starts."""
+        config = self.config
+        return config.actor_rollout_ref.actor.checkpoint.async_save or config.critic.checkpoint.async_save
 
     # What a checkpoint keeps of all this
 
@@ -223,3 +253,15 @@ class Run:
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
     """Every `test_freq` steps, and always the last."""
     return step == trainer.total_training_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
+
+
+def stop_grace_s(trainer: TrainerConfig) -> float | None:
+    """Seconds that a signal leaves a run to stop in; None, at once, where nothing is saved."""
+    return trainer.stop_grace_s if trainer.save_freq > 0 else None
+
+
+def kl_controller(config: KlCtrlConfig) -> FixedKL | AdaptiveKL:
+    """What weighs the KL penalty, at its start."""
+    if config.type == "adaptive":
+        return AdaptiveKL(config.kl_coef, config.target_kl, config.horizon)
+    return FixedKL(config.kl_coef)

@@ -23,6 +23,8 @@ from megatron_rl.parallel.sharding import Place, box_shape, shard_of
 WEIGHT = "weight"
 """The kind of a run that holds parameters; other kinds are the optimizer's names for its state."""
 
+OPTIMIZER_PREFIX = "optimizer.state."
+
 
 @dataclass(frozen=True)
 class Run:
@@ -40,7 +42,7 @@ class Run:
 def checkpoint_key(spec: ParamSpec, segment: int, kind: str = WEIGHT) -> str:
     """The name of a segment, or of the optimizer's state for it, in a checkpoint."""
     name = spec.hf_names[segment].replace("{expert}.", "")
-    return name if kind == WEIGHT else f"optimizer.state.{kind}.{name}"
+    return name if kind == WEIGHT else f"{OPTIMIZER_PREFIX}{kind}.{name}"
 
 
 def is_writer(name: str, specs: dict[str, ParamSpec], place: Place) -> bool:
