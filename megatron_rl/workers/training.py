@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,25 @@ class TrainableModel:
     """
 
     def __init__(
-        self, models: list[GPTModel], optim: OptimConfig, num_run_steps: int, groups: TrainGroups, device: torch.device
+        self,
+        models: list[GPTModel],
+        load_weights: Callable[[], None],
+        optim: OptimConfig,
+        num_run_steps: int,
+        groups: TrainGroups,
+        device: torch.device,
     ) -> None:
-        """`num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts."""
+        """`load_weights` fills the parameters of `models`; it is called once, when they lie in DDP's buffers.
+
+        `num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts.
+        """
         self.groups = groups
         self.device = device
         # All chunks share one configuration object, which the schedule reads.
         self.config = models[0].config
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.chunks = [DistributedDataParallel(self.config, ddp_config, model) for model in models]
+        self.chunks = in_flat_buffers(models)
+        # Before the optimizer, which clones masters of bfloat16 weights.
+        load_weights()
         self.optimizer = get_megatron_optimizer(
             optimizer_config(optim, self.config), self.chunks, use_gloo_process_groups=False
         )
@@ -159,6 +169,12 @@ class TrainableModel:
         dist.all_reduce(total)
         if not torch.isfinite(total):
             raise FloatingPointError(f"the gradient holds NaN or infinity (norms add up to {float(total)}); no update")
+
+
+def in_flat_buffers(models: list[GPTModel]) -> list[DistributedDataParallel]:
+    """The chunks in Megatron's DDP, which moves their parameters into its `param_data` and zeroes its `grad_data`."""
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [DistributedDataParallel(model.config, ddp_config, model) for model in models]
 
 
 def optimizer_config(optim: OptimConfig, config) -> OptimizerConfig:
