@@ -69,7 +69,7 @@ class Run:
         self.phase = self.timer.phase
 
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
-        self.start = select_start(config)
+        self.start = select(config.trainer, model_identities(config))
 
         self.transitions: list = []
         self.accuracies: list[float] = []
@@ -81,8 +81,8 @@ class Run:
 
     def __enter__(self) -> Run:
         self.console.print(layout_table(batch_table(self.config)))
-        for path, reason in self.start.skipped:
-            self.console.print(f"[yellow]skipped[/] {path}: {reason}", soft_wrap=True)
+        for reason in self.start.skipped:
+            self.console.print(f"[yellow]skipped[/] {reason}", soft_wrap=True)
         resumed_step = None if self.start.path is None else self.start.step
         self.logger = self._resources.enter_context(
             MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)

@@ -25,8 +25,8 @@ from megatron_rl.workers.rank_worker import RankWorker
 def train(config: RunConfig) -> dict:
     """Run PPO as configured and return the summary that is also written to `summary.json`.
 
-    Goes on from the newest checkpoint, or as `trainer.resume_mode` says. Raises a MegatronRLError, and leaves no process
-    behind, whatever goes wrong in a worker or a reward function, and when a signal asks it to stop.
+    Goes on from the newest checkpoint, or as `trainer.resume_mode` says. Raises a MegatronRLError, and leaves no
+    process behind, whatever goes wrong in a worker or a reward function, and when a signal asks it to stop.
     """
     trainer = config.trainer
     pool = ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, trainer.device)

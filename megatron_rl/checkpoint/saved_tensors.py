@@ -7,9 +7,21 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_rl.checkpoint.sharded_state import OPTIMIZER_PREFIX
+
+
+class KeptMetadata(FileSystemReader):
+    """Reads the table of contents once, however often tensors are read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = super().read_metadata()
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """The table of contents."""
+        return self._metadata
 
 
 class SavedTensors:
@@ -19,30 +31,26 @@ class SavedTensors:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-        self._metadata = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-
-    @property
-    def weights(self) -> list[str]:
-        """Names of the weights; the others are the optimizer's."""
-        return [name for name in self._metadata if not name.startswith(OPTIMIZER_PREFIX)]
+        self._reader = KeptMetadata(folder)
+        entries = self._reader.read_metadata().state_dict_metadata
+        self._entries = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
     @property
     def names(self) -> list[str]:
-        return list(self._metadata)
+        """All tensors: weights, and what the optimizer keeps for them."""
+        return list(self._entries)
 
-    def num_bytes(self, name: str) -> int:
-        """Size of one tensor."""
-        return self._metadata[name].size.numel() * self._metadata[name].properties.dtype.itemsize
+    @property
+    def weights(self) -> list[str]:
+        """The weights alone."""
+        return [name for name in self._entries if not name.startswith(OPTIMIZER_PREFIX)]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._metadata[name].size)
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the elements of one tensor."""
+        return self._entries[name].properties.dtype
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """These tensors, whole, on the CPU."""
-        tensors = {
-            name: torch.empty(self._metadata[name].size, dtype=self._metadata[name].properties.dtype) for name in names
-        }
-        load(tensors, storage_reader=FileSystemReader(self._folder), no_dist=True)
+        """These tensors, whole, on the CPU. Raises KeyError for one that is not there."""
+        tensors = {name: torch.empty(self._entries[name].size, dtype=self.dtype(name)) for name in names}
+        load(tensors, storage_reader=self._reader, no_dist=True)
         return tensors

@@ -1,0 +1,53 @@
+"""From a saved role to a Hugging Face folder: one process, no GPU, one file of weights in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from megatron_rl.checkpoint.hf_folder import Description, write_hf_folder
+from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
+from megatron_rl.checkpoint.saved_tensors import SavedTensors
+from megatron_rl.checkpoint.sharded_state import checkpoint_key
+from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
+
+ROLES = ("actor", "critic")
+HF_FOLDER = "huggingface"
+"""Where a role's folder keeps the configuration and the tokenizer that it started from."""
+
+
+def export_saved(checkpoint: Path, role: str, target: Path) -> None:
+    """Write the actor's language model, or the critic as a reward model, of a complete checkpoint to `target`.
+
+    The tensors keep the dtype they were trained in. An existing `target` is replaced.
+    """
+    source = checkpoint / role / HF_FOLDER
+    settings = json.loads((source / "config.json").read_text())
+    family, shape = family_of(settings["architectures"]), ModelShape.from_hf(settings)
+    is_critic = role == "critic"
+    specs = value_param_map(family, shape) if is_critic else param_map(family, shape)
+    tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
+    reader = _Reader(SavedTensors(checkpoint / role))
+    dtype = reader.saved.dtype(reader.saved.weights[0])
+    write_hf_folder(
+        target,
+        {name: tensor.numel * dtype.itemsize for name, tensor in tensors.items()},
+        lambda name: reader.read(tensors[name]),
+        Description(source, family.reward_architecture if is_critic else family.architecture, dtype),
+    )
+
+
+class _Reader:
+    """Reads stacked experts once for all experts of a layer."""
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self.saved = saved
+        self._key, self._tensor = "", torch.empty(0)
+
+    def read(self, tensor: HFTensor) -> torch.Tensor:
+        key = checkpoint_key(tensor.spec, tensor.segment)
+        if key != self._key:
+            self._key, self._tensor = key, self.saved.read([key])[key]
+        return self._tensor if tensor.expert is None else self._tensor[tensor.expert].clone()
