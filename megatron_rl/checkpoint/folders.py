@@ -23,6 +23,8 @@ from megatron_rl.checkpoint.manifest import MANIFEST, Manifest, ManifestError, b
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's file beside the folders: the step of the newest checkpoint, as a number."""
 UNFINISHED, REPLACED, DELETED, SET_ASIDE = ".unfinished", ".replaced", ".deleted", ".set_aside"
+LEFTOVERS = (UNFINISHED, REPLACED, DELETED)
+"""Endings of names that only a killed run leaves behind."""
 NAME = re.compile(r"global_step_(0|[1-9][0-9]*)(\.unfinished|\.replaced|\.deleted)?")
 
 
