@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig, TrainerConfig
+from megatron_rl.config.load import flat_settings
+from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig
+from megatron_rl.controller.signals import StopRequest
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import assemble
+from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.progress import RunProgress
@@ -31,6 +37,13 @@ VALIDATION_SALT = -1
 NUM_PARITY_ROWS = 32
 """Held-out rows on which the exported model is compared with the trainer."""
 
+MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps")
+"""Keys whose new values are no news in a run that goes on."""
+
+
+class StepAbandoned(Exception):
+    """A step is given up before it has changed anything, because a signal asked the run to stop and time is short."""
+
 
 class Run:
     """One run's state outside the workers; a context manager round progress bar and loggers.
@@ -38,9 +51,10 @@ class Run:
     Constructing it reads data and reward function, so their errors come before any process starts. Raises ConfigError.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, stop: StopRequest) -> None:
         data, trainer = config.data, config.trainer
         self.config = config
+        self.stop = stop
         self.started = time.monotonic()
         self.directory = Path(trainer.default_local_dir)
         self.console = Console()
@@ -54,16 +68,24 @@ class Run:
         self.timer = PhaseTimer(on_phase=self.progress.phase)
         self.phase = self.timer.phase
 
+        self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
+        self.start = select_start(config)
+
         self.transitions: list = []
         self.accuracies: list[float] = []
         self.logprob_diff_max = 0.0
         self.parity_rows: Sequences | None = None
+        self.save_seconds = 0.0
+        self._step_started, self._last_step_s = 0.0, math.inf
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Run:
         self.console.print(layout_table(batch_table(self.config)))
+        for path, reason in self.start.skipped:
+            self.console.print(f"[yellow]skipped[/] {path}: {reason}", soft_wrap=True)
+        resumed_step = None if self.start.path is None else self.start.step
         self.logger = self._resources.enter_context(
-            MetricLogger(self.config.trainer.logger, self.directory, self.console)
+            MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)
         )
         self._resources.enter_context(self.progress)
         return self
@@ -71,11 +93,56 @@ class Run:
     def __exit__(self, *failure) -> None:
         self._resources.close()
 
+    def say_resumed(self, saved_config: dict[str, Any], same_layout: bool) -> None:
+        """Tell where the run goes on, and every key that has another value than it had when that was saved."""
+        self.console.print(f"going on after step {self.start.step}, from {self.start.path}", soft_wrap=True)
+        before, now = flat_settings(saved_config), flat_settings(dataclasses.asdict(self.config))
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key) and key not in MAY_CHANGE:
+                self.console.print(f"  {key} was {before.get(key)}, is {now.get(key)}", soft_wrap=True)
+        if not same_layout:
+            self.console.print("  random generators start anew: they were saved for another layout")
+
     # Data and sampling
 
     def steps(self) -> Iterator[int]:
-        """Step numbers, from 1."""
-        yield from range(1, self.config.trainer.total_training_steps + 1)
+        """Numbers of the steps to take: from 1, or from after the checkpoint that the run goes on from."""
+        for step in range(self.start.step + 1, self.config.trainer.total_training_steps + 1):
+            self._step_started = time.monotonic()
+            yield step
+            self._last_step_s = time.monotonic() - self._step_started
+
+    def abandon_step_if_late(self) -> None:
+        """Raise StepAbandoned when the run is to stop and this step would not end in time, judging by the last one."""
+        left = self._last_step_s + self.save_seconds - (time.monotonic() - self._step_started)
+        if self.stop.is_set and left > self.stop.remaining_s():
+            raise StepAbandoned
+
+    @property
+    def saves_beside_training(self) -> bool:
+        """Whether a save may still be under way when the next step starts."""
+        config = self.config
+        return config.actor_rollout_ref.actor.checkpoint.async_save or config.critic.checkpoint.async_save
+
+    # What a checkpoint keeps of all this
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Everything that the steps after `step` depend on, or that they add to; JSON-ready."""
+        return {
+            "step": step,
+            "cursor": self.cursor.state_dict(),
+            "kl_ctrl": {"type": self.config.algorithm.kl_ctrl.type, "coef": self.kl_ctrl.coef},
+            "accuracies": list(self.accuracies),
+            "logprob_diff_max": self.logprob_diff_max,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order are others."""
+        self.cursor.load_state_dict(state["cursor"])
+        # A fixed weight is the configuration's, which may have been changed on purpose.
+        if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
+            self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
+        self.accuracies, self.logprob_diff_max = list(state["accuracies"]), state["logprob_diff_max"]
 
     def next_prompts(self) -> Prompts:
         """The next training prompts, each `rollout.n` times."""
@@ -186,3 +253,15 @@ class Run:
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
     """Every `test_freq` steps, and always the last."""
     return step == trainer.total_training_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
+
+
+def stop_grace_s(trainer: TrainerConfig) -> float | None:
+    """Seconds that a signal leaves a run to stop in; None, at once, where nothing is saved."""
+    return trainer.stop_grace_s if trainer.save_freq > 0 else None
+
+
+def kl_controller(config: KlCtrlConfig) -> FixedKL | AdaptiveKL:
+    """What weighs the KL penalty, at its start."""
+    if config.type == "adaptive":
+        return AdaptiveKL(config.kl_coef, config.target_kl, config.horizon)
+    return FixedKL(config.kl_coef)

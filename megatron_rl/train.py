@@ -8,6 +8,7 @@ rollout engine because `enter_rollout` brings what each one lacks.
 
 from __future__ import annotations
 
+from megatron_rl.checkpoints import Checkpoints
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.resource_pool import ResourcePool
 from megatron_rl.controller.signals import graceful_signals
@@ -16,7 +17,7 @@ from megatron_rl.experience.assemble import add_advantages, add_rewards, assembl
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.records import Experience, Generations, Prompts, Sampling
 from megatron_rl.report import finish_run
-from megatron_rl.run import Run, is_validation_step
+from megatron_rl.run import Run, is_validation_step, stop_grace_s
 from megatron_rl.workers.environment import worker_environment
 from megatron_rl.workers.rank_worker import RankWorker
 
@@ -24,20 +25,27 @@ from megatron_rl.workers.rank_worker import RankWorker
 def train(config: RunConfig) -> dict:
     """Run PPO as configured and return the summary that is also written to `summary.json`.
 
-    Raises a MegatronRLError, and leaves no process behind, whatever goes wrong in a worker or a reward function.
+    Goes on from the newest checkpoint, or as `trainer.resume_mode` says. Raises a MegatronRLError, and leaves no process
+    behind, whatever goes wrong in a worker or a reward function, and when a signal asks it to stop.
     """
     trainer = config.trainer
     pool = ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, trainer.device)
     workers = WorkerGroup(pool, RankWorker, config, env=worker_environment(trainer.device, trainer.n_gpus_per_node))
-    with graceful_signals(), Run(config) as run, pool, workers:
+    with graceful_signals(stop_grace_s(trainer)) as stop, Run(config, stop) as run, pool, workers:
         build_roles(run, workers)
-        if trainer.val_before_train:
+        checkpoints = Checkpoints(run, workers)
+        checkpoints.restore()
+        if trainer.val_before_train and run.start.step == 0:
             run.log(validate(run, workers), step=0)
         for step in run.steps():
-            metrics = ppo_step(run, workers, step)
-            if is_validation_step(trainer, step):
-                metrics |= validate(run, workers)
-            run.log(metrics, step)
+            with checkpoints.around(step):
+                metrics = ppo_step(run, workers, step)
+                if is_validation_step(trainer, step) and not stop.is_set:
+                    metrics |= validate(run, workers)
+                run.log(metrics, step)
+        checkpoints.settle()
+        if run.parity_rows is None:  # every step had been taken before
+            validate(run, workers)
         return finish_run(run, workers)
 
 
@@ -53,8 +61,11 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
     algorithm, phase = run.config.algorithm, run.phase
     with phase("step"):
         # Rollout
+        run.abandon_step_if_late()
         prompts = run.next_prompts()
         generations = generate(run, workers, prompts, run.sampling(salt=step))
+
+        run.abandon_step_if_late()
 
         # Experience: the workers score tokens while the rules score answers here
         experience = assemble(prompts, generations)
@@ -72,11 +83,13 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
             experience.old_values = old_values.get().scores
         parity = run.check_rollout_parity(experience)
         with phase("adv"):
-            kl_coef = algorithm.kl_ctrl.kl_coef if algorithm.use_kl_in_reward else 0.0
+            kl_coef = run.kl_ctrl.coef if algorithm.use_kl_in_reward else 0.0
             kl = add_rewards(experience, kl_coef)
+            run.kl_ctrl.update(float(kl), len(experience))
             add_advantages(experience, algorithm.gamma, algorithm.lam)
 
-        # Update
+        # Update, which is not given up half done
+        run.abandon_step_if_late()
         with phase("update_critic"):
             critic_metrics = update_critic(run, workers, experience, step)
         with phase("update_actor"):

@@ -1,8 +1,12 @@
-"""Read a rank's shard straight from a Hugging Face folder: each tensor is sliced on disk, never loaded whole."""
+"""Read a rank's shard straight from a Hugging Face folder, in small pieces of memory-mapped files.
+
+No tensor is ever in memory whole unless the rank holds it whole, and then only in its final place.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +16,9 @@ from safetensors import safe_open
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Box, Place, box_index, shard_of
+
+MAX_MAPPED_ELEMENTS = 16 << 20
+"""Elements that are read before files are closed and mapped anew: pages count as this process's while mapped."""
 
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.")
 
@@ -30,25 +37,44 @@ class HFFolder:
             }
         if not self.files:
             raise ConfigError(f"no *.safetensors in {path}; expected a Hugging Face model folder")
+        self.handles: dict[str, safe_open] = {}
+        self.num_mapped = 0
         absent = sorted({file for file in self.files.values() if not (path / file).is_file()})
         if absent:
             raise ConfigError(f"{index} names files that are not there: {', '.join(absent)}")
 
-    def read_box(self, name: str, box: Box, whole_shape: tuple[int, ...]) -> torch.Tensor:
-        """The elements of `box` of one tensor, in the dtype on disk; nothing else is read.
+    def copy_box(self, name: str, box: Box, whole_shape: tuple[int, ...], into: torch.Tensor) -> None:
+        """Copy the elements of `box` of one tensor, cast to the dtype of `into`; nothing else is read.
 
         Raises ConfigError when there is no such tensor, or its shape is not `whole_shape`.
         """
         if name not in self.files:
             raise ConfigError(f"tensor {name!r} is not in {self.path}")
-        with safe_open(self.path / self.files[name], "pt") as file:
-            source = file.get_slice(name)
-            if tuple(source.get_shape()) != whole_shape:
-                raise ConfigError(
-                    f"{name} in {self.path} has shape {tuple(source.get_shape())}, "
-                    f"but config.json implies {whole_shape}"
-                )
-            return source[box_index(box)]
+        shape = tuple(self._slice(name).get_shape())
+        if shape != whole_shape:
+            raise ConfigError(f"{name} in {self.path} has shape {shape}, but config.json implies {whole_shape}")
+        # A cut along a later dim touches the pages of whole rows.
+        row = math.prod(shape[1:])
+        (start, stop), rest = box[0], box_index(box[1:])
+        num_rows = max(1, MAX_MAPPED_ELEMENTS // row)
+        for first in range(start, stop, num_rows):
+            last = min(first + num_rows, stop)
+            into[first - start : last - start].copy_(self._slice(name)[(slice(first, last), *rest)])
+            self._account((last - first) * row)
+
+    def _slice(self, name: str):
+        """The tensor, of which nothing is read yet."""
+        file = self.files[name]
+        if file not in self.handles:
+            # Kept open, because opening one parses a header that lists every tensor in it.
+            self.handles[file] = safe_open(self.path / file, "pt")
+        return self.handles[file].get_slice(name)
+
+    def _account(self, num_elements: int) -> None:
+        self.num_mapped += num_elements
+        if self.num_mapped >= MAX_MAPPED_ELEMENTS:
+            self.handles.clear()
+            self.num_mapped = 0
 
 
 def global_name(name: str, first_layer: int) -> str:
@@ -80,7 +106,7 @@ def read_part(folder: HFFolder, spec: ParamSpec, segment: int, box: Box, into: t
     """Copy `box` of one segment from the folder; of an expert tensor, one expert after the other."""
     name, shape = spec.hf_names[segment], spec.tensor.segments[segment].shape
     if not spec.tensor.is_expert:
-        into.copy_(folder.read_box(name, box, shape))
+        folder.copy_box(name, box, shape, into)
         return
     for row, expert in enumerate(range(*box[0])):
-        into[row].copy_(folder.read_box(name.format(expert=expert), box[1:], shape[1:]))
+        folder.copy_box(name.format(expert=expert), box[1:], shape[1:], into[row])

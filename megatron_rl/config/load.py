@@ -70,6 +70,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"cannot use {path}: {error.full_key}: {_first_line(error)}") from error
 
 
+def flat_settings(tree: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value, of a configuration as nested dicts; sequences are lists, as JSON has them."""
+    settings = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            settings |= {f"{name}.{key}": inner for key, inner in flat_settings(value).items()}
+        else:
+            settings[name] = list(value) if isinstance(value, tuple) else value
+    return settings
+
+
 def _read_file(path: Path) -> Iterator[Setting]:
     if not path.is_file():
         neighbours = [str(file) for file in path.parent.glob("*.y*ml")]

@@ -238,9 +238,13 @@ class RewardModelConfig:
 @dataclass
 class KlCtrlConfig:
     type: str = "fixed"
-    """fixed is the only controller."""
+    """fixed | adaptive: the weight follows the measured KL towards target_kl."""
     kl_coef: float = 0.001
-    """Weight of the KL penalty."""
+    """Weight of the KL penalty; of the adaptive one the first."""
+    target_kl: float = 0.1
+    """KL per token that the adaptive weight aims at."""
+    horizon: int = 10000
+    """Samples over which the adaptive weight changes; the larger the slower."""
 
 
 @dataclass

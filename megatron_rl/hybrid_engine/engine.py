@@ -43,6 +43,7 @@ class HybridEngine:
 
     resting: what leaves while generating. verify_every: compare checksums at every so many entries, first included;
     0: never. An exception while entering or leaving leaves the rank in train mode with its weights intact.
+    rollout_rng: the generators' state at the end of the last generation; None before the first.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class HybridEngine:
         self.verify_every = verify_every
         self._num_entries = 0
         self._undo: ExitStack | None = None
-        self._rollout_rng: RNGState | None = None
+        self.rollout_rng: RNGState | None = None
 
     @property
     def in_rollout(self) -> bool:
@@ -67,7 +68,7 @@ class HybridEngine:
         start = time.perf_counter()
         with ExitStack() as undo:
             # Phase 1: random state
-            undo.callback(self._restore_rng, swap(self._rollout_rng))
+            undo.callback(self._restore_rng, swap(self.rollout_rng))
             # Phase 2: memory that rests
             for resting in self.resting:
                 undo.callback(resting.come_back)
@@ -104,4 +105,4 @@ class HybridEngine:
             undo.close()
 
     def _restore_rng(self, train_rng: RNGState) -> None:
-        self._rollout_rng = swap(train_rng)
+        self.rollout_rng = swap(train_rng)

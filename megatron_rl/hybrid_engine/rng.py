@@ -28,6 +28,38 @@ class RNGState:
         np.random.set_state(self.numpy_state)
         set_rng_states(self.torch_states)
 
+    def to_json(self) -> dict:
+        """The state in values that JSON has."""
+        version, words, gauss = self.python_state
+        inner = self.numpy_state["state"]
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": {**self.numpy_state, "state": {**inner, "key": inner["key"].tolist()}},
+            "torch": [to_hex(state) for state in self.torch_states],
+        }
+
+    @classmethod
+    def from_json(cls, content: dict) -> RNGState:
+        """What `to_json` returned, also after a round trip through a file."""
+        version, words, gauss = content["python"]
+        inner = content["numpy"]["state"]
+        key = np.array(inner["key"], dtype=np.uint32)
+        return cls(
+            (version, tuple(words), gauss),
+            {**content["numpy"], "state": {**inner, "key": key}},
+            [from_hex(text) for text in content["torch"]],
+        )
+
+
+def to_hex(state: torch.Tensor) -> str:
+    """A generator's state, uint8 [n], as text."""
+    return state.numpy().tobytes().hex()
+
+
+def from_hex(text: str) -> torch.Tensor:
+    """The inverse of `to_hex`."""
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
 
 def swap(incoming: RNGState | None) -> RNGState:
     """Put `incoming` in place (None: leave the state as it is) and return what was there."""

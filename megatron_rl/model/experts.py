@@ -12,23 +12,23 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from transformers import PretrainedConfig
 
+from megatron_rl.model.families import Routing
 from megatron_rl.parallel.rank_grid import TrainGrid
 
 
-def moe_settings(hf_config: PretrainedConfig, grid: TrainGrid) -> dict[str, object]:
+def moe_settings(routing: Routing, grid: TrainGrid) -> dict[str, object]:
     """The part of Megatron's configuration that only a model with experts has.
 
     No token is dropped and no balancing loss is added: log-probs must be those of the rollout engine, and the policy
     loss alone moves the router.
     """
     return {
-        "num_moe_experts": hf_config.num_experts,
-        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
-        "moe_router_topk": hf_config.num_experts_per_tok,
+        "num_moe_experts": routing.num_experts,
+        "moe_ffn_hidden_size": routing.ffn_size,
+        "moe_router_topk": routing.experts_per_token,
         # A softmax over the chosen logits is the softmax over all of them, normalised to the chosen ones.
-        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        "moe_router_pre_softmax": not routing.normalised,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": grid.ep_size,

@@ -10,13 +10,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
 from megatron_rl.model.experts import StackedExperts, moe_settings
-from megatron_rl.model.families import ModelShape, family_of
+from megatron_rl.model.families import ModelShape, Routing, family_of, rope_problem, rope_type
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.value_head import ValueHead
 from megatron_rl.parallel.mpu import TrainGroups
@@ -32,14 +33,14 @@ def transformer_config(
     Raises ConfigError for an unknown architecture, ValueError for layers that do not spread over the stages.
     """
     dtype = getattr(torch, megatron.dtype)
-    family = family_of(hf_config.architectures)
+    family, settings = family_of(hf_config.architectures), hf_config.to_dict()
     stages = StagePlan.from_config(hf_config.num_hidden_layers, megatron)
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=ModelShape.from_hf(hf_config.to_dict()).head_size,
+        kv_channels=ModelShape.from_hf(settings).head_size,
         ffn_hidden_size=hf_config.intermediate_size,
         tensor_model_parallel_size=groups.grid.tp_size,
         pipeline_model_parallel_size=groups.grid.pp_size,
@@ -70,7 +71,7 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         batch_p2p_comm=device.batched_p2p,
-        **(moe_settings(hf_config, groups.grid) if family.is_moe else {}),
+        **(moe_settings(Routing.from_hf(family, settings), groups.grid) if family.is_moe else {}),
     )
 
 
@@ -119,10 +120,10 @@ def build_stage(
 ) -> list[GPTModel]:
     """One pipeline stage of a decoder, in the order its chunks are run.
 
-    tied: the vocabulary head shares the embedding's weight.
+    tied: the vocabulary head shares the embedding's weight. Raises ConfigError for an unsupported rotary embedding.
     """
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
-    return [
+    chunks = [
         GPTModel(
             config,
             layer_spec(config, vp_stage),
@@ -132,16 +133,27 @@ def build_stage(
             post_process=groups.is_last_stage and vp_stage == num_chunks - 1,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
-            rotary_base=rope_theta(hf_config),
             vp_stage=vp_stage,
         )
         for vp_stage in range(num_chunks)
     ]
+    frequencies = rotary_frequencies(hf_config, config.kv_channels)
+    for chunk in chunks:
+        chunk.rotary_pos_emb.inv_freq = frequencies
+    return chunks
 
 
-def rope_theta(hf_config: PretrainedConfig) -> float:
-    """Base of the rotary embedding. Raises ConfigError for a scaled one, which is not supported."""
-    rope = hf_config.rope_parameters
-    if rope["rope_type"] != "default":
-        raise ConfigError(f"rope_type {rope['rope_type']!r} is not supported; known: 'default'")
-    return rope["rope_theta"]
+def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Tensor:
+    """Inverse frequencies of the rotary embedding, float32 [head_size / 2], as transformers computes them.
+
+    Megatron's own scaling has Llama 3.1's numbers fixed in it. Raises ConfigError for a type that is not supported.
+    """
+    problem = rope_problem(hf_config.to_dict())
+    if problem is not None:
+        raise ConfigError(problem)
+    kind = rope_type(hf_config.to_dict())
+    if kind == "default":
+        exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+        return 1.0 / hf_config.rope_parameters["rope_theta"] ** exponents
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
+    return frequencies

@@ -72,7 +72,7 @@ def expert_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str
             yield f"ep({ep_size}) must divide num_experts({model.num_experts}) of {model.path}; nearest: ep({nearest})"
         if model.moe_intermediate_size % etp_size:
             nearest = nearest_number(etp_size, layouts.etp_sizes)
-            size = f"moe_intermediate_size({model.moe_intermediate_size})"
+            size = f"{model.expert_size_key}({model.moe_intermediate_size})"
             yield f"etp({etp_size}) must divide {size} of {model.path}; nearest: etp({nearest})"
     if with_experts and tp_size > 1 and not megatron.sequence_parallel:
         key = f"{ACTOR}.megatron.sequence_parallel"

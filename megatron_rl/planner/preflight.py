@@ -6,7 +6,7 @@ Runs before any process is started and loads neither torch nor Ray, so that a mi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from megatron_rl.config.problems import nearest_name, nearest_number, raise_prob
 from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
 from megatron_rl.planner.expert_layout import expert_problems
-from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, ModelSizes, read_model_folder
+from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planner.resume_rules import resume_problems
 from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
 
@@ -24,13 +24,13 @@ def check_preflight(config: RunConfig) -> None:
     raise_problems("this run cannot start", preflight(config))
 
 
-def preflight(config: RunConfig, known_architectures: Collection[str] = KNOWN_ARCHITECTURES) -> list[str]:
+def preflight(config: RunConfig) -> list[str]:
     """All violations, each with the values, the rule and the nearest valid choice; empty when the run can start."""
     actor_path, critic_path = config.actor_rollout_ref.model.path, config.critic.model.path
-    actor_model, problems = read_model_folder("actor_rollout_ref.model.path", actor_path, known_architectures)
+    actor_model, problems = read_model_folder("actor_rollout_ref.model.path", actor_path)
     models = [actor_model]
     if critic_path != actor_path:
-        critic_model, critic_problems = read_model_folder("critic.model.path", critic_path, known_architectures)
+        critic_model, critic_problems = read_model_folder("critic.model.path", critic_path, STARTING_POINTS)
         problems += critic_problems
         models.append(critic_model)
     vocab_multiple = config.actor_rollout_ref.actor.megatron.make_vocab_size_divisible_by
@@ -188,13 +188,13 @@ def _batch_problems(config: RunConfig) -> Iterable[str]:
 def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     for model in models:
-        limit = model.max_position_embeddings
-        if prompt + response > limit:
-            key, room = ("response", limit - prompt) if prompt < limit else ("prompt", max(1, limit - response))
-            yield (
-                f"data.max_prompt_length={prompt} + data.max_response_length={response} must be <= "
-                f"max_position_embeddings({limit}) of {model.path}; nearest: data.max_{key}_length={room}"
-            )
+        for name, limit in model.longest.items():
+            if prompt + response > limit:
+                key, room = ("response", limit - prompt) if prompt < limit else ("prompt", max(1, limit - response))
+                yield (
+                    f"data.max_prompt_length={prompt} + data.max_response_length={response} must be <= "
+                    f"{name}({limit}) of {model.path}; nearest: data.max_{key}_length={room}"
+                )
     if len({model.vocab_size for model in models}) > 1:
         sizes = ", ".join(f"{model.vocab_size} of {model.path}" for model in models)
         yield f"actor and critic read the same tokens, so their vocab_size must be equal: {sizes}; nearest: one model"

@@ -1,4 +1,4 @@
-"""The critic: the actor's trunk with a value head, trained with PPO's clipped value loss."""
+"""The critic: a language model's trunk with a value head, trained with PPO's clipped value loss."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Critic:
 
     def __init__(self, source: ModelSource, config: CriticConfig, num_run_steps: int, head_seed: int) -> None:
         self.config = config
+        model = source.value_model(head_seed)
         self.trainable = TrainableModel(
-            source.value_model(head_seed), config.optim, num_run_steps, source.groups, source.device.torch_device
+            model.chunks, model.load, config.optim, num_run_steps, source.groups, source.device.torch_device
         )
 
     def score(self, sequences: Sequences) -> TokenScores | None:

@@ -16,10 +16,39 @@ from transformers import AutoConfig, PretrainedConfig
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.device import Device
-from megatron_rl.model.families import ModelShape, ParamSpec, family_of, param_map
+from megatron_rl.model.families import (
+    HEAD,
+    Family,
+    ModelShape,
+    ParamSpec,
+    family_of,
+    is_reward_model,
+    param_map,
+    value_param_map,
+)
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place
+
+
+@dataclass(frozen=True)
+class UnloadedModel:
+    """The chunks of a rank's stage before their weights are read.
+
+    `load` fills the parameters where they lie at that moment. Call it when they lie where they will stay (DDP moves
+    them into its flat buffer): until then they are memory that nobody has touched, so no second copy ever exists.
+    """
+
+    chunks: list[GPTModel]
+    specs: dict[str, ParamSpec]
+    source: ModelSource
+    drawn: frozenset[str] = frozenset()
+    """Parameters that have their first values already and are in no folder."""
+
+    def load(self) -> None:
+        """Read this rank's shards from the folder. Raises ConfigError when a tensor is missing or misshapen."""
+        parameters = {name: p for name, p in named_parameters(self.chunks).items() if name not in self.drawn}
+        load_hf_weights(parameters, self.specs, HFFolder(self.source.path), self.source.place)
 
 
 @dataclass(frozen=True)
@@ -37,36 +66,54 @@ class ModelSource:
         """Read the folder's config.json."""
         return cls(Path(path), AutoConfig.from_pretrained(path), groups, device, megatron)
 
+    @property
+    def family(self) -> Family:
+        """The model's architecture."""
+        return family_of(self.hf_config.architectures)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes."""
+        return ModelShape.from_hf(self.hf_config.to_dict())
+
     @cached_property
     def specs(self) -> dict[str, ParamSpec]:
-        """Global Megatron name -> what it is made of, for the whole model."""
-        return param_map(family_of(self.hf_config.architectures), ModelShape.from_hf(self.hf_config.to_dict()))
+        """Global Megatron name -> what it is made of, for the whole language model."""
+        return param_map(self.family, self.shape)
+
+    @cached_property
+    def value_specs(self) -> dict[str, ParamSpec]:
+        """The same for the value model: the trunk and a head of one value."""
+        return value_param_map(self.family, self.shape)
 
     @property
     def place(self) -> Place:
         """Where this rank's shards lie."""
         return self.groups.grid.place(self.groups.rank, self.megatron.make_vocab_size_divisible_by)
 
-    def language_model(self) -> list[GPTModel]:
-        """The chunks of this rank's stage of the language model with their weights."""
+    def language_model(self) -> UnloadedModel:
+        """This rank's stage of the language model."""
         config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
         chunks = build_language_model(self.hf_config, config, self.groups, self.megatron.make_vocab_size_divisible_by)
-        self._load(named_parameters(chunks))
-        return [chunk.to(self.device.torch_device) for chunk in chunks]
+        return self._unloaded(chunks, self.specs)
 
-    def value_model(self, head_seed: int) -> list[GPTModel]:
-        """The chunks of this rank's stage of the trunk with their weights; the last stage ends in a fresh head."""
+    def value_model(self, head_seed: int) -> UnloadedModel:
+        """This rank's stage of the trunk; the last stage ends in a value head.
+
+        The head is the classification head of a reward model's folder; after a language model's trunk it is drawn.
+        """
         config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
         chunks = build_value_model(
             self.hf_config, config, self.groups, self.megatron.make_vocab_size_divisible_by, head_seed
         )
-        trunk = {name: p for name, p in named_parameters(chunks).items() if not name.startswith("output_layer.")}
-        self._load(trunk)
-        return [chunk.to(self.device.torch_device) for chunk in chunks]
+        drawn = frozenset() if is_reward_model(self.hf_config.architectures) else frozenset({HEAD})
+        return self._unloaded(chunks, self.value_specs, drawn)
 
-    def _load(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        mark_tensor_parallel(parameters, self.specs)
-        load_hf_weights(parameters, self.specs, HFFolder(self.path), self.place)
+    def _unloaded(
+        self, chunks: list[GPTModel], specs: dict[str, ParamSpec], drawn: frozenset[str] = frozenset()
+    ) -> UnloadedModel:
+        mark_tensor_parallel(named_parameters(chunks), specs)
+        return UnloadedModel([chunk.to(self.device.torch_device) for chunk in chunks], specs, self, drawn)
 
 
 def named_parameters(chunks: list[GPTModel]) -> dict[str, torch.nn.Parameter]:

@@ -55,8 +55,9 @@ class Actor:
 
     def __init__(self, source: ModelSource, config: ActorConfig, num_run_steps: int, temperature: float) -> None:
         self.config = config
+        model = source.language_model()
         self.trainable = TrainableModel(
-            source.language_model(), config.optim, num_run_steps, source.groups, source.device.torch_device
+            model.chunks, model.load, config.optim, num_run_steps, source.groups, source.device.torch_device
         )
         self.scorer = TokenScorer(self.trainable.pipeline, source.hf_config.vocab_size, temperature)
 
@@ -87,6 +88,8 @@ class Actor:
 
 def build_reference(source: ModelSource, temperature: float) -> TokenScorer:
     """The frozen policy that KL is measured against. All ranks must call."""
-    chunks = [chunk.requires_grad_(False) for chunk in source.language_model()]
+    model = source.language_model()
+    model.load()
+    chunks = [chunk.requires_grad_(False) for chunk in model.chunks]
     pipeline = Pipeline(chunks, source.groups, source.device.torch_device)
     return TokenScorer(pipeline, source.hf_config.vocab_size, temperature)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig
 
+from megatron_rl.checkpoint.manifest import FileRecord
 from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
 from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from megatron_rl.workers.critic import Critic
     from megatron_rl.workers.model_source import ModelSource
     from megatron_rl.workers.policy import Actor, TokenScorer
+    from megatron_rl.workers.role_checkpoint import RoleCheckpoint, RoleState
+    from megatron_rl.workers.saving import UnfinishedSave
 
 
 class RankWorker:
@@ -64,6 +67,8 @@ class RankWorker:
             grid, config.trainer.seed, vpp_size=megatron.virtual_pipeline_model_parallel_size or 1
         )
         self.resting: list[Resting] = []
+        self.checkpoints: dict[str, RoleCheckpoint] = {}
+        self.unfinished: UnfinishedSave | None = None
 
     @register(Dispatch.ONE_TO_ALL, role="worker")
     def coordinates(self) -> Coordinates:
@@ -94,10 +99,12 @@ class RankWorker:
     def build_actor(self) -> None:
         """Load the policy, with DDP, optimizer and schedule."""
         from megatron_rl.workers.policy import Actor
+        from megatron_rl.workers.role_checkpoint import RoleCheckpoint
 
         shared = self.config.actor_rollout_ref
         source, num_run_steps = self._source(shared.model.path), self._num_run_steps(shared.actor)
         self.actor = Actor(source, shared.actor, num_run_steps, shared.rollout.temperature)
+        self.checkpoints["actor"] = RoleCheckpoint(self.actor.trainable, source.specs, source.place)
         self.resting += self.actor.trainable.resting(shared.actor.megatron)
 
     @register(Dispatch.ONE_TO_ALL, role="ref")
@@ -115,10 +122,12 @@ class RankWorker:
     def build_critic(self) -> None:
         """Load the critic's trunk and draw its value head."""
         from megatron_rl.workers.critic import Critic
+        from megatron_rl.workers.role_checkpoint import RoleCheckpoint
 
         critic = self.config.critic
         source, num_run_steps = self._source(critic.model.path), self._num_run_steps(critic)
         self.critic = Critic(source, critic, num_run_steps, head_seed=self.config.trainer.seed)
+        self.checkpoints["critic"] = RoleCheckpoint(self.critic.trainable, source.value_specs, source.place)
         self.resting += self.critic.trainable.resting(critic.megatron)
 
     @register(Dispatch.ONE_TO_ALL, role="rollout")
@@ -210,6 +219,51 @@ class RankWorker:
     def update_critic(self, batch: CriticBatch) -> dict[str, float]:
         """One optimizer step of the critic."""
         return self.critic.update(batch)
+
+    # Checkpoints
+
+    @register(Dispatch.ONE_TO_ALL, role="checkpoint")
+    def begin_save(self, folder: Path) -> dict[str, RoleState]:
+        """Write all trained roles to the empty folders `folder/actor` and `folder/critic`; train mode only.
+
+        Complete when `finish_save` says so, before which no other save may begin. Returns role -> its numbers.
+        """
+        from megatron_rl.workers.saving import begin_save
+
+        if self.unfinished is not None:
+            raise RuntimeError("a save is under way: finish_save() comes first")
+        beside = {
+            "actor": self.config.actor_rollout_ref.actor.checkpoint.async_save,
+            "critic": self.config.critic.checkpoint.async_save,
+        }
+        self.unfinished = begin_save(
+            folder, self.checkpoints, beside, self.groups, self.engine.rollout_rng, self.device.torch_device
+        )
+        return {name: checkpoint.state for name, checkpoint in self.checkpoints.items()}
+
+    @register(Dispatch.ONE_TO_ALL, role="checkpoint")
+    def finish_save(self, wait: bool) -> dict[str, FileRecord] | None:
+        """The files that this rank wrote since `begin_save`, by their path in its folder; None while some are not.
+
+        wait: until all ranks are done. Only when the last rank's are there is the folder complete.
+        """
+        files = self.unfinished.finish(wait)
+        if files is not None:
+            self.unfinished = None
+        return files
+
+    @register(Dispatch.ONE_TO_ALL, role="checkpoint")
+    def load_checkpoint(self, folder: Path, states: dict[str, RoleState]) -> bool:
+        """Take all trained roles, and this rank's random state, from a complete checkpoint of any layout.
+
+        states: what `begin_save` returned. Returns whether there was a random state for this layout.
+        """
+        from megatron_rl.workers.rank_state import load_rank_state
+
+        for name, checkpoint in self.checkpoints.items():
+            checkpoint.load(folder / name, states[name])
+        same_layout, self.engine.rollout_rng = load_rank_state(folder, self.groups)
+        return same_layout
 
     # Weights out
 

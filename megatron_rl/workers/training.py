@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -24,15 +26,25 @@ class TrainableModel:
     """
 
     def __init__(
-        self, models: list[GPTModel], optim: OptimConfig, num_run_steps: int, groups: TrainGroups, device: torch.device
+        self,
+        models: list[GPTModel],
+        load_weights: Callable[[], None],
+        optim: OptimConfig,
+        num_run_steps: int,
+        groups: TrainGroups,
+        device: torch.device,
     ) -> None:
-        """`num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts."""
+        """`load_weights` fills the parameters of `models`; it is called once, when they lie in DDP's buffers.
+
+        `num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts.
+        """
         self.groups = groups
         self.device = device
         # All chunks share one configuration object, which the schedule reads.
         self.config = models[0].config
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.chunks = [DistributedDataParallel(self.config, ddp_config, model) for model in models]
+        self.chunks = in_flat_buffers(models)
+        # Before the optimizer, which clones masters of bfloat16 weights.
+        load_weights()
         self.optimizer = get_megatron_optimizer(
             optimizer_config(optim, self.config), self.chunks, use_gloo_process_groups=False
         )
@@ -61,6 +73,54 @@ class TrainableModel:
             moments = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
             tensors += [*masters, *moments]
         return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in params]
+
+    def optimizer_runs(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+        """What this rank's optimizer updates: (parameter, first element, state) for a run of its flattened shard.
+
+        The state holds "param" [n], the float32 master, and once there are moments "exp_avg" and "exp_avg_sq" [n].
+        """
+        for optimizer in self.optimizer.chained_optimizers:
+            for by_dtype in optimizer.gbuf_ranges:
+                for buckets in by_dtype.values():
+                    for bucket in buckets:
+                        for parameter, ranges in bucket["param_map"].items():
+                            state = optimizer._get_main_param_and_optimizer_states(parameter)
+                            yield parameter, ranges["param"].start, state
+
+    def create_moments(self) -> None:
+        """Make the moments that Adam would make at its first step; nothing where they are there."""
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        if not self.adam_step:
+            self._set_adam_step(0)
+
+    @property
+    def adam_step(self) -> int:
+        """Steps that Adam counts; torch's Adam keeps the number with every parameter, the fused ones with a group."""
+        for optimizer in self.optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            counted = [*inner.state.values(), *inner.param_groups]
+            for holder in counted:
+                if "step" in holder:
+                    return int(holder["step"])
+        return 0
+
+    def continue_from(self, num_updates: int, adam_step: int) -> None:
+        """Set schedule and Adam to where they stood after `num_updates` optimizer steps; moments must be there."""
+        self.scheduler.num_steps = num_updates
+        # Learning rate and weight decay follow from the number of steps.
+        self.scheduler.step(increment=0)
+        self._set_adam_step(adam_step)
+
+    def _set_adam_step(self, step: int) -> None:
+        for optimizer in self.optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            if isinstance(inner, torch.optim.Adam):
+                for state in inner.state.values():
+                    state["step"] = torch.tensor(float(step))
+            else:
+                for group in inner.param_groups:
+                    group["step"] = step
 
     def resting(self, megatron: MegatronConfig) -> list[Resting]:
         """What of this model leaves its device while generating, as `megatron`'s offload keys say."""
@@ -109,6 +169,12 @@ class TrainableModel:
         dist.all_reduce(total)
         if not torch.isfinite(total):
             raise FloatingPointError(f"the gradient holds NaN or infinity (norms add up to {float(total)}); no update")
+
+
+def in_flat_buffers(models: list[GPTModel]) -> list[DistributedDataParallel]:
+    """The chunks in Megatron's DDP, which moves their parameters into its `param_data` and zeroes its `grad_data`."""
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [DistributedDataParallel(model.config, ddp_config, model) for model in models]
 
 
 def optimizer_config(optim: OptimConfig, config) -> OptimizerConfig:

@@ -2,75 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_folders import EXPERTS, set_experts, write_model
 
 from megatron_rl.config.schema import MegatronConfig, RunConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import FAMILIES
-from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.planner.expert_layout import ExpertLayouts
-from megatron_rl.planner.model_folder import KNOWN_ARCHITECTURES, MOE_ARCHITECTURES, ModelSizes, read_model_folder
+from megatron_rl.planner.model_folder import ModelSizes
 from megatron_rl.planner.preflight import Layouts, check_preflight, preflight
 from megatron_rl.planner.stage_rules import spreads, stage_problems
-
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 96,
-    "intermediate_size": 192,
-    "max_position_embeddings": 64,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 6,
-    "num_key_value_heads": 6,
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "vocab_size": 100,
-}
-
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 20,
-    "norm_topk_prob": True,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
-
-
-def write_model(folder, **changes) -> str:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL | changes))
-    (folder / "model.safetensors").touch()
-    (folder / "tokenizer.json").touch()
-    return str(folder)
-
-
-@pytest.fixture
-def config(tmp_path) -> RunConfig:
-    """Six ranks, TP2 x PP3, everything in order; interpolated defaults written out."""
-    for name in ("train.parquet", "test.parquet", "reward.py"):
-        (tmp_path / name).touch()
-    config = RunConfig()
-    config.data.train_files, config.data.val_files = str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet")
-    config.data.max_prompt_length, config.data.max_response_length = 16, 48
-    config.custom_reward_function.path = str(tmp_path / "reward.py")
-    shared, critic, trainer = config.actor_rollout_ref, config.critic, config.trainer
-    shared.model.path = critic.model.path = write_model(tmp_path / "model")
-    for role in (shared.actor, shared.ref, critic):
-        role.megatron = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
-    shared.rollout.tensor_model_parallel_size = 2
-    critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.ppo_epochs = 32, 64, 1
-    critic.forward_micro_batch_size_per_gpu = shared.ref.log_prob_micro_batch_size_per_gpu = 128
-    trainer.device, trainer.n_gpus_per_node = "cpu", 6
-    trainer.default_local_dir = str(tmp_path / "out")
-    return config
 
 
 def set_tp(config: RunConfig, tp: int) -> None:
@@ -182,21 +126,6 @@ def test_open_stage_keys_must_be_at_least_one(config):
     ]
 
 
-def set_experts(config: RunConfig, **sizes) -> None:
-    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
-        for name, value in sizes.items():
-            setattr(role.megatron, name, value)
-
-
-@pytest.fixture
-def moe_config(config, tmp_path) -> RunConfig:
-    """8 experts of 20 columns; twelve ranks, TP2 x PP3, so 4 a stage. The dense MLP's 191 columns are not used."""
-    write_model(tmp_path / "model", **EXPERTS, intermediate_size=191)
-    config.trainer.n_gpus_per_node = 12
-    set_experts(config, sequence_parallel=True)
-    return config
-
-
 @pytest.mark.parametrize(("ep", "etp"), [(1, None), (2, None), (4, 1), (2, 2), (1, 4), (1, 1)])
 def test_expert_layouts_that_fit(moe_config, ep, etp):
     """Expert and expert tensor parallelism alone and together. Would not catch what only the engine refuses."""
@@ -248,31 +177,6 @@ def test_expert_parallelism_needs_experts(config):
     set_experts(config, expert_model_parallel_size=2)
     path = config.actor_rollout_ref.model.path
     assert preflight(config) == [f"ep(2) needs a model with experts, and {path} has none; nearest: ep(1)"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-        ({"num_experts": None}, "must give whole numbers for num_experts"),
-        ({"moe_intermediate_size": "20"}, "must give whole numbers for moe_intermediate_size"),
-        ({"num_experts_per_tok": 9}, "must be >= 1 and <= num_experts(8); nearest: 8"),
-        ({"num_experts_per_tok": 1}, "nearest: norm_topk_prob=false"),
-    ],
-)
-def test_experts_that_cannot_be_trained(moe_config, tmp_path, changes, expected):
-    """Would not catch a kind of routing that transformers invents later."""
-    write_model(tmp_path / "model", **EXPERTS | changes)
-    (problem,) = preflight(moe_config)
-    assert expected in problem
-
-
-def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
-    """transformers 4 and 5. Would not catch a third name."""
-    named = {name: value for name, value in EXPERTS.items() if name != "num_experts"} | {"num_local_experts": 8}
-    sizes, problems = read_model_folder("model", write_model(tmp_path / "model", **named))
-    assert not problems and (sizes.num_experts, sizes.moe_intermediate_size) == (8, 20)
 
 
 def test_roles_share_one_grid(config):
@@ -352,31 +256,6 @@ def test_batch_and_length_rules(config):
     assert length.endswith("nearest: data.max_response_length=48")
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (
-            {"architectures": ["GemmaForCausalLM"]},
-            "must be one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
-        ),
-        ({"architectures": None}, "architectures=[]"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope_parameters of type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'linear'"),
-        ({"use_sliding_window": True}, "sliding-window attention"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"num_hidden_layers": None}, "must give whole numbers for num_hidden_layers"),
-    ],
-)
-def test_models_that_cannot_be_trained(config, tmp_path, changes, expected):
-    """Would not catch a setting that transformers invents later."""
-    write_model(tmp_path / "model", **changes)
-    (problem,) = preflight(config)
-    assert expected in problem
-
-
 def test_absent_files_are_named_with_a_neighbour(config, tmp_path):
     """Would not catch a file that is there and is not what it says."""
     config.data.train_files = str(tmp_path / "trane.parquet")
@@ -386,25 +265,6 @@ def test_absent_files_are_named_with_a_neighbour(config, tmp_path):
     assert train.startswith("data.train_files=") and train.endswith(f"nearest: {tmp_path / 'train.parquet'}")
     assert reward.endswith(f"{tmp_path / 'nowhere'} holds none")
     assert model.endswith(f"nearest folder: {tmp_path / 'model'}")
-
-
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_model_folder_must_be_complete(config, tmp_path, file):
-    """Would not catch weights that do not belong to config.json; loading does."""
-    (tmp_path / "model" / file).unlink()
-    (problem,) = preflight(config)
-    assert "must hold" in problem and file.partition(".")[2] in problem
-
-
-def test_another_critic_is_checked_too(config, tmp_path):
-    """Its own folder, its own layers, the actor's tokens. Would not catch another tokenizer of the same size."""
-    config.critic.model.path = write_model(tmp_path / "critic", num_hidden_layers=4, vocab_size=200)
-    layers, vocabulary = preflight(config)
-    assert layers.startswith("pp(3) must divide num_hidden_layers(4)") and layers.endswith("nearest: pp(2)")
-    assert "vocab_size must be equal: 100 of" in vocabulary
-    config.critic.model.path = str(tmp_path / "absent")
-    (problem,) = preflight(config)
-    assert problem.startswith("critic.model.path=")
 
 
 def test_all_violations_come_in_one_numbered_error(config):
@@ -475,11 +335,3 @@ def test_suggested_stages_are_valid(pp, world, layers, shares):
             key, _, value = change.replace("pp(", "pipeline_model_parallel_size=").rstrip(")").partition("=")
             changes[key] = None if value == "null" else int(value)
         assert spreads(models, replace(megatron, **changes)), problem
-
-
-def test_planner_and_model_agree(tmp_path):
-    """Architectures and padding are written down twice, since the planner loads no Megatron. Would not catch more."""
-    assert set(KNOWN_ARCHITECTURES) == set(FAMILIES)
-    assert set(MOE_ARCHITECTURES) == {name for name, family in FAMILIES.items() if family.is_moe}
-    sizes, problems = read_model_folder("model", write_model(tmp_path / "model"))
-    assert not problems and sizes.padded_vocab_size == padded_vocab_size(100, 64) == 128

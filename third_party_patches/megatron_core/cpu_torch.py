@@ -32,7 +32,7 @@ MODULES = (
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.distributed",
     "megatron.core.pipeline_parallel",
-    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.torch",
 )
 
 

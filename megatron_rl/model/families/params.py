@@ -1,81 +1,18 @@
-"""What the supported Hugging Face architectures have in common and where they differ, as data.
-
-A family is described once; import, export and the rollout binding all read the same map.
-"""
+"""The map between Megatron's parameters, the rollout engine's and the tensors of a Hugging Face folder."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.model.families.family import Experts, Family
+from megatron_rl.model.families.shape import ModelShape
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
 VOCAB_PADDING = 64
 """vLLM pads vocabularies to a multiple of this; training does the same unless it is told otherwise."""
 
-
-@dataclass(frozen=True)
-class Family:
-    """What distinguishes one decoder-only architecture from the next.
-
-    qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head.
-    is_moe: every MLP is a router over experts.
-    """
-
-    architecture: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    is_moe: bool = False
-
-
-FAMILIES = {
-    family.architecture: family
-    for family in (
-        Family("LlamaForCausalLM"),
-        Family("Qwen2ForCausalLM", qkv_bias=True),
-        Family("Qwen3ForCausalLM", qk_norm=True),
-        Family("Qwen3MoeForCausalLM", qk_norm=True, is_moe=True),
-    )
-}
-
-
-def family_of(architectures: list[str] | None) -> Family:
-    """The family of a HF config's `architectures`; raises ConfigError, listing the known ones, when there is none."""
-    for name in architectures or []:
-        if name in FAMILIES:
-            return FAMILIES[name]
-    raise ConfigError(f"architecture {architectures} is not supported; known: {', '.join(sorted(FAMILIES))}")
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of one model. `ffn_size` is that of the dense MLP, or of one expert; `num_experts` is 0 when dense."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    ffn_size: int
-    vocab_size: int
-    tied: bool
-    num_experts: int = 0
-
-    @classmethod
-    def from_hf(cls, settings: dict) -> ModelShape:
-        """From the content of a config.json, as a plain dict."""
-        heads, is_moe = settings["num_attention_heads"], family_of(settings["architectures"]).is_moe
-        return cls(
-            num_layers=settings["num_hidden_layers"],
-            hidden_size=settings["hidden_size"],
-            num_heads=heads,
-            num_kv_heads=settings.get("num_key_value_heads") or heads,
-            head_size=settings.get("head_dim") or settings["hidden_size"] // heads,
-            ffn_size=settings["moe_intermediate_size"] if is_moe else settings["intermediate_size"],
-            vocab_size=settings["vocab_size"],
-            tied=settings["tie_word_embeddings"],
-            num_experts=(settings.get("num_local_experts") or settings["num_experts"]) if is_moe else 0,
-        )
+HEAD = "output_layer.weight"
+"""Megatron's name of the last layer's weight, of a vocabulary head and of a value head."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +28,29 @@ class ParamSpec:
 
 
 def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
-    """Megatron name (layers counted over the whole model) -> spec, for every parameter of the language model."""
+    """Megatron name (layers counted over the whole model) -> spec, for every parameter of the language model.
+
+    In the order of the layers, the embedding first.
+    """
     embedding = _vocab_matrix("model.embed_tokens.weight", shape)
-    params = {
-        "embedding.word_embeddings.weight": embedding,
-        "decoder.final_layernorm.weight": _whole("model.norm.weight", (shape.hidden_size,)),
-        "output_layer.weight": embedding if shape.tied else _vocab_matrix("lm_head.weight", shape),
-    }
+    params = {"embedding.word_embeddings.weight": embedding}
     for layer in range(shape.num_layers):
         mega, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         params |= _attention_params(family, shape, mega, hf)
-        params |= _expert_params(shape, mega, hf) if family.is_moe else _mlp_params(shape, mega, hf)
-    return params
+        if family.experts is None:
+            params |= _mlp_params(shape, mega, hf)
+        else:
+            params |= _moe_params(family.experts, shape, mega, hf)
+    return params | {
+        "decoder.final_layernorm.weight": _whole("model.norm.weight", (shape.hidden_size,)),
+        HEAD: embedding if shape.tied else _vocab_matrix("lm_head.weight", shape),
+    }
+
+
+def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
+    """The same for a value model: the trunk, and a head that is the one-label head of a reward model's folder."""
+    trunk = param_map(family, replace(shape, tied=False))
+    return trunk | {HEAD: _whole("score.weight", (1, shape.hidden_size))}
 
 
 def _attention_params(family: Family, shape: ModelShape, mega: str, hf: str) -> dict[str, ParamSpec]:
@@ -142,20 +90,21 @@ def _mlp_params(shape: ModelShape, mega: str, hf: str) -> dict[str, ParamSpec]:
     }
 
 
-def _expert_params(shape: ModelShape, mega: str, hf: str) -> dict[str, ParamSpec]:
+def _moe_params(names: Experts, shape: ModelShape, mega: str, hf: str) -> dict[str, ParamSpec]:
     """Router and experts; all experts of a rank are stacked in one tensor, as vLLM keeps them."""
     experts, hidden, ffn = shape.num_experts, shape.hidden_size, shape.ffn_size
-    stacked, single = f"{hf}mlp.experts.routed_experts.", f"{hf}mlp.experts.{{expert}}."
+    block = f"{hf}{names.block}."
+    stacked, single = f"{block}experts.routed_experts.", f"{block}experts.{{expert}}."
     gate_up = tuple(Segment(name, (experts, ffn, hidden), ffn) for name in ("gate", "up"))
     down = (Segment("columns", (experts, hidden, ffn), ffn),)
     return {
-        f"{mega}mlp.router.weight": _whole(f"{hf}mlp.gate.weight", (experts, hidden)),
+        f"{mega}mlp.router.weight": _whole(f"{block}gate.weight", (experts, hidden)),
         f"{mega}mlp.experts.w13": ParamSpec(
             LogicalTensor(f"{stacked}w13_weight", gate_up, tp_dim=1, is_expert=True),
-            tuple(f"{single}{part.name}_proj.weight" for part in gate_up),
+            (f"{single}{names.gate}.weight", f"{single}{names.up}.weight"),
         ),
         f"{mega}mlp.experts.w2": ParamSpec(
-            LogicalTensor(f"{stacked}w2_weight", down, tp_dim=2, is_expert=True), (f"{single}down_proj.weight",)
+            LogicalTensor(f"{stacked}w2_weight", down, tp_dim=2, is_expert=True), (f"{single}{names.down}.weight",)
         ),
     }
 

@@ -1,0 +1,73 @@
+"""megatron-core's checkpoints: written in this process's time or in a thread beside it, and read.
+
+Phase 1: all ranks agree on who writes what, and put a copy of it into host memory.
+Phase 2: each rank writes its files; nothing is communicated, so a thread can do it while training goes on.
+Phase 3: all ranks are done, and rank 0 writes the table of contents, without which the folder is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.distributed.checkpoint.api import CheckpointException
+
+
+class CheckpointWriter:
+    """Saves of one rank that are under way; all ranks must call every method together."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: of the tensors that ranks exchange."""
+        self._device = device
+        self._under_way: list[tuple[threading.Thread, AsyncRequest]] = []
+
+    def save(self, state: dict[str, ShardedTensor], folder: Path, beside_training: bool) -> None:
+        """Write `state` to an empty folder. beside_training: return after phase 1, when the tensors may change."""
+        # Phase 1
+        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            arguments[1] = request.preload_fn()
+        # Phase 2
+        thread = threading.Thread(target=request.async_fn or (lambda: None), args=arguments)
+        thread.start()
+        self._under_way.append((thread, request))
+        if not beside_training:
+            thread.join()
+
+    def finish(self, wait: bool) -> bool:
+        """Phase 3 of every save, if all ranks have written their files; whether that is so.
+
+        wait: until it is. Raises OSError on all ranks when any could not write.
+        """
+        if wait:
+            for thread, _ in self._under_way:
+                thread.join()
+        writing = torch.tensor(sum(thread.is_alive() for thread, _ in self._under_way), device=self._device)
+        dist.all_reduce(writing)
+        if int(writing):
+            return False
+        while self._under_way:
+            _, request = self._under_way.pop(0)
+            try:
+                for finalize in request.finalize_fns:
+                    finalize()
+            except CheckpointException as error:  # a BaseException, which nobody between here and the driver expects
+                raise OSError(f"the checkpoint could not be written: {error}") from error
+        return True
+
+
+def read(state: dict[str, ShardedTensor], folder: Path) -> None:
+    """Fill the tensors of `state` from a complete folder; all ranks must call.
+
+    Raises OSError on all ranks when any could not read, or a tensor is missing or has another shape there.
+    """
+    try:
+        dist_checkpointing.load(state, str(folder))
+    except CheckpointException as error:
+        raise OSError(f"{folder} could not be read: {error}") from error

@@ -1,0 +1,78 @@
+"""A rank's weights and optimizer state as megatron-core's sharded tensors, under names that no layout decides.
+
+A key is the Hugging Face name of the tensor (of experts: without their number, all of a layer stacked in dim 0); the
+optimizer's are prefixed as Megatron does it. Shapes are those of whole tensors, without padding. So a checkpoint of one
+layout is read in any other, and a weight is found by its name by whoever has no layout at all.
+
+Every tensor here is a view, of parameters or of the optimizer's flat state: saving gathers nothing, loading writes in
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from megatron_rl.checkpoint.pieces import Piece, pieces_of
+from megatron_rl.model.families import ParamSpec
+from megatron_rl.parallel.sharding import Place, box_shape, shard_of
+
+WEIGHT = "weight"
+"""The kind of a run that holds parameters; other kinds are the optimizer's names for its state."""
+
+OPTIMIZER_PREFIX = "optimizer.state."
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of one parameter's flattened shard: elements [start, start + len(data)).
+
+    name: global Megatron name. kind: WEIGHT, or what the optimizer calls the state. data: [n], any dtype.
+    """
+
+    name: str
+    kind: str
+    start: int
+    data: torch.Tensor
+
+
+def checkpoint_key(spec: ParamSpec, segment: int, kind: str = WEIGHT) -> str:
+    """The name of a segment, or of the optimizer's state for it, in a checkpoint."""
+    name = spec.hf_names[segment].replace("{expert}.", "")
+    return name if kind == WEIGHT else f"{OPTIMIZER_PREFIX}{kind}.{name}"
+
+
+def is_writer(name: str, specs: dict[str, ParamSpec], place: Place) -> bool:
+    """Whether a rank at `place` writes its run of a parameter; data-parallel ranks own different runs and all do.
+
+    Of tensors that every TP rank holds, the first one writes; of a tied embedding and head, the embedding's stage.
+    """
+    tensor = specs[name].tensor
+    first = next(other for other, spec in specs.items() if spec.tensor.name == tensor.name)
+    return name == first and (tensor.tp_dim is not None or place.tp_rank == 0)
+
+
+def sharded_state(runs: Iterable[Run], specs: dict[str, ParamSpec], place: Place) -> dict[str, ShardedTensor]:
+    """What to give to `dist_checkpointing.save` or `load`, which then works on the runs' own memory."""
+    state: dict[str, ShardedTensor] = {}
+    for run in runs:
+        spec = specs[run.name]
+        for piece in pieces_of(shard_of(spec.tensor, place), run.start, run.start + run.data.numel()):
+            state[f"{run.name}/{run.kind}/{len(state)}"] = _sharded_tensor(run, spec, piece)
+    return state
+
+
+def _sharded_tensor(run: Run, spec: ParamSpec, piece: Piece) -> ShardedTensor:
+    return ShardedTensor(
+        key=checkpoint_key(spec, piece.segment, run.kind),
+        data=piece.view(run.data, run.start),
+        dtype=run.data.dtype,
+        local_shape=box_shape(piece.box),
+        global_shape=spec.tensor.segments[piece.segment].shape,
+        global_offset=tuple(low for low, _ in piece.box),
+        # Runs end anywhere, so the pieces of a tensor make no grid.
+        axis_fragmentations=None,
+    )

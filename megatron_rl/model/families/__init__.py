@@ -1,0 +1,33 @@
+"""The supported Hugging Face architectures, described once, as data that needs no torch.
+
+Preflight, the model builder, import, export and the rollout binding all read the same description. A family is one
+small file here and one name in `registry.py`.
+"""
+
+from megatron_rl.model.families.family import Experts, Family, Window
+from megatron_rl.model.families.params import HEAD, VOCAB_PADDING, ParamSpec, param_map, value_param_map
+from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
+from megatron_rl.model.families.rope import ROPE_TYPES, rope_problem, rope_type
+from megatron_rl.model.families.shape import ModelShape, Routing, num_labels, sliding_window
+
+__all__ = [
+    "FAMILIES",
+    "HEAD",
+    "REWARD_FAMILIES",
+    "ROPE_TYPES",
+    "VOCAB_PADDING",
+    "Experts",
+    "Family",
+    "ModelShape",
+    "ParamSpec",
+    "Routing",
+    "Window",
+    "family_of",
+    "is_reward_model",
+    "num_labels",
+    "param_map",
+    "rope_problem",
+    "rope_type",
+    "sliding_window",
+    "value_param_map",
+]

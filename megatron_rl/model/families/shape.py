@@ -1,0 +1,89 @@
+"""What a config.json says about the size and the kind of one model, under one set of names for all families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.registry import family_of
+
+DEFAULT_NUM_LABELS = 2
+"""transformers leaves out the labels of a classifier that has two."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens go to experts. `ffn_size`: columns of one expert; `normalised`: a token's weights add up to 1."""
+
+    num_experts: int
+    experts_per_token: int
+    ffn_size: int
+    normalised: bool
+
+    @classmethod
+    def from_hf(cls, family: Family, settings: Mapping[str, Any]) -> Routing:
+        """From the content of a config.json of a family with experts. Raises KeyError when a number is not there."""
+        experts = family.experts
+        normalised = experts.norm_topk_prob
+        return cls(
+            num_experts=settings[num_experts_key(family, settings)],
+            experts_per_token=settings["num_experts_per_tok"],
+            ffn_size=settings[experts.size_key],
+            normalised=bool(settings.get("norm_topk_prob", False)) if normalised is None else normalised,
+        )
+
+
+def num_experts_key(family: Family, settings: Mapping[str, Any]) -> str:
+    """The key under which this config.json has, or should have, the number of experts."""
+    keys = family.experts.count_keys
+    return next((key for key in keys if settings.get(key) is not None), keys[0])
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of one model. `ffn_size` is that of the dense MLP, or of one expert; `num_experts` is 0 when dense."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    ffn_size: int
+    vocab_size: int
+    tied: bool
+    num_experts: int = 0
+
+    @classmethod
+    def from_hf(cls, settings: Mapping[str, Any]) -> ModelShape:
+        """From the content of a config.json, as a plain dict. Raises ConfigError for an unknown architecture."""
+        heads, family = settings["num_attention_heads"], family_of(settings["architectures"])
+        routing = Routing.from_hf(family, settings) if family.is_moe else None
+        return cls(
+            num_layers=settings["num_hidden_layers"],
+            hidden_size=settings["hidden_size"],
+            num_heads=heads,
+            num_kv_heads=settings.get("num_key_value_heads") or heads,
+            head_size=settings.get("head_dim") or settings["hidden_size"] // heads,
+            ffn_size=routing.ffn_size if routing else settings["intermediate_size"],
+            vocab_size=settings["vocab_size"],
+            tied=settings["tie_word_embeddings"],
+            num_experts=routing.num_experts if routing else 0,
+        )
+
+
+def sliding_window(family: Family, settings: Mapping[str, Any]) -> int | None:
+    """How many positions, its own among them, a token attends to; None: all before it."""
+    window = family.window
+    if window is None or (window.switch is not None and not settings.get(window.switch, False)):
+        return None
+    return settings.get("sliding_window", window.default)
+
+
+def num_labels(settings: Mapping[str, Any]) -> int:
+    """Outputs of a classification head."""
+    if "num_labels" in settings:
+        return settings["num_labels"]
+    labels = settings.get("id2label")
+    return DEFAULT_NUM_LABELS if labels is None else len(labels)

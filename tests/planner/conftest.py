@@ -1,0 +1,38 @@
+"""Runs that preflight lets pass, for tests to break one rule at a time."""
+
+from __future__ import annotations
+
+import pytest
+from model_folders import EXPERTS, set_experts, write_model
+
+from megatron_rl.config.schema import MegatronConfig, RunConfig
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    """Six ranks, TP2 x PP3, everything in order; interpolated defaults written out."""
+    for name in ("train.parquet", "test.parquet", "reward.py"):
+        (tmp_path / name).touch()
+    config = RunConfig()
+    config.data.train_files, config.data.val_files = str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet")
+    config.data.max_prompt_length, config.data.max_response_length = 16, 48
+    config.custom_reward_function.path = str(tmp_path / "reward.py")
+    shared, critic, trainer = config.actor_rollout_ref, config.critic, config.trainer
+    shared.model.path = critic.model.path = write_model(tmp_path / "model")
+    for role in (shared.actor, shared.ref, critic):
+        role.megatron = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
+    shared.rollout.tensor_model_parallel_size = 2
+    critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.ppo_epochs = 32, 64, 1
+    critic.forward_micro_batch_size_per_gpu = shared.ref.log_prob_micro_batch_size_per_gpu = 128
+    trainer.device, trainer.n_gpus_per_node = "cpu", 6
+    trainer.default_local_dir = str(tmp_path / "out")
+    return config
+
+
+@pytest.fixture
+def moe_config(config, tmp_path) -> RunConfig:
+    """8 experts of 20 columns; twelve ranks, TP2 x PP3, so 4 a stage. The dense MLP's 191 columns are not used."""
+    write_model(tmp_path / "model", **EXPERTS, intermediate_size=191)
+    config.trainer.n_gpus_per_node = 12
+    set_experts(config, sequence_parallel=True)
+    return config

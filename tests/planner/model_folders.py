@@ -1,0 +1,46 @@
+"""Model folders that preflight can read: a good config.json to change one thing of, and empty files beside it."""
+
+from __future__ import annotations
+
+import json
+
+from megatron_rl.config.schema import RunConfig
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 100,
+}
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def write_model(folder, **changes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL | changes))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
+    return str(folder)
+
+
+def set_experts(config: RunConfig, **sizes) -> None:
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        for name, value in sizes.items():
+            setattr(role.megatron, name, value)

@@ -1,0 +1,58 @@
+"""Let megatron-core write checkpoint files from threads of the rank's own process.
+
+Reason: its writer forks two processes for every save and starts a manager process for their answers that stays for
+life. A fork of a process that runs communication threads can hang in whatever lock one of them held; the manager is
+not allowed to ranks that are daemons themselves, and outlives a rank that is killed.
+What it does: the same function that a forked process would run for each file runs in a thread; answers come back
+through an ordinary queue. Files, names and content are the same.
+"""
+
+from __future__ import annotations
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+
+from third_party_patches.guard import Patch
+
+
+def write_from_threads(
+    transforms: list, use_msc: bool, rank: int, write_buckets: list, results: queue.SimpleQueue
+) -> None:
+    """Write every bucket to its file; puts {number: write results} into `results`, or the first exception."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    waiting: queue.Queue = queue.Queue()
+    with ThreadPoolExecutor(len(write_buckets)) as threads:
+        for number, bucket in enumerate(write_buckets):
+            waiting.put(number)
+            threads.submit(
+                FileSystemWriterAsync.write_preloaded_data,
+                transforms,
+                number,
+                bucket,
+                answers,
+                waiting,
+                use_fsync=True,
+                use_msc=use_msc,
+            )
+    found = dict(answers.get() for _ in write_buckets)
+    failures = [answer for answer in found.values() if isinstance(answer, Exception)]
+    results.put(failures[0] if failures else found)
+
+
+def apply() -> None:
+    """Replace the forking writer and its queue in `filesystem_async`."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._get_write_results_queue = queue.SimpleQueue
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write_from_threads)
+
+
+PATCH = Patch(
+    name="megatron_core.threaded_writer",
+    distributions=("megatron-core",),
+    versions=">=0.16.1,<0.17",
+    drop_when="FileSystemWriterAsync can write without starting processes",
+    apply=apply,
+)
