@@ -1,9 +1,9 @@
 """When a run saves, what it goes on from, and how a signal ends it: the controller's side of checkpoints.
 
-    global_step_N/  manifest.json          every file's size and checksum; written last
-                    run.json               step, prompt cursor, KL controller, books, configuration
-                    actor/ critic/         megatron-core's sharded files, `huggingface/` with config and tokenizer
-                    rng_R.json             random states of rank R
+global_step_N/  manifest.json          every file's size and checksum; written last
+                run.json               step, prompt cursor, KL controller, books, configuration
+                actor/ critic/         megatron-core's sharded files, `huggingface/` with config and tokenizer
+                rng_R.json             random states of rank R
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
     global_step_N.deleted       being deleted
     global_step_N.set_aside     complete or broken, of a past that the run has left; `.set_aside.2` the next such one
 
-Only one run at a time may write to a folder. It calls `sweep` before anything else. Needs neither torch nor Megatron.
+Only one run at a time may write to a folder; it calls `sweep` before it writes the first one. Needs neither torch nor
+Megatron.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from megatron_rl.checkpoint.manifest import MANIFEST, Manifest, ManifestError, b
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's file beside the folders: the step of the newest checkpoint, as a number."""
 UNFINISHED, REPLACED, DELETED, SET_ASIDE = ".unfinished", ".replaced", ".deleted", ".set_aside"
+LEFTOVERS = (UNFINISHED, REPLACED, DELETED)
+"""Endings of names that only a killed run leaves behind."""
 NAME = re.compile(r"global_step_(0|[1-9][0-9]*)(\.unfinished|\.replaced|\.deleted)?")
 
 
@@ -87,14 +90,9 @@ def remove_old(root: Path, keep: int | None) -> list[Path]:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Finish what a killed run left half done; returns the folders that were deleted. Raises OSError.
-
-    An interrupted replacement is undone where the new checkpoint has not got its name yet.
-    """
-    for found in find(root):
-        if found.path.name.endswith(REPLACED):
-            found.path.rename(step_folder(root, found.step))
-    leftovers = sorted(path for path, _, suffix in _named(root) if suffix)
+    """Delete what a killed run left half done; returns the folders that were deleted. Raises OSError."""
+    in_use = {found.path for found in find(root)}
+    leftovers = sorted(path for path, _, suffix in _named(root) if suffix and path not in in_use)
     for path in leftovers:
         _delete(path)
     (root / (LATEST + UNFINISHED)).unlink(missing_ok=True)

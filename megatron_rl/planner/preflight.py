@@ -15,6 +15,7 @@ from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
 from megatron_rl.planner.expert_layout import expert_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
+from megatron_rl.planner.resume_rules import resume_problems
 from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
 
 
@@ -44,6 +45,7 @@ def preflight(config: RunConfig) -> list[str]:
         *_rollout_problems(config, known_models),
         *_batch_problems(config),
         *_length_problems(config, known_models),
+        *resume_problems(config),
     ]
 
 

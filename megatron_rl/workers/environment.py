@@ -29,6 +29,8 @@ def worker_environment(device_kind: str, ranks_per_node: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        # Objects in checkpoints are pickles, and Megatron would load them without asking what they import.
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
         "OMP_NUM_THREADS": str(threads),
     }
     if device_kind == "cpu":

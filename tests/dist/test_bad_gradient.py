@@ -67,9 +67,7 @@ def step_with_nan_in_last_chunk(config) -> tuple[str, bool]:
 def test_nan_in_any_chunk_stops_every_rank(tmp_path) -> None:
     """PP2 with two chunks a stage; would not catch a NaN in a buffer that DDP keeps elsewhere."""
     keys = {"actor_rollout_ref__actor__megatron__virtual_pipeline_model_parallel_size": 2}
-    for raised, unchanged in run_ranks(
-        2, step_with_nan_in_last_chunk, run_config(save_qwen2(tmp_path), 1, 2, **keys)
-    ):
+    for raised, unchanged in run_ranks(2, step_with_nan_in_last_chunk, run_config(save_qwen2(tmp_path), 1, 2, **keys)):
         assert "NaN" in raised
         assert unchanged
 

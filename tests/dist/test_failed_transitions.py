@@ -64,9 +64,7 @@ def test_a_flipped_bit_stops_every_rank_before_generation(tmp_path) -> None:
         assert not rank["in_rollout"] and not rank["foreign"] and rank["kv_bytes"] == 0 and rank["intact"]
         assert rank["greedy"] == ranks[0]["greedy"] and rank["verify_seconds"] > 0
     # The head is the first tensor of Megatron's buffer; rank 1 holds rows 32 to 64 of its 70.
-    expected = (
-        "rank 0: lm_head.weight, segment rows, elements [32, 64) x [0, 128) differ from those of rank 1, their owner (1 of"
-    )
+    expected = "rank 0: lm_head.weight, segment rows, elements [32, 64) x [0, 128) differ from those of rank 1, their owner (1 of"
     assert ranks[0]["message"].startswith(expected)
     assert all("wrong on rank(s) [0]" in rank["message"] for rank in ranks[1:])
 
@@ -138,7 +136,9 @@ def resting_rank(config, num_rounds: int) -> dict:
     scores = worker.compute_ref_log_probs(random_experience(8).sequences())
     return {
         "held": held,
-        "weights": [p.detach().clone() for m in (worker.actor, worker.critic) for p in m.trainable.pipeline.parameters()],
+        "weights": [
+            p.detach().clone() for m in (worker.actor, worker.critic) for p in m.trainable.pipeline.parameters()
+        ],
         "reference": scores.scores.values(),
     }
 
@@ -148,7 +148,9 @@ def test_offloaded_roles_train_as_if_they_had_stayed(tmp_path) -> None:
     path = save_qwen2(tmp_path / "model")
     keys = ("param_offload", "grad_offload", "optimizer_offload")
     options = {f"critic__megatron__{key}": True for key in keys}
-    options |= {f"{MEGATRON}{key}": True for key in keys[1:]} | {"actor_rollout_ref__ref__megatron__param_offload": True}
+    options |= {f"{MEGATRON}{key}": True for key in keys[1:]} | {
+        "actor_rollout_ref__ref__megatron__param_offload": True
+    }
     (stayed,) = run_ranks(1, resting_rank, run_config(path, 1, 1), 2)
     (rested,) = run_ranks(1, resting_rank, run_config(path, 1, 1, **options), 2)
     assert rested["held"] == [0, 0] and min(stayed["held"]) > 0

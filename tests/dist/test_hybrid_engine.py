@@ -12,6 +12,7 @@ from tiny_models import run_config, save_llama, save_qwen2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
+
 def memory_facts(worker) -> dict:
     """Which storage each rollout parameter lies in, and what is held outside generation."""
     own = worker.actor.trainable.param_buffers[0].param_data.untyped_storage()
@@ -20,7 +21,8 @@ def memory_facts(worker) -> dict:
     worker.enter_rollout()
     places = {own.data_ptr(): "own", foreign.data.untyped_storage().data_ptr(): "foreign"}
     rollout = {
-        name: places.get(p.untyped_storage().data_ptr(), "elsewhere") for name, p in worker.rollout.model.named_parameters()
+        name: places.get(p.untyped_storage().data_ptr(), "elsewhere")
+        for name, p in worker.rollout.model.named_parameters()
     }
     trainer_pointers = {p.data_ptr() for p in worker.actor.trainable.models[0].parameters()}
     shared = {name for name, p in worker.rollout.model.named_parameters() if p.data_ptr() in trainer_pointers}
@@ -86,7 +88,9 @@ def test_rollout_parameters_are_the_trainers_memory(pipeline_run) -> None:
         own = {name for name, place in places.items() if place == "own"}
         assert "elsewhere" not in places.values()
         assert own == rank["memory"]["shared"]
-        layers = ("model.layers.0.", "model.layers.1.") if rank["stage"] == 0 else ("model.layers.2.", "model.layers.3.")
+        layers = (
+            ("model.layers.0.", "model.layers.1.") if rank["stage"] == 0 else ("model.layers.2.", "model.layers.3.")
+        )
         assert {name for name in own if ".layers." in name} == {name for name in places if name.startswith(layers)}
         edge = "model.embed_tokens.weight" if rank["stage"] == 0 else "model.norm.weight"
         assert edge in own

@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     **dict.fromkeys(STAGES, PARTS | {"model", "hybrid_engine"}),
     "workers": PARTS | STAGES | {"model", "hybrid_engine"},
     "controller": GROUND,
-    "planner": GROUND | {"parallel", "hybrid_engine", "model"},
+    "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint"},
     **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"workers", "controller", "planner"}),
     "cli": GROUND | LOOP | {"planner", "controller", "workers", "checkpoint"},
     "__main__": {"cli"},
@@ -46,6 +46,11 @@ PURE_PARTS = (
     f"{PACKAGE}.parallel.sharding",
     f"{PACKAGE}.parallel.stages",
     f"{PACKAGE}.hybrid_engine.plan",
+    f"{PACKAGE}.checkpoint.durable",
+    f"{PACKAGE}.checkpoint.folders",
+    f"{PACKAGE}.checkpoint.manifest",
+    f"{PACKAGE}.checkpoint.pickles",
+    f"{PACKAGE}.checkpoint.resume",
     f"{PACKAGE}.model.families",
 )
 """All that the planner may import of those rooms."""

@@ -1,0 +1,143 @@
+"""Which checkpoint a run goes on from, decided before any process is started. Needs neither torch nor Megatron.
+
+A folder is usable when it is complete, of this format, of the configured models, unchanged since it was written, and
+when its pickles are harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.folders import LEFTOVERS, NAME, find
+from megatron_rl.checkpoint.manifest import Manifest, ManifestError, OtherFormatError, broken_files, read_manifest
+from megatron_rl.checkpoint.pickles import forbidden_globals, pickles_in
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.schema import TrainerConfig
+from megatron_rl.errors import ConfigError
+
+Models = Mapping[str, dict[str, Any]]
+"""Role -> `model_identity` of its configured model."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run begins: after `step`, with the state in `path`; None and 0: from the start.
+
+    skipped: newer folders that cannot be used, each with the reason, to be shown to the user.
+    """
+
+    path: Path | None
+    step: int
+    skipped: tuple[str, ...] = ()
+
+
+class UnfitError(Exception):
+    """A complete checkpoint that must not be loaded by this run; the message is the reason."""
+
+
+def select(trainer: TrainerConfig, models: Models, checksums: bool = True) -> ResumePoint:
+    """The checkpoint that `trainer.resume_mode` asks for.
+
+    auto skips what is torn or damaged, and raises ConfigError for a complete checkpoint of another model or format
+    and where there are checkpoints but none is usable, because a fresh start would bury them; resume_path raises
+    ConfigError for anything that is wrong. checksums: read every byte (it takes the time that loading takes),
+    otherwise files are only compared by size.
+    """
+    if trainer.resume_mode == "disable":
+        return ResumePoint(None, 0)
+    if trainer.resume_mode == "resume_path":
+        return _at_path(trainer.resume_from_path, models, checksums)
+    return _newest(Path(trainer.default_local_dir), models, checksums)
+
+
+def _newest(root: Path, models: Models, checksums: bool) -> ResumePoint:
+    skipped = []
+    for found in find(root):
+        try:
+            _check(found.path, models, checksums)
+        except (OtherFormatError, UnfitError) as error:
+            raise ConfigError(
+                f"trainer.resume_mode=auto must go on from the newest checkpoint, and {found.path} cannot be resumed: "
+                f"{error}; nearest: trainer.resume_mode=disable, which sets it aside, or another "
+                "trainer.default_local_dir"
+            ) from error
+        except ManifestError as error:
+            skipped.append(f"{found.path}: {error}")
+        else:
+            return ResumePoint(found.path, found.step, tuple(skipped))
+    if skipped:
+        raise ConfigError(
+            f"trainer.resume_mode=auto must go on from a complete checkpoint, and trainer.default_local_dir={root} has "
+            f"none: {'; '.join(skipped)}; nearest: trainer.resume_mode=disable, which sets them aside"
+        )
+    return ResumePoint(None, 0)
+
+
+def _at_path(given: str, models: Models, checksums: bool) -> ResumePoint:
+    folder = Path(given).expanduser()
+    key = f"trainer.resume_from_path={given}"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{key} must be a checkpoint folder, and there is none; {_hint(folder, folder.parent, models)}"
+        )
+    if find(folder):
+        hint = _hint(folder, folder, models)
+        raise ConfigError(f"{key} must be a checkpoint folder, and it is one of a run, with several in it; {hint}")
+    try:
+        if folder.name.endswith(LEFTOVERS):
+            raise ManifestError("by its name it is a leftover of a killed run")
+        step = _check(folder, models, checksums).step
+    except (ManifestError, UnfitError) as error:
+        hint = _hint(folder, folder.parent, models)
+        raise ConfigError(f"{key} cannot be resumed: {error}; {hint}") from error
+    return ResumePoint(folder, step)
+
+
+def _check(folder: Path, models: Models, checksums: bool) -> Manifest:
+    """The manifest of a usable folder. Raises ManifestError when it is damaged, UnfitError when it does not belong."""
+    manifest = read_manifest(folder)
+    named = NAME.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise ManifestError(f"its manifest is of step {manifest.step}")
+    differences = _differences(manifest, models)
+    if differences:
+        raise UnfitError(f"it is of another model: {'; '.join(differences)}")
+    faults = broken_files(folder, manifest, checksums)
+    if faults:
+        raise ManifestError("; ".join(faults))
+    for file in pickles_in(folder):
+        names = forbidden_globals(file)
+        if names:
+            listing = ", ".join(sorted(names))
+            raise UnfitError(f"loading {file.relative_to(folder)} could run any code, because it names {listing}")
+    return manifest
+
+
+def _differences(manifest: Manifest, models: Models) -> list[str]:
+    found = []
+    for role, identity in models.items():
+        saved = manifest.models.get(role)
+        if saved is None:
+            found.append(f"it has no {role}")
+            continue
+        for name, value in identity.items():
+            if saved.get(name) != value:
+                found.append(f"{name} of the {role} is {saved.get(name)}, and configured is {value}")
+    return found
+
+
+def _hint(folder: Path, root: Path, models: Models) -> str:
+    """The nearest valid choice: the newest usable checkpoint in `root`, or else what is there."""
+    for found in find(root):
+        try:
+            _check(found.path, models, checksums=False)
+        except (ManifestError, UnfitError):
+            continue
+        return f"nearest: {found.path}"
+    neighbours = [str(other) for other in root.iterdir() if other.is_dir()] if root.is_dir() else []
+    if neighbours and not folder.exists():
+        return f"nearest folder: {nearest_name(str(folder), neighbours)}"
+    return f"{root} has no usable checkpoint; nearest: trainer.resume_mode=auto"

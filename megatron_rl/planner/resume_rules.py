@@ -1,0 +1,38 @@
+"""Whether the checkpoint a run is to go on from can be resumed, as far as names, sizes and manifests tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.manifest import model_identity
+from megatron_rl.checkpoint.resume import select
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.validate import CHOICES
+from megatron_rl.errors import ConfigError
+
+
+def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Role -> identity of its model, as `checkpoint.resume.select` wants them; without those that cannot be read."""
+    models = {}
+    for role, path in (("actor", config.actor_rollout_ref.model.path), ("critic", config.critic.model.path)):
+        try:
+            settings = json.loads((Path(path).expanduser() / "config.json").read_text())
+        except (OSError, ValueError):
+            continue  # the model folder's own rules report it
+        models[role] = model_identity(settings)
+    return models
+
+
+def resume_problems(config: RunConfig) -> Iterable[str]:
+    """Why the run cannot go on from where it is asked to. Contents are left to the run itself, which reads them all."""
+    trainer = config.trainer
+    lacks_path = trainer.resume_mode == "resume_path" and trainer.resume_from_path is None
+    if lacks_path or trainer.resume_mode not in CHOICES["trainer.resume_mode"]:
+        return  # the rules of single values report it
+    try:
+        select(trainer, configured_models(config), checksums=False)
+    except ConfigError as error:
+        yield str(error)
