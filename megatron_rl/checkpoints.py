@@ -17,13 +17,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.folders import commit, remove_old, set_aside, step_folder, sweep, unfinished_folder
-from megatron_rl.checkpoint.manifest import FORMAT, FileRecord, Manifest, digest_files, model_identity
+from megatron_rl.checkpoint.folders import (
+    HF_FOLDER,
+    commit,
+    remove_old,
+    set_aside,
+    step_folder,
+    sweep,
+    unfinished_folder,
+)
+from megatron_rl.checkpoint.manifest import FORMAT, FileRecord, Manifest, digest_files
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.worker_group import WorkerGroup
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep
+from megatron_rl.planner.resume_rules import configured_models
+from megatron_rl.records import RoleState
 from megatron_rl.run import Run, StepAbandoned
-from megatron_rl.workers.role_checkpoint import RoleState
 
 RUN_FILE = "run.json"
 MODEL_FILES = (".json", ".jinja", ".model", ".txt")
@@ -102,7 +111,7 @@ class Checkpoints:
                 "config": dataclasses.asdict(self.run.config),
             }
             (folder / RUN_FILE).write_text(json.dumps(content, indent=1))
-            self._under_way = Manifest(FORMAT, state["step"], identities(self.run.config), files={})
+            self._under_way = Manifest(FORMAT, state["step"], configured_models(self.run.config), files={})
         if not self.run.saves_beside_training:
             self.settle()
         self.run.save_seconds = time.monotonic() - started
@@ -120,14 +129,6 @@ class Checkpoints:
             remove_old(self.root, self.keep)
 
 
-def identities(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Role -> what of its model decides whether saved weights fit."""
-    return {
-        role: model_identity(json.loads((Path(path) / "config.json").read_text()))
-        for role, path in model_paths(config).items()
-    }
-
-
 def model_paths(config: RunConfig) -> dict[str, str]:
     """Role -> the Hugging Face folder it started from."""
     return {"actor": config.actor_rollout_ref.model.path, "critic": config.critic.model.path}
@@ -137,10 +138,10 @@ def copy_model_files(config: RunConfig, folder: Path) -> list[str]:
     """Put configuration and tokenizer of each role beside its weights; returns the files' paths in `folder`."""
     names = []
     for role, path in model_paths(config).items():
-        target = folder / role / "huggingface"
+        target = folder / role / HF_FOLDER
         target.mkdir(exist_ok=True)
         for file in sorted(Path(path).iterdir()):
             if file.suffix in MODEL_FILES and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, target / file.name)
-                names.append(f"{role}/huggingface/{file.name}")
+                names.append(f"{role}/{HF_FOLDER}/{file.name}")
     return names

@@ -1,4 +1,4 @@
-"""The command line: megatron-rl train | plan.
+"""The command line: megatron-rl train | plan | export.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -6,6 +6,7 @@ Configuration mistakes are reported before torch, Ray or vLLM is imported; exit 
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.config.load import load_config
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
@@ -48,6 +50,30 @@ def plan_command(config: ConfigPath, overrides: Overrides = None) -> None:
     run_config = load_config(config, overrides or ())
     Console().print(layout_table(batch_table(run_config)))
     check_preflight(run_config)
+
+
+class Role(StrEnum):
+    """The roles of a checkpoint."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+
+
+@app.command("export")
+def export_command(
+    checkpoint: Annotated[Path, typer.Option(help="A global_step_N folder, or a run's folder for its newest.")],
+    target: Annotated[Path, typer.Option(help="The Hugging Face folder to write; it must not exist.")],
+    role: Annotated[Role, typer.Option(help="critic: as a reward model with one label.")] = Role.ACTOR,
+) -> None:
+    """Write a checkpointed model as a Hugging Face folder. One process, no GPU."""
+    folder = usable_checkpoint(checkpoint)
+    if target.exists():
+        raise ConfigError(f"--target {target} must not exist; nearest: --target {target}-{folder.name}")
+    quiet_libraries()
+    from megatron_rl.checkpoint.export_saved import export_saved
+
+    export_saved(folder, role.value, target)
+    Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True)
 
 
 def main() -> None:

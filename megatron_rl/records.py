@@ -189,6 +189,19 @@ class Experience(TensorClass):
         )
 
 
+@dataclass(frozen=True)
+class RoleState:
+    """What a checkpoint says of a trained role beside its tensors; the same on all ranks.
+
+    num_updates: optimizer steps taken, which is where the learning-rate schedule stands. adam_step: what Adam corrects
+    its moments' bias by. dtype: of the parameters.
+    """
+
+    num_updates: int
+    adam_step: int
+    dtype: str
+
+
 def non_tensor(values: Sequence) -> NonTensorStack:
     """Wrap one Python object per row so that it slices with the record."""
     return NonTensorStack(*values)

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig
 from megatron_rl.controller.signals import StopRequest
@@ -26,6 +27,7 @@ from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.timers import PhaseTimer
 from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.prompts.cursor import PromptCursor
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, row_lengths
@@ -69,7 +71,7 @@ class Run:
         self.phase = self.timer.phase
 
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
-        self.start = select(config.trainer, model_identities(config))
+        self.start = select(config.trainer, configured_models(config))
 
         self.transitions: list = []
         self.accuracies: list[float] = []

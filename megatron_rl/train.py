@@ -35,7 +35,7 @@ def train(config: RunConfig) -> dict:
         build_roles(run, workers)
         checkpoints = Checkpoints(run, workers)
         checkpoints.restore()
-        if trainer.val_before_train and run.start.step == 0:
+        if trainer.val_before_train and run.start.path is None:
             run.log(validate(run, workers), step=0)
         for step in run.steps():
             with checkpoints.around(step):

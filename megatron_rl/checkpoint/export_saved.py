@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
+from megatron_rl.checkpoint.keys import checkpoint_key
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
-from megatron_rl.checkpoint.sharded_state import checkpoint_key
 from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
 
 ROLES = ("actor", "critic")
-HF_FOLDER = "huggingface"
-"""Where a role's folder keeps the configuration and the tokenizer that it started from."""
 
 
 def export_saved(checkpoint: Path, role: str, target: Path) -> None:

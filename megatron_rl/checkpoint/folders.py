@@ -23,6 +23,8 @@ from megatron_rl.checkpoint.manifest import MANIFEST, Manifest, ManifestError, b
 
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's file beside the folders: the step of the newest checkpoint, as a number."""
+HF_FOLDER = "huggingface"
+"""Where a role's part of a checkpoint keeps the configuration and the tokenizer of its model, as verl does."""
 UNFINISHED, REPLACED, DELETED, SET_ASIDE = ".unfinished", ".replaced", ".deleted", ".set_aside"
 LEFTOVERS = (UNFINISHED, REPLACED, DELETED)
 """Endings of names that only a killed run leaves behind."""

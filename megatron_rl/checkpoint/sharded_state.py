@@ -1,8 +1,4 @@
-"""A rank's weights and optimizer state as megatron-core's sharded tensors, under names that no layout decides.
-
-A key is the Hugging Face name of the tensor (of experts: without their number, all of a layer stacked in dim 0); the
-optimizer's are prefixed as Megatron does it. Shapes are those of whole tensors, without padding. So a checkpoint of one
-layout is read in any other, and a weight is found by its name by whoever has no layout at all.
+"""A rank's weights and optimizer state as megatron-core's sharded tensors.
 
 Every tensor here is a view, of parameters or of the optimizer's flat state: saving gathers nothing, loading writes in
 place.
@@ -16,14 +12,10 @@ from dataclasses import dataclass
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from megatron_rl.checkpoint.keys import checkpoint_key
 from megatron_rl.checkpoint.pieces import Piece, pieces_of
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place, box_shape, shard_of
-
-WEIGHT = "weight"
-"""The kind of a run that holds parameters; other kinds are the optimizer's names for its state."""
-
-OPTIMIZER_PREFIX = "optimizer.state."
 
 
 @dataclass(frozen=True)
@@ -37,12 +29,6 @@ class Run:
     kind: str
     start: int
     data: torch.Tensor
-
-
-def checkpoint_key(spec: ParamSpec, segment: int, kind: str = WEIGHT) -> str:
-    """The name of a segment, or of the optimizer's state for it, in a checkpoint."""
-    name = spec.hf_names[segment].replace("{expert}.", "")
-    return name if kind == WEIGHT else f"{OPTIMIZER_PREFIX}{kind}.{name}"
 
 
 def is_writer(name: str, specs: dict[str, ParamSpec], place: Place) -> bool:

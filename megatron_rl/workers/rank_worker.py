@@ -19,7 +19,16 @@ from megatron_rl.experience.batches import num_optimizer_steps
 from megatron_rl.model.families import VOCAB_PADDING
 from megatron_rl.parallel.mpu import COLLECTIVE_TIMEOUT, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
-from megatron_rl.records import ActorBatch, CriticBatch, Generations, Prompts, Sampling, Sequences, TokenScores
+from megatron_rl.records import (
+    ActorBatch,
+    CriticBatch,
+    Generations,
+    Prompts,
+    RoleState,
+    Sampling,
+    Sequences,
+    TokenScores,
+)
 from megatron_rl.workers.environment import RankEnvironment
 from third_party_patches import apply_patches
 
@@ -30,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_rl.workers.critic import Critic
     from megatron_rl.workers.model_source import ModelSource
     from megatron_rl.workers.policy import Actor, TokenScorer
-    from megatron_rl.workers.role_checkpoint import RoleCheckpoint, RoleState
+    from megatron_rl.workers.role_checkpoint import RoleCheckpoint
     from megatron_rl.workers.saving import UnfinishedSave
 
 

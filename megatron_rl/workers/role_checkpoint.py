@@ -7,31 +7,19 @@ updates: nothing is gathered, nothing is written twice. A rank reads the weights
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint.keys import WEIGHT
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter, read
-from megatron_rl.checkpoint.sharded_state import WEIGHT, Run, is_writer, sharded_state
+from megatron_rl.checkpoint.sharded_state import Run, is_writer, sharded_state
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place
+from megatron_rl.records import RoleState
 from megatron_rl.workers.model_source import named_parameters
 from megatron_rl.workers.training import TrainableModel
-
-
-@dataclass(frozen=True)
-class RoleState:
-    """The numbers of a role that are the same on all ranks.
-
-    num_updates: optimizer steps taken, which is where the learning-rate schedule stands. adam_step: what Adam corrects
-    its moments' bias by. dtype: of the parameters.
-    """
-
-    num_updates: int
-    adam_step: int
-    dtype: str
 
 
 class RoleCheckpoint:

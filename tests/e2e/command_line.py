@@ -16,14 +16,19 @@ TAG = "MEGATRON_RL_TEST_TAG"
 
 
 class CommandLine:
-    """One `megatron_rl train` on the demo assets, in its own session; every process it starts carries a tag."""
+    """One `megatron_rl train` on the demo assets, in its own session; every process it starts carries a tag.
+
+    Several in one `folder`, one after the other, are lives of the same run, whose own folder is `run`.
+    """
 
     def __init__(self, folder: Path, *overrides: str, config: str = "configs/demo_cpu.yaml") -> None:
         self.tag = uuid.uuid4().hex
-        self.output = folder / "output.txt"
+        self.folder = folder
+        self.run = folder / "run"
+        self.output = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
         self.started = time.monotonic()
         command = [sys.executable, "-m", "megatron_rl", "train", "--config", config, *overrides]
-        command.append(f"trainer.default_local_dir={folder / 'run'}")
+        command.append(f"trainer.default_local_dir={self.run}")
         self.process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
@@ -49,17 +54,17 @@ class CommandLine:
         ranked = [process for process in self.family() if "RANK" in process.environ()]
         return [process for process in ranked if process.name().startswith("ray::")]
 
-    def wait_for(self, condition, timeout: float, may_end: bool = False) -> None:
+    def wait_for(self, condition, timeout: float, may_end: bool = False, interval: float = 0.2) -> None:
         """Poll until `condition()` is true; AssertionError with the output when the run ends first or it is too late.
 
-        may_end: the condition itself makes the run end, so both may be seen at once.
+        may_end: the condition itself makes the run end, so both may be seen at once. interval: seconds between looks.
         """
         deadline = time.monotonic() + timeout
         while not condition():
             ended = self.process.poll() is not None
             assert not ended or (may_end and condition()), f"the run ended early:\n{self.text()}"
             assert time.monotonic() < deadline, f"waited {timeout} s:\n{self.text()}"
-            time.sleep(0.2)
+            time.sleep(interval)
 
     def wait(self, timeout: float) -> int:
         """Exit code; AssertionError when it takes longer."""
@@ -72,7 +77,7 @@ class CommandLine:
         return self.output.read_text()
 
     def metrics(self) -> str:
-        file = self.output.parent / "run/metrics.jsonl"
+        file = self.run / "metrics.jsonl"
         return file.read_text() if file.exists() else ""
 
     def left_over(self, patience: float = 10) -> list[str]:

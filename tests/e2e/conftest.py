@@ -13,9 +13,10 @@ def command_line(tmp_path: Path):
         pytest.fail("the demo assets are missing: run `make assets` (make test does)")
     started: list[CommandLine] = []
 
-    def start(*overrides: str) -> CommandLine:
-        folder = tmp_path / str(len(started))
-        folder.mkdir()
+    def start(*overrides: str, folder: Path | None = None) -> CommandLine:
+        """A run of its own, or the next life of the one in `folder`."""
+        folder = folder or tmp_path / str(len(started))
+        folder.mkdir(exist_ok=True)
         started.append(CommandLine(folder, *overrides))
         return started[-1]
 

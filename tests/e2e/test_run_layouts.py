@@ -41,7 +41,7 @@ def test_layout_by_overrides(command_line, layout: str) -> None:
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout_tp_size}",
     )
     assert run.wait(180) == 0, run.text()
-    folder = run.output.parent / "run"
+    folder = run.run
     summary = json.loads((folder / "summary.json").read_text())
     expected = {"world_size": world_size, "tp": tp_size, "pp": pp_size, "dp": world_size // (tp_size * pp_size)}
     assert summary["layout"] == expected | {"rollout_tp": rollout_tp_size}

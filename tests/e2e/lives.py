@@ -1,0 +1,46 @@
+"""What the lives of one run leave behind, for tests that end some of them early."""
+
+from __future__ import annotations
+
+import json
+
+from command_line import CommandLine
+
+from megatron_rl.checkpoint.folders import find
+from megatron_rl.checkpoint.manifest import broken_files, read_manifest
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+SHORT = (
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "algorithm.kl_ctrl.type=adaptive",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=0",
+    "trainer.total_training_steps=5",
+)
+ONE = ("trainer.n_gpus_per_node=1", *(f"{MEGATRON}.{axis}_model_parallel_size=1" for axis in ("tensor", "pipeline")))
+TP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=1")
+CLOCKED = ("timing_s/", "perf/", "reshard/")
+"""Metrics that measure the machine."""
+
+
+def metrics(run: CommandLine) -> dict[int, dict[str, float]]:
+    """Step -> what was logged, without clocks; each step once, in order."""
+    lines = [json.loads(line) for line in run.metrics().splitlines()]
+    steps = [line.pop("step") for line in lines]
+    assert steps == sorted(set(steps))
+    kept = [{name: value for name, value in line.items() if not name.startswith(CLOCKED)} for line in lines]
+    return dict(zip(steps, kept, strict=True))
+
+
+def steps_saved(run: CommandLine) -> list[int]:
+    """Steps of the checkpoints, newest first; each must be complete to the last byte."""
+    found = find(run.run)
+    for checkpoint in found:
+        assert broken_files(checkpoint.path, read_manifest(checkpoint.path), checksums=True) == []
+    return [checkpoint.step for checkpoint in found]
+
+
+def reached(run: CommandLine, step: int):
+    """A condition: the metrics of `step` are written."""
+    return lambda: f'"step": {step}, ' in run.metrics()

@@ -1,0 +1,148 @@
+"""A run that ended early goes on when the same command is given again, as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from lives import MEGATRON, ONE, SHORT, TP2, metrics, reached, steps_saved
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+def test_killed_run_goes_on_exactly(command_line) -> None:
+    """`kill -9` in step 4, after a save at 2: metrics of every step and the exported model are the uninterrupted run's.
+
+    TP2 to rollout TP1, saved beside training. Then the checkpoint of step 2 goes on in one process, with the same
+    samples. Would not catch a clock that starts anew: those are left out.
+    """
+    keys = (*SHORT, *TP2, "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.save_freq=2")
+    keys += ("actor_rollout_ref.actor.checkpoint.async_save=true",)
+    whole = command_line(*keys)
+    assert whole.wait(180) == 0, whole.text()
+    assert steps_saved(whole) == [5, 4, 2]
+    assert (whole.run / "latest_checkpointed_iteration.txt").read_text() == "5"
+
+    killed = command_line(*keys)
+    killed.wait_for(reached(killed, 3), timeout=120)
+    killed.process.kill()
+    assert killed.wait(60) == -9
+    assert killed.left_over(patience=60) == []
+    saved = steps_saved(killed)[0]
+    assert saved in (2, 4)
+    resumed = command_line(*keys, folder=killed.folder)
+    assert resumed.wait(180) == 0, resumed.text()
+    assert f"going on after step {saved}" in resumed.text()
+    assert metrics(resumed) == metrics(whole)
+    exported = [(run.run / "hf_model/model.safetensors").read_bytes() for run in (resumed, whole)]
+    assert exported[0] == exported[1]
+
+    # The end of a run is a checkpoint too: nothing is left to do.
+    finished = command_line(*keys, folder=killed.folder)
+    assert finished.wait(180) == 0, finished.text()
+    assert metrics(finished) == metrics(whole)
+
+    other = command_line(
+        *SHORT, *ONE, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole.run / 'global_step_2'}"
+    )
+    assert other.wait(180) == 0, other.text()
+    assert "random generators start anew" in other.text()
+    assert f"{MEGATRON}.tensor_model_parallel_size was 2, is 1" in other.text()
+    ours, theirs = metrics(other), metrics(whole)
+    assert list(ours) == [3, 4, 5]
+    for name in ("critic/score/mean", "prompt_length/mean", "response_length/mean", "response_length/max"):
+        assert [ours[step][name] for step in ours] == [theirs[step][name] for step in ours], name
+    assert [ours[step]["actor/entropy"] for step in ours] == pytest.approx(
+        [theirs[step]["actor/entropy"] for step in ours], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_says_so(command_line, number: int) -> None:
+    """The step is finished and saved, and the next life starts after it.
+
+    Would not catch a signal before the first step.
+    """
+    keys = (*SHORT, *ONE, "trainer.save_freq=1000")
+    stopped = command_line(*keys, "trainer.total_training_steps=1000")
+    stopped.wait_for(reached(stopped, 2), timeout=120)
+    stopped.process.send_signal(number)
+    assert stopped.wait(60) == 20, stopped.text()
+    assert stopped.left_over() == []
+    [saved] = steps_saved(stopped)
+    assert list(metrics(stopped)) == list(range(1, saved + 1))
+    resumed = command_line(*keys, f"trainer.total_training_steps={saved + 1}", folder=stopped.folder)
+    assert resumed.wait(180) == 0, resumed.text()
+    assert list(metrics(resumed)) == list(range(1, saved + 2))
+    # The last step is always saved.
+    assert steps_saved(resumed) == [saved + 1, saved]
+
+
+def slow_reward(folder: Path, seconds: float) -> tuple[str, Path]:
+    """(the key of a reward function that sleeps once, the file that it leaves when it falls asleep)."""
+    asleep, file = folder / "asleep", folder / "reward.py"
+    file.write_text(
+        "import pathlib, time\n"
+        f"asleep = pathlib.Path({str(asleep)!r})\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if not asleep.exists():\n"
+        "        asleep.touch()\n"
+        f"        time.sleep({seconds})\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    return f"custom_reward_function.path={file}", asleep
+
+
+def test_step_is_given_up_when_time_is_short(command_line, tmp_path: Path) -> None:
+    """Nobody knows how long a first step takes, so it is abandoned: code 21, and the state before it is saved.
+
+    Would not catch a step that is abandoned although it had time.
+    """
+    reward, asleep = slow_reward(tmp_path, 3)
+    run = command_line(*SHORT, *ONE, "trainer.save_freq=1", reward)
+    run.wait_for(asleep.exists, timeout=120)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 21, run.text()
+    assert steps_saved(run) == [0]
+    assert run.left_over() == []
+    resumed = command_line(*SHORT, *ONE, "trainer.save_freq=1", "trainer.total_training_steps=1", folder=run.folder)
+    assert resumed.wait(180) == 0, resumed.text()
+    assert "going on after step 0" in resumed.text()
+    assert steps_saved(resumed) == [1, 0]
+
+
+def test_grace_is_bounded(command_line, tmp_path: Path) -> None:
+    """A step that hangs ends with the grace: code 22, nothing left. Would not catch a worker that ignores SIGKILL."""
+    reward, asleep = slow_reward(tmp_path, 600)
+    run = command_line(*SHORT, *ONE, "trainer.save_freq=1", "trainer.stop_grace_s=2", reward)
+    run.wait_for(asleep.exists, timeout=120)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(30) == 22, run.text()
+    assert run.left_over() == []
+    assert steps_saved(run) == []
+
+
+def test_damaged_checkpoint_is_noticed(command_line) -> None:
+    """One flipped bit: skipped for the checkpoint before, with the reason; refused by its path.
+
+    Would not catch a bit that flips in memory.
+    """
+    keys = (*SHORT, *ONE, "trainer.save_freq=1", "trainer.total_training_steps=2", "trainer.export_hf=false")
+    run = command_line(*keys)
+    assert run.wait(180) == 0, run.text()
+    damaged = next((run.run / "global_step_2/actor").glob("__0_*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    by_path = (f"trainer.resume_from_path={run.run / 'global_step_2'}", "trainer.resume_mode=resume_path")
+    refused = command_line(*keys, *by_path, folder=run.folder)
+    assert refused.wait(60) == 2, refused.text()
+    assert "other content than was written" in refused.text().replace("\n", " ")
+    resumed = command_line(*keys, folder=run.folder)
+    assert resumed.wait(180) == 0, resumed.text()
+    text = resumed.text().replace("\n", " ")
+    assert "global_step_2" in text and "other content than was written" in text and "going on after step 1" in text
+    assert steps_saved(resumed) == [2, 1]
+    assert (run.run / "global_step_2.set_aside").is_dir()
+    shutil.rmtree(run.run)
