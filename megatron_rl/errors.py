@@ -32,3 +32,21 @@ class ParityError(MegatronRLError):
     """Two computations that must agree (rollout and trainer, export and trainer) differ beyond their bound."""
 
     exit_code = 5
+
+
+class StoppedAfterStep(MegatronRLError):
+    """A signal asked the run to stop; the step it was in is finished and saved."""
+
+    exit_code = 20
+
+
+class StoppedBeforeStep(MegatronRLError):
+    """A signal asked the run to stop; the step it was in was given up, and the state before it is saved."""
+
+    exit_code = 21
+
+
+class GraceOver(MegatronRLError):
+    """A signal asked the run to stop, and it could not save in the time it had; the last complete checkpoint stands."""
+
+    exit_code = 22

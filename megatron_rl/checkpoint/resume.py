@@ -130,8 +130,10 @@ def _differences(manifest: Manifest, models: Models) -> list[str]:
 
 
 def _hint(folder: Path, root: Path, models: Models) -> str:
-    """The nearest valid choice: the newest usable checkpoint in `root`, or else what is there."""
+    """The nearest valid choice: the newest usable checkpoint in `root` but `folder`, or else what is there."""
     for found in find(root):
+        if found.path.resolve() == folder.resolve():
+            continue
         try:
             _check(found.path, models, checksums=False)
         except (ManifestError, UnfitError):
@@ -140,4 +142,4 @@ def _hint(folder: Path, root: Path, models: Models) -> str:
     neighbours = [str(other) for other in root.iterdir() if other.is_dir()] if root.is_dir() else []
     if neighbours and not folder.exists():
         return f"nearest folder: {nearest_name(str(folder), neighbours)}"
-    return f"{root} has no usable checkpoint; nearest: trainer.resume_mode=auto"
+    return f"{root} has no usable one; nearest: trainer.resume_mode=auto"

@@ -1,38 +1,114 @@
-"""SIGTERM in the driver: turned into an ordinary exit, so that `with` blocks close what they opened."""
+"""SIGTERM and Ctrl-C in the driver: a request to stop where the run can save, else an ordinary exit.
+
+Either way `with` blocks close what they opened. Signals reach the main thread only, between two of its instructions
+and also while it waits in a Ray call.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from megatron_rl.errors import GraceOver
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+STDERR = 2
+SHORTEST_TIMER_S = 1e-6
+"""A timer of 0 s would never ring."""
+
+
+@dataclass
+class StopRequest:
+    """Whether a signal has asked the run to stop, which one, and when it must have ended.
+
+    deadline: of `time.monotonic()`, infinite before the signal.
+    """
+
+    signal: signal.Signals | None = None
+    deadline: float = math.inf
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the run is to stop."""
+        return self.signal is not None
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, never below 0."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def fulfil(self) -> None:
+        """All is saved: neither the deadline nor a further SIGTERM may interrupt the cleaning up."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextmanager
-def graceful_signals() -> Iterator[None]:
-    """Inside this block a SIGTERM raises `SystemExit(143)`; the main thread must enter it, outside every other block.
+def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
+    """What SIGTERM and SIGINT do inside this block; the main thread must enter it, outside every other block.
 
-    Only the first SIGTERM counts: a second one would interrupt the cleaning up that the first one asked for.
+    grace_s: None: the first SIGTERM raises `SystemExit(143)`, and SIGINT KeyboardInterrupt, as always in Python.
+    Otherwise the first of either is noted in the request that is yielded, a second one raises these, and so many
+    seconds after the first the block is left with GraceOver. Further SIGTERMs are ignored: they would interrupt the
+    cleaning up that the earlier one asked for.
     """
-    received = False
+    request = StopRequest()
+    signals = (signal.SIGTERM,) if grace_s is None else (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    previous = {number: signal.getsignal(number) for number in signals}
+    reason: BaseException | None = None
 
-    def leave(signum: int, frame: object) -> None:
-        nonlocal received
-        received = True
+    def leave(error: BaseException) -> None:
+        nonlocal reason
+        reason = error
+        if grace_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGINT, previous[signal.SIGINT])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise SystemExit(SIGTERM_EXIT_CODE)
+        # Ray lets these two alone out of its calls, SystemExit with another code; what was meant is in `reason`.
+        raise error if isinstance(error, KeyboardInterrupt | SystemExit) else SystemExit
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    def receive(number: int, frame: object) -> None:
+        if grace_s is None or request.is_set:
+            leave(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(SIGTERM_EXIT_CODE))
+        request.signal, request.deadline = signal.Signals(number), time.monotonic() + grace_s
+        signal.setitimer(signal.ITIMER_REAL, max(grace_s, SHORTEST_TIMER_S))
+        _say(
+            f"{request.signal.name}: the run saves and stops within {grace_s:g} s (trainer.stop_grace_s); "
+            "a second signal ends it at once"
+        )
+
+    def ring(number: int, frame: object) -> None:
+        leave(
+            GraceOver(
+                f"the run could not save within trainer.stop_grace_s={grace_s:g} s of {request.signal.name}; the last "
+                "complete checkpoint stands; nearest: more seconds than saving, and giving up a step, take"
+            )
+        )
+
+    for number in signals:
+        signal.signal(number, ring if number == signal.SIGALRM else receive)
     try:
-        yield
+        yield request
     except (KeyboardInterrupt, SystemExit):
-        if received:  # an exit raised inside a Ray call comes out of it as SystemExit(1)
-            raise SystemExit(SIGTERM_EXIT_CODE) from None
+        if reason is not None:
+            raise reason from None
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        if grace_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    """One line on stderr, if it is open; written past Python's buffers, in whose middle the signal may have come."""
+    with suppress(OSError):
+        os.write(STDERR, f"\n{text}\n".encode())
 
 
 @contextmanager

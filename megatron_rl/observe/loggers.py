@@ -66,9 +66,14 @@ class ConsoleBackend:
 class JsonlBackend:
     """One JSON object per line, with "step" first; a line is on disk as soon as it is logged."""
 
-    def __init__(self, file: Path):
-        """Start `file` anew."""
-        self._file = file.open("w")
+    def __init__(self, file: Path, resumed_step: int | None = None):
+        """Start `file` anew, or after its lines of steps <= `resumed_step`: a run that goes on repeats the others."""
+        kept = [] if resumed_step is None or not file.exists() else _lines_until(file, resumed_step)
+        # At one instant, so that a kill loses no line.
+        unfinished = file.with_name(file.name + ".unfinished")
+        unfinished.write_text("".join(line + "\n" for line in kept))
+        unfinished.replace(file)
+        self._file = file.open("a")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append the line of `step`; floats that are not finite become null."""
@@ -81,14 +86,27 @@ class JsonlBackend:
         self._file.close()
 
 
+def _lines_until(file: Path, last_step: int) -> list[str]:
+    """The lines of steps <= `last_step`, without what a kill has torn."""
+    kept = []
+    for line in file.read_text(errors="replace").splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if step <= last_step:
+            kept.append(line)
+    return kept
+
+
 class TensorBoardBackend:
     """Scalars for TensorBoard."""
 
-    def __init__(self, folder: Path):
-        """Write events to `folder`; those of an earlier run there are hidden."""
+    def __init__(self, folder: Path, resumed_step: int | None = None):
+        """Write events to `folder`; those of an earlier run there are hidden, but not of steps <= `resumed_step`."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only this backend needs it
 
-        self._writer = SummaryWriter(str(folder), purge_step=0)
+        self._writer = SummaryWriter(str(folder), purge_step=0 if resumed_step is None else resumed_step + 1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the scalars of `step`."""
@@ -103,10 +121,18 @@ class TensorBoardBackend:
 class MetricLogger:
     """Sends the metrics of each step to all `backends`. A context manager."""
 
-    def __init__(self, backends: Sequence[str], directory: Path, console: Console | None = None):
+    def __init__(
+        self,
+        backends: Sequence[str],
+        directory: Path,
+        console: Console | None = None,
+        resumed_step: int | None = None,
+    ):
         """Create `directory` and in it metrics.jsonl ("jsonl") and tensorboard/ ("tensorboard").
 
-        Pass the progress bar's `console` so that lines appear above it. Raises ConfigError for an unknown backend.
+        Pass the progress bar's `console` so that lines appear above it. resumed_step: the step whose state the run goes
+        on from; what was logged until then is kept, later steps are dropped. None: all is started anew. Raises
+        ConfigError for an unknown backend.
         """
         for name in backends:
             if name not in BACKENDS:
@@ -119,9 +145,9 @@ class MetricLogger:
         if "console" in backends:
             self._backends.append(ConsoleBackend(console or Console()))
         if "jsonl" in backends:
-            self._backends.append(JsonlBackend(directory / "metrics.jsonl"))
+            self._backends.append(JsonlBackend(directory / "metrics.jsonl", resumed_step))
         if "tensorboard" in backends:
-            self._backends.append(TensorBoardBackend(directory / "tensorboard"))
+            self._backends.append(TensorBoardBackend(directory / "tensorboard", resumed_step))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record `metrics` (verl's names) of `step`; step 0 is the state before training."""

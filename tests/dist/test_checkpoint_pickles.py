@@ -33,15 +33,15 @@ def save_and_load(folder: Path) -> tuple[bool, str]:
     """One checkpoint of tensors and random states, one with a malicious object; whether the first came back, and why
     the second did not."""
     import torch.distributed as dist
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    # Saving waits for the GPU in places that no patch of ours reaches yet.
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_device = lambda: "cpu"
+    from third_party_patches import apply_patches
+
+    apply_patches("cpu")
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
 
     def state(value: object) -> dict:
         tensors = {name: torch.ones(4, 3, dtype=getattr(torch, name)) for name in ("float32", "bfloat16", "int64")}
@@ -59,8 +59,8 @@ def save_and_load(folder: Path) -> tuple[bool, str]:
     )
     try:
         dist_checkpointing.load(state(None), folder / "evil" / "actor")
-    except Exception as error:
-        return same, f"{type(error).__name__}: {error}"
+    except CheckpointException as error:
+        return same, str(error)
     return same, "nothing"
 
 
@@ -74,7 +74,7 @@ def test_real_checkpoints_and_one_with_a_command_inside(tmp_path) -> None:
     assert [file.name for file in files] == [".metadata", "common.pt"]
     assert [forbidden_globals(file) for file in files] == [set(), set()]
     assert came_back
-    assert "UnpicklingError" in refusal or "Weights only load failed" in refusal, refusal
+    assert "Weights only load failed" in refusal
     assert not (tmp_path / "mark").exists()
 
     metadata = pickle.loads(files[0].read_bytes())

@@ -28,6 +28,38 @@ def test_a_new_run_starts_the_file_anew(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0}\n'
 
 
+def test_a_resumed_run_repeats_the_later_steps(tmp_path):
+    """Steps 1 to 3 and half of a line; resumed after 2. Would not catch a file of another run in the same folder."""
+    with MetricLogger(["jsonl"], tmp_path) as logger:
+        for step in (0, 1, 2, 3):
+            logger.log({"a": 1.0}, step)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"step": 4, "a\xc3')
+    with MetricLogger(["jsonl"], tmp_path, resumed_step=2) as logger:
+        logger.log({"a": 2.0}, 3)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines == [{"step": step, "a": 1.0} for step in (0, 1, 2)] + [{"step": 3, "a": 2.0}]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '[1]\n3\n"x"\n', '{"step": 9, "a": 1.0}'])
+def test_a_resumed_run_needs_no_lines_before_it(tmp_path, content):
+    """Nothing to keep, and no file at all. Would not catch a file that may not be written."""
+    (tmp_path / "metrics.jsonl").write_text(content)
+    for folder in (tmp_path, tmp_path / "new"):
+        with MetricLogger(["jsonl"], folder, resumed_step=4) as logger:
+            logger.log({"a": 2.0}, 5)
+        assert (folder / "metrics.jsonl").read_text() == '{"step": 5, "a": 2.0}\n'
+
+
+def test_a_last_line_without_its_end_is_whole_again(tmp_path):
+    """A complete object whose newline was lost. Would not catch two objects on one line."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1.0}')
+    with MetricLogger(["jsonl"], tmp_path, resumed_step=1) as logger:
+        logger.log({"a": 2.0}, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}\n'
+
+
 def test_console_prints_one_plain_line_per_step(tmp_path):
     """No control characters and no wrapping off a terminal. Would not catch an unlucky choice of metrics."""
     output = io.StringIO()
@@ -45,6 +77,18 @@ def test_tensorboard_scalars_read_back(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("actor/lr")] == [(0, 0.5), (3, 0.25)]
+
+
+def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path):
+    """Steps 1 to 3, resumed after 2. Would not catch a reader that shows hidden events."""
+    for resumed_step, steps, value in ((None, (1, 2, 3), 0.5), (2, (3, 4), 0.25)):
+        with MetricLogger(["tensorboard"], tmp_path, resumed_step=resumed_step) as logger:
+            for step in steps:
+                logger.log({"actor/lr": value}, step)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("actor/lr")]
+    assert found == [(1, 0.5), (2, 0.5), (3, 0.25), (4, 0.25)]
 
 
 def test_unknown_backend_names_the_nearest(tmp_path):

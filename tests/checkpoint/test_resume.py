@@ -1,0 +1,192 @@
+"""Which checkpoint a run goes on from: the newest good one, and otherwise a reason and a way out."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from saved import FILES, MODELS, SETTINGS, save, write_files
+
+from megatron_rl.checkpoint.folders import commit, set_aside, step_folder
+from megatron_rl.checkpoint.manifest import MANIFEST, Manifest, digest_files, model_identity
+from megatron_rl.checkpoint.resume import ResumePoint, select
+from megatron_rl.config.schema import TrainerConfig
+from megatron_rl.errors import ConfigError
+
+NOTHING = ResumePoint(None, 0)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> TrainerConfig:
+    return TrainerConfig(default_local_dir=str(tmp_path))
+
+
+def at(path: Path | str) -> TrainerConfig:
+    return TrainerConfig(resume_mode="resume_path", resume_from_path=str(path))
+
+
+def damage(root: Path, step: int, how: str) -> None:
+    folder = step_folder(root, step)
+    if how == "no manifest":
+        (folder / MANIFEST).unlink()
+    elif how == "torn manifest":
+        os.truncate(folder / MANIFEST, 30)
+    elif how == "missing":
+        (folder / FILES[0]).unlink()
+    elif how == "cut":
+        os.truncate(folder / FILES[1], 3)
+    elif how == "flipped":
+        content = bytearray((folder / FILES[2]).read_bytes())
+        content[5] ^= 1
+        (folder / FILES[2]).write_bytes(content)
+    elif how == "renamed":
+        folder.rename(step_folder(root, step + 100))
+
+
+def save_changed(root: Path, step: int, **changes) -> Path:
+    """A complete checkpoint of a model with other settings."""
+    folder, manifest = write_files(root, step)
+    models = MODELS | {"critic": model_identity(SETTINGS | changes)}
+    return commit(folder, Manifest(manifest.format, step, models, manifest.files))
+
+
+def save_pickle(root: Path, step: int, content: bytes) -> Path:
+    """A complete checkpoint with a table of contents."""
+    folder, manifest = write_files(root, step)
+    (folder / "actor/.metadata").write_bytes(content)
+    files = manifest.files | digest_files(folder, ["actor/.metadata"])
+    return commit(folder, Manifest(manifest.format, step, MODELS, files))
+
+
+def test_the_newest_one_is_taken(trainer, tmp_path):
+    """By number, not by name or time. Would not catch a folder whose manifest lies."""
+    assert select(trainer, MODELS) == NOTHING
+    for step in (9, 10, 2):
+        save(tmp_path, step)
+    assert select(trainer, MODELS) == ResumePoint(step_folder(tmp_path, 10), 10)
+    trainer.resume_mode = "disable"
+    assert select(trainer, MODELS) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("no manifest", "it has no manifest.json: torn, or not written by megatron_rl"),
+        ("torn manifest", "manifest.json is not JSON"),
+        ("missing", f"{FILES[0]} is missing"),
+        ("cut", f"{FILES[1]} has 3 bytes, not"),
+        ("flipped", f"{FILES[2]} has other content than was written"),
+        ("renamed", "its manifest is of step 20"),
+    ],
+)
+def test_damaged_ones_are_skipped_and_named(trainer, tmp_path, how, reason):
+    """Auto goes on from the one before, and stops where there is none. Would not catch damage that keeps SHA-256."""
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    damage(tmp_path, 20, how)
+    point = select(trainer, MODELS)
+    assert (point.path, point.step) == (step_folder(tmp_path, 10), 10)
+    (skipped,) = point.skipped
+    assert skipped.startswith(f"{tmp_path}/global_step_") and reason in skipped
+    damage(tmp_path, 10, "missing")
+    with pytest.raises(
+        ConfigError, match="must go on from a complete checkpoint.*resume_mode=disable, which sets them"
+    ):
+        select(trainer, MODELS)
+    broken = step_folder(tmp_path, 120 if how == "renamed" else 20)
+    with pytest.raises(ConfigError, match="cannot be resumed: ") as raised:
+        select(at(broken), MODELS)
+    assert reason in str(raised.value) and "has no usable one; nearest: trainer.resume_mode=auto" in str(raised.value)
+
+
+def test_contents_are_compared_on_demand(trainer, tmp_path):
+    """Sizes alone do not see a flipped bit. Would not catch the time that reading everything takes."""
+    save(tmp_path, 10)
+    damage(tmp_path, 10, "flipped")
+    assert select(trainer, MODELS, checksums=False).step == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": 48}, "hidden_size of the critic is 48, and configured is 96; head_dim of the critic is 4"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures of the critic is ['LlamaForCausalLM']"),
+    ],
+)
+def test_another_model_is_an_error(trainer, tmp_path, changes, reason):
+    """It is not skipped: a fresh start would bury it. Would not catch two models of the same sizes."""
+    save(tmp_path, 10)
+    path = save_changed(tmp_path, 20, **changes)
+    with pytest.raises(ConfigError) as raised:
+        select(trainer, MODELS)
+    assert reason in str(raised.value) and "nearest: trainer.resume_mode=disable, which sets it aside" in str(
+        raised.value
+    )
+    with pytest.raises(ConfigError) as raised:
+        select(at(path), MODELS)
+    assert reason in str(raised.value) and f"nearest: {step_folder(tmp_path, 10)}" in str(raised.value)
+    with pytest.raises(ConfigError, match="it has no reward"):
+        select(at(path), {"reward": MODELS["actor"]})
+    # A model folder that cannot be read is reported elsewhere.
+    assert select(trainer, {"actor": MODELS["actor"]}).step == 20
+
+
+def test_another_format_is_an_error(trainer, tmp_path):
+    """Of a later version of this program, or of another one. Would not catch a format that was changed in silence."""
+    save(tmp_path, 10)
+    file = save(tmp_path, 20) / MANIFEST
+    text = file.read_text()
+    for old, new, reason in (
+        ('"format": 1', '"format": 7', "has format 7; this version reads 1"),
+        ('"megatron_rl"', '"other"', "is of another project"),
+    ):
+        file.write_text(text.replace(old, new))
+        for config in (trainer, at(file.parent)):
+            with pytest.raises(ConfigError, match=reason):
+                select(config, MODELS)
+
+
+def test_a_pickle_that_could_run_code_is_refused(trainer, tmp_path):
+    """With all checksums right. Would not catch code in a file that is not loaded as a pickle."""
+    save_pickle(tmp_path, 10, pickle.dumps({"a": 1}))
+    path = save_pickle(tmp_path, 20, b"cos\nsystem\n(S'true'\ntR.")
+    for config in (trainer, at(path)):
+        with pytest.raises(
+            ConfigError, match=r"loading actor/\.metadata could run any code, because it names os\.system"
+        ):
+            select(config, MODELS)
+    assert select(at(step_folder(tmp_path, 10)), MODELS).step == 10
+
+
+def test_a_path_is_taken_as_it_is(tmp_path):
+    """Older ones and such as were set aside, too. Would not catch a path that changes its meaning later."""
+    for step in (10, 20):
+        save(tmp_path, step)
+    assert select(at(step_folder(tmp_path, 10)), MODELS) == ResumePoint(step_folder(tmp_path, 10), 10)
+    ((_, aside),) = set_aside(tmp_path, 10)
+    assert select(at(aside), MODELS) == ResumePoint(aside, 20)
+
+
+def test_a_wrong_path_is_an_error_with_the_nearest(tmp_path):
+    """No folder, a run's folder, a leftover. Would not catch a folder that exists on this machine only."""
+    for step in (10, 20):
+        save(tmp_path, step)
+    damage(tmp_path, 20, "cut")
+    nearest = f"nearest: {step_folder(tmp_path, 10)}"
+    leftover, _ = write_files(tmp_path, 30)
+    for path, reason in (
+        (step_folder(tmp_path, 11), "must be a checkpoint folder, and there is none"),
+        (tmp_path, "it is one of a run"),
+        (step_folder(tmp_path, 20), f"{FILES[1]} has 3 bytes"),
+        (leftover, "by its name it is a leftover of a killed run"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            select(at(path), MODELS)
+        message = str(raised.value)
+        assert message.startswith(f"trainer.resume_from_path={path}") and reason in message and nearest in message
+    (tmp_path / "other/run").mkdir(parents=True)
+    for path, hint in (("other/rum", "nearest folder: .*other/run$"), ("x/y", "nearest: trainer.resume_mode=auto$")):
+        with pytest.raises(ConfigError, match=hint):
+            select(at(tmp_path / path), MODELS)
