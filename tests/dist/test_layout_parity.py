@@ -62,23 +62,21 @@ def collected(results: list[dict], field: str) -> torch.Tensor:
 
 
 def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, torch.Tensor]:
-    """Unsharded, unfused weights under HF names (the value head under its own)."""
-    from megatron_rl.checkpoint.hf_export import WholeTensors, owners_of
-    from megatron_rl.model.families import ModelShape, family_of, param_map
+    """Unsharded, unfused weights under HF names (the value head as a classifier's)."""
+    from megatron_rl.checkpoint.hf_tensors import hf_tensors, pieces, put_together
+    from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
 
     settings = json.loads(Path(model_path, "config.json").read_text())
-    specs = param_map(family_of(settings["architectures"]), ModelShape.from_hf(settings))
+    params = {"actor": param_map, "critic": value_param_map}[role]
+    specs = params(family_of(settings["architectures"]), ModelShape.from_hf(settings))
     held = {rank: r[f"{role}_weights"] for rank, r in enumerate(results)}
     places = {rank: r["place"] for rank, r in enumerate(results)}
-    whole = WholeTensors()
-    for name in sorted({name for weights in held.values() for name in weights}):
-        holders = [rank for rank, weights in held.items() if name in weights]
-        if role == "critic" and name == "output_layer.weight":
-            whole.tensors["value_head"] = held[holders[0]][name]
-            continue
-        for rank in owners_of(specs[name], holders, places):
-            whole.add(specs[name], places[rank], held[rank][name])
-    return whole.tensors
+    whole = {}
+    for tensor in hf_tensors(specs):
+        holders = [rank for rank, weights in held.items() if tensor.parameter in weights]
+        parts = pieces(tensor, holders, places)
+        whole[tensor.name] = put_together(tensor, ((p, held[p.rank][tensor.parameter][p.source]) for p in parts))
+    return whole
 
 
 def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:

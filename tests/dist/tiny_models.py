@@ -9,6 +9,10 @@ from omegaconf import OmegaConf
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -45,6 +49,37 @@ def save_llama(folder: Path, **changes) -> str:
     """A Llama with its own output head unless changed."""
     torch.manual_seed(0)
     return save(LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": False, **changes})), folder)
+
+
+# Of the 16 frequencies of a head of 32 some are kept, some divided, and some lie between.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def save_llama31(folder: Path, **changes) -> str:
+    """A Llama with Llama 3.1's rotary scaling."""
+    return save_llama(folder, **{"rope_parameters": LLAMA3_ROPE, **changes})
+
+
+def save_mistral(folder: Path, **changes) -> str:
+    """A Mistral whose sliding window is longer than any sequence of these tests."""
+    torch.manual_seed(0)
+    settings = {**SIZES, "tie_word_embeddings": False, "sliding_window": 230, **changes}
+    return save(MistralForCausalLM(MistralConfig(**settings)), folder)
+
+
+def save_mixtral(folder: Path, **changes) -> str:
+    """A Mixtral of 4 experts, 2 to a token."""
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+    settings = {**SIZES, **experts, "tie_word_embeddings": False, **changes}
+    return save(MixtralForCausalLM(MixtralConfig(**settings)), folder)
 
 
 # Heads of 48 make attention wider than the hidden state.
