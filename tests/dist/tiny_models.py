@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import transformers
 from omegaconf import OmegaConf
 from transformers import (
     LlamaConfig,
@@ -98,6 +99,14 @@ def save_qwen3_moe(folder: Path, **changes) -> str:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     settings = {**QWEN3, **experts, "tie_word_embeddings": False, **changes}
     return save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)), folder)
+
+
+def save_reward_model(folder: Path, family: str) -> str:
+    """A classifier with one label, of the family whose transformers classes begin with `family`."""
+    torch.manual_seed(0)
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForSequenceClassification")
+    return save(model_class(config_class(**SIZES, num_labels=1)), folder)
 
 
 def save(model: torch.nn.Module, folder: Path) -> str:
