@@ -1,77 +1,69 @@
 """Write the trained weights as a Hugging Face folder that `transformers` and vLLM load.
 
-Phase 1: each rank offers its shards under their global names.
-Phase 2: the different shards of each tensor meet on rank 0, which puts every part where it belongs.
-Phase 3: rank 0 writes safetensors, config and tokenizer into a temporary folder and renames it.
+Phase 1: all ranks learn which parameters each holds, and make the same plan: files, and the rank that writes each.
+Phase 2: for each file, the pieces of its tensors meet on its writer. A stage's tensors are written by a rank of that
+         stage, so that stages write at the same time and nothing crosses them. No rank holds more than one file.
+Phase 3: rank 0 writes index, config and tokenizer, and renames the folder.
 """
 
 from __future__ import annotations
 
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
 
+from megatron_rl.checkpoint.hf_folder import (
+    MAX_SHARD_BYTES,
+    Description,
+    file_names,
+    finish_folder,
+    plan_files,
+    save_tensors,
+    start_folder,
+    unfinished_folder,
+)
+from megatron_rl.checkpoint.hf_tensors import HFTensor, Piece, hf_tensors, pieces, put_together
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.rank_grid import TrainGrid
-from megatron_rl.parallel.sharding import Place, box_index, shard_of
+from megatron_rl.parallel.sharding import Place
 
 
-class WholeTensors:
-    """Hugging Face tensors that are put together from shards; rows that only pad a vocabulary are dropped."""
+@dataclass(frozen=True)
+class ExportFile:
+    """One file of weights: its tensors, the ranks that hold shards of each, and the rank that writes it."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+    name: str
+    holders: dict[str, tuple[int, ...]]
+    writer: int
 
-    def add(self, spec: ParamSpec, place: Place, data: torch.Tensor) -> None:
-        """Write the shard that the rank at `place` holds into the tensors it is a part of."""
-        for part in shard_of(spec.tensor, place).parts:
-            name, shape = spec.hf_names[part.segment], spec.tensor.segments[part.segment].shape
-            piece, index = data[part.index], box_index(part.box)
-            if not spec.tensor.is_expert:
-                self._tensor(name, shape, data.dtype)[index] = piece
-                continue
-            for row, expert in enumerate(range(*part.box[0])):
-                self._tensor(name.format(expert=expert), shape[1:], data.dtype)[index[1:]] = piece[row]
+    @property
+    def tensors(self) -> list[str]:
+        """Names in the order in which they are gathered."""
+        return list(self.holders)
 
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if name not in self.tensors:
-            self.tensors[name] = torch.empty(shape, dtype=dtype)
-        return self.tensors[name]
+    @property
+    def ranks(self) -> set[int]:
+        """All that have something to do for this file."""
+        return {self.writer}.union(*self.holders.values())
 
 
-def owners_of(spec: ParamSpec, holders: list[int], places: dict[int, Place]) -> list[int]:
-    """The first rank of `holders` for each different shard of a tensor."""
-    first: dict[tuple, int] = {}
-    for rank in holders:
-        first.setdefault(shard_of(spec.tensor, places[rank]).parts, rank)
-    return list(first.values())
+def plan_export(sizes: dict[str, int], holders: dict[str, tuple[int, ...]], max_shard_bytes: int) -> list[ExportFile]:
+    """The files of an export: one that rank 0 writes where all fits, else each stage's own, written by its first rank.
 
-
-def gather_to_rank_zero(
-    shard: torch.Tensor | None, owners: list[int], offers: list[tuple[list[int], torch.dtype]]
-) -> list[torch.Tensor] | None:
-    """Shards of `owners` (global ranks) on rank 0, in order; None elsewhere. Owners and rank 0 must call.
-
-    offers: shape and dtype of each owner's shard.
+    sizes: tensor -> bytes. holders: tensor -> the ranks of one stage that together hold it.
     """
-    rank = dist.get_rank()
-    if rank != 0:
-        if rank in owners:
-            dist.send(shard.contiguous(), dst=0)
-        return None
-    shards = []
-    for owner, (shape, dtype) in zip(owners, offers, strict=True):
-        if owner == 0:
-            shards.append(shard)
-            continue
-        received = torch.empty(shape, dtype=dtype)
-        dist.recv(received, src=owner)
-        shards.append(received)
-    return shards
+    if sum(sizes.values()) <= max_shard_bytes:
+        return [ExportFile(*file_names(1), holders, writer=0)]
+    stages: dict[int, dict[str, int]] = {}
+    for name, size in sizes.items():
+        stages.setdefault(min(holders[name]), {})[name] = size
+    groups = [(first, names) for first, stage in stages.items() for names in plan_files(stage, max_shard_bytes)]
+    return [
+        ExportFile(file, {name: holders[name] for name in names}, writer)
+        for file, (writer, names) in zip(file_names(len(groups)), groups, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -82,46 +74,82 @@ def export_hf(
     target: Path,
     grid: TrainGrid,
     vocab_multiple: int,
+    architecture: str,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the language model to `target`, with config and tokenizer from `source`; every rank must call.
+    """Write the model to `target`, with config and tokenizer from `source`; every rank must call.
 
-    named_parameters: this rank's parameters under global Megatron names. An existing `target` is replaced.
+    named_parameters: this rank's parameters under global Megatron names. All ranks must see the same file system.
+    architecture: what the folder's config.json calls the model. An existing `target` is replaced.
     """
-    # Phase 1: what every rank holds, known to all ranks.
+    # Phase 1
     rank = dist.get_rank()
     places = {other: grid.place(other, vocab_multiple) for other in range(grid.world_size)}
-    offers: list = [None] * grid.world_size
-    dist.all_gather_object(offers, {name: (list(p.shape), p.dtype) for name, p in named_parameters.items()})
-    whole = WholeTensors()
-    done: set[str] = set()
-    for name, spec in specs.items():
-        # A tied head on the last stage is a copy of the embedding, which the first stage has sent.
-        if spec.tensor.name in done:
-            continue
-        done.add(spec.tensor.name)
-        owners = owners_of(spec, [other for other, offer in enumerate(offers) if name in offer], places)
-        # Phase 2
-        local = named_parameters[name].detach().cpu() if rank in owners else None
-        shards = gather_to_rank_zero(local, owners, [offers[owner][name] for owner in owners])
-        if shards is not None:
-            for owner, shard in zip(owners, shards, strict=True):
-                whole.add(spec, places[owner], shard)
+    held: list = [None] * grid.world_size
+    dist.all_gather_object(held, {name: parameter.dtype for name, parameter in named_parameters.items()})
+    tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
+    holders = {name: holders_of(tensor.parameter, held, places, grid) for name, tensor in tensors.items()}
+    dtypes = {name: held[holders[name][0]][tensor.parameter] for name, tensor in tensors.items()}
+    sizes = {name: tensor.numel * dtypes[name].itemsize for name, tensor in tensors.items()}
+    files = plan_export(sizes, holders, max_shard_bytes)
+    # Phase 2
+    unfinished = unfinished_folder(target)
+    if rank == 0:
+        start_folder(target)
+    dist.barrier()
+    for file in files:
+        if rank in file.ranks:
+            whole = gather_file(file, tensors, places, named_parameters, dtypes)
+            if rank == file.writer:
+                save_tensors(whole, unfinished / file.name)
+    dist.barrier()
     # Phase 3
     if rank == 0:
-        write_folder(whole.tensors, AutoConfig.from_pretrained(source), source, target)
+        description = Description(source, architecture, next(iter(dtypes.values())))
+        finish_folder(target, {file.name: file.tensors for file in files}, sum(sizes.values()), description)
     dist.barrier()
 
 
-def write_folder(tensors: dict[str, torch.Tensor], hf_config, source: Path, target: Path) -> None:
-    """Write the folder under a temporary name and put it in place when complete."""
-    unfinished = target.with_name(target.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, unfinished / "model.safetensors", metadata={"format": "pt"})
-    hf_config.save_pretrained(unfinished)
-    AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)
-    if (source / "generation_config.json").exists():
-        shutil.copy(source / "generation_config.json", unfinished)
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
+def holders_of(
+    parameter: str, held: list[dict[str, torch.dtype]], places: dict[int, Place], grid: TrainGrid
+) -> tuple[int, ...]:
+    """The ranks of the first stage that has a parameter, one for each place; later stages only have copies of it."""
+    ranks = [rank for rank, names in enumerate(held) if parameter in names]
+    stage = grid.pp_rank(ranks[0])
+    first: dict[Place, int] = {}
+    for rank in ranks:
+        if grid.pp_rank(rank) == stage:
+            first.setdefault(places[rank], rank)
+    return tuple(first.values())
+
+
+def gather_file(
+    file: ExportFile,
+    tensors: dict[str, HFTensor],
+    places: dict[int, Place],
+    named_parameters: dict[str, torch.nn.Parameter],
+    dtypes: dict[str, torch.dtype],
+) -> dict[str, torch.Tensor]:
+    """The whole tensors of one file on its writer, nothing elsewhere; the file's ranks must call."""
+    rank, whole = dist.get_rank(), {}
+
+    def held(tensor: HFTensor, piece: Piece) -> torch.Tensor:
+        return named_parameters[tensor.parameter].detach()[piece.source].cpu().contiguous()
+
+    def fetched(tensor: HFTensor, piece: Piece) -> torch.Tensor:
+        if piece.rank == rank:
+            return held(tensor, piece)
+        received = torch.empty(piece.shape, dtype=dtypes[tensor.name])
+        dist.recv(received, src=piece.rank)
+        return received
+
+    for name in file.tensors:
+        tensor = tensors[name]
+        parts = pieces(tensor, file.holders[name], places)
+        if rank == file.writer:
+            whole[name] = put_together(tensor, ((piece, fetched(tensor, piece)) for piece in parts))
+            continue
+        for piece in parts:
+            if piece.rank == rank:
+                dist.send(held(tensor, piece), dst=file.writer)
+    return whole

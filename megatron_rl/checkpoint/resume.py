@@ -53,6 +53,21 @@ def select(trainer: TrainerConfig, models: Models, checksums: bool = True) -> Re
     return _newest(Path(trainer.default_local_dir), models, checksums)
 
 
+def usable_checkpoint(given: Path) -> Path:
+    """`given` itself, or of a run's folder the newest checkpoint, whole and harmless, of whatever model.
+
+    Raises ConfigError with the reason where it is not.
+    """
+    inside = find(given)
+    folder = inside[0].path if inside else given
+    try:
+        _check(folder, {}, checksums=True)
+    except (ManifestError, UnfitError) as error:
+        hint = _hint(folder, folder.parent, {})
+        raise ConfigError(f"{folder} is no checkpoint that can be used: {error}; {hint}") from error
+    return folder
+
+
 def _newest(root: Path, models: Models, checksums: bool) -> ResumePoint:
     skipped = []
     for found in find(root):

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
 from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
 from megatron_rl.experience.batches import num_optimizer_steps
-from megatron_rl.model.families import VOCAB_PADDING
+from megatron_rl.model.families import VOCAB_PADDING, ParamSpec
 from megatron_rl.parallel.mpu import COLLECTIVE_TIMEOUT, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from megatron_rl.workers.policy import Actor, TokenScorer
     from megatron_rl.workers.role_checkpoint import RoleCheckpoint
     from megatron_rl.workers.saving import UnfinishedSave
+    from megatron_rl.workers.training import TrainableModel
 
 
 class RankWorker:
@@ -129,7 +130,7 @@ class RankWorker:
 
     @register(Dispatch.ONE_TO_ALL, role="critic")
     def build_critic(self) -> None:
-        """Load the critic's trunk and draw its value head."""
+        """Load the critic's trunk, and load or draw its value head."""
         from megatron_rl.workers.critic import Critic
         from megatron_rl.workers.role_checkpoint import RoleCheckpoint
 
@@ -282,15 +283,40 @@ class RankWorker:
         return self.actor.scorer.logits(sequences, self._log_prob_micro_batch)
 
     @register(Dispatch.ONE_TO_ALL, role="actor")
-    def export_hf(self, target: Path) -> None:
-        """Write the actor as a Hugging Face folder."""
+    def export_hf(self, target: Path, max_shard_bytes: int | None = None) -> None:
+        """Write the actor as a Hugging Face folder, in files of at most `max_shard_bytes` (None: 1 GiB)."""
+        source = self._source(self.config.actor_rollout_ref.model.path)
+        self._export(self.actor.trainable, source, source.specs, source.family.architecture, target, max_shard_bytes)
+
+    @register(Dispatch.ONE_TO_ALL, role="critic")
+    def export_critic_hf(self, target: Path, max_shard_bytes: int | None = None) -> None:
+        """Write the critic as a Hugging Face folder of a classifier with one label, which a critic can start from."""
+        source = self._source(self.config.critic.model.path)
+        architecture = source.family.reward_architecture
+        self._export(self.critic.trainable, source, source.value_specs, architecture, target, max_shard_bytes)
+
+    def _export(
+        self,
+        trainable: TrainableModel,
+        source: ModelSource,
+        specs: dict[str, ParamSpec],
+        architecture: str,
+        target: Path,
+        max_shard_bytes: int | None,
+    ) -> None:
         from megatron_rl.checkpoint.hf_export import export_hf
         from megatron_rl.workers.model_source import named_parameters
 
-        source = self._source(self.config.actor_rollout_ref.model.path)
-        parameters = named_parameters(self.actor.trainable.models)
-        vocab_multiple = source.megatron.make_vocab_size_divisible_by
-        export_hf(parameters, source.specs, source.path, target, self.groups.grid, vocab_multiple)
+        export_hf(
+            named_parameters(trainable.models),
+            specs,
+            source.path,
+            target,
+            self.groups.grid,
+            source.megatron.make_vocab_size_divisible_by,
+            architecture,
+            **({} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}),
+        )
 
 
 def eos_token_ids(model_path: str) -> list[int]:

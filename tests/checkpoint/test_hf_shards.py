@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from megatron_rl.checkpoint.hf_export import WholeTensors, owners_of
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
+from megatron_rl.checkpoint.hf_tensors import hf_tensors, pieces, put_together
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import FAMILIES, ModelShape, param_map
 from megatron_rl.parallel.sharding import Place, shard_of
@@ -133,15 +133,27 @@ def test_export_undoes_import(data, tp_size, dtype):
     specs = param_map(FAMILIES["Qwen2ForCausalLM"], shape)
     with tempfile.TemporaryDirectory() as path:
         write(Path(path), tensors, num_files=data.draw(st.integers(1, 2)))
-        source, whole = HFFolder(Path(path)), WholeTensors()
-        places = {rank: Place(rank, tp_size, vocab_multiple=64) for rank in range(tp_size)}
-        for name, spec in specs.items():
-            loaded = shards(source, name, tp_size, specs, dtype)
-            for rank in owners_of(spec, list(places), places):
-                whole.add(spec, places[rank], loaded[rank])
-    assert whole.tensors.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert whole.tensors[name].dtype == dtype and torch.equal(whole.tensors[name], tensor), name
+        source = HFFolder(Path(path))
+        loaded = {name: shards(source, name, tp_size, specs, dtype) for name in specs}
+    places = {rank: Place(rank, tp_size, vocab_multiple=64) for rank in range(tp_size)}
+    assert_same_tensors(put_back(specs, places, loaded), tensors)
+
+
+def put_back(specs, places, loaded):
+    """Every Hugging Face tensor, from the shards of all ranks: {parameter: [shard of each rank]}."""
+    return {
+        tensor.name: put_together(
+            tensor, ((p, loaded[tensor.parameter][p.rank][p.source]) for p in pieces(tensor, places, places))
+        )
+        for tensor in hf_tensors(specs)
+        if tensor.parameter in loaded
+    }
+
+
+def assert_same_tensors(ours, expected):
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
 
 
 def test_experts_are_read_one_by_one_and_put_back(tmp_path):
@@ -158,18 +170,16 @@ def test_experts_are_read_one_by_one_and_put_back(tmp_path):
     specs = param_map(FAMILIES["Qwen3MoeForCausalLM"], shape)
     names = ["decoder.layers.0.mlp.experts.w13", "decoder.layers.0.mlp.experts.w2"]
     places = {rank: Place(0, 1, 64, ep_rank=rank // 2, ep_size=2, etp_rank=rank % 2, etp_size=2) for rank in range(4)}
-    whole = WholeTensors()
+    loaded = {name: [] for name in names}
     for name in names:
-        assert owners_of(specs[name], [0, 1, 2, 3], places) == [0, 1, 2, 3]
         for rank, place in places.items():
             parameter = torch.nn.Parameter(torch.full(shard_of(specs[name].tensor, place).shape, torch.nan))
             load_hf_weights({name: parameter}, specs, HFFolder(tmp_path), place)
-            whole.add(specs[name], place, parameter.detach())
+            loaded[name].append(parameter.detach())
             if rank == 3 and name.endswith("w13"):
                 gate, up = (tensors[f"model.layers.0.mlp.experts.3.{kind}_proj.weight"] for kind in ("gate", "up"))
                 assert torch.equal(parameter[1], torch.cat([gate[3:], up[3:]]))
-    assert whole.tensors.keys() == tensors.keys()
-    assert all(torch.equal(whole.tensors[name], tensor) for name, tensor in tensors.items())
+    assert_same_tensors(put_back(specs, places, loaded), tensors)
 
 
 def test_load_refuses_another_shape(folder):

@@ -1,4 +1,7 @@
-"""A model that goes in and comes out of a pipelined job is the same model; a trained one gives the trainer's logits."""
+"""A trained model that comes out of a pipelined job gives the trainer's logits, in whatever stages it was trained.
+
+That an untouched one comes out as it went in, `test_families_end_to_end.py` checks for every family.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
+from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -34,15 +37,11 @@ def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
 @pytest.mark.parametrize(
     ("save_model", "world_size", "tp_size", "keys"),
     [
-        (save_qwen2, 4, 2, {}),
-        (save_llama, 4, 2, {}),
         (save_qwen2, 2, 1, {"virtual_pipeline_model_parallel_size": 2}),
         (save_llama, 2, 1, {"num_layers_in_first_pipeline_stage": 1}),
-        (save_qwen3, 4, 2, SP),
-        (save_qwen3_moe, 4, 2, SP),
         (save_qwen3_moe, 4, 2, SP | EP2),
     ],
-    ids=["tied", "untied", "tied in chunks", "untied with uneven stages", "qwen3", "ETP2", "EP2"],
+    ids=["tied in chunks", "untied with uneven stages", "EP2"],
 )
 def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     """Byte-identical when untouched, 1e-4 in logits when trained; would not catch a wrong tokenizer (none here)."""
@@ -54,6 +53,7 @@ def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     original, untouched = load_file(f"{path}/model.safetensors"), load_file(tmp_path / "untouched/model.safetensors")
     assert original.keys() == untouched.keys()
     assert all(torch.equal(tensor, untouched[name]) for name, tensor in original.items())
+    assert not list(tmp_path.glob("*/*.index.json")), "a small model is one file"
 
     trainer_logits = next(logits for logits in results if logits is not None)
     sequences = random_experience(NUM_ROWS).sequences()

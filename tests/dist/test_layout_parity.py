@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_llama, save_qwen2
+from tiny_models import random_experience, run_config, save_qwen2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -62,23 +62,21 @@ def collected(results: list[dict], field: str) -> torch.Tensor:
 
 
 def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, torch.Tensor]:
-    """Unsharded, unfused weights under HF names (the value head under its own)."""
-    from megatron_rl.checkpoint.hf_export import WholeTensors, owners_of
-    from megatron_rl.model.families import ModelShape, family_of, param_map
+    """Unsharded, unfused weights under HF names (the value head as a classifier's)."""
+    from megatron_rl.checkpoint.hf_tensors import hf_tensors, pieces, put_together
+    from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
 
     settings = json.loads(Path(model_path, "config.json").read_text())
-    specs = param_map(family_of(settings["architectures"]), ModelShape.from_hf(settings))
+    params = {"actor": param_map, "critic": value_param_map}[role]
+    specs = params(family_of(settings["architectures"]), ModelShape.from_hf(settings))
     held = {rank: r[f"{role}_weights"] for rank, r in enumerate(results)}
     places = {rank: r["place"] for rank, r in enumerate(results)}
-    whole = WholeTensors()
-    for name in sorted({name for weights in held.values() for name in weights}):
-        holders = [rank for rank, weights in held.items() if name in weights]
-        if role == "critic" and name == "output_layer.weight":
-            whole.tensors["value_head"] = held[holders[0]][name]
-            continue
-        for rank in owners_of(specs[name], holders, places):
-            whole.add(specs[name], places[rank], held[rank][name])
-    return whole.tensors
+    whole = {}
+    for tensor in hf_tensors(specs):
+        holders = [rank for rank, weights in held.items() if tensor.parameter in weights]
+        parts = pieces(tensor, holders, places)
+        whole[tensor.name] = put_together(tensor, ((p, held[p.rank][tensor.parameter][p.source]) for p in parts))
+    return whole
 
 
 def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
@@ -109,7 +107,7 @@ def reference(model_path) -> list[dict]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_one_process(layout: str, model_path: str, reference: list[dict]) -> None:
-    """Would not catch an error that every layout shares with the single process (the HF test does that)."""
+    """Would not catch an error that every layout shares with one process (`test_families_end_to_end.py` does)."""
     assert_same(run_layout(model_path, *LAYOUTS[layout]), reference, model_path)
 
 
@@ -140,15 +138,6 @@ def test_update_changes_what_it_should(model_path: str, reference: list[dict]) -
     unchanged = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
     assert unchanged == []
     assert relative(collected(reference, "log_probs_after"), collected(reference, "log_probs")) > 1e-4
-
-
-@pytest.mark.parametrize("save_model", [save_qwen2, save_llama])
-def test_log_probs_equal_hugging_face(save_model, tmp_path) -> None:
-    """TP2xPP2 against transformers on the same folder; would not catch an error common to the sampled rows only."""
-    path = save_model(tmp_path)
-    results = run_ranks(4, score_only, run_config(path, 2, 2))
-    ours = next(scores for scores in results if scores is not None)
-    assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
 
 
 def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> torch.Tensor:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import transformers
 from omegaconf import OmegaConf
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -47,6 +52,37 @@ def save_llama(folder: Path, **changes) -> str:
     return save(LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": False, **changes})), folder)
 
 
+# Of the 16 frequencies of a head of 32 some are kept, some divided, and some lie between.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def save_llama31(folder: Path, **changes) -> str:
+    """A Llama with Llama 3.1's rotary scaling."""
+    return save_llama(folder, **{"rope_parameters": LLAMA3_ROPE, **changes})
+
+
+def save_mistral(folder: Path, **changes) -> str:
+    """A Mistral whose sliding window is longer than any sequence of these tests."""
+    torch.manual_seed(0)
+    settings = {**SIZES, "tie_word_embeddings": False, "sliding_window": 230, **changes}
+    return save(MistralForCausalLM(MistralConfig(**settings)), folder)
+
+
+def save_mixtral(folder: Path, **changes) -> str:
+    """A Mixtral of 4 experts, 2 to a token."""
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+    settings = {**SIZES, **experts, "tie_word_embeddings": False, **changes}
+    return save(MixtralForCausalLM(MixtralConfig(**settings)), folder)
+
+
 # Heads of 48 make attention wider than the hidden state.
 QWEN3 = SIZES | {"head_dim": 48}
 
@@ -63,6 +99,14 @@ def save_qwen3_moe(folder: Path, **changes) -> str:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     settings = {**QWEN3, **experts, "tie_word_embeddings": False, **changes}
     return save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)), folder)
+
+
+def save_reward_model(folder: Path, family: str) -> str:
+    """A classifier with one label, of the family whose transformers classes begin with `family`."""
+    torch.manual_seed(0)
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForSequenceClassification")
+    return save(model_class(config_class(**SIZES, num_labels=1)), folder)
 
 
 def save(model: torch.nn.Module, folder: Path) -> str:

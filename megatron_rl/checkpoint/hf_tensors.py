@@ -1,0 +1,99 @@
+"""Which parts of which ranks' shards make up each tensor of a Hugging Face folder: pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.model.families import ParamSpec
+from megatron_rl.parallel.sharding import Place, box_index, shard_of
+
+Index = tuple[int | slice, ...]
+"""What a tensor is indexed with."""
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """One tensor of a Hugging Face folder: a segment of a Megatron parameter, or one expert of it.
+
+    parameter: the Megatron name, layers counted over the whole model. expert: None where the segment is the tensor.
+    """
+
+    name: str
+    parameter: str
+    spec: ParamSpec
+    segment: int
+    expert: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor, without padding."""
+        shape = self.spec.tensor.segments[self.segment].shape
+        return shape if self.expert is None else shape[1:]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What `rank` gives to a whole tensor: `source` of its shard is `target` of the tensor."""
+
+    rank: int
+    source: Index
+    target: tuple[slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.target)
+
+
+def hf_tensors(specs: dict[str, ParamSpec]) -> list[HFTensor]:
+    """Every tensor of the folder once, in the order of `specs`; of copies (a tied head) the first."""
+    found: dict[str, HFTensor] = {}
+    for parameter, spec in specs.items():
+        for segment, name in enumerate(spec.hf_names):
+            if not spec.tensor.is_expert:
+                found.setdefault(name, HFTensor(name, parameter, spec, segment))
+                continue
+            for expert in range(spec.tensor.segments[segment].shape[0]):
+                single = name.format(expert=expert)
+                found.setdefault(single, HFTensor(single, parameter, spec, segment, expert))
+    return list(found.values())
+
+
+def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -> list[Piece]:
+    """The pieces that make up `tensor`, each from the first of `holders` (ranks that have a shard) that has it."""
+    found: dict[tuple, Piece] = {}
+    for rank in holders:
+        for part in shard_of(tensor.spec.tensor, places[rank]).parts:
+            if part.segment != tensor.segment:
+                continue
+            box, source = part.box, part.index
+            if tensor.expert is not None:
+                (first, stop), box = box[0], box[1:]
+                if not first <= tensor.expert < stop:
+                    continue
+                source = (part.at[0] + tensor.expert - first, *source[1:])
+            found.setdefault(box, Piece(rank, source, box_index(box)))
+    return list(found.values())
+
+
+def put_together(tensor: HFTensor, parts: Iterable[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
+    """The whole tensor from its pieces and their elements, on the CPU; rows that only pad a vocabulary are in none.
+
+    Raises ValueError when the pieces do not cover the tensor.
+    """
+    covered, whole = 0, None
+    for piece, data in parts:
+        if whole is None:
+            whole = torch.empty(tensor.shape, dtype=data.dtype)
+        whole[piece.target] = data
+        covered += data.numel()
+    if whole is None or covered != tensor.numel:
+        raise ValueError(f"{tensor.name}: ranks hold {covered} of its {tensor.numel} elements")
+    return whole

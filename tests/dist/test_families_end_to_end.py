@@ -1,0 +1,119 @@
+"""Every family in every kind of layout: what goes in is what transformers has, and what comes out is what went in.
+
+One start of the processes checks logits, generation through the hybrid engine, and the untouched model's export.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
+from safetensors.torch import load_file
+from tiny_models import (
+    random_experience,
+    run_config,
+    save_llama,
+    save_llama31,
+    save_mistral,
+    save_mixtral,
+    save_qwen2,
+    save_qwen3,
+    save_qwen3_moe,
+)
+
+from megatron_rl.report import hf_response_logits
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+NUM_ROWS = 7
+MAX_SHARD_BYTES = 400_000
+"""About a third of a tiny model, and less than a pipeline stage."""
+DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral)
+WITH_EXPERTS = (save_qwen3_moe, save_mixtral)
+LAYOUTS = {"one process": (1, 1, 1, {}), "TP2": (2, 2, 1, {}), "PP2": (2, 1, 2, {}), "TP2xPP2": (4, 2, 2, {})}
+EP2 = {"EP2": (2, 1, 1, {"expert_model_parallel_size": 2})}
+CASES = [(save, layout) for save in (*DENSE, *WITH_EXPERTS) for layout in LAYOUTS]
+CASES += [(save, "EP2") for save in WITH_EXPERTS]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers makes of a folder."""
+
+    path: str
+    greedy: list[list[int]]
+    logits: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Callable[[Callable], Reference]:
+    """The reference of a model by its recipe, made once."""
+    known: dict[Callable, Reference] = {}
+
+    def of(save: Callable) -> Reference:
+        if save not in known:
+            path = save(tmp_path_factory.mktemp("model"))
+            logits = hf_response_logits(Path(path), random_experience(NUM_ROWS).sequences())
+            known[save] = Reference(path, hugging_face_greedy(path), logits)
+        return known[save]
+
+    return of
+
+
+def through_the_engine(config, exported: Path) -> dict:
+    """What one rank knows of an untouched model: its logits, its greedy answers; and the export."""
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    worker.build_rollout()
+    generations, _ = round_trip(worker, GREEDY)
+    worker.export_hf(exported, max_shard_bytes=MAX_SHARD_BYTES)
+    rows = random_experience(NUM_ROWS)[worker.groups.dp_rank :: worker.groups.grid.dp_size]
+    return {"greedy": tokens(generations), "dp_rank": worker.groups.dp_rank, "logits": worker.response_logits(rows.sequences())}
+
+
+@pytest.mark.parametrize(("save", "layout"), CASES, ids=lambda value: value if isinstance(value, str) else value.__name__)
+def test_family_goes_in_and_comes_out(save, layout, reference, tmp_path) -> None:
+    """Logits within 2e-5, tokens and bytes equal. Would not catch what only long rows or an update show."""
+    expected = reference(save)
+    world_size, tp_size, pp_size, sizes = {**LAYOUTS, **EP2}[layout]
+    if save in WITH_EXPERTS and tp_size > 1:
+        sizes = sizes | {"sequence_parallel": True}
+    keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in sizes.items()}
+    keys["actor_rollout_ref__rollout__tensor_model_parallel_size"] = tp_size
+    config = run_config(expected.path, tp_size, pp_size, **keys)
+    ranks = run_ranks(world_size, through_the_engine, config, tmp_path / "exported")
+    assert all(rank["greedy"] == expected.greedy for rank in ranks)
+    for rank in ranks:
+        if rank["logits"] is not None:
+            assert (rank["logits"] - rows_of(expected.logits, rank["dp_rank"], world_size // (tp_size * pp_size))).abs().max() < 2e-5
+    assert_same_folder(tmp_path / "exported", Path(expected.path))
+
+
+def rows_of(logits: torch.Tensor, dp_rank: int, dp_size: int) -> torch.Tensor:
+    """The part of the reference's logits that belongs to the rows of a data-parallel rank."""
+    by_row = logits.split(random_experience(NUM_ROWS).response_lengths.tolist())
+    return torch.cat(by_row[dp_rank::dp_size])
+
+
+def assert_same_folder(exported: Path, original: Path) -> None:
+    """The same tensors to the last bit, in several files, in the dtype that config.json says."""
+    files = sorted(file.name for file in exported.glob("*.safetensors"))
+    weight_map = json.loads((exported / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(files) > 2 and set(weight_map.values()) == set(files)
+    found = {}
+    for file in files:
+        tensors = load_file(exported / file)
+        assert set(tensors) == {name for name, where in weight_map.items() if where == file}
+        found |= tensors
+    before = load_file(original / "model.safetensors")
+    assert found.keys() == before.keys()
+    assert [name for name, tensor in before.items() if not torch.equal(tensor, found[name])] == []
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "float32"
