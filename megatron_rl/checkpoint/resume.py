@@ -100,7 +100,7 @@ def _at_path(given: str, models: Models, checksums: bool) -> ResumePoint:
         )
     if find(folder):
         hint = _hint(folder, folder, models)
-        raise ConfigError(f"{key} must be a checkpoint folder, and it is one of a run, with several in it; {hint}")
+        raise ConfigError(f"{key} must be a checkpoint folder, and it is the folder of a run; {hint}")
     try:
         if folder.name.endswith(LEFTOVERS):
             raise ManifestError("by its name it is a leftover of a killed run")
@@ -123,6 +123,9 @@ def _check(folder: Path, models: Models, checksums: bool) -> Manifest:
     faults = broken_files(folder, manifest, checksums)
     if faults:
         raise ManifestError("; ".join(faults))
+    links = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() and path.is_dir()]
+    if links:
+        raise UnfitError(f"what is behind links to folders is not looked into: {', '.join(links)}")
     for file in pickles_in(folder):
         names = forbidden_globals(file)
         if names:

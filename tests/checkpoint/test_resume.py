@@ -160,6 +160,15 @@ def test_a_pickle_that_could_run_code_is_refused(trainer, tmp_path):
     assert select(at(step_folder(tmp_path, 10)), MODELS).step == 10
 
 
+def test_a_link_to_a_folder_is_refused(trainer, tmp_path):
+    """Pickles could hide behind it. Would not catch a link to a file, whose content is checked."""
+    folder = save(tmp_path, 10)
+    (folder / "actor").rename(tmp_path / "elsewhere")
+    (folder / "actor").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="behind links to folders is not looked into: actor"):
+        select(trainer, MODELS)
+
+
 def test_a_path_is_taken_as_it_is(tmp_path):
     """Older ones and such as were set aside, too. Would not catch a path that changes its meaning later."""
     for step in (10, 20):
@@ -178,7 +187,7 @@ def test_a_wrong_path_is_an_error_with_the_nearest(tmp_path):
     leftover, _ = write_files(tmp_path, 30)
     for path, reason in (
         (step_folder(tmp_path, 11), "must be a checkpoint folder, and there is none"),
-        (tmp_path, "it is one of a run"),
+        (tmp_path, "it is the folder of a run"),
         (step_folder(tmp_path, 20), f"{FILES[1]} has 3 bytes"),
         (leftover, "by its name it is a leftover of a killed run"),
     ):

@@ -11,6 +11,7 @@ from lives import MEGATRON, ONE, SHORT, TP2, metrics, reached, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
+
 def test_killed_run_goes_on_exactly(command_line) -> None:
     """`kill -9` in step 5, after a save at 2 or 4: metrics of every step and the exported model are the uninterrupted run's.
 
