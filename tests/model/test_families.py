@@ -15,6 +15,7 @@ from megatron_rl.model.families import (
     ParamSpec,
     Routing,
     family_of,
+    full_attention,
     is_reward_model,
     num_labels,
     param_map,
@@ -209,8 +210,12 @@ def test_mixtral_routes_over_the_chosen_experts_alone():
     ],
 )
 def test_windows_that_are_in_force(architecture, settings, window):
-    """Would not catch a default that transformers changes."""
-    assert sliding_window(FAMILIES[architecture], settings) == window
+    """And what takes their place. Would not catch a default that transformers changes."""
+    family, settings = FAMILIES[architecture], settings | {"num_hidden_layers": 2}
+    assert sliding_window(family, settings) == window
+    without = full_attention(family, settings)
+    assert sliding_window(family, settings | without) is None
+    assert without.get("layer_types") == (None if window is None else ["full_attention"] * 2)
 
 
 def test_classifiers_and_their_labels():
