@@ -72,16 +72,21 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     save_file(contiguous, file, metadata={"format": "pt"})
 
 
+def write_index(folder: Path, files: dict[str, list[str]], num_bytes: int) -> None:
+    """Say which file holds which tensor, where there are several. `num_bytes`: of all tensors."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
 def finish_folder(target: Path, files: dict[str, list[str]], num_bytes: int, description: Description) -> None:
     """Write all but the weights, and put the folder in place of `target`.
 
     files: file -> its tensors; num_bytes: of all tensors.
     """
     unfinished = unfinished_folder(target)
-    if len(files) > 1:
-        weight_map = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    write_index(unfinished, files, num_bytes)
     source = description.source
     hf_config = AutoConfig.from_pretrained(source)
     hf_config.architectures = [description.architecture]

@@ -16,11 +16,11 @@ from megatron_rl.model.families import (
     VOCAB_PADDING,
     Family,
     Routing,
+    num_experts_key,
     num_labels,
     rope_problem,
     sliding_window,
 )
-from megatron_rl.model.families.shape import num_experts_key
 from megatron_rl.parallel.sharding import padded_vocab_size
 
 SIZES = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 
@@ -24,6 +26,7 @@ class RolloutEngine:
     """One rank's vLLM engine. All ranks of a rollout TP group must call every method with the same arguments.
 
     tensors: vLLM parameter name -> tensor of this rank's shard; must be readable during construction.
+    hf_overrides: settings that take the place of those in the folder's config.json.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class RolloutEngine:
         grid: RolloutGrid,
         tensors: dict[str, torch.Tensor],
         seed: int,
+        hf_overrides: dict[str, Any],
     ) -> None:
         self.seed = seed
         self.eos_token_ids = eos_token_ids
@@ -58,6 +62,7 @@ class RolloutEngine:
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
                 seed=seed,
+                hf_overrides=hf_overrides,
             )
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
 from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
 from megatron_rl.experience.batches import num_optimizer_steps
-from megatron_rl.model.families import VOCAB_PADDING, ParamSpec
+from megatron_rl.model.families import VOCAB_PADDING, ParamSpec, full_attention
 from megatron_rl.parallel.mpu import COLLECTIVE_TIMEOUT, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import (
@@ -174,6 +174,8 @@ class RankWorker:
             grid=self.rollout_grid,
             tensors=weights.tensors,
             seed=self.config.trainer.seed,
+            # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
+            hf_overrides=full_attention(source.family, source.hf_config.to_dict()),
         )
         self.rollout.sleep()
         weights.release()

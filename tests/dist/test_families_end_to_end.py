@@ -23,6 +23,7 @@ from tiny_models import (
     save_mistral,
     save_mixtral,
     save_qwen2,
+    save_qwen2_with_windows,
     save_qwen3,
     save_qwen3_moe,
 )
@@ -34,12 +35,14 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 NUM_ROWS = 7
 MAX_SHARD_BYTES = 400_000
 """About a third of a tiny model, and less than a pipeline stage."""
+
 DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral)
 WITH_EXPERTS = (save_qwen3_moe, save_mixtral)
 LAYOUTS = {"one process": (1, 1, 1, {}), "TP2": (2, 2, 1, {}), "PP2": (2, 1, 2, {}), "TP2xPP2": (4, 2, 2, {})}
 EP2 = {"EP2": (2, 1, 1, {"expert_model_parallel_size": 2})}
 CASES = [(save, layout) for save in (*DENSE, *WITH_EXPERTS) for layout in LAYOUTS]
 CASES += [(save, "EP2") for save in WITH_EXPERTS]
+CASES += [(save_qwen2_with_windows, "PP2")]
 
 
 @dataclass(frozen=True)

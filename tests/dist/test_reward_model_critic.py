@@ -16,8 +16,8 @@ NUM_ROWS = 7
 LAYOUTS = {"one process": (1, 1, 1, {}), "TP2xPP2": (4, 2, 2, {"sequence_parallel": True})}
 
 
-def values_and_export(config, folder: Path) -> torch.Tensor | None:
-    """Values of the untouched critic, which is then exported, trained one step, and exported again."""
+def values_and_export(config, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Values of the untouched critic, then of the trained one; both are exported."""
     from megatron_rl.workers.rank_worker import RankWorker
 
     worker = RankWorker(config)

@@ -46,6 +46,11 @@ def save_qwen2(folder: Path, **changes) -> str:
     return save(Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "tie_word_embeddings": True, **changes})), folder)
 
 
+def save_qwen2_with_windows(folder: Path) -> str:
+    """A Qwen2 with a sliding window, longer than any sequence of these tests, in the last two layers only."""
+    return save_qwen2(folder, use_sliding_window=True, sliding_window=230, max_window_layers=2)
+
+
 def save_llama(folder: Path, **changes) -> str:
     """A Llama with its own output head unless changed."""
     torch.manual_seed(0)

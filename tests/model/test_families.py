@@ -1,10 +1,27 @@
 """The map between Megatron's parameters and Hugging Face's tensors."""
 
 import pytest
+import torch
+import transformers
 from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from megatron_rl.checkpoint.hf_tensors import hf_tensors
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import FAMILIES, ModelShape, ParamSpec, family_of, param_map
+from megatron_rl.model.families import (
+    FAMILIES,
+    REWARD_FAMILIES,
+    ModelShape,
+    ParamSpec,
+    Routing,
+    family_of,
+    full_attention,
+    is_reward_model,
+    num_labels,
+    param_map,
+    sliding_window,
+    value_param_map,
+)
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
 LLAMA, QWEN2 = FAMILIES["LlamaForCausalLM"], FAMILIES["Qwen2ForCausalLM"]
@@ -112,3 +129,129 @@ def test_shape_is_read_from_config_json():
     moe = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], moe_intermediate_size=48, num_experts=6, head_dim=10)
     read = ModelShape.from_hf(moe.to_dict())
     assert (read.ffn_size, read.num_experts, read.head_size) == (48, 6, 10)
+
+
+SIZES = {
+    "vocab_size": 70,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_experts": 3,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 3,
+}
+
+
+def shapes_in_a_folder(model, num_experts, stacks):
+    """Name -> shape of a transformers model as it saves itself: experts, stacked in memory, one by one.
+
+    stacks: a stack's name -> the tensors of one expert in it.
+    """
+    shapes = {}
+    for name, tensor in model.state_dict().items():
+        kind = name.rpartition(".")[2]
+        if kind not in stacks:
+            shapes[name] = tuple(tensor.shape)
+            continue
+        rows = tensor.shape[1] // len(stacks[kind])
+        for expert in range(num_experts):
+            for single in stacks[kind]:
+                shapes[name.replace(f"mlp.experts.{kind}", single.format(expert))] = (rows, tensor.shape[2])
+    return shapes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", [*FAMILIES, *REWARD_FAMILIES])
+def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
+    """Names and shapes, for both kinds of head. Would not catch the q of a model in the place of its k."""
+    family, is_classifier = family_of([architecture]), architecture in REWARD_FAMILIES
+    model_class = getattr(transformers, architecture)
+    known = {name: size for name, size in SIZES.items() if family.is_moe or "expert" not in name}
+    config = model_class.config_class(**known, tie_word_embeddings=tied, num_labels=1, architectures=[architecture])
+    with torch.device("meta"):
+        model = model_class(config)
+    names = family.experts
+    stacks = {}
+    if names is not None:
+        single = f"{names.block}.experts.{{}}."
+        stacks["gate_up_proj"] = [f"{single}{names.gate}.weight", f"{single}{names.up}.weight"]
+        stacks["down_proj"] = [f"{single}{names.down}.weight"]
+    expected = shapes_in_a_folder(model, 3, stacks)
+    if names is not None:
+        expected = {name.replace("mlp.gate.", f"{names.block}.gate."): shape for name, shape in expected.items()}
+    if tied and not is_classifier:
+        del expected["lm_head.weight"]
+    specs = (value_param_map if is_classifier else param_map)(family, ModelShape.from_hf(config.to_dict()))
+    claimed = hf_tensors(specs)
+    assert {tensor.name: tensor.shape for tensor in claimed} == expected
+    assert len(claimed) == len(expected)
+
+
+def test_mixtral_routes_over_the_chosen_experts_alone():
+    """Other keys, and weights that always add up to 1. Would not catch a router that adds noise while training."""
+    settings = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 20, "norm_topk_prob": False}
+    assert Routing.from_hf(FAMILIES["MixtralForCausalLM"], settings) == Routing(8, 2, 20, normalised=True)
+    settings |= {"num_experts": 6, "moe_intermediate_size": 10}
+    assert Routing.from_hf(QWEN3_MOE, settings) == Routing(6, 2, 10, normalised=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "window"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 8}, None),
+        ("MistralForCausalLM", {}, 4096),
+        ("MistralForCausalLM", {"sliding_window": None}, None),
+        ("MixtralForCausalLM", {}, None),
+        ("MixtralForCausalLM", {"sliding_window": 8}, 8),
+        ("Qwen2ForCausalLM", {"sliding_window": 8}, None),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True}, 8),
+    ],
+)
+def test_windows_that_are_in_force(architecture, settings, window):
+    """And what takes their place. Would not catch a default that transformers changes."""
+    family, settings = FAMILIES[architecture], settings | {"num_hidden_layers": 2}
+    assert sliding_window(family, settings) == window
+    without = full_attention(family, settings)
+    assert sliding_window(family, settings | without) is None
+    assert without.get("layer_types") == (None if window is None else ["full_attention"] * 2)
+
+
+def test_classifiers_and_their_labels():
+    """transformers leaves out the labels when there are two. Would not catch a head with a bias."""
+    assert is_reward_model(["LlamaForSequenceClassification"]) and not is_reward_model(["LlamaForCausalLM"])
+    assert family_of(["LlamaForSequenceClassification"]) is LLAMA
+    assert [num_labels(s) for s in ({}, {"id2label": {"0": "x"}}, {"num_labels": 3})] == [2, 1, 3]
+
+
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}},
+    ],
+)
+def test_rotary_frequencies_are_those_of_transformers(rope):
+    """Both spellings of config.json, other numbers than Llama 3.1's. Would not catch a use of them elsewhere."""
+    from megatron_rl.model.gpt import rotary_frequencies
+
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, **rope)
+    expected = LlamaRotaryEmbedding(config).inv_freq
+    assert torch.equal(rotary_frequencies(config, 64), expected)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
+def test_other_rotary_embeddings_are_refused_by_the_builder(kind):
+    """As preflight does. Would not catch a type that is known and meant otherwise."""
+    from megatron_rl.model.gpt import rotary_frequencies
+
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2)
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 500.0}
+    with pytest.raises(ConfigError, match=f"rope_type='{kind}' is not supported; known: default, linear, llama3"):
+        rotary_frequencies(config, 64)

@@ -4,26 +4,32 @@ Preflight, the model builder, import, export and the rollout binding all read th
 small file here and one name in `registry.py`.
 """
 
-from megatron_rl.model.families.family import Experts, Family, Window
+from megatron_rl.model.families.family import Family
 from megatron_rl.model.families.params import HEAD, VOCAB_PADDING, ParamSpec, param_map, value_param_map
 from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
-from megatron_rl.model.families.rope import ROPE_TYPES, rope_problem, rope_type
-from megatron_rl.model.families.shape import ModelShape, Routing, num_labels, sliding_window
+from megatron_rl.model.families.rope import rope_problem, rope_type
+from megatron_rl.model.families.shape import (
+    ModelShape,
+    Routing,
+    full_attention,
+    num_experts_key,
+    num_labels,
+    sliding_window,
+)
 
 __all__ = [
     "FAMILIES",
     "HEAD",
     "REWARD_FAMILIES",
-    "ROPE_TYPES",
     "VOCAB_PADDING",
-    "Experts",
     "Family",
     "ModelShape",
     "ParamSpec",
     "Routing",
-    "Window",
     "family_of",
+    "full_attention",
     "is_reward_model",
+    "num_experts_key",
     "num_labels",
     "param_map",
     "rope_problem",

@@ -81,6 +81,14 @@ def sliding_window(family: Family, settings: Mapping[str, Any]) -> int | None:
     return settings.get("sliding_window", window.default)
 
 
+def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that put full attention in the place of a window, for a run in which that is the same; else empty."""
+    if sliding_window(family, settings) is None:
+        return {}
+    switch = {} if family.window.switch is None else {family.window.switch: False}
+    return {"sliding_window": None, "layer_types": ["full_attention"] * settings["num_hidden_layers"], **switch}
+
+
 def num_labels(settings: Mapping[str, Any]) -> int:
     """Outputs of a classification head."""
     if "num_labels" in settings:
