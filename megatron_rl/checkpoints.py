@@ -59,7 +59,9 @@ class Checkpoints:
             states = {role: RoleState(**state) for role, state in content["roles"].items()}
             same_layout = all(self.workers.load_checkpoint(start.path.resolve(), states).get())
             self.run.say_resumed(content["config"], same_layout)
-        for old, new in set_aside(self.root, after_step=start.step):
+        # From the beginning, or from another run's folder: then nothing that is here belongs to this past.
+        goes_on = start.path is not None and start.path.resolve().parent == self.root
+        for old, new in set_aside(self.root, after_step=start.step if goes_on else -1):
             self.run.console.print(f"{old.name} is of a past that this run has left; it is now {new.name}")
 
     @contextmanager

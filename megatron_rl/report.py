@@ -32,7 +32,8 @@ def finish_run(run: Run, workers: WorkerGroup) -> dict:
     before = summary["val_accuracy_before"]
     if before is not None:
         run.console.print(before_after_table([("held-out accuracy", before, summary["val_accuracy_after"])]))
-    run.console.print(f"written to {run.directory}: {', '.join(sorted(p.name for p in run.directory.iterdir()))}")
+    names = sorted(path.name for path in run.directory.iterdir() if not path.name.startswith("."))
+    run.console.print(f"written to {run.directory}: {', '.join(names)}")
     return summary
 
 

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from megatron_rl.checkpoint.folders import only_writer
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig
@@ -82,6 +83,8 @@ class Run:
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Run:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._resources.enter_context(only_writer(self.directory))
         self.console.print(layout_table(batch_table(self.config)))
         for reason in self.start.skipped:
             self.console.print(f"[yellow]skipped[/] {reason}", soft_wrap=True)

@@ -12,17 +12,23 @@ Megatron.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.durable import sync, write_text
 from megatron_rl.checkpoint.manifest import MANIFEST, Manifest, ManifestError, broken_files, write_manifest
+from megatron_rl.errors import ConfigError
 
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's file beside the folders: the step of the newest checkpoint, as a number."""
+LOCK = ".lock"
+"""The file that a running process holds; the operating system lets go of it however the process ends."""
 HF_FOLDER = "huggingface"
 """Where a role's part of a checkpoint keeps the configuration and the tokenizer of its model, as verl does."""
 UNFINISHED, REPLACED, DELETED, SET_ASIDE = ".unfinished", ".replaced", ".deleted", ".set_aside"
@@ -37,6 +43,23 @@ class StepFolder:
 
     step: int
     path: Path
+
+
+@contextmanager
+def only_writer(root: Path) -> Iterator[None]:
+    """Keep other runs out of a run's folder until this block, or the process, ends.
+
+    Raises ConfigError when another one is in it: each would take the other's checkpoints for its own.
+    """
+    with (root / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"trainer.default_local_dir={root} must be one run's, and another run is writing to it; "
+                f"nearest: {root}-2"
+            ) from None
+        yield
 
 
 def step_folder(root: Path, step: int) -> Path:

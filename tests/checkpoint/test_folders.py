@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from saved import save, write_files
 
-from megatron_rl.checkpoint.folders import LATEST, commit, find, remove_old, set_aside, step_folder, sweep
+from megatron_rl.checkpoint.folders import LATEST, commit, find, only_writer, remove_old, set_aside, step_folder, sweep
 from megatron_rl.checkpoint.manifest import ManifestError, broken_files, read_manifest
+from megatron_rl.errors import ConfigError
 
 CHANGES_THE_DISK = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 
@@ -176,3 +177,11 @@ def test_kill_at_any_instant_of_setting_aside(tmp_path):
         if ended:
             break
     assert ended and limit > 1
+
+
+def test_one_run_at_a_time(tmp_path):
+    """Would not catch a file system that has no locks."""
+    with only_writer(tmp_path), pytest.raises(ConfigError, match="another run is writing"), only_writer(tmp_path):
+        pass
+    with only_writer(tmp_path):
+        pass
