@@ -88,7 +88,8 @@ def export_hf(
     held: list = [None] * grid.world_size
     dist.all_gather_object(held, {name: parameter.dtype for name, parameter in named_parameters.items()})
     tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
-    holders = {name: holders_of(tensor.parameter, held, places, grid) for name, tensor in tensors.items()}
+    by_parameter = {name: holders_of(name, held, places, grid) for name in specs}
+    holders = {name: by_parameter[tensor.parameter] for name, tensor in tensors.items()}
     dtypes = {name: held[holders[name][0]][tensor.parameter] for name, tensor in tensors.items()}
     sizes = {name: tensor.numel * dtypes[name].itemsize for name, tensor in tensors.items()}
     files = plan_export(sizes, holders, max_shard_bytes)
@@ -98,10 +99,11 @@ def export_hf(
         start_folder(target)
     dist.barrier()
     for file in files:
-        if rank in file.ranks:
-            whole = gather_file(file, tensors, places, named_parameters, dtypes)
-            if rank == file.writer:
-                save_tensors(whole, unfinished / file.name)
+        if rank == file.writer:
+            # Not kept in a variable: the next file is gathered when this one is gone.
+            save_tensors(gather_file(file, tensors, places, named_parameters, dtypes), unfinished / file.name)
+        elif rank in file.ranks:
+            gather_file(file, tensors, places, named_parameters, dtypes)
     dist.barrier()
     # Phase 3
     if rank == 0:

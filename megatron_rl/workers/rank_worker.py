@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig
 
+from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
 from megatron_rl.checkpoint.manifest import FileRecord
 from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
 from megatron_rl.device import Device
@@ -285,13 +286,13 @@ class RankWorker:
         return self.actor.scorer.logits(sequences, self._log_prob_micro_batch)
 
     @register(Dispatch.ONE_TO_ALL, role="actor")
-    def export_hf(self, target: Path, max_shard_bytes: int | None = None) -> None:
-        """Write the actor as a Hugging Face folder, in files of at most `max_shard_bytes` (None: 1 GiB)."""
+    def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write the actor as a Hugging Face folder, in files of at most `max_shard_bytes`."""
         source = self._source(self.config.actor_rollout_ref.model.path)
         self._export(self.actor.trainable, source, source.specs, source.family.architecture, target, max_shard_bytes)
 
     @register(Dispatch.ONE_TO_ALL, role="critic")
-    def export_critic_hf(self, target: Path, max_shard_bytes: int | None = None) -> None:
+    def export_critic_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the critic as a Hugging Face folder of a classifier with one label, which a critic can start from."""
         source = self._source(self.config.critic.model.path)
         architecture = source.family.reward_architecture
@@ -304,7 +305,7 @@ class RankWorker:
         specs: dict[str, ParamSpec],
         architecture: str,
         target: Path,
-        max_shard_bytes: int | None,
+        max_shard_bytes: int,
     ) -> None:
         from megatron_rl.checkpoint.hf_export import export_hf
         from megatron_rl.workers.model_source import named_parameters
@@ -317,7 +318,7 @@ class RankWorker:
             self.groups.grid,
             source.megatron.make_vocab_size_divisible_by,
             architecture,
-            **({} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}),
+            max_shard_bytes,
         )
 
 

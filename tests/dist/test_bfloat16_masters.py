@@ -28,4 +28,6 @@ def largest_difference(config) -> float:
 def test_masters_are_the_weights_that_were_read(tmp_path) -> None:
     """A master made before the weights are read would undo them at the first step. Would not catch a wrong weight."""
     path = save_qwen2(tmp_path)
-    assert run_ranks(2, largest_difference, run_config(path, 1, 1, actor_rollout_ref__actor__megatron__dtype="bfloat16")) == [0.0, 0.0]
+    assert run_ranks(
+        2, largest_difference, run_config(path, 1, 1, actor_rollout_ref__actor__megatron__dtype="bfloat16")
+    ) == [0.0, 0.0]

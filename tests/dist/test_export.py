@@ -96,7 +96,7 @@ def vllm_greedy(folder: str) -> list[list[int]]:
 
 
 def test_vllm_reads_what_a_float32_run_of_a_bfloat16_folder_writes(tmp_path) -> None:
-    """Experts in many files, float32 for transformers, read by vLLM's own loader. Would not catch a family vLLM names otherwise."""
+    """Experts in many files, float32 for transformers. Would not catch a family that vLLM names otherwise."""
     path = save_mixtral(tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
     target = tmp_path / "exported"

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 
 def test_killed_run_goes_on_exactly(command_line) -> None:
-    """`kill -9` in step 5, after a save at 2 or 4: metrics of every step and the exported model are the uninterrupted run's.
+    """`kill -9` in step 5, after a save at 2 or 4: all metrics and the exported model are the uninterrupted run's.
 
     TP2 to rollout TP1, saved beside training. Then the checkpoint of step 2 goes on in one process, with the same
     samples. Would not catch a clock that starts anew: those are left out.

@@ -246,7 +246,7 @@ def test_long_runs_travel_as_they_lie_and_the_rest_in_buckets():
     plan, _ = plan_for(shape, "LlamaForCausalLM", RolloutGrid(TrainGrid(2, 2, 1), 1), StagePlan(1, 1))
     with mock.patch.object(schedule, "DIRECT_NUMEL", 64):
         legs = [step.receive for step in make_schedule(plan, 0, 200)]
-    # Gate and up: 8 rows of 8. Head and embedding: 32 rows of 8 in two messages each. q, k, v: 4 rows of 8, too short.
-    assert [leg.numel for leg in legs if leg.is_direct] == [64, 64, 200, 56, 200, 56]
+    # Head and embedding: 32 rows of 8 in two messages each. Gate and up: 8 rows of 8. q, k, v: 4 rows of 8, too short.
+    assert [leg.numel for leg in legs if leg.is_direct] == [200, 56, 64, 64, 200, 56]
     # The columns of down and of o between them, and q, k, v.
     assert sorted(leg.numel for leg in legs if not leg.is_direct) == [64 + 32 + 96]
