@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file
 from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -34,13 +36,16 @@ def train(
         for name, checkpoint in worker.checkpoints.items():
             checkpoint.load(source / name, states[name])
     metrics, save = [], None
+    beside = config.actor_rollout_ref.actor.checkpoint.async_save
+    if target is not None and last < first:
+        save = start_saving(worker, target, beside)
     for step in range(first, last + 1):
         experience = random_experience(NUM_ROWS, seed=step)
         experience.old_log_probs = experience.advantages
         mine = experience[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
         metrics.append(worker.update_actor(mine.actor_batch()) | worker.update_critic(mine.critic_batch()))
         if target is not None and step == (after or last):
-            save = start_saving(worker, target, config.actor_rollout_ref.actor.checkpoint.async_save)
+            save = start_saving(worker, target, beside)
     if save is not None:
         assert save.finish(wait=True)
     return {
@@ -156,6 +161,29 @@ def test_experts_and_tied_heads_change_their_layout(save_model, before, after, t
     for step, metrics in enumerate(ours):
         assert metrics == pytest.approx(expected[2 + step], rel=1e-5, abs=1e-5)
     assert expected[1] != pytest.approx(expected[2], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("save_model", "pp_size", "keys"), [(save_qwen3_moe, 1, MOE), (save_qwen2, 2, {})], ids=["TP2xEP2", "tied TP2xPP2"]
+)
+def test_untouched_model_comes_out_of_a_checkpoint(save_model, pp_size: int, keys, tmp_path) -> None:
+    """Saved before the first step and exported by one process: the bytes that went in, of actor and critic's trunk.
+
+    Would not catch a mistake in what only training changes.
+    """
+    from megatron_rl.checkpoint.export_saved import export_saved
+
+    path = save_model(tmp_path / "model")
+    run_ranks(4, train, run_config(path, 2, pp_size, **keys), 1, 0, None, tmp_path / "saved")
+    original = load_file(f"{path}/model.safetensors")
+    heads = {"lm_head.weight"} & original.keys()
+    for role, differs in (("actor", set()), ("critic", heads | {"score.weight"})):
+        shutil.copytree(path, tmp_path / "saved" / role / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
+        export_saved(tmp_path / "saved", role, tmp_path / role)
+        exported = load_file(tmp_path / role / "model.safetensors")
+        assert exported.keys() ^ original.keys() == differs
+        assert all(torch.equal(tensor, original[name]) for name, tensor in exported.items() if name not in differs)
+    assert tuple(exported["score.weight"].shape) == (1, 128)
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
