@@ -20,6 +20,7 @@ from megatron_rl.model.experts import StackedExperts, moe_settings
 from megatron_rl.model.families import ModelShape, Routing, family_of, rope_problem, rope_type
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.value_head import ValueHead
+from megatron_rl.model.vocab_head import pass_hidden_states
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.parallel.stages import StagePlan
@@ -101,8 +102,14 @@ def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubm
 def build_language_model(
     hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int
 ) -> list[GPTModel]:
-    """The chunks of this rank's stage of the language model, weights not yet loaded. All ranks must call."""
-    return build_stage(hf_config, config, groups, vocab_multiple, tied=hf_config.tie_word_embeddings)
+    """The chunks of this rank's stage of the language model, weights not yet loaded. All ranks must call.
+
+    The last stage returns hidden states [B, S, H]: its head is applied to the tokens that are scored (`VocabHead`).
+    """
+    chunks = build_stage(hf_config, config, groups, vocab_multiple, tied=hf_config.tie_word_embeddings)
+    if groups.is_last_stage:
+        pass_hidden_states(chunks[-1].output_layer, groups.tp_group)
+    return chunks
 
 
 def build_value_model(

@@ -1,64 +1,139 @@
-"""Log-probabilities and entropy from logits split over TP ranks by vocabulary.
+"""Log-probabilities and entropy straight from hidden states, a few tokens at a time.
 
-Legend: N tokens, V rows of the padded vocabulary, v = V / tp_size rows of this rank.
-With z = logits and Z = sum(exp z):  log p = z_target - log Z,  H = log Z - sum(p * z).
+Legend: N tokens, H hidden size, V rows of the padded vocabulary, v = V / tp_size rows of this rank.
+With z = W h / temperature and Z = sum(exp z):  log p = z_target - log Z,  E = log Z - sum(p * z).
+No tensor of N x v elements exists, forward or backward: logits are made for a chunk of tokens, reduced to five numbers
+a token, and made again when gradients are asked for.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CHUNK_ELEMENTS = 1 << 22
+"""Logits that exist at once: 16 MiB in float32."""
 
-class VocabParallelLogProb(torch.autograd.Function):
-    """(log-prob of the target [N], entropy [N]) in float32 from this rank's logits [N, v]; all TP ranks must call."""
+
+class HeadLogProb(torch.autograd.Function):
+    """(log-prob of the target [N], entropy [N]) in float32 from hidden [N, H] and this rank's weight [v, H]."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup):
-        shifted = logits.float()
-        first_row = tp_group.rank() * logits.shape[-1]
-        num_real_rows = min(max(vocab_size - first_row, 0), logits.shape[-1])
-        # Padding rows are no tokens: vLLM drops them, so they must get no probability here either.
-        if num_real_rows < logits.shape[-1]:
-            shifted = shifted.clone()
-            shifted[:, num_real_rows:] = -torch.inf
-        largest = shifted.amax(-1, keepdim=True)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=tp_group)
-        shifted = shifted - largest
-
-        local = targets - first_row
-        is_here = (local >= 0) & (local < logits.shape[-1])
-        local = local.clamp(0, logits.shape[-1] - 1)
-        exp = shifted.exp()
-        target_logit = torch.where(is_here, shifted.gather(-1, local[:, None])[:, 0], 0.0)
-        exp_times_logit = torch.where(exp > 0, exp * shifted, 0.0).sum(-1)
-        sums = torch.stack([exp.sum(-1), target_logit, exp_times_logit])
-        dist.all_reduce(sums, group=tp_group)
-
-        log_z = sums[0].log()
-        log_prob = sums[1] - log_z
-        entropy = log_z - sums[2] / sums[0]
-        ctx.save_for_backward(shifted.sub_(log_z[:, None]), local, is_here, entropy)
-        ctx.dtype = logits.dtype
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        temperature: float,
+        tp_group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        """See `head_log_probs`."""
+        rows = LocalRows(weight, vocab_size, temperature, tp_group.rank())
+        largest, sums = hidden.new_empty(len(hidden), dtype=torch.float32), hidden.new_empty(3, len(hidden)).float()
+        for chunk in chunks(len(hidden), len(weight)):
+            logits = rows.logits(hidden[chunk])
+            # A shard of padding alone has no largest logit; any finite number gives it the sum 0.
+            largest[chunk] = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min / 4)
+            target_logit = rows.take(logits, targets[chunk])
+            shifted = logits.sub_(largest[chunk, None])
+            exp = shifted.exp()
+            sums[0, chunk] = exp.sum(-1)
+            # exp is 0 where the logit is -inf, and 0 * -inf is NaN.
+            sums[1, chunk] = exp.mul_(shifted.clamp_(min=-1e30)).sum(-1)
+            sums[2, chunk] = target_logit
+        log_z, log_prob, entropy = combine(largest, sums, tp_group)
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.rows = (vocab_size, temperature, tp_group.rank())
         return log_prob, entropy
 
     @staticmethod
     def backward(ctx, grad_log_prob: Tensor, grad_entropy: Tensor):
-        """d log p / d z_j = 1[j = target] - p_j;   d H / d z_j = -p_j (log p_j + H)."""
-        all_log_probs, local, is_here, entropy = ctx.saved_tensors
-        probs = all_log_probs.exp()
-        grad = torch.where(probs > 0, all_log_probs + entropy[:, None], 0.0)
-        grad.mul_(-grad_entropy[:, None]).sub_(grad_log_prob[:, None]).mul_(probs)
-        grad.scatter_add_(-1, local[:, None], (grad_log_prob * is_here)[:, None])
-        return grad.to(ctx.dtype), None, None, None
+        """d log p / d z_j = 1[j = target] - p_j;   d E / d z_j = -p_j (log p_j + E).
+
+        Of the gradient of `hidden` this is the part that goes through this rank's rows.
+        """
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        rows = LocalRows(weight, *ctx.rows)
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for chunk in chunks(len(hidden), len(weight)):
+            log_probs = rows.logits(hidden[chunk]).sub_(log_z[chunk, None])
+            probs = log_probs.exp()
+            grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
+            grad.mul_(-grad_entropy[chunk, None]).sub_(grad_log_prob[chunk, None]).mul_(probs)
+            rows.add(grad, targets[chunk], grad_log_prob[chunk])
+            grad = grad.div_(rows.temperature).to(weight.dtype)
+            torch.mm(grad, weight, out=grad_hidden[chunk])
+            grad_weight.addmm_(grad.t(), hidden[chunk])
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-def vocab_parallel_log_probs(
-    logits: Tensor, targets: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+class LocalRows:
+    """The rows of the vocabulary that one rank holds; the last ones may only pad it."""
+
+    def __init__(self, weight: Tensor, vocab_size: int, temperature: float, tp_rank: int) -> None:
+        self.weight = weight
+        self.temperature = temperature
+        self.first = tp_rank * len(weight)
+        self.num_real = min(max(vocab_size - self.first, 0), len(weight))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [n, v] of hidden [n, H]; padding, which vLLM drops, is -inf."""
+        logits = torch.mm(hidden, self.weight.t()).float()
+        if self.temperature != 1.0:
+            logits = logits.div_(self.temperature)
+        logits[:, self.num_real :] = -torch.inf
+        return logits
+
+    def take(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The targets' logits [n]; 0 for a target of another rank."""
+        local, is_here = self._local(targets)
+        return torch.where(is_here, logits.gather(-1, local[:, None])[:, 0], 0.0)
+
+    def add(self, grad: Tensor, targets: Tensor, values: Tensor) -> None:
+        """Add values [n] to the targets' columns of grad [n, v], where they are this rank's."""
+        local, is_here = self._local(targets)
+        grad.scatter_add_(-1, local[:, None], (values * is_here)[:, None])
+
+    def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        local = targets - self.first
+        return local.clamp(0, len(self.weight) - 1), (local >= 0) & (local < len(self.weight))
+
+
+def chunks(num_tokens: int, num_rows: int) -> Iterator[slice]:
+    """Tokens of which the logits exist at once."""
+    size = max(1, CHUNK_ELEMENTS // num_rows)
+    for start in range(0, num_tokens, size):
+        yield slice(start, min(start + size, num_tokens))
+
+
+def combine(largest: Tensor, sums: Tensor, tp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """(log Z, log-prob of the target, entropy), each [N], from what every rank found in its rows.
+
+    largest m [N]; sums [3, N]: of exp(z - m), of exp(z - m) (z - m), and the target's logit or 0.
+    """
+    top = largest.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=tp_group)
+    below = largest - top
+    scale = below.exp()
+    exp, exp_times_logit, target_logit = sums
+    total = torch.stack([scale * exp, scale * (exp_times_logit + below.clamp(min=-1e30) * exp), target_logit])
+    dist.all_reduce(total, group=tp_group)
+    log_sum = total[0].log()
+    log_prob = (total[2] - top - log_sum).clamp(max=0.0)
+    return top + log_sum, log_prob, log_sum - total[1] / total[0]
+
+
+def head_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, both float32 [N] and the same on every TP rank.
 
-    logits [N, v] of this rank's vocabulary rows; targets int64 [N] < vocab_size. All ranks of `tp_group` must call.
+    hidden [N, H], the same on every TP rank, which must have passed Megatron's copy into the TP region, whose backward
+    adds up the ranks' gradients; weight [v, H], this rank's rows; targets int64 [N] < vocab_size. temperature: logits
+    are divided by it. All ranks of `tp_group` must call.
     """
-    return VocabParallelLogProb.apply(logits, targets, vocab_size, tp_group)
+    return HeadLogProb.apply(hidden, weight, targets, vocab_size, temperature, tp_group)

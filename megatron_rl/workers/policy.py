@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.experience.batches import MicroBatch
 from megatron_rl.losses.policy import ppo_clip
-from megatron_rl.model.log_probs import vocab_parallel_log_probs
+from megatron_rl.model.vocab_head import VocabHead
 from megatron_rl.records import ActorBatch, Sequences, TokenScores
 from megatron_rl.workers.model_source import ModelSource
 from megatron_rl.workers.pipeline import Pipeline
@@ -17,37 +17,31 @@ from megatron_rl.workers.training import TrainableModel
 
 
 class TokenScorer:
-    """Log-probabilities of response tokens under one language model, at the sampling temperature."""
+    """Log-probabilities of response tokens under one language model, at the sampling temperature.
 
-    def __init__(self, pipeline: Pipeline, vocab_size: int, temperature: float) -> None:
+    models: the chunks of this rank's stage, of which the last stage's last one has the head.
+    """
+
+    def __init__(self, pipeline: Pipeline, models: list[GPTModel], vocab_size: int, temperature: float) -> None:
         self.pipeline = pipeline
-        self.vocab_size = vocab_size
-        self.temperature = temperature
+        self.head = VocabHead(models[-1], vocab_size, temperature, pipeline.groups.tp_group)
 
-    def log_probs_and_entropy(self, logits: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
-        """logits [b, S, v] -> (log-prob [N], entropy [N]) of the block's response tokens, float32."""
-        wanted = logits[:, :-1][block.predicts_response]
-        if self.temperature != 1.0:
-            wanted = wanted / self.temperature
-        return vocab_parallel_log_probs(wanted, block.targets, self.vocab_size, self.pipeline.groups.tp_group)
+    def log_probs_and_entropy(self, hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+        """hidden [b, S, H] -> (log-prob [N], entropy [N]) of the block's response tokens, float32."""
+        return self.head.log_probs_and_entropy(hidden[:, :-1][block.predicts_response], block.targets)
 
     def score(self, sequences: Sequences, micro_batch_size: int) -> TokenScores | None:
         """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
         return self.pipeline.score(
-            sequences, micro_batch_size, lambda logits, block: self.log_probs_and_entropy(logits, block)[0]
+            sequences, micro_batch_size, lambda hidden, block: self.log_probs_and_entropy(hidden, block)[0]
         )
 
     def logits(self, sequences: Sequences, micro_batch_size: int) -> Tensor | None:
         """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
-        group = self.pipeline.groups.tp_group
-
-        def whole_rows(logits: Tensor, block: MicroBatch) -> Tensor:
-            mine = logits[:, :-1][block.predicts_response].float().contiguous()
-            shards = [torch.empty_like(mine) for _ in range(group.size())]
-            dist.all_gather(shards, mine, group=group)
-            return torch.cat(shards, -1)[:, : self.vocab_size]
-
-        return self.pipeline.forward(self.pipeline.micro_batches(sequences, micro_batch_size), whole_rows)
+        return self.pipeline.forward(
+            self.pipeline.micro_batches(sequences, micro_batch_size),
+            lambda hidden, block: self.head.logits(hidden[:, :-1][block.predicts_response]),
+        )
 
 
 class Actor:
@@ -59,15 +53,17 @@ class Actor:
         self.trainable = TrainableModel(
             model.chunks, model.load, config.optim, num_run_steps, source.groups, source.device.torch_device
         )
-        self.scorer = TokenScorer(self.trainable.pipeline, source.hf_config.vocab_size, temperature)
+        self.scorer = TokenScorer(
+            self.trainable.pipeline, self.trainable.models, source.hf_config.vocab_size, temperature
+        )
 
     def compute_gradients(self, batch: ActorBatch) -> dict[str, float]:
         """Gradients of one mini-batch's loss, a mean over all its tokens on all ranks. Metrics on the last stage."""
         blocks = self.trainable.pipeline.micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
         num_tokens = self.trainable.num_tokens(blocks)
 
-        def loss(logits: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
-            log_probs, entropy = self.scorer.log_probs_and_entropy(logits, block)
+        def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+            log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
             terms = ppo_clip(
                 log_probs, block.fields["old_log_probs"], block.fields["advantages"], self.config.clip_ratio
             )
@@ -92,4 +88,4 @@ def build_reference(source: ModelSource, temperature: float) -> TokenScorer:
     model.load()
     chunks = [chunk.requires_grad_(False) for chunk in model.chunks]
     pipeline = Pipeline(chunks, source.groups, source.device.torch_device)
-    return TokenScorer(pipeline, source.hf_config.vocab_size, temperature)
+    return TokenScorer(pipeline, pipeline.chunks, source.hf_config.vocab_size, temperature)

@@ -1,4 +1,4 @@
-"""The dense float64 form of vocabulary-parallel log-probs, and cases to compare them on. Not a test module."""
+"""The dense float64 form of log-probs from hidden states, and cases to compare them on. Not a test module."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ def dense_log_probs(logits, targets, vocab_size):
     return log_probs.gather(-1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
-def dense_gradients(logits, targets, vocab_size, weights):
-    """d (w0 . log-prob + w1 . entropy) / d logits [N, V] by autograd of the dense form; weights [2, N]."""
-    logits = logits.double().clone().requires_grad_()
-    log_prob, entropy = dense_log_probs(logits, targets, vocab_size)
-    return torch.autograd.grad((weights[0] * log_prob + weights[1] * entropy).sum(), logits)[0]
+def dense_gradients(hidden, weight, targets, vocab_size, temperature, mix):
+    """d (mix0 . log-prob + mix1 . entropy) / d (hidden [N, H], weight [V, H]) of the dense form; mix [2, N]."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    log_prob, entropy = dense_log_probs(hidden @ weight.t() / temperature, targets, vocab_size)
+    return torch.autograd.grad((mix[0] * log_prob + mix[1] * entropy).sum(), (hidden, weight))
 
 
-def random_case(num_tokens, vocab_size, num_columns, scale, seed):
-    """(logits float32 [N, V] with large numbers in padding columns, targets [N], weights [2, N])."""
+def random_case(num_tokens, vocab_size, num_rows, scale, seed, hidden_size=6):
+    """(hidden [N, H], weight [V, H] with large numbers in padding rows, targets [N], mix [2, N]), float32."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_tokens, num_columns, generator=generator) * scale
-    logits[:, vocab_size:] = 50.0
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator)
+    weight = torch.randn(num_rows, hidden_size, generator=generator) * scale / hidden_size**0.5
+    weight[vocab_size:] = 50.0
     targets = torch.randint(vocab_size, (num_tokens,), generator=generator)
-    return logits, targets, torch.randn(2, num_tokens, generator=generator)
+    return hidden, weight, targets, torch.randn(2, num_tokens, generator=generator)

@@ -1,4 +1,4 @@
-"""Log-prob and entropy from vocabulary shards, against the dense form in float64: here with one shard."""
+"""Log-prob and entropy from hidden states, in chunks, against the dense form in float64: here with one shard."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from dense_log_probs import dense_gradients, dense_log_probs, random_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.model.log_probs import vocab_parallel_log_probs
+from megatron_rl.model import log_probs
+from megatron_rl.model.log_probs import chunks, head_log_probs
 
 
 @pytest.fixture(scope="module")
@@ -18,74 +19,99 @@ def tp_group(tmp_path_factory):
     dist.destroy_process_group()
 
 
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    tokens=st.integers(1, 5),
+    tokens=st.integers(1, 9),
     vocab=st.integers(1, 20),
     padding=st.integers(0, 5),
     scale=st.sampled_from([0.1, 1.0, 5.0]),
+    temperature=st.sampled_from([1.0, 0.7]),
+    chunk=st.integers(1, 60),
     seed=st.integers(0, 999),
 )
-def test_values_and_gradients_agree_with_dense(tp_group, tokens, vocab, padding, scale, seed):
-    """Both outputs and the gradient of any mix of them. Would not catch an error in the sum over ranks."""
-    logits, targets, weights = random_case(tokens, vocab, vocab + padding, scale, seed)
-    logits.requires_grad_()
-    log_prob, entropy = vocab_parallel_log_probs(logits, targets, vocab, tp_group)
+def test_values_and_gradients_agree_with_dense(tp_group, tokens, vocab, padding, scale, temperature, chunk, seed):
+    """Both outputs and the gradients of any mix of them, for chunks of any size.
+
+    Would not catch an error in the sum over ranks.
+    """
+    hidden, weight, targets, mix = random_case(tokens, vocab, vocab + padding, scale, seed)
+    hidden.requires_grad_(), weight.requires_grad_()
+    before, log_probs.CHUNK_ELEMENTS = log_probs.CHUNK_ELEMENTS, chunk
+    try:
+        log_prob, entropy = head_log_probs(hidden, weight, targets, vocab, temperature, tp_group)
+        gradients = torch.autograd.grad((mix[0] * log_prob + mix[1] * entropy).sum(), (hidden, weight))
+    finally:
+        log_probs.CHUNK_ELEMENTS = before
     assert log_prob.dtype == entropy.dtype == torch.float32
-    for found, expected in zip((log_prob, entropy), dense_log_probs(logits, targets, vocab), strict=True):
-        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-6)
-    assert log_prob.le(0).all() and entropy.ge(0).all()
-    (gradient,) = torch.autograd.grad((weights[0] * log_prob + weights[1] * entropy).sum(), logits)
-    torch.testing.assert_close(
-        gradient.double(), dense_gradients(logits.detach(), targets, vocab, weights), atol=1e-6, rtol=1e-5
-    )
-    assert gradient[:, vocab:].eq(0).all()
+    dense = dense_log_probs((hidden @ weight.t()).detach().double() / temperature, targets, vocab)
+    for found, expected in zip((log_prob, entropy), dense, strict=True):
+        torch.testing.assert_close(found.double(), expected, atol=5e-6, rtol=5e-6)
+    assert log_prob.le(0).all() and entropy.ge(-1e-6).all()
+    expected = dense_gradients(hidden, weight, targets, vocab, temperature, mix)
+    for found, dense in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(found.double(), dense, atol=5e-5, rtol=1e-4)
+    assert gradients[1][vocab:].eq(0).all()
+
+
+def test_chunks_cover_every_token_once():
+    """Also where one token's logits are more than a chunk. Would not catch chunks that are too small."""
+    for num_tokens, num_rows in ((0, 10), (1, 10), (1000, 7), (5, log_probs.CHUNK_ELEMENTS * 2)):
+        covered = [token for chunk in chunks(num_tokens, num_rows) for token in range(num_tokens)[chunk]]
+        assert covered == list(range(num_tokens))
 
 
 @pytest.mark.parametrize("output", [0, 1], ids=["log_prob", "entropy"])
 def test_each_output_has_a_gradient_alone(tp_group, output):
     """The other output unused, as without an entropy bonus. Would not catch a mix with a wrong sign."""
-    logits, targets, _ = random_case(4, 7, 9, 1.0, seed=0)
-    logits.requires_grad_()
-    weights = torch.zeros(2, 4)
-    weights[output] = 1
-    (gradient,) = torch.autograd.grad(vocab_parallel_log_probs(logits, targets, 7, tp_group)[output].sum(), logits)
-    torch.testing.assert_close(
-        gradient.double(), dense_gradients(logits.detach(), targets, 7, weights), atol=1e-6, rtol=1e-5
-    )
+    hidden, weight, targets, _ = random_case(4, 7, 9, 1.0, seed=0)
+    mix = torch.zeros(2, 4)
+    mix[output] = 1
+    expected = dense_gradients(hidden, weight, targets, 7, 1.0, mix)
+    hidden.requires_grad_(), weight.requires_grad_()
+    answers = head_log_probs(hidden, weight, targets, 7, 1.0, tp_group)
+    found = torch.autograd.grad(answers[output].sum(), (hidden, weight))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_no_token_has_no_loss_and_no_gradient(tp_group):
+    """A block of rows that only fill up a split. Would not catch a rank that leaves out the collectives."""
+    hidden, weight = torch.zeros(0, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
+    log_prob, entropy = head_log_probs(hidden, weight, torch.zeros(0, dtype=torch.int64), 7, 1.0, tp_group)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert log_prob.shape == (0,) and weight.grad.eq(0).all()
 
 
 def test_two_tokens_by_hand(tp_group):
     """Odds 1:3 and 1:1 over two real rows of four. Would not catch an error that needs many rows."""
-    logits = torch.tensor([[0.0, 1.0986123, 9.0, 9.0], [2.0, 2.0, 9.0, 9.0]])
-    log_prob, entropy = vocab_parallel_log_probs(logits, torch.tensor([1, 0]), 2, tp_group)
+    hidden = torch.tensor([[0.0, 1.0986123, 9.0, 9.0], [2.0, 2.0, 9.0, 9.0]])
+    log_prob, entropy = head_log_probs(hidden, torch.eye(4), torch.tensor([1, 0]), 2, 1.0, tp_group)
     torch.testing.assert_close(log_prob, torch.tensor([0.75, 0.5]).log(), atol=1e-6, rtol=0)
     torch.testing.assert_close(entropy, torch.tensor([0.5623351, 0.6931472]), atol=1e-6, rtol=0)
 
 
 def test_extreme_logits_stay_finite(tp_group):
     """Differences of 2e4 and equal huge logits. Would not catch infinite logits, which no model gives."""
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0], [1e4, 1e4, 1e4]], requires_grad=True)
-    log_prob, entropy = vocab_parallel_log_probs(logits, torch.tensor([0, 0, 2]), 3, tp_group)
-    assert log_prob.tolist() == pytest.approx([0.0, -2e4, -1.0986123])
-    assert entropy.tolist() == pytest.approx([0.0, 0.0, 1.0986123])
+    hidden = torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0], [1e4, 1e4, 1e4]], requires_grad=True)
+    log_prob, entropy = head_log_probs(hidden, torch.eye(3), torch.tensor([0, 0, 2]), 3, 1.0, tp_group)
+    assert log_prob.tolist() == pytest.approx([0.0, -2e4, -1.0986123], abs=1e-3)
+    assert entropy.tolist() == pytest.approx([0.0, 0.0, 1.0986123], abs=1e-3)
     assert log_prob.le(0).all()
-    (gradient,) = torch.autograd.grad((log_prob + entropy).sum(), logits)
+    (gradient,) = torch.autograd.grad((log_prob + entropy).sum(), hidden)
     third = 1 / 3
     expected = torch.tensor([[0.0, 0.0, 0.0], [1.0, -1.0, 0.0], [-third, -third, 1 - third]])
-    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(gradient, expected, atol=1e-3, rtol=0)
 
 
-def test_bfloat16_logits_give_float32_answers_and_keep_their_input(tp_group):
-    """The gradient has the logits' dtype and the logits are not overwritten. Would not catch a lost digit in fp32."""
-    logits, targets, _ = random_case(3, 6, 8, 1.0, seed=1)
-    for dtype in (torch.bfloat16, torch.float32):
-        for columns, vocab in ((8, 6), (6, 6)):
-            given_logits = logits[:, :columns].to(dtype)
-            leaf = given_logits.clone().requires_grad_()
-            log_prob, entropy = vocab_parallel_log_probs(leaf, targets, vocab, tp_group)
-            expected = dense_log_probs(given_logits, targets, vocab)
-            torch.testing.assert_close(log_prob.double(), expected[0], atol=1e-6, rtol=1e-6)
-            torch.testing.assert_close(entropy.double(), expected[1], atol=1e-6, rtol=1e-6)
-            assert torch.autograd.grad(log_prob.sum(), leaf)[0].dtype == dtype
-            assert torch.equal(leaf, given_logits)
+def test_bfloat16_gives_float32_answers_and_gradients_of_its_own(tp_group):
+    """Would not catch a lost digit in float32."""
+    hidden, weight, targets, _ = random_case(3, 6, 8, 1.0, seed=1)
+    hidden, weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
+    log_prob, entropy = head_log_probs(hidden, weight, targets, 6, 1.0, tp_group)
+    expected = dense_log_probs((hidden @ weight.t()).detach(), targets, 6)
+    torch.testing.assert_close(log_prob.double(), expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], atol=1e-5, rtol=1e-5)
+    for gradient in torch.autograd.grad(log_prob.sum(), (hidden, weight)):
+        assert gradient.dtype == torch.bfloat16

@@ -1,0 +1,63 @@
+"""The language model's head, applied to the tokens that are scored and to no others."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_rl.model.log_probs import head_log_probs
+
+
+def pass_hidden_states(output_layer: ColumnParallelLinear, tp_group: dist.ProcessGroup) -> None:
+    """Let Megatron's output layer return its input, whole: [S, B, H] on every TP rank.
+
+    The layer keeps its weight, which import, export, checkpoints and tied embeddings look for there.
+    """
+
+    def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+        if output_layer.sequence_parallel:
+            # The gradient that comes back is already the sum over TP ranks.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
+        return hidden, None
+
+    output_layer.forward = forward
+
+
+class VocabHead:
+    """The head of a rank's last chunk. vocab_size: real rows. temperature: of sampling, by which logits are divided."""
+
+    def __init__(self, model: GPTModel, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        self.temperature = temperature
+        self.tp_group = tp_group
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows [v, H], the embedding's where the two are one."""
+        if self.model.share_embeddings_and_output_weights:
+            return self.model.shared_embedding_or_output_weight()
+        return self.model.output_layer.weight
+
+    def log_probs_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [N, H], targets int64 [N] -> (log-prob [N], entropy [N]), float32. All TP ranks must call.
+
+        In backward the parts of the gradient that go through each rank's rows are added up.
+        """
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return head_log_probs(hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> float32 [N, vocab_size], before the temperature. All TP ranks must call."""
+        mine = torch.mm(hidden, self.weight.t()).float()
+        shards = [torch.empty_like(mine) for _ in range(self.tp_group.size())]
+        dist.all_gather(shards, mine, group=self.tp_group)
+        return torch.cat(shards, -1)[:, : self.vocab_size]
