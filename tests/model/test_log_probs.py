@@ -19,8 +19,6 @@ def tp_group(tmp_path_factory):
     dist.destroy_process_group()
 
 
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(1, 9),
