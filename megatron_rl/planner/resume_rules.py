@@ -15,14 +15,21 @@ from megatron_rl.errors import ConfigError
 
 
 def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Role -> identity of its model, as `checkpoint.resume.select` wants them; without those that cannot be read."""
+    """Role -> identity of its model, as `checkpoint.resume.select` wants them; without those that cannot be read.
+
+    The dtype of training belongs to it: of float32 weights there are no masters that bfloat16 ones could go on with.
+    """
     models = {}
-    for role, path in (("actor", config.actor_rollout_ref.model.path), ("critic", config.critic.model.path)):
+    shared, critic = config.actor_rollout_ref, config.critic
+    for role, path, megatron in (
+        ("actor", shared.model.path, shared.actor.megatron),
+        ("critic", critic.model.path, critic.megatron),
+    ):
         try:
             settings = json.loads((Path(path).expanduser() / "config.json").read_text())
         except (OSError, ValueError):
             continue  # the model folder's own rules report it
-        models[role] = model_identity(settings)
+        models[role] = model_identity(settings) | {"dtype": megatron.dtype}
     return models
 
 
