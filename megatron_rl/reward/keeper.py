@@ -90,26 +90,16 @@ class Keeper:
         self.waiting = deque(range(len(samples)))
         self.retried: set[int] = set()
         self.timeouts, self.any_score = 0, False
-        for worker in [worker for worker in self.workers if _has_ended(worker)]:
-            self._bury(worker)
+        self._attend()
         while len(self.outcomes) < len(samples):
             self._refill()
             self._deal()
             self._await_event()
-            now = time.monotonic()
-            for worker in list(self.workers):
-                # First whether it has ended, then what it had said: nothing can come after that.
-                ended = _has_ended(worker)
-                self._listen(worker)
-                limit_s = worker.limit_s(self.settings.timeout_s)
-                if ended:
-                    self._bury(worker)
-                elif limit_s is not None and now - worker.since > limit_s:
-                    self._time_out(worker, limit_s)
+            self._attend()
             if self.settings.give_up and self.timeouts >= MOST_FRUITLESS_TIMEOUTS and not self.any_score:
                 self._give_up()
-        self._reap_adopted()
         self._refill()  # replacements load the function while the driver goes on
+        self._reap_adopted()
         return [self.outcomes[row] for row in range(len(samples))]
 
     def close(self) -> None:
@@ -161,6 +151,19 @@ class Keeper:
         events = wait([self.driver, *self._event_sources()], timeout)
         if self.driver in events:  # it sends nothing while it waits for a batch
             raise EOFError
+
+    def _attend(self) -> None:
+        """Hear every worker; let those go that have ended or are over their limit."""
+        now = time.monotonic()
+        for worker in list(self.workers):
+            # First whether it has ended, then what it had said: nothing can come after that.
+            ended = bool(wait([worker.pidfd], timeout=0))
+            self._listen(worker)
+            limit_s = worker.limit_s(self.settings.timeout_s)
+            if ended:
+                self._bury(worker)
+            elif limit_s is not None and now - worker.since > limit_s:
+                self._time_out(worker, limit_s)
 
     def _event_sources(self) -> list[Connection | int]:
         return [source for worker in self.workers for source in (worker.connection, worker.pidfd)]
@@ -265,10 +268,6 @@ def keep(driver: Connection) -> None:
         return
     finally:
         keeper.close()
-
-
-def _has_ended(worker: Worker) -> bool:
-    return bool(wait([worker.pidfd], timeout=0))
 
 
 def _cause(status: int) -> str:

@@ -135,8 +135,9 @@ def test_chat_prompts_need_a_template_that_accepts_them(write, tokenizer):
         tokenizer.chat_template = None
         with pytest.raises(ConfigError, match="no chat_template"):
             PromptDataset([path], tokenizer, DataConfig())
-        tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-        with pytest.raises(ConfigError, match="no system role"):
+        tokenizer.chat_template = "{% if messages[0].content == '2' %}{{ raise_exception('no twos') }}{% endif %}1"
+        path = write([row(chat("1")), row(chat("2")), row(chat("3"))])
+        with pytest.raises(ConfigError, match=r"train.parquet \(row 1\): no twos"):
             PromptDataset([path], tokenizer, DataConfig())
     finally:
         tokenizer.chat_template = before
