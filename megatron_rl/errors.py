@@ -23,7 +23,7 @@ class WorkerFailure(MegatronRLError):
 
 
 class RewardError(MegatronRLError):
-    """The user's reward function raised or returned something that is not a score."""
+    """The user's reward function scored none of a step's samples, or can no longer be called at all."""
 
     exit_code = 4
 

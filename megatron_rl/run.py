@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.folders import only_writer
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.load import flat_settings
-from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig, as_list
 from megatron_rl.controller.signals import StopRequest
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import assemble
@@ -26,14 +25,19 @@ from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.progress import RunProgress
+from megatron_rl.observe.sample_tables import write_sample_table
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.timers import PhaseTimer
+from megatron_rl.observe.validation import validation_metrics
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.resume_rules import configured_models
-from megatron_rl.prompts.cursor import PromptCursor
 from megatron_rl.prompts.dataset import PromptDataset
+from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, row_lengths
-from megatron_rl.reward.rule import RuleReward, load_reward_function
+from megatron_rl.reward.function import RewardSource
+from megatron_rl.reward.keeper import KeeperSettings
+from megatron_rl.reward.processes import RewardProcesses
+from megatron_rl.reward.rule import RuleReward, Scored
 
 VALIDATION_SALT = -1
 """Validation samples, where they are sampled, use the same seeds every time."""
@@ -67,11 +71,12 @@ class Run:
         self.directory = Path(trainer.default_local_dir)
         self.console = Console()
         self.tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
-        self.train_data = PromptDataset(data.train_files, self.tokenizer, data)
-        self.val_data = PromptDataset(data.val_files, self.tokenizer, data)
-        self.cursor = PromptCursor(len(self.train_data), data.train_batch_size, data.shuffle, data.seed)
-        function = load_reward_function(config.custom_reward_function.path, config.custom_reward_function.name)
-        self.reward = RuleReward(function, self.tokenizer)
+        self.train_data = PromptDataset(as_list(data.train_files), self.tokenizer, data)
+        self.val_data = PromptDataset(as_list(data.val_files), self.tokenizer, data)
+        self.cursor = MixtureCursor(
+            self.train_data.files, data.train_file_weights, data.train_batch_size, data.shuffle, data.seed
+        )
+        self.rules = rule_reward(config, self.tokenizer, self.train_data.data_sources | self.val_data.data_sources)
         self.progress = RunProgress(trainer.total_training_steps, self.console)
         self.timer = PhaseTimer(on_phase=self.progress.phase)
         self.phase = self.timer.phase
@@ -101,6 +106,7 @@ class Run:
         self.logger = self._resources.enter_context(
             MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)
         )
+        self._resources.enter_context(self.rules.processes)
         self._resources.enter_context(self.progress)
         return self
 
@@ -163,8 +169,9 @@ class Run:
         return self.train_data.batch(self.cursor.next_indices()).repeat(self.config.actor_rollout_ref.rollout.n)
 
     def val_prompts(self) -> Prompts:
-        """All held-out prompts, once."""
-        return self.val_data.batch(range(len(self.val_data)))
+        """All held-out prompts, each `val_kwargs.n` times."""
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        return self.val_data.batch(range(len(self.val_data))).repeat(n)
 
     def sampling(self, salt: int) -> Sampling:
         """How training samples are drawn."""
@@ -174,14 +181,25 @@ class Run:
     def val_sampling(self) -> Sampling:
         """How held-out answers are drawn: greedy unless `val_kwargs.do_sample`."""
         kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
-        temperature = kwargs.temperature if kwargs.do_sample else 0.0
-        return Sampling(temperature, 1.0, -1, self.config.data.max_response_length, VALIDATION_SALT)
+        longest = self.config.data.max_response_length
+        if not kwargs.do_sample:
+            return Sampling(0.0, 1.0, -1, longest, VALIDATION_SALT)
+        return Sampling(kwargs.temperature, kwargs.top_p, kwargs.top_k, longest, VALIDATION_SALT)
 
     def mini_batching(self, role: ActorConfig | CriticConfig, step: int) -> tuple[int, int, int | None]:
         """(rows per optimizer step, epochs, seed of the split or None) for one step of a role's update."""
         rows = role.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         seed = self.config.trainer.seed * 1_000_003 + step * role.ppo_epochs
         return rows, role.ppo_epochs, seed if role.shuffle else None
+
+    def reward(self, prompts: Prompts, generations: Generations) -> Scored:
+        """Score answers; says so when some could not be scored. Raises RewardError when none could."""
+        scored = self.rules(prompts, generations)
+        if scored.first_failure is not None:
+            failed = sum(outcome.failure != "" for outcome in scored.outcomes)
+            text = f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {scored.first_failure}"
+            self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        return scored
 
     # Books
 
@@ -232,15 +250,20 @@ class Run:
             "reshard/received_mb": max(report.bytes_received for report in self.transitions) / 1e6,
         }
 
-    def val_metrics(self, prompts: Prompts, generations: Generations, scores: torch.Tensor) -> dict[str, float]:
-        """Mean held-out score per data source; keeps a few rows to compare the exported model on."""
-        self.accuracies.append(float(scores.mean()))
+    def val_metrics(self, prompts: Prompts, generations: Generations, scored: Scored) -> dict[str, float]:
+        """verl's validation metrics per data source; keeps a few rows to compare the exported model on."""
+        variables = scored.variables()
+        self.accuracies.append(sum(variables["acc"]) / len(prompts))
         self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).sequences()
-        sources = list(prompts.data_source)
-        return {
-            f"val-core/{source}/acc/mean@1": float(scores[torch.tensor([s == source for s in sources])].mean())
-            for source in sorted(set(sources))
-        }
+        sources, predictions = list(prompts.data_source), scored.predictions()
+        return validation_metrics(sources, prompts.index.tolist(), variables, predictions)
+
+    def save_samples(self, folder: str | None, prompts: Prompts, scored: Scored, step: int) -> None:
+        """Write a table of the answers, where a folder for it is configured."""
+        if folder is not None:
+            prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
+            questions = self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
+            write_sample_table(Path(folder), step, scored.table(questions, step))
 
     def mean_metrics(self, updates: Iterable[dict[str, float]]) -> dict[str, float]:
         """Mean of each metric over the optimizer steps of one update."""
@@ -272,6 +295,15 @@ def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
 def stop_grace_s(trainer: TrainerConfig) -> float | None:
     """Seconds that a signal leaves a run to stop in; None, at once, where nothing is saved."""
     return trainer.stop_grace_s if trainer.save_freq > 0 else None
+
+
+def rule_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase, data_sources: set[str]) -> RuleReward:
+    """The configured rules. Raises ConfigError where the function cannot be loaded or cannot judge a data source."""
+    custom, reward = config.custom_reward_function, config.reward_model
+    source = RewardSource(custom.path, custom.name, custom.reward_kwargs)
+    source.check(data_sources)
+    settings = KeeperSettings(source, reward.num_workers, reward.timeout_s, give_up=reward.stop_if_all_failed)
+    return RuleReward(RewardProcesses(settings), tokenizer, reward.failed_score, reward.stop_if_all_failed)
 
 
 def kl_controller(config: KlCtrlConfig) -> FixedKL | AdaptiveKL:

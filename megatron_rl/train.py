@@ -36,16 +36,16 @@ def train(config: RunConfig) -> dict:
         checkpoints = Checkpoints(run, workers)
         checkpoints.restore()
         if trainer.val_before_train and run.start.path is None:
-            run.log(validate(run, workers), step=0)
+            run.log(validate(run, workers, step=0), step=0)
         for step in run.steps():
             with checkpoints.around(step):
                 metrics = ppo_step(run, workers, step)
                 if is_validation_step(trainer, step) and not stop.is_set:
-                    metrics |= validate(run, workers)
+                    metrics |= validate(run, workers, step)
                 run.log(metrics, step)
         checkpoints.settle()
         if run.parity_rows is None:  # every step had been taken before
-            validate(run, workers)
+            validate(run, workers, trainer.total_training_steps)
         return finish_run(run, workers)
 
 
@@ -74,7 +74,8 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
         ref_log_probs = workers.compute_ref_log_probs(sequences)
         old_values = workers.compute_values(sequences)
         with phase("reward"):
-            experience.scores = run.reward(prompts, generations)
+            scored = run.reward(prompts, generations)
+            experience.scores = scored.scores
         with phase("old_log_prob"):
             experience.old_log_probs = old_log_probs.get().scores
         with phase("ref"):
@@ -95,7 +96,8 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
         with phase("update_actor"):
             actor_metrics = update_actor(run, workers, experience, step)
     penalty = {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
-    metrics = run.data_metrics(prompts, generations, experience) | run.take_timings()
+    run.save_samples(run.config.trainer.rollout_data_dir, prompts, scored, step)
+    metrics = run.data_metrics(prompts, generations, experience) | scored.metrics() | run.take_timings()
     return metrics | parity | penalty | critic_metrics | actor_metrics
 
 
@@ -128,10 +130,12 @@ def update_actor(run: Run, workers: WorkerGroup, experience: Experience, step: i
     )
 
 
-def validate(run: Run, workers: WorkerGroup) -> dict[str, float]:
-    """Answer every held-out prompt once; mean score per data source, under verl's names."""
+def validate(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
+    """Answer every held-out prompt, `val_kwargs.n` times; metrics per data source, under verl's names."""
     with run.phase("testing"):
         prompts = run.val_prompts()
         generations = generate(run, workers, prompts, run.val_sampling())
-        metrics = run.val_metrics(prompts, generations, run.reward(prompts, generations))
+        scored = run.reward(prompts, generations)
+        run.save_samples(run.config.trainer.validation_data_dir, prompts, scored, step)
+        metrics = run.val_metrics(prompts, generations, scored)
     return metrics | run.take_timings("timing_s/testing")

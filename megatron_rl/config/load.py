@@ -34,6 +34,9 @@ def _leaf_types(group: type, prefix: str = "") -> dict[str, Any]:
 KEYS: dict[str, Any] = _leaf_types(RunConfig)
 """Every dotted key of the schema, with its type."""
 
+OPEN_KEYS = {key for key, kind in KEYS.items() if typing.get_origin(kind) is dict}
+"""Keys under which the user may put names of their own."""
+
 GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}
 """Every dotted name that has keys below it."""
 
@@ -125,12 +128,12 @@ def _apply(config: Any, setting: Setting) -> str | None:
     if key in GROUPS:
         inner = ", ".join(sorted(name for name in KEYS if name.startswith(f"{key}.")))
         return f"{said}: {key} is a group of keys, not a value; set {inner}"
-    if key not in KEYS:
+    if key not in KEYS and not any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS):
         return f"unknown key {key} ({setting.origin}): the nearest known key is {nearest_name(key, KEYS)}"
     try:
         OmegaConf.update(config, key, setting.value)
     except OmegaConfBaseException as error:
-        return f"{said} must be of type {_type_name(KEYS[key])}: {_first_line(error)}"
+        return f"{said} must be of type {_type_name(KEYS.get(key))}: {_first_line(error)}"
     return None
 
 

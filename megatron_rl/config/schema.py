@@ -2,32 +2,43 @@
 
 One class per group; the text under a field is its documentation. Batch sizes count prompts unless the name
 says `per_gpu`; `rollout.n` multiplies them. `per_gpu` means per data-parallel rank, as in verl.
-Fields typed `Any` with a `${...}` default follow another key until they are set.
+Fields with a `${...}` default follow another key until they are set. The elements of a `dict` field are the user's own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 MISSING = "???"
 
 
 @dataclass
 class CustomRewardFunctionConfig:
-    path: str = MISSING
-    """Python file of the rule reward."""
+    path: str | None = None
+    """Python file of the rule reward; null: a built-in one."""
     name: str = "compute_score"
-    """Function in that file: (data_source, solution_str, ground_truth, extra_info=None) -> float."""
+    """Function in that file: (data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with the
+    float under "score" and further numbers to log. Built-in ones: exact_match | math | compute_score, which chooses by
+    data source."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of every call."""
 
 
 @dataclass
 class DataConfig:
-    train_files: str = MISSING
-    """Parquet file with the training prompts, in verl's row schema."""
-    val_files: str = MISSING
-    """Parquet file with the held-out prompts."""
+    train_files: Any = MISSING
+    """Parquet or jsonl file with the training prompts, in verl's row schema; or a list of such files."""
+    train_file_weights: list[float] | None = None
+    """Shares of every batch that come from each of train_files, to any total; null: all prompts are one set."""
+    val_files: Any = MISSING
+    """File, or list of files, with the held-out prompts."""
     prompt_key: str = "prompt"
     """Column with the chat messages (a list of {role, content}) or a plain string."""
+    reward_fn_key: str = "data_source"
+    """Column with the name under which the reward function and the validation metrics know a row's kind."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the tokenizer's chat template, such as enable_thinking."""
     train_batch_size: int = 64
     """Prompts per training step."""
     max_prompt_length: int = 512
@@ -35,7 +46,9 @@ class DataConfig:
     max_response_length: int = 512
     """Longest response, in tokens."""
     filter_overlong_prompts: bool = False
-    """Drop prompts longer than max_prompt_length; when false, one of them is an error."""
+    """Drop prompts longer than max_prompt_length; when false, truncation says what becomes of them."""
+    truncation: str = "error"
+    """Prompts longer than max_prompt_length: error | left, right: cut that side off | middle: keep both ends."""
     shuffle: bool = True
     """Visit the training prompts in a new seeded order every epoch."""
     seed: int = "${trainer.seed}"  # type: ignore[assignment]
@@ -115,6 +128,11 @@ LAYOUT_KEYS = (
 """Keys of MegatronConfig that all roles share, because they share one grid of processes."""
 
 
+def as_list(files: str | list[str]) -> list[str]:
+    """The paths of `data.train_files` or `data.val_files`, which may be one path."""
+    return [files] if isinstance(files, str) else list(files)
+
+
 def follow_actor() -> MegatronConfig:
     """A layout that is the actor's until a key is set."""
     return MegatronConfig(**{name: f"${{actor_rollout_ref.actor.megatron.{name}}}" for name in LAYOUT_KEYS})
@@ -147,10 +165,16 @@ class ActorConfig:
 
 @dataclass
 class ValKwargsConfig:
+    n: int = 1
+    """Answers to each held-out prompt; more than one need do_sample."""
     do_sample: bool = False
     """Sample the validation answers; greedy when false."""
     temperature: float = 1.0
     """Temperature of those samples."""
+    top_p: float = 1.0
+    """Their nucleus sampling mass."""
+    top_k: int = -1
+    """Sample them among the k likeliest tokens; -1 means all."""
 
 
 @dataclass
@@ -233,6 +257,14 @@ class CriticConfig:
 class RewardModelConfig:
     enable: bool = False
     """A learned reward model; not available yet, so true is refused."""
+    num_workers: int = 4
+    """Processes that call the reward function, beside the ranks."""
+    timeout_s: float = 10.0
+    """Seconds that the reward function may take for one sample; then its process is killed and replaced."""
+    failed_score: float = 0.0
+    """Score of a sample whose rule raises, takes too long, ends its process, or returns no finite number."""
+    stop_if_all_failed: bool = True
+    """End the run (exit code 4) when that happens to every sample of a step or of a validation."""
 
 
 @dataclass
@@ -290,6 +322,10 @@ class TrainerConfig:
     stop_grace_s: float = 300.0
     """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM or
     Ctrl-C; a second signal ends it at once."""
+    rollout_data_dir: str | None = None
+    """Folder for a table of the samples of every step, STEP.jsonl; null: none."""
+    validation_data_dir: str | None = None
+    """Folder for a table of the answers of every validation, STEP.jsonl; null: none."""
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     """Where metrics go: console, jsonl, tensorboard."""
     seed: int = 1

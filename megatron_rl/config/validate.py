@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
 from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import RunConfig, as_list
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "data.truncation": ("error", "left", "right", "middle"),
     "trainer.device": ("cpu", "cuda"),
     "trainer.logger": ("console", "jsonl", "tensorboard"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
@@ -32,6 +34,8 @@ AT_LEAST_ONE = (
     "data.max_prompt_length",
     "data.max_response_length",
     "algorithm.kl_ctrl.horizon",
+    "reward_model.num_workers",
+    f"{ROLLOUT}.val_kwargs.n",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     *(f"{ROLLOUT}.{name}" for name in ("n", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens")),
     *(f"{ROLLOUT}.{name}" for name in ("kv_cache_memory_bytes", "log_prob_micro_batch_size_per_gpu")),
@@ -68,6 +72,13 @@ AT_LEAST_ONE_OR_NULL = (
 """Counts and sizes that may be left open."""
 
 
+BUILT_IN_REWARDS = ("compute_score", "exact_match", "math")
+"""What `custom_reward_function.name` may be where its `path` is null."""
+
+REWARD_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
+"""What every call of a reward function is given."""
+
+
 @dataclass(frozen=True)
 class Interval:
     """Numbers from `low` to `high`; `nearest_low` is what to suggest below, where `low` itself does not belong."""
@@ -93,6 +104,7 @@ class Interval:
 NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
 RANGES: dict[str, Interval] = {
     **dict.fromkeys((*AT_LEAST_ONE, *AT_LEAST_ONE_OR_NULL), Interval(1)),
+    "reward_model.timeout_s": Interval(0, nearest_low=10.0),
     "trainer.test_freq": NOT_NEGATIVE,
     "trainer.stop_grace_s": NOT_NEGATIVE,
     f"{ROLLOUT}.verify_weights_every": NOT_NEGATIVE,
@@ -104,6 +116,7 @@ RANGES: dict[str, Interval] = {
     f"{ROLLOUT}.top_p": Interval(0, 1, nearest_low=1.0),
     f"{ROLLOUT}.logprob_diff_bound": Interval(0, nearest_low=1e-3),
     f"{ROLLOUT}.val_kwargs.temperature": Interval(0, nearest_low=1.0),
+    f"{ROLLOUT}.val_kwargs.top_p": Interval(0, 1, nearest_low=1.0),
     f"{ACTOR}.clip_ratio": Interval(0, nearest_low=0.2),
     f"{CRITIC}.cliprange_value": Interval(0, nearest_low=0.5),
     **{
@@ -139,9 +152,10 @@ def value_problems(config: RunConfig) -> list[str]:
             continue
         if not interval.holds(value):
             problems.append(f"{key}={value} must be {interval}; nearest: {interval.nearest(value):g}")
-    top_k = config.actor_rollout_ref.rollout.top_k
-    if top_k != -1 and top_k < 1:
-        problems.append(f"{ROLLOUT}.top_k={top_k} must be -1 (all tokens) or >= 1; nearest: -1")
+    rollout = config.actor_rollout_ref.rollout
+    for key, top_k in ((f"{ROLLOUT}.top_k", rollout.top_k), (f"{ROLLOUT}.val_kwargs.top_k", rollout.val_kwargs.top_k)):
+        if top_k != -1 and top_k < 1:
+            problems.append(f"{key}={top_k} must be -1 (all tokens) or >= 1; nearest: -1")
     for role, optim in ((ACTOR, config.actor_rollout_ref.actor.optim), (CRITIC, config.critic.optim)):
         if optim.min_lr > optim.lr:
             problems.append(f"{role}.optim.min_lr={optim.min_lr:g} must be <= lr={optim.lr:g}; nearest: {optim.lr:g}")
@@ -165,6 +179,51 @@ def value_problems(config: RunConfig) -> list[str]:
             f"{ROLLOUT}.enforce_eager=false: captured graphs need lasting addresses, and the memory of foreign stages "
             "and of the KV cache is given back between generations; nearest: true"
         )
-    if config.reward_model.enable:
-        problems.append("reward_model.enable=true: learned reward models are not available yet; nearest: false")
-    return problems
+    return problems + list(reward_problems(config)) + list(data_problems(config))
+
+
+def reward_problems(config: RunConfig) -> Iterable[str]:
+    """What is wrong with the choice of rewards."""
+    custom, reward = config.custom_reward_function, config.reward_model
+    if reward.enable:
+        yield "reward_model.enable=true: learned reward models are not available yet; nearest: false"
+    if not math.isfinite(reward.failed_score):
+        yield f"reward_model.failed_score={reward.failed_score} must be a finite number; nearest: 0"
+    if custom.path is None and custom.name not in BUILT_IN_REWARDS:
+        yield (
+            f"custom_reward_function.name={custom.name} with path=null must be one of {', '.join(BUILT_IN_REWARDS)}; "
+            f"nearest: {nearest_name(custom.name, BUILT_IN_REWARDS)}"
+        )
+    for name in sorted(REWARD_ARGUMENTS & custom.reward_kwargs.keys()):
+        yield f"custom_reward_function.reward_kwargs.{name} is given by each row; nearest: another name"
+
+
+def data_problems(config: RunConfig) -> Iterable[str]:
+    """What is wrong with files and weights as such, and with the number of held-out answers."""
+    data, val_kwargs = config.data, config.actor_rollout_ref.rollout.val_kwargs
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        if not is_path_or_paths(files):
+            yield f"{key}={files!r} must be a path or a list of at least one path; nearest: [FILE]"
+    weights = data.train_file_weights
+    if weights is not None and is_path_or_paths(data.train_files):
+        number = len(as_list(data.train_files))
+        if len(weights) != number:
+            nearest = [*weights, *[1.0] * number][:number]
+            yield (
+                f"data.train_file_weights={weights} must be one number for each of data.train_files, of which there "
+                f"are {number}; nearest: {nearest}"
+            )
+    if weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        nearest = [weight if math.isfinite(weight) and weight > 0 else 1.0 for weight in weights]
+        yield f"data.train_file_weights={weights} must be > 0 and finite; nearest: {nearest}"
+    if val_kwargs.n > 1 and not val_kwargs.do_sample:
+        yield (
+            f"{ROLLOUT}.val_kwargs.n={val_kwargs.n} with do_sample=false asks for one greedy answer several times; "
+            "nearest: do_sample=true"
+        )
+
+
+def is_path_or_paths(files: object) -> bool:
+    """Whether `files` is what `data.train_files` may be."""
+    listed = [files] if isinstance(files, str) else files
+    return isinstance(listed, list) and len(listed) > 0 and all(isinstance(path, str) for path in listed)

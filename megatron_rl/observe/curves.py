@@ -90,7 +90,7 @@ def _read_series(metrics_jsonl: Path) -> Series:
 def _panels(series: Series) -> list[Callable[[Axes], None]]:
     """One drawing function per panel that has data."""
     panels: list[Callable[[Axes], None]] = []
-    accuracy = [name for name in series if name.startswith("val-core/")]
+    accuracy = [name for name in series if name.startswith("val-core/") and not name.endswith("/std")]
     if accuracy:
         panels.append(lambda axes: _draw_accuracy(axes, series, accuracy))
     for title, names, scale in LINE_PANELS:

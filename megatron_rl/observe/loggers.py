@@ -52,7 +52,7 @@ class ConsoleBackend:
         """Print the line of `step`."""
         parts = [f"[bold]step {step:>4}[/]"]
         for name, value in metrics.items():
-            if name.startswith(VALIDATION_PREFIX):
+            if name.startswith(VALIDATION_PREFIX) and not name.endswith("/std"):
                 parts.append(f"[green]{name.removeprefix(VALIDATION_PREFIX)} {value:.3f}[/]")
         for name, label, form in CONSOLE_FIELDS:
             if name in metrics:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.problems import nearest_name, nearest_number, raise_problems
-from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
-from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
+from megatron_rl.config.schema import LAYOUT_KEYS, DataConfig, MegatronConfig, RunConfig, as_list
+from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, is_path_or_paths, value_problems
 from megatron_rl.planner.expert_layout import expert_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planner.resume_rules import resume_problems
 from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
+
+PROMPT_SUFFIXES = (".parquet", ".jsonl")
 
 
 def check_preflight(config: RunConfig) -> None:
@@ -50,19 +52,33 @@ def preflight(config: RunConfig) -> list[str]:
 
 
 def _file_problems(config: RunConfig) -> Iterable[str]:
-    for key, path, suffix in (
-        ("data.train_files", config.data.train_files, ".parquet"),
-        ("data.val_files", config.data.val_files, ".parquet"),
-        ("custom_reward_function.path", config.custom_reward_function.path, ".py"),
-    ):
+    data, reward = config.data, config.custom_reward_function
+    files = [(key, path, PROMPT_SUFFIXES) for key, paths in prompt_files(data) for path in paths]
+    if reward.path is not None:
+        files.append(("custom_reward_function.path", reward.path, (".py",)))
+    for key, path, suffixes in files:
         file = Path(path).expanduser()
+        kind = " or ".join(suffixes)
         if not file.is_file():
-            neighbours = [str(other) for other in file.parent.glob(f"*{suffix}")]
+            neighbours = [str(other) for suffix in suffixes for other in file.parent.glob(f"*{suffix}")]
             hint = f"nearest: {nearest_name(str(file), neighbours)}" if neighbours else f"{file.parent} holds none"
-            yield f"{key}={path} must be a {suffix} file, and there is none; {hint}"
-    directory = Path(config.trainer.default_local_dir)
-    if directory.exists() and not directory.is_dir():
-        yield f"trainer.default_local_dir={directory} must be a folder, and it is a file; nearest: {directory}.run"
+            yield f"{key}={path} must be a {kind} file, and there is none; {hint}"
+        elif file.suffix not in suffixes:
+            yield f"{key}={path} must be a {kind} file, by its name; nearest: {file.with_suffix(suffixes[0])}"
+    trainer = config.trainer
+    for key, path in (
+        ("trainer.default_local_dir", trainer.default_local_dir),
+        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
+        ("trainer.validation_data_dir", trainer.validation_data_dir),
+    ):
+        if path is not None and Path(path).exists() and not Path(path).is_dir():
+            yield f"{key}={path} must be a folder, and it is a file; nearest: {path}.run"
+
+
+def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:
+    """(key, paths) of training and held-out prompts; no paths where the value is none, which has its own rule."""
+    values = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
+    return [(key, as_list(files)) for key, files in values if is_path_or_paths(files)]
 
 
 @dataclass(frozen=True)

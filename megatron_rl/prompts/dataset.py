@@ -1,140 +1,139 @@
-"""From a parquet file in verl's row schema to token records.
-
-Read columns: the prompt (`data.prompt_key`: chat messages or a string), `data_source`, `reward_model` (a struct with
-`ground_truth`) and, where present, `extra_info`. Everything is checked and tokenised once, when the file is opened.
-"""
+"""From prompt files to token records. Everything is checked and tokenised once, when the files are opened."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 import jinja2
-import pyarrow
-import pyarrow.parquet
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.prompts.files import PromptRow, read_rows
+from megatron_rl.prompts.mixture import PromptFile
 from megatron_rl.records import Prompts, non_tensor, ragged
 
 
-class PromptDataset:
-    """The prompts of one file that are short enough to use, in file order."""
+@dataclass(frozen=True)
+class Prompt:
+    """index: row number over all files, filtered rows included."""
 
-    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig):
-        """Read and tokenise `path`; see `DataConfig` for `prompt_key`, `max_prompt_length`, `filter_overlong_prompts`.
+    index: int
+    token_ids: torch.Tensor
+    row: PromptRow
+
+
+class PromptDataset:
+    """The prompts of some files that are short enough to use, or were cut, file after file.
+
+    files: what each contributes, for the order in which they are visited.
+    """
+
+    def __init__(self, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig):
+        """Read and tokenise; see `DataConfig` for the columns, for templates and for prompts that are too long.
 
         Raises ConfigError for a missing or unreadable file, missing or empty columns, an empty dataset, and prompts
         that cannot be tokenised or are too long.
         """
-        self.path = path
-        table = _read_table(path)
-        _check_columns(path, table, data_config.prompt_key)
-        prompt_ids = _tokenise(path, table.column(data_config.prompt_key), tokenizer)
-        self._rows = _short_enough(path, prompt_ids, data_config)
-        self._prompt_ids = [torch.tensor(prompt_ids[row]) for row in self._rows]
-        self._data_source = table.column("data_source").take(self._rows).to_pylist()
-        rewards = table.column("reward_model").take(self._rows).to_pylist()
-        self._ground_truth = [reward["ground_truth"] for reward in rewards]
-        if "extra_info" in table.column_names:
-            self._extra_info = [info or {} for info in table.column("extra_info").take(self._rows).to_pylist()]
-        else:
-            self._extra_info = [{} for _ in self._rows]
+        self.files: list[PromptFile] = []
+        self._prompts: list[Prompt] = []
+        offset = 0
+        for path in paths:
+            rows = read_rows(path, data_config)
+            prompt_ids = tokenise(path, rows, tokenizer, data_config)
+            kept = short_enough(path, prompt_ids, data_config)
+            prompts = [Prompt(offset + row, torch.tensor(cut(prompt_ids[row], data_config)), rows[row]) for row in kept]
+            self.files.append(PromptFile(path, len(prompts), _digest(prompts)))
+            self._prompts += prompts
+            offset += len(rows)
 
     def __len__(self) -> int:
         """Number of usable prompts."""
-        return len(self._rows)
+        return len(self._prompts)
+
+    @property
+    def data_sources(self) -> set[str]:
+        """Every data source that occurs."""
+        return {prompt.row.data_source for prompt in self._prompts}
 
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices` (each in [0, len(self)), at least one) as a record of B = len(indices) rows.
 
-        `Prompts.index` is the row number in the file, which filtering does not change; `sample` is 0.
+        `Prompts.index` is the row number over all files, which filtering does not change; `sample` is 0.
         """
+        prompts = [self._prompts[i] for i in indices]
         return Prompts(
-            index=torch.tensor([self._rows[i] for i in indices]),
+            index=torch.tensor([prompt.index for prompt in prompts]),
             sample=torch.zeros(len(indices), dtype=torch.int64),
-            prompt_ids=ragged([self._prompt_ids[i] for i in indices]),
-            data_source=non_tensor([self._data_source[i] for i in indices]),
-            ground_truth=non_tensor([self._ground_truth[i] for i in indices]),
-            extra_info=non_tensor([self._extra_info[i] for i in indices]),
+            prompt_ids=ragged([prompt.token_ids for prompt in prompts]),
+            data_source=non_tensor([prompt.row.data_source for prompt in prompts]),
+            ground_truth=non_tensor([prompt.row.ground_truth for prompt in prompts]),
+            extra_info=non_tensor([prompt.row.extra_info for prompt in prompts]),
             batch_size=[len(indices)],
         )
 
 
-def _read_table(path: str) -> pyarrow.Table:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        neighbours = [str(other) for other in file.parent.glob("*.parquet")]
-        raise ConfigError(f"no prompt file at {path}: {_nearest(str(file), neighbours, 'parquet file in that folder')}")
-    try:
-        table = pyarrow.parquet.read_table(file)
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is not a readable parquet file: {error}") from error
-    if table.num_rows == 0:
-        raise ConfigError(f"{path} holds 0 rows: at least 1 prompt is needed")
-    return table
-
-
-def _check_columns(path: str, table: pyarrow.Table, prompt_key: str) -> None:
-    for column in (prompt_key, "data_source", "reward_model"):
-        if column not in table.column_names:
-            key = " (data.prompt_key)" if column == prompt_key else ""
-            raise ConfigError(
-                f"{path} has no column {column!r}{key}: its columns are {', '.join(table.column_names)}; "
-                f"{_nearest(column, table.column_names, 'column')}"
-            )
-        if table.column(column).null_count:
-            missing = table.column(column).is_null().to_pylist().index(True)
-            raise ConfigError(f"{path}: column {column!r} is empty in row {missing}; every row needs a value")
-    reward_type = table.schema.field("reward_model").type
-    if not pyarrow.types.is_struct(reward_type) or "ground_truth" not in [field.name for field in reward_type]:
-        raise ConfigError(
-            f"{path}: column 'reward_model' is {reward_type}; it must be a struct with the field 'ground_truth'"
-        )
-
-
-def _tokenise(path: str, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def tokenise(
+    path: str, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
+) -> list[list[int]]:
     """Token ids per row: strings are encoded as they are, chat messages through the chat template."""
-    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-        prompt_ids = tokenizer(column.to_pylist())["input_ids"]
-    elif pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
-        if tokenizer.chat_template is None:
-            raise ConfigError(
-                f"the prompts of {path} are chat messages, but the tokenizer has no chat_template: "
-                "add one to the model folder, or store the prompts as plain strings"
-            )
-        try:
-            prompt_ids = tokenizer.apply_chat_template(
-                column.to_pylist(), add_generation_prompt=True, return_dict=False
-            )
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the tokenizer's chat_template refuses a prompt of {path}: {error}") from error
-    else:
+    prompt_ids: list[list[int]] = [[] for _ in rows]
+    texts = [number for number, row in enumerate(rows) if isinstance(row.prompt, str)]
+    if texts:
+        encoded = tokenizer([rows[number].prompt for number in texts])["input_ids"]
+        for number, ids in zip(texts, encoded, strict=True):
+            prompt_ids[number] = ids
+    chats = [number for number, row in enumerate(rows) if not isinstance(row.prompt, str)]
+    if chats and tokenizer.chat_template is None:
         raise ConfigError(
-            f"the prompts of {path} are of type {column.type}; they must be strings or lists of {{role, content}}"
+            f"the prompts of {path} are chat messages, but the tokenizer has no chat_template: "
+            "add one to the model folder, or store the prompts as plain strings"
         )
-    for row, ids in enumerate(prompt_ids):
+    if chats:
+        encoded = _apply_template(path, [(number, rows[number].prompt) for number in chats], tokenizer, data_config)
+        for number, ids in zip(chats, encoded, strict=True):
+            prompt_ids[number] = ids
+    for number, ids in enumerate(prompt_ids):
         if not ids:
-            raise ConfigError(f"{path}: the prompt of row {row} has 0 tokens; it needs at least 1")
+            raise ConfigError(f"{path}: the prompt of row {number} has 0 tokens; it needs at least 1")
     return prompt_ids
 
 
-def _short_enough(path: str, prompt_ids: list[list[int]], data_config: DataConfig) -> list[int]:
-    """Rows with at most `max_prompt_length` tokens; raises ConfigError if one is longer and may not be dropped."""
+def _apply_template(
+    path: str, chats: Sequence[tuple[int, list[dict]]], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
+) -> list[list[int]]:
+    """Token ids of (row, messages) pairs, all at once, which is what tokenizers are fast at."""
+    kwargs = {"add_generation_prompt": True, "return_dict": False} | data_config.apply_chat_template_kwargs
+    try:
+        return tokenizer.apply_chat_template([prompt for _, prompt in chats], **kwargs)
+    except jinja2.TemplateError as error:
+        if len(chats) > 1:  # one of them is to blame
+            for chat in chats:
+                _apply_template(path, [chat], tokenizer, data_config)
+        raise ConfigError(
+            f"the tokenizer's chat_template refuses a prompt of {path} (row {chats[0][0]}): {error}"
+        ) from error
+
+
+def short_enough(path: str, prompt_ids: Sequence[Sequence[int]], data_config: DataConfig) -> list[int]:
+    """Rows to use. Raises ConfigError for a prompt that is too long and may not be dropped or cut, or if all are."""
     limit = data_config.max_prompt_length
     rows = [row for row, ids in enumerate(prompt_ids) if len(ids) <= limit]
     if len(rows) == len(prompt_ids):
         return rows
     counted = f"{len(prompt_ids) - len(rows)} of {len(prompt_ids)} prompts of {path}"
     if not data_config.filter_overlong_prompts:
+        if data_config.truncation != "error":
+            return list(range(len(prompt_ids)))
         longest = max(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
         raise ConfigError(
             f"{counted} are longer than data.max_prompt_length={limit}; the longest has {len(prompt_ids[longest])} "
             f"tokens (row {longest}): set data.max_prompt_length={len(prompt_ids[longest])}, "
-            "or data.filter_overlong_prompts=true to drop them"
+            "data.filter_overlong_prompts=true to drop them, or data.truncation=left, right or middle to cut them"
         )
     if not rows:
         shortest = min(len(ids) for ids in prompt_ids)
@@ -145,6 +144,19 @@ def _short_enough(path: str, prompt_ids: list[list[int]], data_config: DataConfi
     return rows
 
 
-def _nearest(name: str, choices: Sequence[str], kind: str) -> str:
-    """A hint for the end of an error message."""
-    return f"the nearest {kind} is {nearest_name(name, choices)!r}" if choices else f"there is no {kind}"
+def cut(token_ids: Sequence[int], data_config: DataConfig) -> list[int]:
+    """At most `max_prompt_length` tokens: `truncation` names the side that loses some, "middle" keeps both ends."""
+    ids, limit = list(token_ids), data_config.max_prompt_length
+    if len(ids) <= limit:
+        return ids
+    head = {"left": 0, "right": limit, "middle": limit // 2}[data_config.truncation]
+    return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """Of tokens and ground truths, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(array("q", prompt.token_ids.tolist()).tobytes())
+        digest.update(repr(prompt.row.ground_truth).encode())
+    return digest.hexdigest()

@@ -1,113 +1,100 @@
-"""Rule rewards: a Python function from the user's file, called once per decoded answer."""
+"""Rule rewards: decoded answers go to the reward processes, scores come back in row order."""
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import math
-import numbers
-import reprlib
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.problems import nearest_name
-from megatron_rl.errors import ConfigError, RewardError
+from megatron_rl.errors import RewardError
 from megatron_rl.records import Generations, Prompts
-
-RewardFunction = Callable[..., Any]
-
-SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
-LONGEST_QUOTE = 200
+from megatron_rl.reward.outcome import FAILURES, Outcome, Sample, describe
+from megatron_rl.reward.processes import RewardProcesses
 
 
-def load_reward_function(path: str, name: str) -> RewardFunction:
-    """The function `name` of the Python file `path`.
+@dataclass(frozen=True)
+class Scored:
+    """What the rules say of B answers: scores float32 [B], in which failed samples have the configured score."""
 
-    Raises ConfigError if the file is missing or fails to run, has no such function, or if the function cannot be
-    called with the keywords data_source, solution_str, ground_truth, extra_info.
-    """
-    module = _run_file(path)
-    functions = {key: value for key, value in vars(module).items() if callable(value)}
-    if name not in functions:
-        nearest = nearest_name(name, functions) if functions else None
-        hint = f"the nearest function there is {nearest!r}" if nearest else "it defines no function"
-        raise ConfigError(f"{path} has no function {name!r} (custom_reward_function.name): {hint}")
-    function = functions[name]
-    signature = inspect.signature(function)
-    try:
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
-    except TypeError as error:
-        raise ConfigError(
-            f"{path}: {name}{signature} cannot be called with the keywords of {name}{SIGNATURE}: {error}"
-        ) from error
-    return function
+    scores: torch.Tensor
+    samples: list[Sample]
+    outcomes: list[Outcome]
+    first_failure: str | None
+
+    def metrics(self) -> dict[str, float]:
+        """Failed samples, as a share and counted by kind; the mean of each further number over samples that have it."""
+        kinds = Counter(outcome.failure for outcome in self.outcomes)
+        metrics = {"reward/failed_ratio": 1 - kinds[""] / len(self.outcomes)}
+        metrics |= {f"reward/{kind}": float(kinds[kind]) for kind in FAILURES}
+        for name, values in self._extras(float).items():
+            known = [value for value in values if value is not None]
+            metrics[f"reward/{name}/mean"] = sum(known) / len(known)
+        return metrics
+
+    def variables(self) -> dict[str, list[float | None]]:
+        """What validation reports, one value per row: "reward", "acc" and each further number.
+
+        Where a result has no "acc", it is the score. A failed sample has acc 0, and None for the others.
+        """
+        extras = self._extras(float)
+        told = extras.pop("acc", [None] * len(self.outcomes))
+        rows = zip(told, self.scores.tolist(), self.outcomes, strict=True)
+        accuracies = [0.0 if outcome.failure else score if acc is None else acc for acc, score, outcome in rows]
+        return {"acc": accuracies, "reward": self.scores.tolist(), **extras}
+
+    def predictions(self) -> list[str | None]:
+        """The answer as the function understood it, its "pred", per row; None where it told none."""
+        return self._extras(str).get("pred", [None] * len(self.outcomes))
+
+    def table(self, questions: list[str], step: int) -> list[dict]:
+        """Rows of a sample table, under verl's names, with data source and failure."""
+        rows = zip(questions, self.samples, self.scores.tolist(), self.outcomes, strict=True)
+        return [
+            {"input": question, "output": sample.solution, "gts": sample.ground_truth, "score": score, "step": step}
+            | {"data_source": sample.data_source, "failure": outcome.failure}
+            | outcome.extras
+            for question, sample, score, outcome in rows
+        ]
+
+    def _extras(self, kind: type) -> dict[str, list]:
+        """Name -> value per row, of extras of one type; None where a row lacks it."""
+        names = {name for outcome in self.outcomes for name, value in outcome.extras.items() if type(value) is kind}
+        columns = {name: [outcome.extras.get(name) for outcome in self.outcomes] for name in sorted(names)}
+        return {name: [v if type(v) is kind else None for v in column] for name, column in columns.items()}
 
 
 class RuleReward:
-    """Scores decoded answers with a function such as `load_reward_function` returns."""
+    """Scores decoded answers."""
 
-    def __init__(self, function: RewardFunction, tokenizer: PreTrainedTokenizerBase):
-        """`function` returns a number, or a dict with a number under "score"."""
-        self.function = function
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        processes: RewardProcesses,
+        tokenizer: PreTrainedTokenizerBase,
+        failed_score: float = 0.0,
+        stop_if_all_failed: bool = True,
+    ):
+        """`failed_score` is what a sample gets for which the function has no score."""
+        self.processes, self.tokenizer = processes, tokenizer
+        self.failed_score, self.stop_if_all_failed = failed_score, stop_if_all_failed
 
-    def __call__(self, prompts: Prompts, generations: Generations) -> torch.Tensor:
-        """Scores float32 [B] of B answers, special tokens (EOS, padding) removed from their text.
+    def __call__(self, prompts: Prompts, generations: Generations) -> Scored:
+        """Score B answers, special tokens (EOS, padding) removed from their text; an empty answer is the text "".
 
-        Raises RewardError, naming the sample, if the function raises or returns anything but a finite number.
+        Raises RewardError, naming the first sample, if all of them fail, unless that is allowed.
         """
         response_ids = [row.tolist() for row in generations.response_ids.unbind()]
         solutions = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-        columns = (prompts.index.tolist(), prompts.data_source, solutions, prompts.ground_truth, prompts.extra_info)
-        return torch.tensor([self._score(*row) for row in zip(*columns, strict=True)], dtype=torch.float32)
-
-    def _score(self, index: int, data_source: str, solution: str, ground_truth: str, extra_info: dict) -> float:
-        sample = f"prompt {index} of data source {data_source!r}, answer {_quote(solution)}"
-        try:
-            result = self.function(
-                data_source=data_source, solution_str=solution, ground_truth=ground_truth, extra_info=extra_info
-            )
-        except Exception as error:
-            raise RewardError(f"the reward function raised {type(error).__name__}: {error} ({sample})") from error
-        score = result.get("score") if isinstance(result, dict) else result
-        if not isinstance(score, numbers.Real) or not math.isfinite(score):
-            raise RewardError(
-                f"the reward function returned {_quote(result)}; it must return a finite number, "
-                f"or a dict with one under 'score' ({sample})"
-            )
-        return float(score)
-
-
-def _run_file(path: str) -> ModuleType:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        neighbours = [str(other) for other in file.parent.glob("*.py")]
-        nearest = nearest_name(str(file), neighbours) if neighbours else None
-        hint = f"the nearest Python file is {nearest!r}" if nearest else f"{file.parent} holds no Python file"
-        raise ConfigError(f"no reward file at {path} (custom_reward_function.path): {hint}")
-    spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} (custom_reward_function.path) is not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickles in the file look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[spec.name]
-        raise ConfigError(
-            f"{path} (custom_reward_function.path) fails to run: {type(error).__name__}: {error}"
-        ) from error
-    return module
-
-
-def _quote(value: object) -> str:
-    """`repr(value)`, its middle cut out if it is long."""
-    quote = reprlib.Repr()
-    quote.maxstring = quote.maxother = LONGEST_QUOTE
-    return quote.repr(value)
+        columns = (prompts.data_source, solutions, prompts.ground_truth, prompts.extra_info)
+        samples = [Sample(*row) for row in zip(*columns, strict=True)]
+        outcomes = self.processes.score(samples)
+        failures = [row for row, outcome in enumerate(outcomes) if outcome.failure]
+        first_failure = None
+        if failures:
+            row = failures[0]
+            first_failure = f"{outcomes[row].reason} ({describe(samples[row], int(prompts.index[row]))})"
+        if len(failures) == len(samples) and self.stop_if_all_failed:
+            raise RewardError(f"none of {len(samples)} samples could be scored; the first: {first_failure}")
+        scores = [self.failed_score if outcome.failure else outcome.score for outcome in outcomes]
+        return Scored(torch.tensor(scores, dtype=torch.float32), samples, outcomes, first_failure)

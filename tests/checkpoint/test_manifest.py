@@ -66,8 +66,8 @@ def test_broken_files_are_named_with_the_reason(tmp_path):
         ('{"project": "megatron_rl", "form', ManifestError, "not JSON"),
         ("[1]", OtherFormatError, "another project (None, not 'megatron_rl')"),
         ({"project": "other"}, OtherFormatError, "another project ('other', not 'megatron_rl')"),
-        ({"format": 2}, OtherFormatError, "has format 2; this version reads 1"),
-        ({"format": 0}, OtherFormatError, "has format 0; this version reads 1"),
+        ({"format": 3}, OtherFormatError, f"has format 3; this version reads {FORMAT}"),
+        ({"format": 0}, OtherFormatError, f"has format 0; this version reads {FORMAT}"),
         ({"files": None}, ManifestError, "damaged"),
         ({"files": {"a": {"size": 1}}}, ManifestError, "damaged"),
         ({"step": "last"}, ManifestError, "damaged"),
@@ -79,7 +79,7 @@ def test_broken_files_are_named_with_the_reason(tmp_path):
 def test_a_manifest_that_cannot_be_used(tmp_path, text, kind, reason):
     """The reason is the message. Would not catch a lie that is well formed."""
     if isinstance(text, dict):
-        text = json.dumps({"project": "megatron_rl", "format": 1, "step": 1, "models": {}, "files": {}} | text)
+        text = json.dumps({"project": "megatron_rl", "format": FORMAT, "step": 1, "models": {}, "files": {}} | text)
     if text is not None:
         (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(ManifestError) as raised:

@@ -10,7 +10,7 @@ import pytest
 from saved import FILES, MODELS, SETTINGS, save, write_files
 
 from megatron_rl.checkpoint.folders import commit, set_aside, step_folder
-from megatron_rl.checkpoint.manifest import MANIFEST, Manifest, digest_files, model_identity
+from megatron_rl.checkpoint.manifest import FORMAT, MANIFEST, Manifest, digest_files, model_identity
 from megatron_rl.checkpoint.resume import ResumePoint, select
 from megatron_rl.config.schema import TrainerConfig
 from megatron_rl.errors import ConfigError
@@ -139,7 +139,7 @@ def test_another_format_is_an_error(trainer, tmp_path):
     file = save(tmp_path, 20) / MANIFEST
     text = file.read_text()
     for old, new, reason in (
-        ('"format": 1', '"format": 7', "has format 7; this version reads 1"),
+        (f'"format": {FORMAT}', '"format": 7', f"has format 7; this version reads {FORMAT}"),
         ('"megatron_rl"', '"other"', "is of another project"),
     ):
         file.write_text(text.replace(old, new))

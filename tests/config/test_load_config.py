@@ -95,10 +95,28 @@ def test_wrong_values_are_refused(write, override, expected):
     assert expected in refusal(write(MANDATORY), override)
 
 
+def test_open_groups_take_names_of_the_users_own(write):
+    """From file and overrides, any type, later wins. Would not catch a name that the template does not know."""
+    file = write(
+        MANDATORY.replace("val_files", "apply_chat_template_kwargs: {enable_thinking: false, a: 1}, val_files")
+    )
+    config = load_config(file, ["data.apply_chat_template_kwargs.a=2", "custom_reward_function.reward_kwargs.b.c=[x]"])
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False, "a": 2}
+    assert config.custom_reward_function.reward_kwargs == {"b": {"c": ["x"]}}
+    assert "must be of type" in refusal(file, "data.apply_chat_template_kwargs=3")
+
+
+def test_files_may_be_one_or_several(write):
+    """Would not catch a path with a comma in a list."""
+    config = load_config(write(MANDATORY), ["data.train_files=[a.parquet,b.jsonl]", "data.train_file_weights=[1,0.5]"])
+    assert (config.data.train_files, config.data.val_files) == (["a.parquet", "b.jsonl"], "b.parquet")
+    assert config.data.train_file_weights == [1.0, 0.5]
+
+
 def test_all_mandatory_keys_are_listed_at_once(write):
     """Would not catch a key that ought to be mandatory and has a default."""
     text = refusal(write("data: {val_files: b.parquet}\ntrainer:\n"))
-    assert "data.train_files, actor_rollout_ref.model.path, custom_reward_function.path" in text
+    assert "data.train_files, actor_rollout_ref.model.path;" in text
     assert "data.val_files," not in text
 
 

@@ -69,6 +69,15 @@ def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas=[0.9, 1.0] must both be >= 0 and < 1"),
         ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be >= 0"),
+        ("reward_model.timeout_s=0", "reward_model.timeout_s=0.0 must be > 0; nearest: 10"),
+        ("reward_model.failed_score=.nan", "reward_model.failed_score=nan must be a finite number; nearest: 0"),
+        ("custom_reward_function.reward_kwargs.extra_info=1", "reward_kwargs.extra_info is given by each row"),
+        ("data.train_files=[]", "data.train_files=[] must be a path or a list of at least one path"),
+        ("data.val_files=[a,3]", "data.val_files=['a', 3] must be a path or a list"),
+        ("data.train_file_weights=[1,2]", "[1.0, 2.0] must be one number for each of data.train_files, of which there"),
+        ("data.train_file_weights=[0]", "data.train_file_weights=[0.0] must be > 0 and finite; nearest: [1.0]"),
+        ("actor_rollout_ref.rollout.val_kwargs.n=4", "val_kwargs.n=4 with do_sample=false asks for one greedy answer"),
+        ("actor_rollout_ref.rollout.val_kwargs.top_k=0", "val_kwargs.top_k=0 must be -1 (all tokens) or >= 1"),
         ("reward_model.enable=true", "learned reward models are not available yet; nearest: false"),
     ],
 )
@@ -82,3 +91,11 @@ def test_all_problems_are_listed(config):
     """Would not catch an order that is hard to read."""
     problems = value_problems(config("trainer.device=tpu", "trainer.nnodes=0", "algorithm.lam=2"))
     assert [problem.partition("=")[0] for problem in problems] == ["trainer.device", "trainer.nnodes", "algorithm.lam"]
+
+
+def test_built_in_rewards_are_chosen_by_name(config):
+    """Only where no file is named. Would not catch a rule that nothing implements."""
+    assert value_problems(config("custom_reward_function.path=null", "custom_reward_function.name=math")) == []
+    assert value_problems(config("custom_reward_function.name=maths")) == []
+    (problem,) = value_problems(config("custom_reward_function.path=null", "custom_reward_function.name=maths"))
+    assert problem.endswith("must be one of compute_score, exact_match, math; nearest: math")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
 import pytest
+from command_line import REPOSITORY
+from lives import ONE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -38,7 +41,7 @@ def test_user_errors(command_line, overrides: list[str], fragments: list[str]) -
 
 
 def test_raising_reward_function(command_line, tmp_path: Path) -> None:
-    """The user's own exception is named; would not catch a reward function that hangs."""
+    """On every sample: the user's own exception is named; would not catch a function that raises when validating."""
     reward, reached = tmp_path / "reward.py", tmp_path / "reached"
     reward.write_text(
         "import pathlib\n"
@@ -49,6 +52,69 @@ def test_raising_reward_function(command_line, tmp_path: Path) -> None:
     run = command_line(*SMALL, f"custom_reward_function.path={reward}")
     run.wait_for(reached.exists, timeout=150, may_end=True)
     assert_clean_end(run, 4, "KeyError", "no such rule", "demo/addition")
+
+
+def test_failing_samples_of_a_reward_function(command_line, tmp_path: Path) -> None:
+    """One prompt in two raises, returns NaN, sleeps for ever in C, or ends its process: counted, and the run goes on.
+
+    Would not catch a failed sample whose score reaches another row.
+    """
+    reward, tables = tmp_path / "reward.py", tmp_path / "tables"
+    reward.write_text(
+        "import ctypes, math, os\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    kind = extra_info['index'] % 8 if extra_info['split'] == 'train' else 7\n"
+        "    if kind == 0: raise KeyError('no such rule')\n"
+        "    if kind == 1: return math.nan\n"
+        "    if kind == 2: ctypes.CDLL(None).sleep(1000)\n"
+        "    if kind == 3: os._exit(1)\n"
+        "    return {'score': float(solution_str == ground_truth), 'length': len(solution_str)}\n"
+    )
+    run = command_line(
+        *SMALL,
+        *ONE,
+        f"custom_reward_function.path={reward}",
+        "data.train_batch_size=32",
+        "actor_rollout_ref.rollout.n=2",
+        "reward_model.timeout_s=0.5",
+        "reward_model.failed_score=-1",
+        "trainer.total_training_steps=2",
+        f"trainer.rollout_data_dir={tables}",
+    )
+    run.wait_for((run.run / "summary.json").exists, timeout=200, may_end=True)
+    assert_clean_end(run, 0, "samples could not be scored; the first: the reward function")
+    logged = [metrics for metrics in map(json.loads, run.metrics().splitlines()) if "reward/failed_ratio" in metrics]
+    assert len(logged) == 2
+    for kind in ("raised", "no_score", "timed_out", "crashed"):
+        assert sum(metrics[f"reward/{kind}"] for metrics in logged) > 0
+    rows = [json.loads(line) for line in (tables / "1.jsonl").read_text().splitlines()]
+    assert len(rows) == 64 and all((row["score"] == -1) == bool(row["failure"]) for row in rows)
+
+
+def test_killed_controller_while_a_reward_function_hangs(command_line, tmp_path: Path) -> None:
+    """kill -9 while the function sleeps in C, beside a child of its own; would not catch files it leaves."""
+    reward, reached = tmp_path / "reward.py", tmp_path / "reached"
+    reward.write_text(
+        "import ctypes, pathlib, subprocess\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        f"    pathlib.Path({str(reached)!r}).touch()\n"
+        "    ctypes.CDLL(None).sleep(1000)\n"
+    )
+    run = command_line(*SMALL, *ONE, f"custom_reward_function.path={reward}", "reward_model.timeout_s=1000")
+    run.wait_for(reached.exists, timeout=150)
+    run.process.kill()
+    assert run.wait(LIMIT) == -9
+    assert run.left_over(patience=LIMIT) == []
+
+
+def test_damaged_prompt_file(command_line, tmp_path: Path) -> None:
+    """Half of the demo's file, refused before any process is started; would not catch damage that still parses."""
+    damaged = tmp_path / "train.parquet"
+    content = (REPOSITORY / "assets/demo/train.parquet").read_bytes()
+    damaged.write_bytes(content[: len(content) // 2])
+    run = command_line(f"data.train_files=[assets/demo/train.parquet,{damaged}]")
+    assert_clean_end(run, 2, str(damaged), "is not a readable parquet file")
 
 
 def test_raising_worker(command_line) -> None:

@@ -267,6 +267,33 @@ def test_absent_files_are_named_with_a_neighbour(config, tmp_path):
     assert model.endswith(f"nearest folder: {tmp_path / 'model'}")
 
 
+def test_every_prompt_file_of_a_list_is_looked_at(config, tmp_path):
+    """A missing one, and one whose name says another format. Would not catch the same file given twice."""
+    (tmp_path / "more.jsonl").touch()
+    (tmp_path / "table.csv").touch()
+    more, table, typo = (str(tmp_path / name) for name in ("more.jsonl", "table.csv", "test.jsonl"))
+    config.data.train_files = [config.data.train_files, more, table]
+    config.data.val_files = [typo]
+    wrong, missing = preflight(config)
+    kind = "must be a .parquet or .jsonl file"
+    assert wrong == f"data.train_files={table} {kind}, by its name; nearest: {tmp_path / 'table.parquet'}"
+    assert missing == f"data.val_files={typo} {kind}, and there is none; nearest: {tmp_path / 'test.parquet'}"
+
+
+def test_folders_of_sample_tables_must_not_be_files(config, tmp_path):
+    """Would not catch a folder that may not be written."""
+    file = tmp_path / "reward.py"
+    config.trainer.validation_data_dir = str(file)
+    (problem,) = preflight(config)
+    assert problem == f"trainer.validation_data_dir={file} must be a folder, and it is a file; nearest: {file}.run"
+
+
+def test_built_in_rewards_need_no_file(config):
+    """Would not catch a data source that they do not know: rows are read later."""
+    config.custom_reward_function.path = None
+    assert preflight(config) == []
+
+
 def test_all_violations_come_in_one_numbered_error(config):
     """Sizes below 1 break no other rule by dividing by zero. Would not catch a violation listed twice."""
     config.trainer.nnodes = 0

@@ -1,0 +1,141 @@
+"""From a parquet or jsonl file in verl's row schema to checked rows.
+
+Read per row: the prompt (`data.prompt_key`: chat messages or a string), the data source (`data.reward_fn_key`),
+`reward_model` (with `ground_truth`) and, where present, `extra_info`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.schema import DataConfig
+from megatron_rl.errors import ConfigError
+
+ROWS_AT_ONCE = 1024
+
+
+class PromptRow(NamedTuple):
+    """One row; prompt: text, or messages as dicts with role and content."""
+
+    prompt: str | list[dict]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict
+
+
+def read_rows(path: str, data_config: DataConfig) -> list[PromptRow]:
+    """All rows of `path`, which is JSON lines if its name ends in .jsonl, else parquet.
+
+    Raises ConfigError, naming the row where there is one, for a missing, unreadable, damaged or empty file, and for
+    rows that lack something.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        neighbours = [str(other) for suffix in ("parquet", "jsonl") for other in file.parent.glob(f"*.{suffix}")]
+        hint = nearest_hint(str(file), neighbours, "parquet or jsonl file in that folder")
+        raise ConfigError(f"no prompt file at {path}: {hint}")
+    read = _read_json_lines if file.suffix == ".jsonl" else _read_parquet
+    rows = [_checked(place, content, data_config) for place, content in read(path, file, data_config)]
+    if not rows:
+        raise ConfigError(f"{path} holds 0 rows: at least 1 prompt is needed")
+    return rows
+
+
+def nearest_hint(name: str, choices: Sequence[str], kind: str) -> str:
+    """A hint for the end of an error message."""
+    return f"the nearest {kind} is {nearest_name(name, choices)!r}" if choices else f"there is no {kind}"
+
+
+def _read_parquet(path: str, file: Path, data_config: DataConfig) -> Iterator[tuple[str, dict]]:
+    """(place, content) per row; the place begins an error message."""
+    try:
+        parquet = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} is not a readable parquet file: {error}") from error
+    with parquet:
+        _check_columns(path, parquet.schema_arrow, data_config)
+        wanted = (data_config.prompt_key, data_config.reward_fn_key, "reward_model", "extra_info")
+        columns = [name for name in parquet.schema_arrow.names if name in wanted]
+        batches = parquet.iter_batches(ROWS_AT_ONCE, columns=columns)
+        num_read = 0
+        while True:
+            try:
+                contents = next(batches).to_pylist()
+            except StopIteration:
+                return
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"{path} is damaged somewhere from row {num_read} on (of {parquet.metadata.num_rows}): {error}; "
+                    "write the file anew"
+                ) from error
+            for row, content in enumerate(contents, start=num_read):
+                yield f"{path}: row {row}", content
+            num_read += len(contents)
+
+
+def _check_columns(path: str, schema: pyarrow.Schema, data_config: DataConfig) -> None:
+    keys = {data_config.prompt_key: " (data.prompt_key)", data_config.reward_fn_key: " (data.reward_fn_key)"}
+    for column in (*keys, "reward_model"):
+        if column not in schema.names:
+            raise ConfigError(
+                f"{path} has no column {column!r}{keys.get(column, '')}: its columns are {', '.join(schema.names)}; "
+                f"{nearest_hint(column, schema.names, 'column')}"
+            )
+    reward_type = schema.field("reward_model").type
+    if not pyarrow.types.is_struct(reward_type) or "ground_truth" not in [field.name for field in reward_type]:
+        raise ConfigError(
+            f"{path}: column 'reward_model' is {reward_type}; it must be a struct with the field 'ground_truth'"
+        )
+
+
+def _read_json_lines(path: str, file: Path, data_config: DataConfig) -> Iterator[tuple[str, dict]]:
+    """(place, content) per line that is not blank; rows count these lines, from 0."""
+    row = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}: row {row} (line {number})"
+            try:
+                content = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{place} is not JSON: {error}") from error
+            if not isinstance(content, dict):
+                raise ConfigError(f"{place} holds a {type(content).__name__}; every line must be an object in braces")
+            yield place, content
+            row += 1
+
+
+def _checked(place: str, content: dict, data_config: DataConfig) -> PromptRow:
+    for name in (data_config.prompt_key, data_config.reward_fn_key, "reward_model"):
+        if content.get(name) is None:
+            given = ", ".join(key for key, value in content.items() if value is not None)
+            raise ConfigError(f"{place} has no {name!r}; every row needs one, and this one has {given}")
+    reward = content["reward_model"]
+    if not isinstance(reward, dict) or reward.get("ground_truth") is None:
+        raise ConfigError(f"{place} has no 'ground_truth' in its 'reward_model', which is {reward!r:.200}")
+    extra_info = content.get("extra_info") or {}
+    if not isinstance(extra_info, dict):
+        raise ConfigError(f"{place}: 'extra_info' is a {type(extra_info).__name__}; it must be an object, or absent")
+    prompt = content[data_config.prompt_key]
+    _check_prompt(place, prompt)
+    return PromptRow(prompt, str(content[data_config.reward_fn_key]), reward["ground_truth"], extra_info)
+
+
+def _check_prompt(place: str, prompt: object) -> None:
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        raise ConfigError(
+            f"{place}: the prompt is of type {type(prompt).__name__}; it must be text or a list of {{role, content}}"
+        )
+    for number, message in enumerate(prompt):
+        if message.get("role") is None or message.get("content") is None:
+            raise ConfigError(f"{place}: message {number} of the prompt lacks role or content: {message!r:.200}")

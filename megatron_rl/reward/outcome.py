@@ -1,0 +1,97 @@
+"""What the reward function is told about one answer, what came of it, and the one call between the two. No torch."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+RewardFunction = Callable[..., Any]
+
+FAILURES = ("raised", "timed_out", "crashed", "no_score")
+"""How a sample can fail: an exception, no answer in time, the process died, a result that is not a score."""
+
+LARGEST_SCORE = 3.4e38
+"""Scores are float32 from here on."""
+
+LONGEST_QUOTE = 200
+
+
+class Sample(NamedTuple):
+    """One answer and what its prompt's row says; all of it is sent to another process, so it must pickle."""
+
+    data_source: str
+    solution: str
+    ground_truth: Any
+    extra_info: dict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finite `score` with what else the function said, or a `failure` (one of FAILURES) with its reason.
+
+    extras: the other entries of a returned dict that are finite numbers (as float) or strings.
+    """
+
+    score: float | None
+    extras: dict[str, float | str] = field(default_factory=dict)
+    failure: str = ""
+    reason: str = ""
+
+
+def failed(failure: str, reason: str) -> Outcome:
+    """An outcome without a score."""
+    return Outcome(None, failure=failure, reason=reason)
+
+
+def score_sample(function: RewardFunction, sample: Sample) -> Outcome:
+    """Call `function` in verl's way. Whatever it raises, `sys.exit` too, and whatever it returns, is an outcome."""
+    try:
+        result = function(
+            data_source=sample.data_source,
+            solution_str=sample.solution,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+        )
+        score = finite_number(result.get("score") if isinstance(result, dict) else result)
+        extras = _extras(result) if isinstance(result, dict) else {}
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return failed("raised", f"the reward function raised {type(error).__name__}: {error}")
+    if score is None or abs(score) > LARGEST_SCORE:
+        rule = "it must return a finite number, or a dict with one under 'score'"
+        return failed("no_score", f"the reward function returned {quote(result)}; {rule}")
+    return Outcome(score, extras)
+
+
+def finite_number(value: object) -> float | None:
+    """`value` as a float if it is a finite number of any library, else None; text is no number."""
+    if value is None or isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def describe(sample: Sample, prompt: int) -> str:
+    """Which sample it is, for messages; `prompt` is its row number in the data."""
+    return f"prompt {prompt} of data source {sample.data_source!r}, answer {quote(sample.solution)}"
+
+
+def quote(value: object) -> str:
+    """`repr(value)`, its middle cut out if it is long."""
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = LONGEST_QUOTE
+    return shortener.repr(value)
+
+
+def _extras(result: dict) -> dict[str, float | str]:
+    extras: dict[str, float | str] = {}
+    for name, value in result.items():
+        content = value if isinstance(value, str) else finite_number(value)
+        if name != "score" and content is not None:
+            extras[str(name)] = content
+    return extras
