@@ -9,15 +9,16 @@ from typing import Any
 
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.resume import select
+from megatron_rl.config.algorithms import trained_roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import CHOICES
 from megatron_rl.errors import ConfigError
 
 
 def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Role -> identity of its model, as `checkpoint.resume.select` wants them; without those that cannot be read."""
+    """Trained role -> identity of its model, as `checkpoint.resume.select` wants it; without what cannot be read."""
     models = {}
-    for role, path in (("actor", config.actor_rollout_ref.model.path), ("critic", config.critic.model.path)):
+    for role, path in trained_roles(config).items():
         try:
             settings = json.loads((Path(path).expanduser() / "config.json").read_text())
         except (OSError, ValueError):

@@ -245,7 +245,7 @@ def test_what_cannot_leave_while_generating(config):
 
 def test_batch_and_length_rules(config):
     """Mini-batch 32 of 72, and 16 + 49 of 64 positions. Would not catch a batch larger than the dataset."""
-    config.data.train_batch_size = 72
+    config.data.train_batch_size = config.data.gen_batch_size = 72
     config.data.max_response_length = 49
     config.actor_rollout_ref.rollout.max_num_batched_tokens = 100
     actor, critic, tokens, length = preflight(config)
@@ -271,7 +271,7 @@ def test_all_violations_come_in_one_numbered_error(config):
     """Sizes below 1 break no other rule by dividing by zero. Would not catch a violation listed twice."""
     config.trainer.nnodes = 0
     set_tp(config, 0)
-    config.data.train_batch_size = 0
+    config.data.train_batch_size = config.data.gen_batch_size = 0
     config.trainer.device = "tpu"
     with pytest.raises(ConfigError) as error:
         check_preflight(config)
