@@ -34,9 +34,8 @@ from megatron_rl.controller.worker_group import WorkerGroup
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep
 from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.records import RoleState
-from megatron_rl.run import Run, StepAbandoned
+from megatron_rl.run import RUN_FILE, Run, StepAbandoned
 
-RUN_FILE = "run.json"
 MODEL_FILES = (".json", ".jinja", ".model", ".txt")
 """Kinds of files, beside weights, of which a Hugging Face folder consists."""
 
@@ -52,15 +51,14 @@ class Checkpoints:
         self._under_way: Manifest | None = None
 
     def restore(self) -> None:
-        """Go on from the selected checkpoint, or from the beginning; steps that this undoes are set aside."""
+        """Bring the workers to where the run goes on; checkpoints of a past that this leaves are set aside."""
         start = self.run.start
         sweep(self.root)
         if start.path is not None:
-            content = json.loads((start.path / RUN_FILE).read_text())
-            self.run.load_state_dict(content["run"])
-            states = {role: RoleState(**state) for role, state in content["roles"].items()}
+            saved = self.run.saved
+            states = {role: RoleState(**state) for role, state in saved["roles"].items()}
             same_layout = all(self.workers.load_checkpoint(start.path.resolve(), states).get())
-            self.run.say_resumed(content["config"], same_layout)
+            self.run.say_resumed(saved["config"], same_layout)
         # From the beginning, or from another run's folder: then nothing that is here belongs to this past.
         goes_on = start.path is not None and start.path.resolve().parent == self.root
         for old, new in set_aside(self.root, after_step=start.step if goes_on else -1):

@@ -227,12 +227,11 @@ class RoleState:
     """What a checkpoint says of a trained role beside its tensors; the same on all ranks.
 
     num_updates: optimizer steps taken, which is where the learning-rate schedule stands. adam_step: what Adam corrects
-    its moments' bias by. dtype: of the parameters.
+    its moments' bias by.
     """
 
     num_updates: int
     adam_step: int
-    dtype: str
 
 
 def non_tensor(values: Sequence) -> NonTensorStack:

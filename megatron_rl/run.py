@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,9 @@ VALIDATION_SALT = -1
 NUM_PARITY_ROWS = 32
 """Held-out rows on which the exported model is compared with the trainer."""
 
+RUN_FILE = "run.json"
+"""The controller's part of a checkpoint."""
+
 MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps")
 """Keys whose new values are no news in a run that goes on."""
 
@@ -54,7 +58,8 @@ class StepAbandoned(Exception):
 class Run:
     """One run's state outside the workers; a context manager round progress bar and loggers.
 
-    Constructing it reads data and reward function, so their errors come before any process starts. Raises ConfigError.
+    Constructing it reads data, reward function and the checkpoint to go on from, so that their errors come before any
+    process starts. Raises ConfigError.
     """
 
     def __init__(self, config: RunConfig, stop: StopRequest) -> None:
@@ -88,6 +93,10 @@ class Run:
         self.parity_rows: Sequences | None = None
         self.save_seconds = 0.0
         self._step_started, self._last_step_s = 0.0, math.inf
+        self.saved: dict[str, Any] = {}
+        if self.start.path is not None:
+            self.saved = json.loads((self.start.path / RUN_FILE).read_text())
+            self.load_state_dict(self.saved["run"])
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Run:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, write_hf_folder
@@ -14,8 +14,6 @@ from megatron_rl.checkpoint.keys import checkpoint_key
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
 
-ROLES = ("actor", "critic")
-
 
 def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     """Write the actor's language model, or the critic as a reward model, of a complete checkpoint to `target`.
@@ -23,7 +21,7 @@ def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     The tensors keep the dtype they were trained in. An existing `target` is replaced.
     """
     source = checkpoint / role / HF_FOLDER
-    settings = json.loads((source / "config.json").read_text())
+    settings = AutoConfig.from_pretrained(source).to_dict()
     family, shape = family_of(settings["architectures"]), ModelShape.from_hf(settings)
     is_critic = role == "critic"
     specs = value_param_map(family, shape) if is_critic else param_map(family, shape)

@@ -88,7 +88,8 @@ def export_hf(
     held: list = [None] * grid.world_size
     dist.all_gather_object(held, {name: parameter.dtype for name, parameter in named_parameters.items()})
     tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
-    by_parameter = {name: holders_of(name, held, places, grid) for name in specs}
+    parameters = {tensor.parameter for tensor in tensors.values()}
+    by_parameter = {name: holders_of(name, held, places, grid) for name in parameters}
     holders = {name: by_parameter[tensor.parameter] for name, tensor in tensors.items()}
     dtypes = {name: held[holders[name][0]][tensor.parameter] for name, tensor in tensors.items()}
     sizes = {name: tensor.numel * dtypes[name].itemsize for name, tensor in tensors.items()}

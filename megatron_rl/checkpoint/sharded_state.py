@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from megatron_rl.checkpoint.blocks import Block, blocks_of
 from megatron_rl.checkpoint.keys import checkpoint_key
-from megatron_rl.checkpoint.pieces import Piece, pieces_of
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place, box_shape, shard_of
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRun:
     """A run of one parameter's flattened shard: elements [start, start + len(data)).
 
     name: global Megatron name. kind: WEIGHT, or what the optimizer calls the state. data: [n], any dtype.
@@ -41,24 +41,24 @@ def is_writer(name: str, specs: dict[str, ParamSpec], place: Place) -> bool:
     return name == first and (tensor.tp_dim is not None or place.tp_rank == 0)
 
 
-def sharded_state(runs: Iterable[Run], specs: dict[str, ParamSpec], place: Place) -> dict[str, ShardedTensor]:
+def sharded_state(runs: Iterable[FlatRun], specs: dict[str, ParamSpec], place: Place) -> dict[str, ShardedTensor]:
     """What to give to `dist_checkpointing.save` or `load`, which then works on the runs' own memory."""
     state: dict[str, ShardedTensor] = {}
     for run in runs:
         spec = specs[run.name]
-        for piece in pieces_of(shard_of(spec.tensor, place), run.start, run.start + run.data.numel()):
-            state[f"{run.name}/{run.kind}/{len(state)}"] = _sharded_tensor(run, spec, piece)
+        for block in blocks_of(shard_of(spec.tensor, place), run.start, run.start + run.data.numel()):
+            state[f"{run.name}/{run.kind}/{len(state)}"] = _sharded_tensor(run, spec, block)
     return state
 
 
-def _sharded_tensor(run: Run, spec: ParamSpec, piece: Piece) -> ShardedTensor:
+def _sharded_tensor(run: FlatRun, spec: ParamSpec, block: Block) -> ShardedTensor:
     return ShardedTensor(
-        key=checkpoint_key(spec, piece.segment, run.kind),
-        data=piece.view(run.data, run.start),
+        key=checkpoint_key(spec, block.segment, run.kind),
+        data=block.view(run.data, run.start),
         dtype=run.data.dtype,
-        local_shape=box_shape(piece.box),
-        global_shape=spec.tensor.segments[piece.segment].shape,
-        global_offset=tuple(low for low, _ in piece.box),
-        # Runs end anywhere, so the pieces of a tensor make no grid.
+        local_shape=box_shape(block.box),
+        global_shape=spec.tensor.segments[block.segment].shape,
+        global_offset=tuple(low for low, _ in block.box),
+        # Runs end anywhere, so the blocks of a tensor make no grid.
         axis_fragmentations=None,
     )

@@ -125,7 +125,7 @@ def follow_actor() -> MegatronConfig:
 @dataclass
 class CheckpointConfig:
     async_save: bool = False
-    """Write in a process beside training; the checkpoint counts when it is complete, before the next one starts."""
+    """Write in a thread beside training; the checkpoint counts once it is complete, at the start of a later step."""
 
 
 @dataclass

@@ -173,10 +173,9 @@ def _routing_problems(file: Path, routing: Routing, family: Family) -> list[str]
             f"num_experts_per_tok={top_k} of {file} must be >= 1 and <= num_experts({num_experts}); nearest: {nearest}"
         ]
     if top_k == 1 and routing.normalised:
-        always = family.experts.norm_topk_prob is not None
-        normalised, nearest = "weights that add up to 1", "num_experts_per_tok=2"
-        if not always:
-            normalised, nearest = "norm_topk_prob=true", "norm_topk_prob=false"
+        normalised, nearest = "norm_topk_prob=true", "norm_topk_prob=false"
+        if family.experts.norm_topk_prob:
+            normalised, nearest = "weights that add up to 1", "num_experts_per_tok=2"
         return [
             f"num_experts_per_tok=1 with {normalised} ({file}) leaves the router without a gradient, "
             f"because the only weight is always 1; nearest: {nearest}"

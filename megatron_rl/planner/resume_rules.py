@@ -16,14 +16,18 @@ from megatron_rl.errors import ConfigError
 
 
 def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Trained role -> identity of its model, as `checkpoint.resume.select` wants it; without what cannot be read."""
+    """Trained role -> identity of its model, as `checkpoint.resume.select` wants it; without what cannot be read.
+
+    The dtype of training belongs to it: of float32 weights there are no masters that bfloat16 ones could go on with.
+    """
     models = {}
+    trained = {"actor": config.actor_rollout_ref.actor.megatron, "critic": config.critic.megatron}
     for role, path in trained_roles(config).items():
         try:
             settings = json.loads((Path(path).expanduser() / "config.json").read_text())
         except (OSError, ValueError):
             continue  # the model folder's own rules report it
-        models[role] = model_identity(settings)
+        models[role] = model_identity(settings) | {"dtype": trained[role].dtype}
     return models
 
 

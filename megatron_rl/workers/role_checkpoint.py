@@ -13,8 +13,7 @@ import torch
 
 from megatron_rl.checkpoint.keys import WEIGHT
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter, read
-from megatron_rl.checkpoint.sharded_state import Run, is_writer, sharded_state
-from megatron_rl.errors import ConfigError
+from megatron_rl.checkpoint.sharded_state import FlatRun, is_writer, sharded_state
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place
 from megatron_rl.records import RoleState
@@ -42,15 +41,7 @@ class RoleCheckpoint:
 
     @torch.no_grad()
     def load(self, folder: Path, state: RoleState) -> None:
-        """Overwrite weights and optimizer with those of `folder`, in whatever layout they were saved.
-
-        Raises ConfigError when the parameters there have another dtype: their optimizer state would not fit.
-        """
-        if state.dtype != self.state.dtype:
-            raise ConfigError(
-                f"{folder} was trained in {state.dtype} and cannot go on in {self.state.dtype}; "
-                f"nearest: megatron.dtype={state.dtype}"
-            )
+        """Overwrite weights and optimizer with those of `folder`, in whatever layout they were saved."""
         self.trainable.create_moments()
         runs = [*self._weight_runs(), *(run for run in self._owned_runs() if run.kind != WEIGHT)]
         read(sharded_state(runs, self.specs, self.place), folder)
@@ -58,22 +49,21 @@ class RoleCheckpoint:
 
     @property
     def state(self) -> RoleState:
-        trainable = self.trainable
-        dtype = str(trainable.config.params_dtype).removeprefix("torch.")
-        return RoleState(trainable.scheduler.num_steps, trainable.adam_step, dtype)
+        """Where schedule and optimizer stand now."""
+        return RoleState(self.trainable.scheduler.num_steps, self.trainable.adam_step)
 
-    def _weight_runs(self) -> Iterator[Run]:
+    def _weight_runs(self) -> Iterator[FlatRun]:
         for name, parameter in named_parameters(self.trainable.models).items():
-            yield Run(name, WEIGHT, 0, parameter.detach().view(-1))
+            yield FlatRun(name, WEIGHT, 0, parameter.detach().view(-1))
 
-    def _owned_runs(self) -> Iterator[Run]:
+    def _owned_runs(self) -> Iterator[FlatRun]:
         """The runs that this rank's optimizer updates: the weights, both moments, and masters where there are some."""
         names = {parameter: name for name, parameter in named_parameters(self.trainable.models).items()}
         for parameter, start, state in self.trainable.optimizer_runs():
             weights = parameter.detach().view(-1)[start : start + len(state["param"])]
-            yield Run(names[parameter], WEIGHT, start, weights)
+            yield FlatRun(names[parameter], WEIGHT, start, weights)
             for kind in ("exp_avg", "exp_avg_sq"):
-                yield Run(names[parameter], kind, start, state[kind])
+                yield FlatRun(names[parameter], kind, start, state[kind])
             # A float32 parameter is its own master.
             if parameter.dtype != state["param"].dtype:
-                yield Run(names[parameter], "param", start, state["param"].detach())
+                yield FlatRun(names[parameter], "param", start, state["param"].detach())

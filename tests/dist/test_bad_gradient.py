@@ -89,7 +89,10 @@ def step_with_nan_in_an_expert(config) -> str:
 
 
 def test_nan_in_an_expert_stops_every_rank(tmp_path) -> None:
-    """DP2 x EP2, where no other rank holds that expert. Would not catch NaN in an activation, which reaches no weight."""
+    """DP2 x EP2, where no other rank holds that expert.
+
+    Would not catch NaN in an activation, which reaches no weight.
+    """
     config = run_config(
         save_qwen3_moe(tmp_path), 1, 1, actor_rollout_ref__actor__megatron__expert_model_parallel_size=2
     )

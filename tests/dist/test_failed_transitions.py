@@ -64,7 +64,10 @@ def test_a_flipped_bit_stops_every_rank_before_generation(tmp_path) -> None:
         assert not rank["in_rollout"] and not rank["foreign"] and rank["kv_bytes"] == 0 and rank["intact"]
         assert rank["greedy"] == ranks[0]["greedy"] and rank["verify_seconds"] > 0
     # The head is the first tensor of Megatron's buffer; rank 1 holds rows 32 to 64 of its 70.
-    expected = "rank 0: lm_head.weight, segment rows, elements [32, 64) x [0, 128) differ from those of rank 1, their owner (1 of"
+    expected = (
+        "rank 0: lm_head.weight, segment rows, elements [32, 64) x [0, 128) differ from those of rank 1, "
+        "their owner (1 of"
+    )
     assert ranks[0]["message"].startswith(expected)
     assert all("wrong on rank(s) [0]" in rank["message"] for rank in ranks[1:])
 

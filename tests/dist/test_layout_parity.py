@@ -91,7 +91,7 @@ def model_path(tmp_path_factory) -> str:
 def run_layout(
     model_path: str, world_size: int, tp_size: int, pp_size: int, micro_batch: int = 4, **layout
 ) -> list[dict]:
-    """`one_update` on every rank; `layout`: further keys of the actor's megatron group, which the other roles follow."""
+    """`one_update` on every rank; `layout`: further keys of the actor's group `megatron`, which other roles follow."""
     optimizer = {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
     optimizer |= {f"critic__optim__{key}": value for key, value in OPTIMIZER.items()}
     sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in layout.items()}

@@ -3,59 +3,70 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file
 from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 NUM_ROWS = 8
-
-
 RATES = {"actor_rollout_ref__actor__optim__lr": 1e-3, "critic__optim__lr": 1e-3}
 
 
-def train(config, first: int, last: int, source: Path | None = None, target: Path | None = None) -> dict:
-    """Load `source`, take steps first to last on actor and critic, save to `target`: what one rank then knows."""
+def train(
+    config, first: int, last: int, source: Path | None = None, target: Path | None = None, after: int = 0
+) -> dict:
+    """Load `source`, take steps first to last on actor and critic, save to `target`: what one rank then knows.
+
+    after: the step after which the save begins, and beside which the next ones run; 0: the last.
+    """
     from megatron_rl.workers.rank_worker import RankWorker
-    from megatron_rl.workers.saving import begin_save
 
     worker = RankWorker(config)
     worker.build_actor()
     worker.build_critic()
     where = worker.coordinates()
-    states = {name: checkpoint.state for name, checkpoint in worker.checkpoints.items()}
     if source is not None:
-        states = pickle.loads((source / "states").read_bytes())
+        states = pickle.loads((source / "states.pickle").read_bytes())
         for name, checkpoint in worker.checkpoints.items():
             checkpoint.load(source / name, states[name])
-    metrics = []
+    metrics, save = [], None
+    beside = config.actor_rollout_ref.actor.checkpoint.async_save
+    if target is not None and last < first:
+        save = start_saving(worker, target, beside)
     for step in range(first, last + 1):
         experience = random_experience(NUM_ROWS, seed=step)
         experience.old_log_probs = experience.advantages
         mine = experience[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
         metrics.append(worker.update_actor(mine.actor_batch()) | worker.update_critic(mine.critic_batch()))
-    files = None
-    if target is not None:
-        for name in worker.checkpoints:
-            (target / name).mkdir(parents=True, exist_ok=True)
-        torch.distributed.barrier()
-        asynchronous = config.actor_rollout_ref.actor.checkpoint.async_save
-        beside = dict.fromkeys(worker.checkpoints, asynchronous)
-        save = begin_save(target, worker.checkpoints, beside, worker.groups, None, torch.device("cpu"))
-        files = save.finish(wait=True)
-        states = {name: checkpoint.state for name, checkpoint in worker.checkpoints.items()}
-        if where.rank == 0:
-            (target / "states").write_bytes(pickle.dumps(states))
+        if target is not None and step == (after or last):
+            save = start_saving(worker, target, beside)
+    if save is not None:
+        assert save.finish(wait=True)
     return {
         "metrics": metrics if where.dp_collector else None,
         "state": {name: whole_state(worker, name) for name in worker.checkpoints},
-        "states": states,
-        "files": files,
     }
+
+
+def start_saving(worker, target: Path, beside_training: bool):
+    """As the controller does it, with the folders and the numbers."""
+    from megatron_rl.workers.saving import begin_save
+
+    for name in worker.checkpoints:
+        (target / name).mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    beside = dict.fromkeys(worker.checkpoints, beside_training)
+    save = begin_save(target, worker.checkpoints, beside, worker.groups, None, torch.device("cpu"))
+    if worker.groups.rank == 0:
+        states = {name: checkpoint.state for name, checkpoint in worker.checkpoints.items()}
+        (target / "states.pickle").write_bytes(pickle.dumps(states))
+    return save
 
 
 def whole_state(worker, role: str) -> dict[str, torch.Tensor]:
@@ -88,10 +99,12 @@ DECAY = {"actor_rollout_ref__actor__optim__lr_decay_style": "linear", "trainer__
     ids=["TP2xPP2", "TP2xDP2-bf16", "TP2xEP2-async"],
 )
 def test_same_layout_is_bit_equal(save_model, world_size: int, tp_size: int, pp_size: int, keys, tmp_path) -> None:
-    """Two steps, saved, two more in new processes, against four. Would not catch what both runs lose alike."""
+    """Four steps with a save after the second; the last two once more, from there, in new processes.
+
+    Would not catch what both runs lose alike.
+    """
     config = run_config(save_model(tmp_path / "model"), tp_size, pp_size, **RATES, **keys)
-    whole = run_ranks(world_size, train, config, 1, 4)
-    run_ranks(world_size, train, config, 1, 2, None, tmp_path / "saved")
+    whole = run_ranks(world_size, train, config, 1, 4, None, tmp_path / "saved", 2)
     resumed = run_ranks(world_size, train, config, 3, 4, tmp_path / "saved")
     assert metrics_of(resumed) == metrics_of(whole)[2:]
     for ours, theirs in zip(resumed, whole, strict=True):
@@ -124,6 +137,53 @@ def test_other_layouts_go_on_alike(tmp_path) -> None:
         assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in ours) * 3 == len(ours)
         for name, tensor in theirs.items():
             assert (ours[name] - tensor).abs().max() <= 1e-5 * max(1.0, float(tensor.abs().max())), name
+
+
+VPP2 = {"actor_rollout_ref__actor__megatron__virtual_pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("save_model", "before", "after"),
+    [(save_qwen3_moe, (4, 2, 1, MOE), (1, 1, 1, {})), (save_qwen2, (4, 2, 2, {}), (2, 1, 2, VPP2))],
+    ids=["experts: TP2xEP2 to one process", "tied: TP2xPP2 to PP2xVPP2"],
+)
+def test_experts_and_tied_heads_change_their_layout(save_model, before, after, tmp_path) -> None:
+    """Two steps in one layout, two in another, against four in the first. Would not catch a wrong weight that no
+    metric depends on.
+    """
+    path = save_model(tmp_path / "model")
+    world_size, tp_size, pp_size, keys = before
+    config = run_config(path, tp_size, pp_size, **RATES, **keys)
+    expected = metrics_of(run_ranks(world_size, train, config, 1, 4, None, tmp_path / "saved", 2))
+    world_size, tp_size, pp_size, keys = after
+    config = run_config(path, tp_size, pp_size, **RATES, **keys)
+    ours = metrics_of(run_ranks(world_size, train, config, 3, 4, tmp_path / "saved"))
+    for step, metrics in enumerate(ours):
+        assert metrics == pytest.approx(expected[2 + step], rel=1e-5, abs=1e-5)
+    assert expected[1] != pytest.approx(expected[2], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("save_model", "pp_size", "keys"), [(save_qwen3_moe, 1, MOE), (save_qwen2, 2, {})], ids=["TP2xEP2", "tied TP2xPP2"]
+)
+def test_untouched_model_comes_out_of_a_checkpoint(save_model, pp_size: int, keys, tmp_path) -> None:
+    """Saved before the first step and exported by one process: the bytes that went in, of actor and critic's trunk.
+
+    Would not catch a mistake in what only training changes.
+    """
+    from megatron_rl.checkpoint.export_saved import export_saved
+
+    path = save_model(tmp_path / "model")
+    run_ranks(4, train, run_config(path, 2, pp_size, **keys), 1, 0, None, tmp_path / "saved")
+    original = load_file(f"{path}/model.safetensors")
+    heads = {"lm_head.weight"} & original.keys()
+    for role, differs in (("actor", set()), ("critic", heads | {"score.weight"})):
+        shutil.copytree(path, tmp_path / "saved" / role / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
+        export_saved(tmp_path / "saved", role, tmp_path / role)
+        exported = load_file(tmp_path / role / "model.safetensors")
+        assert exported.keys() ^ original.keys() == differs
+        assert all(torch.equal(tensor, original[name]) for name, tensor in exported.items() if name not in differs)
+    assert tuple(exported["score.weight"].shape) == (1, 128)
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:

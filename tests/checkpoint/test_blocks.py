@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.checkpoint.pieces import boxes_of_run, pieces_of
+from megatron_rl.checkpoint.blocks import blocks_of, boxes_of_run
 from megatron_rl.parallel.sharding import LogicalTensor, Place, Segment, box_index, box_shape, shard_of
 
 
@@ -61,7 +61,7 @@ TENSORS = {
 
 @given(st.sampled_from(sorted(TENSORS)), st.integers(1, 4), st.data())
 def test_every_element_is_saved_once(name: str, dp_size: int, data: st.DataObject) -> None:
-    """Any cut of the flattened shards of all ranks, pieces put together, is the whole tensor; padding is left out.
+    """Any cut of the flattened shards of all ranks, blocks put together, is the whole tensor; padding is left out.
 
     Would not catch a replica that is saved too, which `dist_checkpointing` refuses.
     """
@@ -77,8 +77,8 @@ def test_every_element_is_saved_once(name: str, dp_size: int, data: st.DataObjec
         cuts = sorted(data.draw(st.lists(st.integers(0, shard.numel), min_size=dp_size - 1, max_size=dp_size - 1)))
         for start, stop in zip([0, *cuts], [*cuts, shard.numel], strict=True):
             run = local.flatten()[start:stop]
-            for piece in pieces_of(shard, start, stop):
-                target = found[piece.segment][box_index(piece.box)]
+            for block in blocks_of(shard, start, stop):
+                target = found[block.segment][box_index(block.box)]
                 assert (target == -1).all()
-                target.copy_(piece.view(run, start))
+                target.copy_(block.view(run, start))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, whole, strict=True))

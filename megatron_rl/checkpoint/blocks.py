@@ -17,7 +17,7 @@ from megatron_rl.parallel.sharding import Box, Shard, box_index, box_shape, inte
 
 
 @dataclass(frozen=True)
-class Piece:
+class Block:
     """The box `box` of segment number `segment`, and where a shard holds it.
 
     The elements [start, start + prod(shape)) of the flattened shard, seen as `shape` and indexed with `index`.
@@ -30,14 +30,14 @@ class Piece:
     index: tuple[slice, ...]
 
     def view(self, flat: torch.Tensor, first: int) -> torch.Tensor:
-        """The piece as a view of `flat` [n], which holds the shard's elements from number `first` on."""
+        """The block as a view of `flat` [n], which holds the shard's elements from number `first` on."""
         begin = self.start - first
         return flat[begin : begin + math.prod(self.shape)].view(self.shape)[self.index]
 
 
-def pieces_of(shard: Shard, start: int, stop: int) -> list[Piece]:
-    """The pieces that make up the run [start, stop) of a flattened shard, without its padding."""
-    return [piece for first, box in boxes_of_run(shard.shape, start, stop) for piece in _cut_box(shard, first, box)]
+def blocks_of(shard: Shard, start: int, stop: int) -> list[Block]:
+    """The blocks that make up the run [start, stop) of a flattened shard, without its padding."""
+    return [block for first, box in boxes_of_run(shard.shape, start, stop) for block in _cut_box(shard, first, box)]
 
 
 def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
@@ -67,7 +67,7 @@ def _boxes_in_row(shape: tuple[int, ...], number: int, start: int, stop: int) ->
         yield first + before, ((number, number + 1), *box)
 
 
-def _cut_box(shard: Shard, first: int, box: Box) -> Iterator[Piece]:
+def _cut_box(shard: Shard, first: int, box: Box) -> Iterator[Block]:
     """The parts of a shard's box that are some segment's; what is left is padding."""
     corner = [low for low, _ in box]
     for part in shard.parts:
@@ -76,7 +76,7 @@ def _cut_box(shard: Shard, first: int, box: Box) -> Iterator[Piece]:
         if common is None:
             continue
         shift = [low - at for (low, _), at in zip(part.box, part.at, strict=True)]
-        yield Piece(
+        yield Block(
             segment=part.segment,
             box=tuple((low + by, high + by) for (low, high), by in zip(common, shift, strict=True)),
             start=first,
