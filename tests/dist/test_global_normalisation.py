@@ -1,4 +1,4 @@
-"""The gradient of one mini-batch is the same however it is cut: into micro-batches, over data-parallel ranks, stages."""
+"""The gradient of one mini-batch is the same however it is cut: into micro-batches, over DP ranks, TP ranks, stages."""
 
 from __future__ import annotations
 

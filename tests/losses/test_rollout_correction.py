@@ -54,7 +54,7 @@ def correct(**keys) -> tuple:
 
 
 def test_what_is_configured():
-    """Weights alone, a mask with default thresholds, both with normalisation. Would not catch a metric that is absent."""
+    """Weights alone, a mask alone, both with normalisation. Would not catch a metric that is absent."""
     assert correct() == (None, None, {})
     weights, kept, metrics = correct(rollout_is="token")
     assert weights.tolist() == pytest.approx([2.0, 0.25, 2.0]) and kept is None
