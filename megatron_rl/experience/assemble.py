@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.losses.estimators import Estimator, Samples
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.rollout_correction import correct_rollout
@@ -45,7 +46,10 @@ def add_rewards(experience: Experience, kl_coef: float, kl_type: str = "kl") -> 
 
 
 def add_advantages(experience: Experience, estimator: Estimator, config: AlgorithmConfig) -> None:
-    """Fill `advantages` and `returns` from `rewards`, and from `old_values` or `greedy_scores` where there are some."""
+    """Fill `advantages` and `returns` from `rewards`, and from `old_values` or `greedy_scores` where there are some.
+
+    Raises ConfigError when the estimator, which may be the user's, does not return two finite numbers per token.
+    """
     lengths, values = experience.response_lengths, experience.old_values
     samples = Samples(
         rewards=experience.rewards.values(),
@@ -55,6 +59,13 @@ def add_advantages(experience: Experience, estimator: Estimator, config: Algorit
         greedy_scores=experience.greedy_scores,
     )
     advantages, returns = estimator(samples, config)
+    for name, values in (("advantages", advantages), ("returns", returns)):
+        if values.shape != samples.rewards.shape or not values.isfinite().all():
+            raise ConfigError(
+                f"algorithm.adv_estimator={config.adv_estimator} must return finite {name} of shape "
+                f"{list(samples.rewards.shape)}, one per response token; it returned {list(values.shape)}, "
+                f"{int(values.isfinite().sum())} of them finite"
+            )
     experience.advantages = ragged_from_lengths(advantages, lengths)
     experience.returns = ragged_from_lengths(returns, lengths)
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.experience.batches import MicroBatch
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.kl import KL_ESTIMATORS
@@ -91,6 +92,11 @@ class Actor:
         log_probs, entropy = self.scorer.log_probs_and_entropy(logits, block)
         tokens = PolicyTokens(log_probs, fields["old_log_probs"], fields["advantages"], lengths)
         terms = self.policy_loss(tokens, config)
+        if terms.loss.shape != log_probs.shape:
+            raise ConfigError(
+                f"{config.policy_loss.loss_mode} must return one loss per token, {list(log_probs.shape)}; it returned "
+                f"{list(terms.loss.shape)}"
+            )
         losses = terms.loss * fields["rollout_weights"] if "rollout_weights" in fields else terms.loss
         kl = torch.zeros_like(losses)
         if config.use_kl_loss:

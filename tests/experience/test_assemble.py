@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction, assemble
 from megatron_rl.losses.estimators import estimate_gae, estimate_grpo
 from megatron_rl.records import Experience, Generations, Prompts, non_tensor, ragged, ragged_from_lengths
@@ -82,6 +83,14 @@ def test_without_reference_and_critic(experience):
     assert rows(experience.rewards) == [[1.0], [0.0, -1.0]]
     add_advantages(experience, estimate_grpo, AlgorithmConfig(norm_adv_by_std_in_grpo=False))
     assert rows(experience.advantages) == [[1.0], [-1.0, -1.0]]
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.tensor([1.0, torch.nan, 1.0])])
+def test_estimator_that_returns_something_else(experience, value):
+    """A wrong number of tokens, and NaN. Would not catch advantages in another order."""
+    add_rewards(experience, kl_coef=0.0)
+    with pytest.raises(ConfigError, match="adv_estimator=mine must return finite advantages of shape .3."):
+        add_advantages(experience, lambda samples, config: (value, value), AlgorithmConfig(adv_estimator="mine"))
 
 
 def test_kl_in_reward_by_another_estimator(experience):
