@@ -13,7 +13,7 @@ from torch import Tensor
 def grpo(scores: Tensor, groups: Tensor, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
     """(r - mean) / (std + eps) over the group, std unbiased (GRPO: Shao et al., arXiv:2402.03300, section 4.1.2); [B].
 
-    Without the division it is Dr.GRPO (Liu et al., arXiv:2503.20783, section 3.2), which weighs easy and hard prompts
+    Without the division it is Dr.GRPO (Liu et al., arXiv:2503.20783), which weighs easy and hard prompts
     as they come.
     """
     index, sizes = _numbered(groups)
@@ -25,7 +25,7 @@ def grpo(scores: Tensor, groups: Tensor, norm_by_std: bool, eps: float = 1e-6) -
 
 
 def rloo(scores: Tensor, groups: Tensor) -> Tensor:
-    """r_i minus the mean of the *other* scores of its group; [B]. RLOO: Ahmadian et al., arXiv:2402.14740, section 2.3.
+    """r_i minus the mean of the *other* scores of its group; [B]. RLOO: Ahmadian et al., arXiv:2402.14740.
 
     The same as n / (n - 1) * (r_i - mean) in a group of n.
     """

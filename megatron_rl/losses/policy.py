@@ -59,7 +59,7 @@ def ppo_clip(
     """Clipped surrogate: -min(r A, clip(r, 1 - low, 1 + high) A), r = p / p_old; where A < 0 at most -c A.
 
     Schulman et al., arXiv:1707.06347, eq. 7; low and high apart: DAPO (Yu et al., arXiv:2503.14476, eq. 8); dual clip
-    with c > 1: Ye et al., arXiv:1912.09729, eq. 5. All arguments [N]. The log-ratio is limited to +-LOG_RATIO_LIMIT
+    with c > 1: Ye et al., arXiv:1912.09729. All arguments [N]. The log-ratio is limited to +-LOG_RATIO_LIMIT
     before the exponential, which would overflow to inf (and inf * 0 to NaN) at 89.
     """
     log_ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -53,6 +53,25 @@ def test_is_minus_the_smaller_of_two_gains(advantage, log_ratio, clip_ratio):
     assert terms.loss.item() >= -advantage * ratio - 1e-9
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), min_size=1, max_size=12),
+    low=st.sampled_from([0.1, 0.2]),
+    high=st.sampled_from([0.2, 0.28]),
+    c=st.sampled_from([1.5, 3.0]),
+)
+def test_dual_clip_agrees_with_a_loop(tokens, low, high, c):
+    """Python floats, both ranges and c. Would not catch a wrong gradient."""
+    expected = []
+    for log_ratio, advantage in tokens:
+        ratio = math.exp(log_ratio)
+        gain = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+        expected.append(-max(gain, c * advantage) if advantage < 0 else -gain)
+    log_ratios, advantages = torch.tensor(tokens, dtype=torch.float64).T
+    found = ppo_clip(log_ratios, torch.zeros_like(log_ratios), advantages, low, high, c).loss
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
 def test_enormous_ratio_stays_finite():
     """A log-ratio of 200, both signs and none of advantage. Would not catch a limit that is too low to matter."""
     log_probs = torch.tensor([0.0, 0.0, 0.0], requires_grad=True)
