@@ -2,7 +2,8 @@
 
 global_step_N/  manifest.json          every file's size and checksum; written last
                 run.json               step, prompt cursor, KL controller, books, configuration
-                actor/ critic/         megatron-core's sharded files, `huggingface/` with config and tokenizer
+                actor/ critic/         megatron-core's sharded files, `huggingface/` with config and tokenizer;
+                                       no critic/ where none is trained
                 rng_R.json             random states of rank R
 """
 
@@ -27,6 +28,7 @@ from megatron_rl.checkpoint.folders import (
     unfinished_folder,
 )
 from megatron_rl.checkpoint.manifest import FORMAT, FileRecord, Manifest, digest_files
+from megatron_rl.config.algorithms import trained_roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.worker_group import WorkerGroup
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep
@@ -104,7 +106,7 @@ class Checkpoints:
         with self.run.phase("save_checkpoint"):
             folder = unfinished_folder(self.root, state["step"])
             shutil.rmtree(folder, ignore_errors=True)
-            for role in ("actor", "critic"):
+            for role in trained_roles(self.run.config):
                 (folder / role).mkdir(parents=True)
             roles = self.workers.begin_save(folder).get()[0]
             content = {
@@ -131,15 +133,10 @@ class Checkpoints:
             remove_old(self.root, self.keep)
 
 
-def model_paths(config: RunConfig) -> dict[str, str]:
-    """Role -> the Hugging Face folder it started from."""
-    return {"actor": config.actor_rollout_ref.model.path, "critic": config.critic.model.path}
-
-
 def copy_model_files(config: RunConfig, folder: Path) -> list[str]:
     """Put configuration and tokenizer of each role beside its weights; returns the files' paths in `folder`."""
     names = []
-    for role, path in model_paths(config).items():
+    for role, path in trained_roles(config).items():
         target = folder / role / HF_FOLDER
         target.mkdir(exist_ok=True)
         for file in sorted(Path(path).iterdir()):

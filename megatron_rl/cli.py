@@ -67,6 +67,8 @@ def export_command(
 ) -> None:
     """Write a checkpointed model as a Hugging Face folder. One process, no GPU."""
     folder = usable_checkpoint(checkpoint)
+    if not (folder / role.value).is_dir():
+        raise ConfigError(f"--role {role.value}: {folder} has none, as its run trained none; nearest: --role actor")
     if target.exists():
         raise ConfigError(f"--target {target} must not exist; nearest: --target {target}-{folder.name}")
     quiet_libraries()

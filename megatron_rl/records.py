@@ -63,6 +63,7 @@ class Prompts(TensorClass):
     sample: int64 [B], which of the `rollout.n` samples of that prompt this row is.
     prompt_ids: int64 [B, (P)].
     data_source, ground_truth, extra_info: non-tensor, one per row (str, str, dict).
+    uid: int64 [B], the same for the samples that are compared with each other; None before `repeat`.
     """
 
     index: torch.Tensor
@@ -71,19 +72,29 @@ class Prompts(TensorClass):
     data_source: list
     ground_truth: list
     extra_info: list
+    uid: torch.Tensor | None = None
 
     def repeat(self, num_samples: int) -> Prompts:
         """Each row `num_samples` times, samples of one row adjacent, `sample` counting all samples of a prompt from 0.
 
         A prompt that the batch holds twice (where it straddles two epochs) goes on counting, so no two samples share
-        a seed.
+        a seed, and makes two groups, as every row here makes one: `uid` is the row's number.
         """
-        repeated = self[torch.arange(len(self)).repeat_interleave(num_samples)]
+        rows = torch.arange(len(self)).repeat_interleave(num_samples)
+        repeated = self[rows]
+        repeated.uid = rows
         seen: Counter[int] = Counter()
         for row, index in enumerate(repeated.index.tolist()):
             repeated.sample[row] = seen[index]
             seen[index] += 1
         return repeated
+
+    def one_per_group(self) -> Prompts:
+        """The first row of each group, in the order of `uid`."""
+        _, group = self.uid.unique(return_inverse=True)
+        rows = torch.arange(len(self))
+        first = torch.full((int(group.max()) + 1,), len(self)).scatter_reduce(0, group, rows, "amin")
+        return self[first]
 
 
 @dataclass(frozen=True)
@@ -127,17 +138,26 @@ class TokenScores(TensorClass):
 
 
 class ActorBatch(TensorClass):
-    """What one policy update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens."""
+    """What one policy update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
+
+    ref_log_probs: where a KL to the reference enters the loss. rollout_weights: importance weights of the tokens, and
+    kept: 1 for those that count, where the rollout's samples are corrected. Else None.
+    """
 
     input_ids: torch.Tensor
     response_lengths: torch.Tensor
     old_log_probs: torch.Tensor
     advantages: torch.Tensor
+    ref_log_probs: torch.Tensor | None = None
+    rollout_weights: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     def neutral(self) -> ActorBatch:
         """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
         zero, empty = no_responses(len(self))
-        return ActorBatch(self.input_ids, zero, empty, empty, batch_size=self.batch_size)
+        optional = (self.ref_log_probs, self.rollout_weights, self.kept)
+        fields = [None if field is None else empty for field in optional]
+        return ActorBatch(self.input_ids, zero, empty, empty, *fields, batch_size=self.batch_size)
 
 
 class CriticBatch(TensorClass):
@@ -155,31 +175,44 @@ class CriticBatch(TensorClass):
 
 
 class Experience(TensorClass):
-    """Everything PPO knows about one step's samples; fields are filled as the loop computes them.
+    """Everything the loop knows about one step's samples; fields are filled as it computes them, None until then.
 
-    input_ids int64 [B, (L)], response_lengths int64 [B], scores float32 [B] (the task reward);
-    rollout_log_probs, old_log_probs, ref_log_probs, old_values, rewards, advantages, returns: float32 [B, (R)].
+    input_ids int64 [B, (L)], response_lengths int64 [B], groups int64 [B] (equal for the samples of one prompt);
+    scores, greedy_scores: float32 [B], the task reward, and that of the greedy answer to the same prompt;
+    rollout_log_probs, old_log_probs, ref_log_probs, old_values, rewards, advantages, returns, rollout_weights, kept:
+    float32 [B, (R)].
     """
 
     input_ids: torch.Tensor
     response_lengths: torch.Tensor
     rollout_log_probs: torch.Tensor
+    groups: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    greedy_scores: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None
     old_values: torch.Tensor | None = None
     rewards: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    rollout_weights: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     def sequences(self) -> Sequences:
         """The token rows alone, for a role that scores them."""
         return Sequences(self.input_ids, self.response_lengths, batch_size=self.batch_size)
 
-    def actor_batch(self) -> ActorBatch:
-        """The fields a policy update reads; needs `old_log_probs` and `advantages`."""
+    def actor_batch(self, with_reference: bool = False) -> ActorBatch:
+        """The fields a policy update reads; needs `old_log_probs` and `advantages`, and `ref_log_probs` if told."""
         return ActorBatch(
-            self.input_ids, self.response_lengths, self.old_log_probs, self.advantages, batch_size=self.batch_size
+            self.input_ids,
+            self.response_lengths,
+            self.old_log_probs,
+            self.advantages,
+            self.ref_log_probs if with_reference else None,
+            self.rollout_weights,
+            self.kept,
+            batch_size=self.batch_size,
         )
 
     def critic_batch(self) -> CriticBatch:

@@ -11,17 +11,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.folders import only_writer
 from megatron_rl.checkpoint.resume import select
+from megatron_rl.config.algorithms import needs_of, uses_critic, uses_reference
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig, as_list
 from megatron_rl.controller.signals import StopRequest
 from megatron_rl.errors import ParityError
-from megatron_rl.experience.assemble import assemble
+from megatron_rl.experience.assemble import add_rewards, assemble
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
+from megatron_rl.losses.registry import estimator, policy_loss
 from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.progress import RunProgress
@@ -36,6 +39,7 @@ from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, row_lengths
 from megatron_rl.reward.function import RewardSource
 from megatron_rl.reward.keeper import KeeperSettings
+from megatron_rl.reward.overlong import overlong_penalty
 from megatron_rl.reward.processes import RewardProcesses
 from megatron_rl.reward.rule import RuleReward, Scored
 
@@ -74,17 +78,22 @@ class Run:
         self.train_data = PromptDataset(as_list(data.train_files), self.tokenizer, data)
         self.val_data = PromptDataset(as_list(data.val_files), self.tokenizer, data)
         self.cursor = MixtureCursor(
-            self.train_data.files, data.train_file_weights, data.train_batch_size, data.shuffle, data.seed
+            self.train_data.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed
         )
         self.rules = rule_reward(config, self.tokenizer, self.train_data.data_sources | self.val_data.data_sources)
         self.progress = RunProgress(trainer.total_training_steps, self.console)
         self.timer = PhaseTimer(on_phase=self.progress.phase)
         self.phase = self.timer.phase
 
+        self.has_critic, self.has_reference = uses_critic(config), uses_reference(config)
+        self.needs_greedy = needs_of(config).greedy
+        self.estimator = estimator(config.algorithm)
+        policy_loss(config.actor_rollout_ref.actor)  # the workers', loaded here too so that its errors come now
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
         self.start = select(config.trainer, configured_models(config))
 
         self.transitions: list = []
+        self.sampling_metrics: dict[str, float] = {}
         self.accuracies: list[float] = []
         self.logprob_diff_max = 0.0
         self.parity_rows: Sequences | None = None
@@ -141,8 +150,8 @@ class Run:
     @property
     def saves_beside_training(self) -> bool:
         """Whether a save may still be under way when the next step starts."""
-        config = self.config
-        return config.actor_rollout_ref.actor.checkpoint.async_save or config.critic.checkpoint.async_save
+        critic_does = self.has_critic and self.config.critic.checkpoint.async_save
+        return self.config.actor_rollout_ref.actor.checkpoint.async_save or critic_does
 
     # What a checkpoint keeps of all this
 
@@ -178,6 +187,10 @@ class Run:
         rollout = self.config.actor_rollout_ref.rollout
         return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, self.config.data.max_response_length, salt)
 
+    def greedy(self) -> Sampling:
+        """How a baseline answer is drawn: greedily, so its seed means nothing."""
+        return Sampling(0.0, 1.0, -1, self.config.data.max_response_length, VALIDATION_SALT)
+
     def val_sampling(self) -> Sampling:
         """How held-out answers are drawn: greedy unless `val_kwargs.do_sample`."""
         kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
@@ -201,11 +214,32 @@ class Run:
             self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
         return scored
 
+    def scored(self, prompts: Prompts, generations: Generations) -> Scored:
+        """What training rewards: the task reward, less the penalty of overlong answers if configured."""
+        scored, overlong = self.reward(prompts, generations), self.config.reward_model.overlong_buffer
+        if not overlong.enable:
+            return scored
+        lengths, longest = row_lengths(generations.response_ids), self.config.data.max_response_length
+        penalty = overlong_penalty(lengths, longest, overlong.len, overlong.penalty_factor)
+        return dataclasses.replace(scored, scores=scored.scores + penalty)
+
+    def greedy_scores(self, prompts: Prompts, generations: Generations) -> torch.Tensor:
+        """float32 [B]: for each row of `prompts` the score of its group's answer, in the order of `one_per_group`."""
+        _, group = prompts.uid.unique(return_inverse=True)
+        return self.scored(prompts.one_per_group(), generations).scores[group]
+
     # Books
 
     def note_transition(self, reports: list) -> None:
         """Keep what entering rollout mode cost each rank (in rank order)."""
         self.transitions = reports
+
+    def note_sampling(self, num_batches: int, differing_share: float) -> None:
+        """Keep how many batches dynamic sampling drew, and which share of the step's groups have different scores."""
+        self.sampling_metrics = {
+            "train/num_gen_batches": float(num_batches),
+            "train/differing_groups": differing_share,
+        }
 
     def check_rollout_parity(self, experience: Experience) -> dict[str, float]:
         """Compare the engine's log-probs of its samples with the trainer's.
@@ -226,19 +260,26 @@ class Run:
             )
         return metrics
 
+    def penalise_kl(self, experience: Experience) -> dict[str, float]:
+        """Fill `rewards`, weigh the KL penalty anew for the next step, and report KL and weight as verl does."""
+        algorithm = self.config.algorithm
+        kl_coef = self.kl_ctrl.coef if algorithm.use_kl_in_reward else 0.0
+        kl = add_rewards(experience, kl_coef, algorithm.kl_penalty)
+        if kl is None:
+            return {}
+        self.kl_ctrl.update(float(kl), len(experience))
+        return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
+
     def data_metrics(self, prompts: Prompts, generations: Generations, experience: Experience) -> dict[str, float]:
         """Statistics of one step's samples, and what its transition cost."""
         lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
+        values = None if experience.old_values is None else experience.old_values.values()
+        returns, advantages = experience.returns.values(), experience.advantages.values()
         return (
             length_metrics(*lengths, generations.truncated)
-            | score_metrics(
-                experience.scores,
-                experience.rewards.values(),
-                experience.advantages.values(),
-                experience.returns.values(),
-                experience.old_values.values(),
-            )
+            | score_metrics(experience.scores, experience.rewards.values(), advantages, returns, values)
             | {"perf/total_num_tokens": float(experience.input_ids.values().numel())}
+            | self.sampling_metrics
             | self._transition_metrics()
         )
 

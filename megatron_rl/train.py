@@ -2,6 +2,7 @@
 
     prompts -> generate -> log-probs, values, rewards -> advantages -> update critic, actor -> reshard
 
+Other algorithms are the same loop: another estimator or loss by its name, without the roles that it does not need.
 Verbs of `workers` run on every rank and return futures; `.get()` waits. Ranks find the current weights in their
 rollout engine because `enter_rollout` brings what each one lacks.
 """
@@ -13,11 +14,12 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.resource_pool import ResourcePool
 from megatron_rl.controller.signals import graceful_signals
 from megatron_rl.controller.worker_group import WorkerGroup
-from megatron_rl.experience.assemble import add_advantages, add_rewards, assemble
+from megatron_rl.experience.assemble import add_advantages, add_rollout_correction, assemble
 from megatron_rl.experience.batches import mini_batch_rows
-from megatron_rl.records import Experience, Generations, Prompts, Sampling
+from megatron_rl.records import Experience
 from megatron_rl.report import finish_run
 from megatron_rl.run import Run, is_validation_step, stop_grace_s
+from megatron_rl.sampling import generate, sample
 from megatron_rl.workers.environment import worker_environment
 from megatron_rl.workers.rank_worker import RankWorker
 
@@ -50,20 +52,23 @@ def train(config: RunConfig) -> dict:
 
 
 def build_roles(run: Run, workers: WorkerGroup) -> None:
-    """Actor, reference, critic, and the rollout engine on the actor's memory."""
+    """Actor, reference and critic where the algorithm has them, and the rollout engine on the actor's memory."""
+    optional = {"reference": run.has_reference, "critic": run.has_critic}
     for name in ("actor", "reference", "critic", "rollout"):
-        with run.phase(f"build {name}"):
-            getattr(workers, f"build_{name}")().get()
+        if optional.get(name, True):
+            with run.phase(f"build {name}"):
+                getattr(workers, f"build_{name}")().get()
 
 
 def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
     """One batch of prompts, from sampling to updated weights; returns the step's metrics."""
     algorithm, phase = run.config.algorithm, run.phase
+    metrics: dict[str, float] = {}
     with phase("step"):
         # Rollout
         run.abandon_step_if_late()
-        prompts = run.next_prompts()
-        generations = generate(run, workers, prompts, run.sampling(salt=step))
+        prompts, generations, scored = sample(run, workers, step)
+        greedy = generate(run, workers, prompts.one_per_group(), run.greedy()) if run.needs_greedy else None
 
         run.abandon_step_if_late()
 
@@ -71,45 +76,35 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
         experience = assemble(prompts, generations)
         sequences = experience.sequences()
         old_log_probs = workers.compute_log_probs(sequences)
-        ref_log_probs = workers.compute_ref_log_probs(sequences)
-        old_values = workers.compute_values(sequences)
+        ref_log_probs = workers.compute_ref_log_probs(sequences) if run.has_reference else None
+        old_values = workers.compute_values(sequences) if run.has_critic else None
         with phase("reward"):
-            scored = run.reward(prompts, generations)
+            scored = run.scored(prompts, generations) if scored is None else scored
             experience.scores = scored.scores
+            experience.greedy_scores = run.greedy_scores(prompts, greedy) if greedy is not None else None
         with phase("old_log_prob"):
             experience.old_log_probs = old_log_probs.get().scores
-        with phase("ref"):
-            experience.ref_log_probs = ref_log_probs.get().scores
-        with phase("values"):
-            experience.old_values = old_values.get().scores
-        parity = run.check_rollout_parity(experience)
+        if ref_log_probs is not None:
+            with phase("ref"):
+                experience.ref_log_probs = ref_log_probs.get().scores
+        if old_values is not None:
+            with phase("values"):
+                experience.old_values = old_values.get().scores
+        metrics |= run.check_rollout_parity(experience)
         with phase("adv"):
-            kl_coef = run.kl_ctrl.coef if algorithm.use_kl_in_reward else 0.0
-            kl = add_rewards(experience, kl_coef)
-            run.kl_ctrl.update(float(kl), len(experience))
-            add_advantages(experience, algorithm.gamma, algorithm.lam)
+            metrics |= add_rollout_correction(experience, algorithm.rollout_correction)
+            metrics |= run.penalise_kl(experience)
+            add_advantages(experience, run.estimator, algorithm)
 
         # Update, which is not given up half done
         run.abandon_step_if_late()
-        with phase("update_critic"):
-            critic_metrics = update_critic(run, workers, experience, step)
+        if run.has_critic:
+            with phase("update_critic"):
+                metrics |= update_critic(run, workers, experience, step)
         with phase("update_actor"):
-            actor_metrics = update_actor(run, workers, experience, step)
-    penalty = {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
+            metrics |= update_actor(run, workers, experience, step)
     run.save_samples(run.config.trainer.rollout_data_dir, prompts, scored, step)
-    metrics = run.data_metrics(prompts, generations, experience) | scored.metrics() | run.take_timings()
-    return metrics | parity | penalty | critic_metrics | actor_metrics
-
-
-def generate(run: Run, workers: WorkerGroup, prompts: Prompts, sampling: Sampling) -> Generations:
-    """Answers to all prompt rows; the ranks are in rollout mode only inside this call."""
-    with run.phase("reshard"):
-        run.note_transition(workers.enter_rollout().get())
-    with run.phase("gen"):
-        generations = workers.generate(prompts, sampling).get()
-    with run.phase("reshard"):
-        workers.exit_rollout().get()
-    return generations
+    return metrics | run.data_metrics(prompts, generations, experience) | scored.metrics() | run.take_timings()
 
 
 def update_critic(run: Run, workers: WorkerGroup, experience: Experience, step: int) -> dict[str, float]:
@@ -123,7 +118,7 @@ def update_critic(run: Run, workers: WorkerGroup, experience: Experience, step: 
 
 def update_actor(run: Run, workers: WorkerGroup, experience: Experience, step: int) -> dict[str, float]:
     """Several epochs of mini-batches through the actor's optimizer; metrics averaged over the updates."""
-    batch = experience.actor_batch()
+    batch = experience.actor_batch(run.config.actor_rollout_ref.actor.use_kl_loss)
     return run.mean_metrics(
         workers.update_actor(batch[rows]).get()
         for rows in mini_batch_rows(len(experience), *run.mini_batching(run.config.actor_rollout_ref.actor, step))

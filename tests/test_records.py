@@ -87,15 +87,17 @@ def test_repeat_keeps_samples_of_a_prompt_together():
     repeated = three_prompts().repeat(2)
     assert repeated.index.tolist() == [7, 7, 8, 8, 9, 9]
     assert repeated.sample.tolist() == [0, 1, 0, 1, 0, 1]
+    assert repeated.uid.tolist() == [0, 0, 1, 1, 2, 2]
     assert as_lists(repeated.prompt_ids) == [[1, 2], [1, 2], [3], [3], [4, 5, 6], [4, 5, 6]]
     assert list(repeated.ground_truth) == ["x", "x", "y", "y", "z", "z"]
 
 
 def test_repeat_goes_on_counting_a_prompt_held_twice():
-    """Prompt 7 in rows 0 and 2 gets samples 0 to 3, so seeds differ. Would not catch it over two batches."""
+    """Prompt 7 in rows 0 and 2 gets samples 0 to 3, in two groups, so seeds differ. Would not catch two batches."""
     repeated = three_prompts()[torch.tensor([0, 1, 0])].repeat(2)
     assert repeated.index.tolist() == [7, 7, 8, 8, 7, 7]
     assert repeated.sample.tolist() == [0, 1, 0, 1, 2, 3]
+    assert repeated.uid.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 @modest

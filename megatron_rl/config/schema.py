@@ -41,6 +41,8 @@ class DataConfig:
     """Further keyword arguments of the tokenizer's chat template, such as enable_thinking."""
     train_batch_size: int = 64
     """Prompts per training step."""
+    gen_batch_size: int = "${data.train_batch_size}"  # type: ignore[assignment]
+    """Prompts per batch of generation; other than train_batch_size only with algorithm.filter_groups."""
     max_prompt_length: int = 512
     """Longest prompt, in tokens."""
     max_response_length: int = 512
@@ -145,6 +147,19 @@ class CheckpointConfig:
 
 
 @dataclass
+class UserFileConfig:
+    path: str | None = None
+    """Python file that defines the function."""
+
+
+@dataclass
+class PolicyLossConfig:
+    loss_mode: str = "vanilla"
+    """vanilla: PPO's clipped surrogate | gspo | the name of a function in custom.path."""
+    custom: UserFileConfig = field(default_factory=UserFileConfig)
+
+
+@dataclass
 class ActorConfig:
     ppo_mini_batch_size: int = 32
     """Prompts per optimizer step (times rollout.n samples)."""
@@ -155,9 +170,27 @@ class ActorConfig:
     shuffle: bool = True
     """Draw a new seeded split into mini-batches every epoch."""
     clip_ratio: float = 0.2
-    """PPO's epsilon."""
+    """PPO's epsilon: how far the probability ratio may leave 1 before the clip decides."""
+    clip_ratio_low: float = "${actor_rollout_ref.actor.clip_ratio}"  # type: ignore[assignment]
+    """The same below 1."""
+    clip_ratio_high: float = "${actor_rollout_ref.actor.clip_ratio}"  # type: ignore[assignment]
+    """The same above 1; larger than clip_ratio_low it is DAPO's clip-higher."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: where the advantage is negative, the ratio counts at most this much. Not used by gspo."""
+    loss_agg_mode: str = "token-mean"
+    """How the terms of tokens become the loss of a mini-batch: token-mean | seq-mean-token-sum | seq-mean-token-mean |
+    seq-mean-token-sum-norm."""
+    loss_scale_factor: int | None = None
+    """What seq-mean-token-sum-norm divides the sum over an answer by; null: data.max_response_length."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add kl_loss_coef * KL to the reference policy to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of that KL."""
+    kl_loss_type: str = "low_var_kl"
+    """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3)."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -238,6 +271,8 @@ class CriticModelConfig:
 
 @dataclass
 class CriticConfig:
+    enable: bool | None = None
+    """Build and train a critic; null: where algorithm.adv_estimator needs one."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: int = "${actor_rollout_ref.actor.ppo_mini_batch_size}"  # type: ignore[assignment]
     ppo_micro_batch_size_per_gpu: int = "${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}"  # type: ignore[assignment]
@@ -246,11 +281,23 @@ class CriticConfig:
     shuffle: bool = "${actor_rollout_ref.actor.shuffle}"  # type: ignore[assignment]
     cliprange_value: float = 0.5
     """How far a value may move from its old one before its loss is clipped."""
+    loss_agg_mode: str = "${actor_rollout_ref.actor.loss_agg_mode}"
+    loss_scale_factor: int | None = "${actor_rollout_ref.actor.loss_scale_factor}"  # type: ignore[assignment]
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     megatron: MegatronConfig = field(default_factory=follow_actor)
     checkpoint: CheckpointConfig = field(
         default_factory=lambda: CheckpointConfig("${actor_rollout_ref.actor.checkpoint.async_save}")  # type: ignore[arg-type]
     )
+
+
+@dataclass
+class OverlongBufferConfig:
+    enable: bool = False
+    """Take up to penalty_factor off the score of an answer whose last `len` allowed tokens are used."""
+    len: int = 0
+    """Length of that stretch, in tokens."""
+    penalty_factor: float = 1.0
+    """What an answer of data.max_response_length tokens loses."""
 
 
 @dataclass
@@ -265,6 +312,7 @@ class RewardModelConfig:
     """Score of a sample whose rule raises, takes too long, ends its process, or returns no finite number."""
     stop_if_all_failed: bool = True
     """End the run (exit code 4) when that happens to every sample of a step or of a validation."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
 
 @dataclass
@@ -280,16 +328,54 @@ class KlCtrlConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    enable: bool = False
+    """Dynamic sampling: draw batches of data.gen_batch_size prompts until data.train_batch_size of them have samples
+    with different scores, and train on those."""
+    metric: str = "score"
+    """What must differ; score is the only choice."""
+    max_num_gen_batches: int = 10
+    """Batches per step at most, then it is filled up with prompts whose samples have equal scores; 0: no limit."""
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    rollout_is: str | None = None
+    """Weigh the policy loss by min(p_trainer / p_rollout, rollout_is_threshold): token | sequence; null: not."""
+    rollout_is_threshold: float = 2.0
+    """Largest such weight."""
+    rollout_is_batch_normalize: bool = False
+    """Scale the weights of a step to a mean of 1."""
+    rollout_rs: str | None = None
+    """Leave out of the policy loss what has a ratio outside of the thresholds: token | sequence | geometric (the mean
+    per token of an answer); null: nothing."""
+    rollout_rs_threshold: float | None = None
+    """Largest ratio; null: rollout_is_threshold."""
+    rollout_rs_threshold_lower: float | None = None
+    """Smallest ratio; null: 1 / the largest."""
+    rollout_token_veto_threshold: float | None = None
+    """Leave out answers with a token whose ratio is below; null: none."""
+
+
+@dataclass
 class AlgorithmConfig:
     adv_estimator: str = "gae"
-    """gae is the only estimator."""
+    """gae | grpo | rloo | opo | reinforce_plus_plus | reinforce_plus_plus_baseline | remax | the name of a function in
+    custom_adv_estimator.path. Only gae needs a critic."""
+    custom_adv_estimator: UserFileConfig = field(default_factory=UserFileConfig)
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO."""
     gamma: float = 1.0
-    """Discount per token."""
+    """Discount per token, of gae and reinforce_plus_plus."""
     lam: float = 1.0
     """GAE's lambda."""
     use_kl_in_reward: bool = True
-    """Subtract kl_coef * (old - reference log-prob) from every token's reward; that KL is reported either way."""
+    """Subtract kl_coef * KL to the reference policy from every token's reward."""
+    kl_penalty: str = "kl"
+    """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3)."""
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
 @dataclass

@@ -7,18 +7,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig, as_list
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
+CORRECTION = "algorithm.rollout_correction"
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
     "trainer.device": ("cpu", "cuda"),
     "trainer.logger": ("console", "jsonl", "tensorboard"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "algorithm.adv_estimator": ("gae",),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.kl_penalty": KL_TYPES,
+    "algorithm.filter_groups.metric": ("score",),
+    f"{ACTOR}.kl_loss_type": KL_TYPES,
+    f"{ACTOR}.loss_agg_mode": LOSS_AGG_MODES,
+    f"{CRITIC}.loss_agg_mode": LOSS_AGG_MODES,
     f"{ROLLOUT}.name": ("vllm",),
     f"{ACTOR}.megatron.dtype": ("float32", "bfloat16"),
     f"{ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
@@ -26,11 +32,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Keys whose value (or, for a list, each element) is one of a few names."""
 
+CHOICES_OR_NULL: dict[str, tuple[str, ...]] = {
+    f"{CORRECTION}.rollout_is": ("token", "sequence"),
+    f"{CORRECTION}.rollout_rs": ("token", "sequence", "geometric"),
+}
+"""Keys whose value is one of a few names, or null."""
+
 AT_LEAST_ONE = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.total_training_steps",
     "data.train_batch_size",
+    "data.gen_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",
     "algorithm.kl_ctrl.horizon",
@@ -68,6 +81,8 @@ AT_LEAST_ONE_OR_NULL = (
             "num_layers_in_last_pipeline_stage",
         )
     ),
+    f"{ACTOR}.loss_scale_factor",
+    f"{CRITIC}.loss_scale_factor",
 )
 """Counts and sizes that may be left open."""
 
@@ -102,8 +117,16 @@ class Interval:
 
 
 NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
+RANGES_OR_NULL: dict[str, Interval] = {
+    **dict.fromkeys(AT_LEAST_ONE_OR_NULL, Interval(1)),
+    f"{CORRECTION}.rollout_rs_threshold": Interval(1, nearest_low=2.0),
+    f"{CORRECTION}.rollout_rs_threshold_lower": UNIT,
+    f"{CORRECTION}.rollout_token_veto_threshold": Interval(0, 1, nearest_low=1e-4),
+}
+"""Keys whose value is a number in an interval, or null."""
+
 RANGES: dict[str, Interval] = {
-    **dict.fromkeys((*AT_LEAST_ONE, *AT_LEAST_ONE_OR_NULL), Interval(1)),
+    **dict.fromkeys(AT_LEAST_ONE, Interval(1)),
     "reward_model.timeout_s": Interval(0, nearest_low=10.0),
     "trainer.test_freq": NOT_NEGATIVE,
     "trainer.stop_grace_s": NOT_NEGATIVE,
@@ -111,6 +134,7 @@ RANGES: dict[str, Interval] = {
     "algorithm.gamma": UNIT,
     "algorithm.lam": UNIT,
     "algorithm.kl_ctrl.kl_coef": NOT_NEGATIVE,
+    "algorithm.filter_groups.max_num_gen_batches": NOT_NEGATIVE,
     "algorithm.kl_ctrl.target_kl": Interval(0, nearest_low=0.1),
     f"{ROLLOUT}.temperature": Interval(0, nearest_low=1.0),
     f"{ROLLOUT}.top_p": Interval(0, 1, nearest_low=1.0),
@@ -118,6 +142,13 @@ RANGES: dict[str, Interval] = {
     f"{ROLLOUT}.val_kwargs.temperature": Interval(0, nearest_low=1.0),
     f"{ROLLOUT}.val_kwargs.top_p": Interval(0, 1, nearest_low=1.0),
     f"{ACTOR}.clip_ratio": Interval(0, nearest_low=0.2),
+    f"{ACTOR}.clip_ratio_low": Interval(0, nearest_low=0.2),
+    f"{ACTOR}.clip_ratio_high": Interval(0, nearest_low=0.2),
+    f"{ACTOR}.clip_ratio_c": Interval(1, nearest_low=3.0),
+    f"{ACTOR}.kl_loss_coef": NOT_NEGATIVE,
+    f"{CORRECTION}.rollout_is_threshold": Interval(0, nearest_low=2.0),
+    "reward_model.overlong_buffer.len": NOT_NEGATIVE,
+    "reward_model.overlong_buffer.penalty_factor": NOT_NEGATIVE,
     f"{CRITIC}.cliprange_value": Interval(0, nearest_low=0.5),
     **{
         f"{role}.optim.{name}": interval
@@ -139,16 +170,16 @@ RANGES: dict[str, Interval] = {
 def value_problems(config: RunConfig) -> list[str]:
     """Every value that breaks its own rule: the value, the rule, the nearest valid choice."""
     problems = []
-    for key, choices in CHOICES.items():
+    for key, choices in (CHOICES | CHOICES_OR_NULL).items():
         given = attrgetter(key)(config)
         for name in given if isinstance(given, list) else [given]:
-            if name not in choices:
+            if name not in choices and not (name is None and key in CHOICES_OR_NULL):
                 problems.append(
                     f"{key}={name} must be one of {', '.join(choices)}; nearest: {nearest_name(name, choices)}"
                 )
-    for key, interval in RANGES.items():
+    for key, interval in (RANGES | RANGES_OR_NULL).items():
         value = attrgetter(key)(config)
-        if value is None and key in AT_LEAST_ONE_OR_NULL:
+        if value is None and key in RANGES_OR_NULL:
             continue
         if not interval.holds(value):
             problems.append(f"{key}={value} must be {interval}; nearest: {interval.nearest(value):g}")

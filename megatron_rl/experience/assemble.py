@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.losses.advantages import gae, whiten
-from megatron_rl.losses.kl import kl_k1
-from megatron_rl.records import (
-    Experience,
-    Generations,
-    Prompts,
-    from_padded,
-    ragged,
-    ragged_from_lengths,
-    row_lengths,
-    to_padded,
-)
+from megatron_rl.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.losses.estimators import Estimator, Samples
+from megatron_rl.losses.kl import KL_ESTIMATORS
+from megatron_rl.losses.rollout_correction import correct_rollout
+from megatron_rl.losses.rows import mean_rows
+from megatron_rl.records import Experience, Generations, Prompts, ragged, ragged_from_lengths, row_lengths
 
 
 def assemble(prompts: Prompts, generations: Generations) -> Experience:
@@ -25,33 +20,62 @@ def assemble(prompts: Prompts, generations: Generations) -> Experience:
         input_ids=ragged([torch.cat(pair) for pair in rows]),
         response_lengths=row_lengths(generations.response_ids),
         rollout_log_probs=generations.rollout_log_probs,
+        groups=prompts.uid,
         batch_size=prompts.batch_size,
     )
 
 
-def add_rewards(experience: Experience, kl_coef: float) -> torch.Tensor:
-    """Fill `rewards`: -kl_coef * (old - reference log-prob) on every token, plus the score on the last one.
+def add_rewards(experience: Experience, kl_coef: float, kl_type: str = "kl") -> torch.Tensor | None:
+    """Fill `rewards`: -kl_coef * KL(old, reference) on every token, plus the score on the last one.
 
-    Needs `scores`, `old_log_probs` and `ref_log_probs`. Returns the KL to the reference, a scalar for the metrics: the
-    mean over sequences of their mean per token, as verl reports it. Raises ValueError for an empty response, which has
-    no token to carry its score.
+    Needs `scores`, and for the KL `old_log_probs` and `ref_log_probs`; `kl_type`: one of `KL_ESTIMATORS`. Returns the
+    KL, a scalar for the metrics: the mean over sequences of their mean per token, as verl reports it; None without a
+    reference. Raises ValueError for an empty response, which has no token to carry its score.
     """
     lengths = experience.response_lengths
     if int(lengths.min()) < 1:
         raise ValueError(f"row {int(lengths.argmin())} has an empty response: there is no token to give its score to")
-    kl = kl_k1(experience.old_log_probs.values(), experience.ref_log_probs.values())
-    rewards = -kl_coef * kl
+    rewards = torch.zeros(int(lengths.sum()))
+    kl = None
+    if experience.ref_log_probs is not None:
+        kl = KL_ESTIMATORS[kl_type](experience.old_log_probs.values(), experience.ref_log_probs.values())
+        rewards = -kl_coef * kl
     rewards[lengths.cumsum(0) - 1] += experience.scores
     experience.rewards = ragged_from_lengths(rewards, lengths)
-    return torch.stack([row.mean() for row in kl.split(lengths.tolist())]).mean()
+    return None if kl is None else mean_rows(kl, lengths).mean()
 
 
-def add_advantages(experience: Experience, gamma: float, lam: float) -> None:
-    """Fill `advantages` (whitened over all tokens of the batch) and `returns` from `rewards` and `old_values`."""
+def add_advantages(experience: Experience, estimator: Estimator, config: AlgorithmConfig) -> None:
+    """Fill `advantages` and `returns` from `rewards`, and from `old_values` or `greedy_scores` where there are some.
+
+    Raises ConfigError when the estimator, which may be the user's, does not return two finite numbers per token.
+    """
+    lengths, values = experience.response_lengths, experience.old_values
+    samples = Samples(
+        rewards=experience.rewards.values(),
+        lengths=lengths,
+        groups=experience.groups,
+        values=None if values is None else values.values(),
+        greedy_scores=experience.greedy_scores,
+    )
+    advantages, returns = estimator(samples, config)
+    for name, values in (("advantages", advantages), ("returns", returns)):
+        if values.shape != samples.rewards.shape or not values.isfinite().all():
+            raise ConfigError(
+                f"algorithm.adv_estimator={config.adv_estimator} must return finite {name} of shape "
+                f"{list(samples.rewards.shape)}, one per response token; it returned {list(values.shape)}, "
+                f"{int(values.isfinite().sum())} of them finite"
+            )
+    experience.advantages = ragged_from_lengths(advantages, lengths)
+    experience.returns = ragged_from_lengths(returns, lengths)
+
+
+def add_rollout_correction(experience: Experience, config: RolloutCorrectionConfig) -> dict[str, float]:
+    """Fill `rollout_weights` and `kept` as configured, from both log-probs of the sampled tokens; returns metrics."""
     lengths = experience.response_lengths
-    longest = int(lengths.max())
-    mask = torch.arange(longest)[None] < lengths[:, None]
-    rewards, values = to_padded(experience.rewards, longest), to_padded(experience.old_values, longest)
-    advantages, returns = gae(rewards, values, mask, gamma, lam)
-    experience.returns = from_padded(returns, lengths)
-    experience.advantages = ragged_from_lengths(whiten(advantages[mask]), lengths)
+    weights, kept, metrics = correct_rollout(
+        experience.old_log_probs.values(), experience.rollout_log_probs.values(), lengths, config
+    )
+    experience.rollout_weights = None if weights is None else ragged_from_lengths(weights, lengths)
+    experience.kept = None if kept is None else ragged_from_lengths(kept, lengths)
+    return metrics

@@ -49,6 +49,17 @@ class MicroBatch:
         """int64 [N]: the response tokens, row by row."""
         return self.input_ids[:, 1:][self.predicts_response]
 
+    @property
+    def response_lengths(self) -> Tensor:
+        """int64 [b]: response tokens of each row; 0 for padding."""
+        return self.predicts_response.sum(1)
+
+    @property
+    def kept(self) -> Tensor:
+        """float32 [N]: 1 for each response token that counts in a loss; all of them where the record does not say."""
+        default = self.predicts_response.new_ones(int(self.predicts_response.sum()), dtype=torch.float32)
+        return self.fields.get("kept", default)
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same block on another device."""
         fields = {name: field.to(device) for name, field in self.fields.items()}

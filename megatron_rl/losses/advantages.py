@@ -1,4 +1,7 @@
-"""Advantage estimation. Legend: B rows, R response positions, right-padded; `mask [B, R]` is true on real tokens."""
+"""Advantages of tokens, from a critic or from rewards to go.
+
+Legend: B rows, R response positions, right-padded; `mask [B, R]` is true on real tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         next_value = torch.where(here, values[:, t], 0.0)
         advantages[:, t] = next_advantage
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma * G_{t+1} over the tokens of a row (Sutton and Barto, eq. 3.9).
+
+    rewards [B, R] float -> [B, R]; zero where `mask` is false. The same as `gae` with lambda 1 and no values.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[0]
 
 
 def whiten(values: Tensor, eps: float = 1e-8) -> Tensor:

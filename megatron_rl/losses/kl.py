@@ -6,10 +6,51 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+LOG_RATIO_LIMIT = 20.0
+K3_LIMIT = 10.0
+
 
 def kl_k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The k1 estimator log p - log p_ref per sampled token (Schulman, "Approximating KL divergence"); any shape."""
+    """The k1 estimator log p - log p_ref per sampled token (Schulman, "Approximating KL divergence"); any shape.
+
+    Unbiased as a value; as a loss its gradient is that of the log-prob, 0 on average.
+    """
     return log_probs - ref_log_probs
+
+
+def kl_abs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """|log p - log p_ref| per sampled token; any shape. No estimate of the KL, but a distance, never negative."""
+    return (log_probs - ref_log_probs).abs()
+
+
+def kl_k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The k2 estimator (log p - log p_ref)^2 / 2 per sampled token (Schulman, as above); any shape.
+
+    Slightly biased as a value; its gradient is an unbiased estimate of the KL's.
+    """
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The k3 estimator r - 1 - log r with r = p_ref / p, per sampled token (Schulman, as above); any shape.
+
+    Unbiased, never negative, of low variance. As in verl log r is limited to +-LOG_RATIO_LIMIT and the result to
+    K3_LIMIT, so that one token cannot outweigh a batch.
+    """
+    log_ratio = (ref_log_probs - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (log_ratio.expm1() - log_ratio).clamp(max=K3_LIMIT)
+
+
+KL_ESTIMATORS = {
+    "kl": kl_k1,
+    "k1": kl_k1,
+    "abs": kl_abs,
+    "mse": kl_k2,
+    "k2": kl_k2,
+    "low_var_kl": kl_k3,
+    "k3": kl_k3,
+}
+"""verl's names -> (log_probs, ref_log_probs) -> estimate per token; `config.algorithms.KL_TYPES` has the same names."""
 
 
 @dataclass

@@ -1,38 +1,123 @@
-"""PPO's policy objective, per token."""
+"""Policy objectives, per token. See `registry.py` for how to add one.
+
+Legend: N response tokens of b answers, laid end to end.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.losses.rows import mean_rows, spread
+
 LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What a policy loss reads: log-probs of the tokens now and when they were sampled, their advantages, float32 [N].
+
+    lengths: int64 [b], tokens of each answer; may hold zeros.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    lengths: Tensor
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
     """Per-token terms, all float32 [N].
 
-    loss: clipped surrogate, to be minimised. clipped: 1 where the clip decided. kl: old minus new log-prob (k1).
+    loss: to be minimised. clipped: 1 where the clip decided. clipped_lower: 1 where the dual clip did.
+    kl: old minus new log-prob (k1).
     """
 
     loss: Tensor
     clipped: Tensor
+    clipped_lower: Tensor
     kl: Tensor
 
 
-def ppo_clip(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_ratio: float) -> PolicyTerms:
-    """Clipped surrogate (Schulman et al., arXiv:1707.06347, eq. 7): -min(r A, clip(r, 1-e, 1+e) A), r = p / p_old.
+PolicyLoss = Callable[[PolicyTokens, ActorConfig], PolicyTerms]
+"""(tokens, the actor's keys) -> terms; gradients flow through `log_probs` only."""
 
-    All arguments [N]; gradients flow through `log_probs` only. The log-ratio is limited to +-LOG_RATIO_LIMIT before the
-    exponential, which would overflow to inf (and inf * 0 to NaN) at 89.
+
+def ppo_clip(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float = float("inf"),
+) -> PolicyTerms:
+    """Clipped surrogate: -min(r A, clip(r, 1 - low, 1 + high) A), r = p / p_old; where A < 0 at most -c A.
+
+    Schulman et al., arXiv:1707.06347, eq. 7; low and high apart: DAPO (Yu et al., arXiv:2503.14476, eq. 8); dual clip
+    with c > 1: Ye et al., arXiv:1912.09729. All arguments [N]. The log-ratio is limited to +-LOG_RATIO_LIMIT
+    before the exponential, which would overflow to inf (and inf * 0 to NaN) at 89.
     """
-    ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    plain = -advantages * ratio
-    limited = -advantages * ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
+    log_ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    loss, clipped = _clipped(log_ratio.exp(), advantages, clip_low, clip_high)
+    # 0 * inf is NaN, so the bound is only looked at where it applies.
+    bound = torch.where(advantages < 0, -advantages * clip_c, torch.inf)
     return PolicyTerms(
-        loss=torch.maximum(plain, limited),
-        clipped=(limited > plain).float(),
+        loss=torch.minimum(loss, bound),
+        clipped=clipped,
+        clipped_lower=(loss > bound).float(),
         kl=(old_log_probs - log_probs).detach(),
+    )
+
+
+def gspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    lengths: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyTerms:
+    """The clipped surrogate with the ratio of whole answers: s = exp(mean of the answer's log-ratios).
+
+    Zheng et al., arXiv:2507.18071, eq. 5 and 7, in the token form of eq. 14, s_t = sg[s] p / sg[p], which has the same
+    value and gradient where all tokens of an answer share an advantage. Arguments [N], `lengths` int64 [b].
+    """
+    whole = spread(mean_rows((log_probs - old_log_probs).detach(), lengths), lengths)
+    log_ratio = (whole + log_probs - log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    loss, clipped = _clipped(log_ratio.exp(), advantages, clip_low, clip_high)
+    return PolicyTerms(loss, clipped, torch.zeros_like(clipped), (old_log_probs - log_probs).detach())
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    plain = -advantages * ratio
+    limited = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(plain, limited), (limited > plain).float()
+
+
+def vanilla_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
+    """`ppo_clip` with `clip_ratio_low`, `clip_ratio_high` and `clip_ratio_c`."""
+    return ppo_clip(
+        tokens.log_probs,
+        tokens.old_log_probs,
+        tokens.advantages,
+        config.clip_ratio_low,
+        config.clip_ratio_high,
+        config.clip_ratio_c,
+    )
+
+
+def gspo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
+    """`gspo` with `clip_ratio_low` and `clip_ratio_high`."""
+    return gspo(
+        tokens.log_probs,
+        tokens.old_log_probs,
+        tokens.advantages,
+        tokens.lengths,
+        config.clip_ratio_low,
+        config.clip_ratio_high,
     )

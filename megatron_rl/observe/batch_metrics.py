@@ -13,23 +13,24 @@ def score_metrics(
     rewards_flat: torch.Tensor,
     advantages_flat: torch.Tensor,
     returns_flat: torch.Tensor,
-    values_flat: torch.Tensor,
+    values_flat: torch.Tensor | None,
 ) -> dict[str, float]:
     """Statistics of `scores` [B], the task rewards, and of float tensors [T]; T >= 2 for a variance.
 
     `critic/rewards/mean` is per sample, as in verl: the sum of its token rewards (score minus KL penalty).
     `critic/vf_explained_var` is 1 - Var(returns - values) / (Var(returns) + 1e-5): 1 is a perfect critic, 0 is as
-    good as a constant, and it can fall far below 0.
+    good as a constant, and it can fall far below 0. Without a critic there are no values and nothing about them.
     """
-    residual_variance = (returns_flat - values_flat).var()
-    return {
+    metrics = {
         **_statistics("critic/score", scores),
         "critic/rewards/mean": (rewards_flat.sum() / scores.numel()).item(),
         **_statistics("critic/advantages", advantages_flat),
         **_statistics("critic/returns", returns_flat),
-        **_statistics("critic/values", values_flat),
-        "critic/vf_explained_var": (1 - residual_variance / (returns_flat.var() + 1e-5)).item(),
     }
+    if values_flat is None:
+        return metrics
+    explained = 1 - (returns_flat - values_flat).var() / (returns_flat.var() + 1e-5)
+    return metrics | _statistics("critic/values", values_flat) | {"critic/vf_explained_var": explained.item()}
 
 
 def length_metrics(

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_rl.config.algorithms import uses_critic
 from megatron_rl.config.problems import nearest_name, nearest_number, raise_problems
 from megatron_rl.config.schema import LAYOUT_KEYS, DataConfig, MegatronConfig, RunConfig, as_list
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, is_path_or_paths, value_problems
+from megatron_rl.planner.algorithm_rules import algorithm_problems
 from megatron_rl.planner.expert_layout import expert_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planner.resume_rules import resume_problems
@@ -31,7 +33,7 @@ def preflight(config: RunConfig) -> list[str]:
     actor_path, critic_path = config.actor_rollout_ref.model.path, config.critic.model.path
     actor_model, problems = read_model_folder("actor_rollout_ref.model.path", actor_path)
     models = [actor_model]
-    if critic_path != actor_path:
+    if uses_critic(config) and critic_path != actor_path:
         critic_model, critic_problems = read_model_folder("critic.model.path", critic_path, STARTING_POINTS)
         problems += critic_problems
         models.append(critic_model)
@@ -40,6 +42,7 @@ def preflight(config: RunConfig) -> list[str]:
     return [
         *value_problems(config),
         *_file_problems(config),
+        *algorithm_problems(config),
         *problems,
         *_layout_problems(config, known_models),
         *expert_problems(config, known_models),
@@ -135,7 +138,8 @@ def _role_problems(config: RunConfig) -> Iterable[str]:
             f"{ACTOR}.megatron.param_offload=true: generation reads the actor's parameters; nearest: false, with "
             f"{ROLLOUT}.drop_train_weights=true where rollout TP is below training TP"
         )
-    for role, megatron in ((CRITIC, config.critic.megatron), (REF, config.actor_rollout_ref.ref.megatron)):
+    followers = [(CRITIC, config.critic.megatron)] if uses_critic(config) else []
+    for role, megatron in (*followers, (REF, config.actor_rollout_ref.ref.megatron)):
         for name in LAYOUT_KEYS:
             ours, theirs = getattr(megatron, name), getattr(actor, name)
             if ours != theirs:
@@ -184,10 +188,10 @@ def _rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
 
 def _batch_problems(config: RunConfig) -> Iterable[str]:
     batch = config.data.train_batch_size
-    for role, mini_batch in (
-        (ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size),
-        (CRITIC, config.critic.ppo_mini_batch_size),
-    ):
+    trained = [(ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size)]
+    if uses_critic(config):
+        trained.append((CRITIC, config.critic.ppo_mini_batch_size))
+    for role, mini_batch in trained:
         if batch >= 1 and mini_batch >= 1 and batch % mini_batch:
             nearest = nearest_number(mini_batch, _divisors(batch))
             yield (

@@ -9,27 +9,25 @@ from typing import Any
 
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.resume import select
+from megatron_rl.config.algorithms import trained_roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import CHOICES
 from megatron_rl.errors import ConfigError
 
 
 def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Role -> identity of its model, as `checkpoint.resume.select` wants them; without those that cannot be read.
+    """Trained role -> identity of its model, as `checkpoint.resume.select` wants it; without what cannot be read.
 
     The dtype of training belongs to it: of float32 weights there are no masters that bfloat16 ones could go on with.
     """
     models = {}
-    shared, critic = config.actor_rollout_ref, config.critic
-    for role, path, megatron in (
-        ("actor", shared.model.path, shared.actor.megatron),
-        ("critic", critic.model.path, critic.megatron),
-    ):
+    trained = {"actor": config.actor_rollout_ref.actor.megatron, "critic": config.critic.megatron}
+    for role, path in trained_roles(config).items():
         try:
             settings = json.loads((Path(path).expanduser() / "config.json").read_text())
         except (OSError, ValueError):
             continue  # the model folder's own rules report it
-        models[role] = model_identity(settings) | {"dtype": megatron.dtype}
+        models[role] = model_identity(settings) | {"dtype": trained[role].dtype}
     return models
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,12 @@ class Scored:
     samples: list[Sample]
     outcomes: list[Outcome]
     first_failure: str | None
+
+    def __getitem__(self, rows: torch.Tensor) -> Scored:
+        """The answers of these rows, int64 [b]."""
+        numbers = rows.tolist()
+        picked = [[column[row] for row in numbers] for column in (self.samples, self.outcomes)]
+        return Scored(self.scores[rows], *picked, self.first_failure)
 
     def metrics(self) -> dict[str, float]:
         """Failed samples, as a share and counted by kind; the mean of each further number over samples that have it."""
@@ -63,6 +70,16 @@ class Scored:
         names = {name for outcome in self.outcomes for name, value in outcome.extras.items() if type(value) is kind}
         columns = {name: [outcome.extras.get(name) for outcome in self.outcomes] for name in sorted(names)}
         return {name: [v if type(v) is kind else None for v in column] for name, column in columns.items()}
+
+
+def join(parts: Sequence[Scored]) -> Scored:
+    """Several batches of answers as one."""
+    return Scored(
+        torch.cat([part.scores for part in parts]),
+        [sample for part in parts for sample in part.samples],
+        [outcome for part in parts for outcome in part.outcomes],
+        next((part.first_failure for part in parts if part.first_failure is not None), None),
+    )
 
 
 class RuleReward:

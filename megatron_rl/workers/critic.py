@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import CriticConfig
 from megatron_rl.experience.batches import MicroBatch
+from megatron_rl.losses.aggregate import token_weights
 from megatron_rl.losses.value import clipped_value_loss
 from megatron_rl.records import CriticBatch, Sequences, TokenScores
 from megatron_rl.workers.model_source import ModelSource
@@ -21,8 +22,12 @@ def response_values(output: Tensor, block: MicroBatch) -> Tensor:
 class Critic:
     """Values of states, one per response token. All ranks must call every method."""
 
-    def __init__(self, source: ModelSource, config: CriticConfig, num_run_steps: int, head_seed: int) -> None:
+    def __init__(
+        self, source: ModelSource, config: CriticConfig, num_run_steps: int, head_seed: int, loss_scale: int
+    ) -> None:
+        """`loss_scale`: what `loss_agg_mode=seq-mean-token-sum-norm` divides by."""
         self.config = config
+        self.loss_scale = loss_scale
         model = source.value_model(head_seed)
         self.trainable = TrainableModel(
             model.chunks, model.load, config.optim, num_run_steps, source.groups, source.device.torch_device
@@ -33,17 +38,21 @@ class Critic:
         return self.trainable.pipeline.score(sequences, self.config.forward_micro_batch_size_per_gpu, response_values)
 
     def compute_gradients(self, batch: CriticBatch) -> dict[str, float]:
-        """Gradients of one mini-batch's loss, a mean over all its tokens on all ranks. Metrics on the last stage."""
+        """Gradients of one mini-batch's loss over all its tokens on all ranks. Metrics on the last stage."""
         blocks = self.trainable.pipeline.micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
-        num_tokens = self.trainable.num_tokens(blocks)
+        totals = self.trainable.totals(blocks)
 
         def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
             values = response_values(output, block)
             losses, clipped = clipped_value_loss(
                 values, block.fields["old_values"], block.fields["returns"], self.config.cliprange_value
             )
-            sums = torch.stack([losses.sum(), clipped.sum(), values.sum()])
-            return losses.sum() / num_tokens, sums.detach() / num_tokens
+            lengths = block.response_lengths
+            weights = token_weights(block.kept, lengths, totals, self.config.loss_agg_mode, self.loss_scale)
+            total = (losses * weights).sum()
+            per_token = token_weights(block.kept, lengths, totals, "token-mean", self.loss_scale)
+            sums = [total, (clipped * per_token).sum(), (values * per_token).sum()]
+            return total, torch.stack(sums).detach()
 
         means = self.trainable.compute_gradients(blocks, loss)
         names = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")

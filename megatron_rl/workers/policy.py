@@ -7,8 +7,12 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.experience.batches import MicroBatch
-from megatron_rl.losses.policy import ppo_clip
+from megatron_rl.losses.aggregate import BatchTotals, token_weights
+from megatron_rl.losses.kl import KL_ESTIMATORS
+from megatron_rl.losses.policy import PolicyTokens
+from megatron_rl.losses.registry import policy_loss
 from megatron_rl.model.vocab_head import VocabHead
 from megatron_rl.records import ActorBatch, Sequences, TokenScores
 from megatron_rl.workers.model_source import ModelSource
@@ -45,10 +49,15 @@ class TokenScorer:
 
 
 class Actor:
-    """The policy that is trained with PPO's clipped objective. All ranks must call every method."""
+    """The policy that is trained. All ranks must call every method."""
 
-    def __init__(self, source: ModelSource, config: ActorConfig, num_run_steps: int, temperature: float) -> None:
+    def __init__(
+        self, source: ModelSource, config: ActorConfig, num_run_steps: int, temperature: float, loss_scale: int
+    ) -> None:
+        """`loss_scale`: what `loss_agg_mode=seq-mean-token-sum-norm` divides by."""
         self.config = config
+        self.loss_scale = loss_scale
+        self.policy_loss = policy_loss(config)
         model = source.language_model()
         self.trainable = TrainableModel(
             model.chunks, model.load, config.optim, num_run_steps, source.groups, source.device.torch_device
@@ -58,22 +67,43 @@ class Actor:
         )
 
     def compute_gradients(self, batch: ActorBatch) -> dict[str, float]:
-        """Gradients of one mini-batch's loss, a mean over all its tokens on all ranks. Metrics on the last stage."""
+        """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.
+
+        Losses among the metrics are aggregated like the loss itself; the others are means over tokens.
+        """
         blocks = self.trainable.pipeline.micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
-        num_tokens = self.trainable.num_tokens(blocks)
+        totals = self.trainable.totals(blocks)
+        means = self.trainable.compute_gradients(blocks, lambda hidden, block: self._loss(hidden, block, totals))
+        if means is None:
+            return {}
+        names = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
+        metrics = {f"actor/{name}": mean for name, mean in zip(names, means.tolist(), strict=True)}
+        if self.config.use_kl_loss:
+            return metrics | {"actor/kl_coef": self.config.kl_loss_coef}
+        del metrics["actor/kl_loss"]
+        return metrics
 
-        def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
-            log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
-            terms = ppo_clip(
-                log_probs, block.fields["old_log_probs"], block.fields["advantages"], self.config.clip_ratio
+    def _loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals) -> tuple[Tensor, Tensor]:
+        config, fields, lengths = self.config, block.fields, block.response_lengths
+        log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
+        tokens = PolicyTokens(log_probs, fields["old_log_probs"], fields["advantages"], lengths)
+        terms = self.policy_loss(tokens, config)
+        if terms.loss.shape != log_probs.shape:
+            raise ConfigError(
+                f"{config.policy_loss.loss_mode} must return one loss per token, {list(log_probs.shape)}; it returned "
+                f"{list(terms.loss.shape)}"
             )
-            total = (terms.loss - self.config.entropy_coeff * entropy).sum() / num_tokens
-            sums = torch.stack([terms.loss.sum(), terms.clipped.sum(), terms.kl.sum(), entropy.sum()])
-            return total, sums.detach() / num_tokens
+        losses = terms.loss * fields["rollout_weights"] if "rollout_weights" in fields else terms.loss
+        kl = torch.zeros_like(losses)
+        if config.use_kl_loss:
+            kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
 
-        means = self.trainable.compute_gradients(blocks, loss)
-        names = ("actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy")
-        return {} if means is None else dict(zip(names, means.tolist(), strict=True))
+        weights = token_weights(block.kept, lengths, totals, config.loss_agg_mode, self.loss_scale)
+        total = ((losses + config.kl_loss_coef * kl - config.entropy_coeff * entropy) * weights).sum()
+        per_token = token_weights(block.kept, lengths, totals, "token-mean", self.loss_scale)
+        measured = torch.stack([terms.clipped, terms.clipped_lower, terms.kl, entropy])
+        sums = [(losses * weights).sum()[None], (kl * weights).sum()[None], (measured * per_token).sum(1)]
+        return total, torch.cat(sums).detach()
 
     def update(self, batch: ActorBatch) -> dict[str, float]:
         """One optimizer step on one mini-batch; metrics (complete on the last stage)."""

@@ -106,6 +106,9 @@ class RankWorker:
         steps, batch_size = self.config.trainer.total_training_steps, self.config.data.train_batch_size
         return num_optimizer_steps(steps, batch_size, role.ppo_mini_batch_size, role.ppo_epochs)
 
+    def _loss_scale(self, role: ActorConfig | CriticConfig) -> int:
+        return role.loss_scale_factor or self.config.data.max_response_length
+
     @register(Dispatch.ONE_TO_ALL, role="actor")
     def build_actor(self) -> None:
         """Load the policy, with DDP, optimizer and schedule."""
@@ -114,7 +117,9 @@ class RankWorker:
 
         shared = self.config.actor_rollout_ref
         source, num_run_steps = self._source(shared.model.path), self._num_run_steps(shared.actor)
-        self.actor = Actor(source, shared.actor, num_run_steps, shared.rollout.temperature)
+        self.actor = Actor(
+            source, shared.actor, num_run_steps, shared.rollout.temperature, self._loss_scale(shared.actor)
+        )
         self.checkpoints["actor"] = RoleCheckpoint(self.actor.trainable, source.specs, source.place)
         self.resting += self.actor.trainable.resting(shared.actor.megatron)
 
@@ -137,7 +142,7 @@ class RankWorker:
 
         critic = self.config.critic
         source, num_run_steps = self._source(critic.model.path), self._num_run_steps(critic)
-        self.critic = Critic(source, critic, num_run_steps, head_seed=self.config.trainer.seed)
+        self.critic = Critic(source, critic, num_run_steps, self.config.trainer.seed, self._loss_scale(critic))
         self.checkpoints["critic"] = RoleCheckpoint(self.critic.trainable, source.value_specs, source.place)
         self.resting += self.critic.trainable.resting(critic.megatron)
 
@@ -237,7 +242,7 @@ class RankWorker:
 
     @register(Dispatch.ONE_TO_ALL, role="checkpoint")
     def begin_save(self, folder: Path) -> dict[str, RoleState]:
-        """Write all trained roles to the empty folders `folder/actor` and `folder/critic`; train mode only.
+        """Write every trained role that was built to its empty folder in `folder`; train mode only.
 
         Complete when `finish_save` says so, before which no other save may begin. Returns role -> its numbers.
         """

@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.config.schema import MegatronConfig, OptimConfig
 from megatron_rl.experience.batches import MicroBatch
 from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
+from megatron_rl.losses.aggregate import BatchTotals, counted
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.workers.pipeline import Loss, Pipeline
 
@@ -133,11 +134,11 @@ class TrainableModel:
             found.append(HostCopy(lambda: [buffer.param_data for buffer in self.param_buffers]))
         return found
 
-    def num_tokens(self, blocks: list[MicroBatch]) -> int:
-        """Response tokens of one optimizer step over all data-parallel ranks; what a token mean divides by."""
-        count = torch.tensor(sum(int(block.predicts_response.sum()) for block in blocks), device=self.device)
-        dist.all_reduce(count, group=self.groups.dp_group)
-        return int(count)
+    def totals(self, blocks: list[MicroBatch]) -> BatchTotals:
+        """What counts in one optimizer step, over all blocks and data-parallel ranks; losses are divided by it."""
+        counts = sum(counted(block.kept, block.response_lengths) for block in blocks).to(self.device)
+        dist.all_reduce(counts, group=self.groups.dp_group)
+        return BatchTotals(*counts.tolist())
 
     def compute_gradients(self, blocks: list[MicroBatch], loss: Loss) -> torch.Tensor | None:
         """Gradients of `loss` summed over all blocks and ranks, in the DDP buffers.

@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 from megatron_rl.config.load import KEYS, load_config
-from megatron_rl.config.validate import AT_LEAST_ONE_OR_NULL, CHOICES, RANGES, value_problems
+from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL, value_problems
 
 MANDATORY = [
     "data.train_files=a",
@@ -34,27 +34,28 @@ def test_defaults_keep_every_rule(config):
 
 def test_tables_name_real_keys(config):
     """Would not catch a key that ought to be in a table and is not."""
-    assert set(CHOICES) | set(RANGES) <= set(KEYS)
+    assert set(CHOICES) | set(RANGES) | set(CHOICES_OR_NULL) | set(RANGES_OR_NULL) <= set(KEYS)
     defaults = config()
-    numbers = [key for key in RANGES if isinstance(attrgetter(key)(defaults), int | float)]
-    assert [key for key in RANGES if key not in numbers] == [*AT_LEAST_ONE_OR_NULL]
+    assert all(isinstance(attrgetter(key)(defaults), int | float) for key in RANGES)
+    assert all(attrgetter(key)(defaults) is None for key in (*CHOICES_OR_NULL, *RANGES_OR_NULL))
 
 
-@pytest.mark.parametrize("key", CHOICES)
+@pytest.mark.parametrize("key", [*CHOICES, *CHOICES_OR_NULL])
 def test_each_choice_is_kept(config, key):
     """A name that is no choice is refused with all choices. Would not catch a choice that nothing implements."""
     value = "[vlm]" if isinstance(attrgetter(key)(config()), list) else "vlm"
-    (problem,) = value_problems(config(f"{key}={value}"))
-    assert problem.startswith(f"{key}=vlm must be one of {', '.join(CHOICES[key])}; nearest: ")
+    choices = ", ".join((CHOICES | CHOICES_OR_NULL)[key])
+    (problem,) = [found for found in value_problems(config(f"{key}={value}")) if found.startswith(f"{key}=vlm")]
+    assert problem.startswith(f"{key}=vlm must be one of {choices}; nearest: ")
 
 
-@pytest.mark.parametrize("key", RANGES)
+@pytest.mark.parametrize("key", [*RANGES, *RANGES_OR_NULL])
 def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
     """-2 is too small for every number we have. Would not catch a wrong upper end, nor a limit that is off by one."""
     found = [problem for problem in value_problems(config(f"{key}=-2")) if problem.startswith(f"{key}=-2")]
     assert len(found) == 1, found
     suggestion = float(found[0].rpartition("nearest: ")[2])
-    assert RANGES[key].holds(suggestion)
+    assert (RANGES | RANGES_OR_NULL)[key].holds(suggestion)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,8 @@ def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
         ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; nearest: 1"),
         ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0 must be >= 1; nearest: 1"),
         ("actor_rollout_ref.rollout.top_k=0", "top_k=0 must be -1 (all tokens) or >= 1; nearest: -1"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1", "clip_ratio_c=1.0 must be > 1; nearest: 3"),
+        ("algorithm.rollout_correction.rollout_rs_threshold=1", "rollout_rs_threshold=1.0 must be > 1; nearest: 2"),
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas=[0.9, 1.0] must both be >= 0 and < 1"),
         ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be >= 0"),

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from megatron_rl.experience.assemble import add_advantages, add_rewards, assemble
+from megatron_rl.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction, assemble
+from megatron_rl.losses.estimators import estimate_gae, estimate_grpo
 from megatron_rl.records import Experience, Generations, Prompts, non_tensor, ragged, ragged_from_lengths
 
 
@@ -65,11 +68,50 @@ def test_reported_kl(experience):
 def test_advantages_and_returns(experience):
     """Rewards 1 | 0, -1; gamma 0.5, lambda 0.5. Would not catch a wrong eps in whitening."""
     add_rewards(experience, kl_coef=0.0)
-    add_advantages(experience, gamma=0.5, lam=0.5)
+    add_advantages(experience, estimate_gae, AlgorithmConfig(gamma=0.5, lam=0.5))
     # Row 1: 1 - 0.25. Row 2: last -1 - 1 = -2; first 0.5*1 - 0.5 = 0, plus 0.25 * -2.
     # Advantages 0.75 | -0.5, -2: mean -7/12, unbiased standard deviation 1.376893.
     assert rows(experience.returns) == [[1.0], [0.0, -1.0]]
     assert rows(experience.advantages) == [[0.968364], [0.060523, -1.028887]]
+
+
+def test_without_reference_and_critic(experience):
+    """Rewards are scores alone, no KL is reported, groups make advantages. Would not catch a role that is built."""
+    experience.ref_log_probs = experience.old_values = None
+    experience.groups = torch.tensor([3, 3])
+    assert add_rewards(experience, kl_coef=0.2) is None
+    assert rows(experience.rewards) == [[1.0], [0.0, -1.0]]
+    add_advantages(experience, estimate_grpo, AlgorithmConfig(norm_adv_by_std_in_grpo=False))
+    assert rows(experience.advantages) == [[1.0], [-1.0, -1.0]]
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.tensor([1.0, torch.nan, 1.0])])
+def test_estimator_that_returns_something_else(experience, value):
+    """A wrong number of tokens, and NaN. Would not catch advantages in another order."""
+    add_rewards(experience, kl_coef=0.0)
+    with pytest.raises(ConfigError, match="adv_estimator=mine must return finite advantages of shape .3."):
+        add_advantages(experience, lambda samples, config: (value, value), AlgorithmConfig(adv_estimator="mine"))
+
+
+def test_kl_in_reward_by_another_estimator(experience):
+    """mse: half the squared differences 0.5 | 0.5, -1. Would not catch a name that is not passed on."""
+    kl = add_rewards(experience, kl_coef=1.0, kl_type="mse")
+    assert rows(experience.rewards) == [[1 - 0.125], [-0.125, -1 - 0.5]]
+    assert float(kl) == pytest.approx((0.125 + 0.3125) / 2)
+
+
+def test_rollout_correction_fills_what_is_configured(experience):
+    """Trainer and rollout differ by log 4 on one token. Would not catch a wrong formula; its own tests do."""
+    assert add_rollout_correction(experience, RolloutCorrectionConfig()) == {}
+    assert experience.rollout_weights is None and experience.kept is None
+    experience.old_log_probs = ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0 + 1.3862944])])
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.0, rollout_rs="token")
+    metrics = add_rollout_correction(experience, config)
+    assert rows(experience.rollout_weights) == [[1.0], [1.0, 3.0]] and rows(experience.kept) == [[1.0], [1.0, 0.0]]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
+    experience.advantages = experience.old_values
+    batch = experience[:1].actor_batch()
+    assert batch.neutral().kept is not None and batch.ref_log_probs is None
 
 
 def test_empty_response_is_refused():

@@ -21,7 +21,7 @@ SOURCES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 GROUND = {"errors", "dispatch", "device", "records", "config", "observe"}
 PARTS = GROUND | {"parallel", "losses", "prompts", "reward"}
 STAGES = {"rollout", "experience", "checkpoint"}
-LOOP = {"train", "run", "report", "checkpoints"}
+LOOP = {"train", "sampling", "run", "report", "checkpoints"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "dispatch": set(),

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_rl.losses.value import clipped_value_loss
 
@@ -32,3 +34,17 @@ def test_a_wide_range_is_plain_squared_error():
     torch.testing.assert_close(loss, torch.tensor([0.5, 4.5, 3.125]))
     assert clipped.tolist() == [0.0, 0.0, 0.0]
     assert torch.autograd.grad(loss.sum(), values)[0].tolist() == [1.0, -3.0, -2.5]
+
+
+@given(
+    tokens=st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=12), limit=st.sampled_from([0.1, 0.5, 9.0])
+)
+def test_agrees_with_a_loop(tokens, limit):
+    """Python floats on any number of tokens. Would not catch a wrong gradient."""
+    expected = []
+    for value, old, target in tokens:
+        limited = min(max(value, old - limit), old + limit)
+        expected.append(max((value - target) ** 2, (limited - target) ** 2) / 2)
+    values, old_values, returns = torch.tensor(tokens, dtype=torch.float64).T
+    found, _ = clipped_value_loss(values, old_values, returns, limit)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)

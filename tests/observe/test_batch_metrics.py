@@ -35,6 +35,12 @@ def test_score_metrics_by_hand():
     }
 
 
+def test_score_metrics_without_a_critic():
+    """Nothing about values. Would not catch values that are zero instead of absent."""
+    metrics = score_metrics(*torch.ones(4, 3), values_flat=None)
+    assert "critic/returns/mean" in metrics and not [name for name in metrics if "values" in name or "vf_" in name]
+
+
 def test_length_metrics_by_hand():
     """Integer lengths, one of four cut off. Would not catch truncation that was measured wrongly."""
     metrics = length_metrics(

@@ -15,6 +15,7 @@ def config(tmp_path) -> RunConfig:
         (tmp_path / name).touch()
     config = RunConfig()
     config.data.train_files, config.data.val_files = str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet")
+    config.data.gen_batch_size = config.data.train_batch_size
     config.data.max_prompt_length, config.data.max_response_length = 16, 48
     config.custom_reward_function.path = str(tmp_path / "reward.py")
     shared, critic, trainer = config.actor_rollout_ref, config.critic, config.trainer
@@ -22,6 +23,8 @@ def config(tmp_path) -> RunConfig:
     for role in (shared.actor, shared.ref, critic):
         role.megatron = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
     shared.rollout.tensor_model_parallel_size = 2
+    shared.actor.clip_ratio_low = shared.actor.clip_ratio_high = shared.actor.clip_ratio
+    critic.loss_agg_mode, critic.loss_scale_factor = shared.actor.loss_agg_mode, None
     critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.ppo_epochs = 32, 64, 1
     critic.forward_micro_batch_size_per_gpu = shared.ref.log_prob_micro_batch_size_per_gpu = 128
     trainer.device, trainer.n_gpus_per_node = "cpu", 6

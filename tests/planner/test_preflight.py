@@ -245,7 +245,7 @@ def test_what_cannot_leave_while_generating(config):
 
 def test_batch_and_length_rules(config):
     """Mini-batch 32 of 72, and 16 + 49 of 64 positions. Would not catch a batch larger than the dataset."""
-    config.data.train_batch_size = 72
+    config.data.train_batch_size = config.data.gen_batch_size = 72
     config.data.max_response_length = 49
     config.actor_rollout_ref.rollout.max_num_batched_tokens = 100
     actor, critic, tokens, length = preflight(config)
@@ -271,7 +271,7 @@ def test_every_prompt_file_of_a_list_is_looked_at(config, tmp_path):
     """A missing one, and one whose name says another format. Would not catch the same file given twice."""
     (tmp_path / "more.jsonl").touch()
     (tmp_path / "table.csv").touch()
-    more, table, typo = (str(tmp_path / name) for name in ("more.jsonl", "table.csv", "test.jsonl"))
+    more, table, typo = (str(tmp_path / name) for name in ("more.jsonl", "table.csv", "tset.parquet"))
     config.data.train_files = [config.data.train_files, more, table]
     config.data.val_files = [typo]
     wrong, missing = preflight(config)
@@ -298,7 +298,7 @@ def test_all_violations_come_in_one_numbered_error(config):
     """Sizes below 1 break no other rule by dividing by zero. Would not catch a violation listed twice."""
     config.trainer.nnodes = 0
     set_tp(config, 0)
-    config.data.train_batch_size = 0
+    config.data.train_batch_size = config.data.gen_batch_size = 0
     config.trainer.device = "tpu"
     with pytest.raises(ConfigError) as error:
         check_preflight(config)

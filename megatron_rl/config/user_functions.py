@@ -1,0 +1,63 @@
+"""Functions from a Python file of the user's: which there are, read without running it, and the function itself."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.errors import ConfigError
+
+
+def functions_in(path: str, key: str) -> list[str]:
+    """Names of the functions defined at the top of the file, which is only parsed.
+
+    Raises ConfigError, naming the configuration key `key`, when it is missing or is no Python.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        neighbours = [str(other) for other in file.parent.glob("*.py")]
+        hint = f"nearest: {nearest_name(str(file), neighbours)}" if neighbours else f"{file.parent} holds none"
+        raise ConfigError(f"{key}={path} must be a .py file, and there is none; {hint}")
+    try:
+        tree = ast.parse(file.read_text())
+    except (SyntaxError, ValueError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}={path} must be a Python file: {error}") from error
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def load_function(path: str, key: str, name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """Run the file and return its function `name`, which must take as many positional arguments as `arguments` names.
+
+    Raises ConfigError, naming the configuration key `key`, when the file fails to run or has no such function.
+    """
+    names = functions_in(path, key)
+    if name not in names:
+        listing = ", ".join(names) or "no function"
+        raise ConfigError(f"{key}={path} must define the function {name}; it defines {listing}")
+    function = vars(_run(Path(path).expanduser(), key))[name]
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        wanted = f"{name}({', '.join(arguments)})"
+        raise ConfigError(f"{key}={path}: {name}{inspect.signature(function)} must be callable as {wanted}") from error
+    return function
+
+
+def _run(file: Path, key: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"user_file_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}={file} must be a Python file, whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses in the file look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise ConfigError(f"{key}={file} fails to run: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,107 @@
+"""Advantage estimators under one signature: what `algorithm.adv_estimator` names. See `registry.py` for how to add one.
+
+Legend: B answers, T response tokens of all answers, laid end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.losses.advantages import gae, rewards_to_go, whiten
+from megatron_rl.losses.group_advantages import grpo, minus_group_mean, opo, rloo
+from megatron_rl.losses.rows import spread, sum_rows
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What estimators read: the answers of one step.
+
+    rewards: float [T], the score of an answer on its last token, minus KL penalties where they enter the reward.
+    lengths: int64 [B], all >= 1. groups: int64 [B], equal for the answers to one prompt.
+    values: float [T], of the critic; None where there is none.
+    greedy_scores: float [B], of the greedy answer to each answer's prompt; None but for ReMax.
+    """
+
+    rewards: Tensor
+    lengths: Tensor
+    groups: Tensor
+    values: Tensor | None = None
+    greedy_scores: Tensor | None = None
+
+    @property
+    def totals(self) -> Tensor:
+        """float [B]: the sum of each answer's rewards."""
+        return sum_rows(self.rewards, self.lengths)
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [B, R]: real tokens of right-padded rows."""
+        return torch.arange(int(self.lengths.max()))[None] < self.lengths[:, None]
+
+    def padded(self, values: Tensor) -> Tensor:
+        """values [T] as right-padded rows [B, R]."""
+        mask = self.mask
+        dense = values.new_zeros(mask.shape)
+        dense[mask] = values
+        return dense
+
+
+Estimator = Callable[[Samples, AlgorithmConfig], tuple[Tensor, Tensor]]
+"""(samples, algorithm's keys) -> (advantages [T], returns [T]). Returns are what a critic learns to predict."""
+
+
+def estimate_gae(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """`gae`, whitened over all tokens of the batch; returns are not."""
+    mask = samples.mask
+    rewards, values = samples.padded(samples.rewards), samples.padded(samples.values)
+    advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
+    return whiten(advantages[mask]), returns[mask]
+
+
+def estimate_grpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """`grpo` of each answer's total, on all of its tokens; `norm_adv_by_std_in_grpo=false` is Dr.GRPO's."""
+    return _on_tokens(grpo(samples.totals, samples.groups, config.norm_adv_by_std_in_grpo), samples)
+
+
+def estimate_rloo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """`rloo` of each answer's total, on all of its tokens."""
+    return _on_tokens(rloo(samples.totals, samples.groups), samples)
+
+
+def estimate_opo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """`opo` of each answer's total, on all of its tokens."""
+    return _on_tokens(opo(samples.totals, samples.lengths, samples.groups), samples)
+
+
+def estimate_reinforce_plus_plus(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Discounted rewards to go, whitened over all tokens of the batch (REINFORCE++: Hu et al., arXiv:2501.03262)."""
+    mask = samples.mask
+    returns = rewards_to_go(samples.padded(samples.rewards), mask, config.gamma)[mask]
+    return whiten(returns), returns
+
+
+def estimate_reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Each answer's total minus its group's mean, on all of its tokens, whitened over all tokens of the batch.
+
+    REINFORCE++-baseline, Hu et al., arXiv:2501.03262.
+    """
+    advantages = whiten(spread(minus_group_mean(samples.totals, samples.groups), samples.lengths))
+    return advantages, advantages
+
+
+def estimate_remax(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Rewards to go, without discount, minus the score of the greedy answer (ReMax: Li et al., arXiv:2310.10505)."""
+    mask = samples.mask
+    returns = rewards_to_go(samples.padded(samples.rewards), mask, gamma=1.0)[mask]
+    return returns - spread(samples.greedy_scores, samples.lengths), returns
+
+
+def _on_tokens(advantages: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+    """Advantages [B] on every token [T]; estimators of whole answers have no other returns."""
+    tokens = spread(advantages, samples.lengths)
+    return tokens, tokens

@@ -1,0 +1,64 @@
+"""Advantages of whole answers, from the other answers to the same prompt. One score per answer, no critic.
+
+Legend: B answers; `scores` float [B]; `groups` int64 [B], equal for the answers to one prompt, in any order. An answer
+that is alone in its group has nothing to be compared with: its advantage is 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def grpo(scores: Tensor, groups: Tensor, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
+    """(r - mean) / (std + eps) over the group, std unbiased (GRPO: Shao et al., arXiv:2402.03300, section 4.1.2); [B].
+
+    Without the division it is Dr.GRPO (Liu et al., arXiv:2503.20783), which weighs easy and hard prompts
+    as they come.
+    """
+    index, sizes = _numbered(groups)
+    centred = scores - _means(scores, index, sizes)[index]
+    if not norm_by_std:
+        return centred
+    variances = _sums(centred.square(), index, sizes) / (sizes - 1).clamp(min=1)
+    return centred / (variances.sqrt()[index] + eps)
+
+
+def rloo(scores: Tensor, groups: Tensor) -> Tensor:
+    """r_i minus the mean of the *other* scores of its group; [B]. RLOO: Ahmadian et al., arXiv:2402.14740.
+
+    The same as n / (n - 1) * (r_i - mean) in a group of n.
+    """
+    index, sizes = _numbered(groups)
+    centred = scores - _means(scores, index, sizes)[index]
+    return centred * (sizes / (sizes - 1).clamp(min=1))[index]
+
+
+def opo(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+    """r_i - sum(l r) / sum(l) over the group, l = `lengths` [B] in tokens, all >= 1; [B].
+
+    The baseline of least variance when an answer's gradient grows with its length (OPO: Hao et al., arXiv:2505.23585).
+    """
+    index, sizes = _numbered(groups)
+    weights = lengths.to(scores.dtype)
+    baselines = _sums(weights * scores, index, sizes) / _sums(weights, index, sizes)
+    return scores - baselines[index]
+
+
+def minus_group_mean(scores: Tensor, groups: Tensor) -> Tensor:
+    """r - mean of the group; [B]. What REINFORCE++-baseline whitens (Hu et al., arXiv:2501.03262)."""
+    return grpo(scores, groups, norm_by_std=False)
+
+
+def _numbered(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """(each answer's group, counted from 0, [B]; answers in each group [G])."""
+    _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
+    return index, sizes
+
+
+def _sums(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    return torch.zeros(sizes.numel(), dtype=values.dtype).index_add_(0, index, values)
+
+
+def _means(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    return _sums(values, index, sizes) / sizes

@@ -1,0 +1,26 @@
+"""Sums over the rows of tokens laid end to end. Legend: B rows, T tokens of all rows, `lengths` int64 [B]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def row_of_token(lengths: Tensor) -> Tensor:
+    """int64 [T]: the row that each token belongs to."""
+    return torch.repeat_interleave(lengths)
+
+
+def sum_rows(values: Tensor, lengths: Tensor) -> Tensor:
+    """values [T] -> their sum in each row [B]; 0 for an empty row. Differentiable."""
+    return values.new_zeros(lengths.numel()).index_add(0, row_of_token(lengths), values)
+
+
+def mean_rows(values: Tensor, lengths: Tensor) -> Tensor:
+    """values [T] -> their mean in each row [B]; 0 for an empty row. Differentiable."""
+    return sum_rows(values, lengths) / lengths.clamp(min=1)
+
+
+def spread(values: Tensor, lengths: Tensor) -> Tensor:
+    """values [B] -> [T]: the value of its row for each token."""
+    return values.repeat_interleave(lengths)

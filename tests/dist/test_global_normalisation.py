@@ -1,0 +1,186 @@
+"""The gradient of one mini-batch is the same however it is cut: into micro-batches, over DP ranks, TP ranks, stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_layout_parity import relative, whole_weights
+from tiny_models import random_experience, run_config, save_qwen2
+
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.records import ActorBatch, ragged_from_lengths
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+LAYOUTS = {"one": (1, 1, 1), "DP2": (2, 1, 1), "TP2": (2, 2, 1), "PP2": (2, 1, 2)}
+NUM_ROWS = 7
+MICRO_BATCHES = (1, 2, NUM_ROWS)
+MODES = {"vanilla": "token-mean", "gspo": "seq-mean-token-mean"}
+
+
+def row_log_probs(model: torch.nn.Module, ids: torch.Tensor, length: int) -> torch.Tensor:
+    """[length, vocabulary]: transformers' log-probs where each response token was chosen."""
+    return model(ids[None]).logits[0, :-1].log_softmax(-1)[-length:]
+
+
+def hugging_face_model(path: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def actor_batch(path: str) -> ActorBatch:
+    """Seven rows with everything a policy loss can read; some tokens, and all of row 5, are left out."""
+    experience = random_experience(NUM_ROWS)
+    generator = torch.Generator().manual_seed(1)
+
+    def field(values: torch.Tensor) -> torch.Tensor:
+        return ragged_from_lengths(values, experience.response_lengths)
+
+    num_tokens = int(experience.response_lengths.sum())
+    # Near the model's own, so that ratios fall on both sides of the clip.
+    model, own = hugging_face_model(path), []
+    for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):
+        with torch.no_grad():
+            own.append(row_log_probs(model, ids, length).gather(-1, ids[-length:, None])[:, 0])
+    own = torch.cat(own)
+    experience.old_log_probs = field(own + 0.3 * torch.randn(num_tokens, generator=generator))
+    experience.ref_log_probs = field(own + 0.3 * torch.randn(num_tokens, generator=generator))
+    experience.rollout_weights = field(0.5 + torch.rand(num_tokens, generator=generator))
+    kept = (torch.rand(num_tokens, generator=generator) > 0.2).float()
+    rows = torch.repeat_interleave(experience.response_lengths)
+    experience.kept = field(torch.where(rows == 5, 0.0, kept))
+    return experience.actor_batch(with_reference=True)
+
+
+def configure(actor, loss_mode: str, micro_batch: int) -> None:
+    from megatron_rl.losses.registry import policy_loss
+
+    config: ActorConfig = actor.config
+    config.policy_loss.loss_mode, config.loss_agg_mode = loss_mode, MODES[loss_mode]
+    config.use_kl_loss, config.kl_loss_coef, config.entropy_coeff = True, 0.1, 0.01
+    config.ppo_micro_batch_size_per_gpu = micro_batch
+    actor.policy_loss = policy_loss(config)
+
+
+def reduced_gradients(actor, dp_group) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient over all data-parallel ranks: each has the reduced one of its own shard only."""
+    from megatron_rl.workers.model_source import named_parameters
+
+    gradients = {p: torch.zeros_like(p.main_grad) for p in named_parameters(actor.trainable.models).values()}
+    for parameter, start, state in actor.trainable.optimizer_runs():
+        run = slice(start, start + len(state["param"]))
+        gradients[parameter].view(-1)[run] = parameter.main_grad.view(-1)[run]
+    for gradient in gradients.values():
+        torch.distributed.all_reduce(gradient, group=dp_group)
+    return {name: gradients[p] for name, p in named_parameters(actor.trainable.models).items()}
+
+
+def all_gradients(config) -> dict[tuple[str, int], dict]:
+    """(loss mode, micro-batch size) -> metrics and gradients of the same mini-batch, as one rank has them."""
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    worker.build_actor()
+    where = worker.coordinates()
+    mine = actor_batch(config.actor_rollout_ref.model.path)[
+        torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
+    ]
+    found = {}
+    for loss_mode in MODES:
+        for micro_batch in MICRO_BATCHES:
+            configure(worker.actor, loss_mode, micro_batch)
+            found[loss_mode, micro_batch] = {
+                "metrics": worker.actor.compute_gradients(mine),
+                "actor_weights": reduced_gradients(worker.actor, worker.groups.dp_group),
+                "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64),
+            }
+    return found
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    return save_qwen2(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model_path) -> dict[tuple[str, int], dict]:
+    return run_ranks(1, all_gradients, run_config(model_path, 1, 1))[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_does_not_depend_on_the_cut(layout, model_path, reference) -> None:
+    """Six cuts of each layout within 1e-5 of one pass in one process. Would not catch a wrong loss shared by all."""
+    world_size, tp_size, pp_size = LAYOUTS[layout]
+    ranks = [reference]
+    if world_size > 1:
+        ranks = run_ranks(world_size, all_gradients, run_config(model_path, tp_size, pp_size))
+    for loss_mode in MODES:
+        expected = reference[loss_mode, NUM_ROWS]
+        expected_gradients = whole_weights([expected], "actor", model_path)
+        assert expected["metrics"]["actor/pg_clipfrac"] > 0 and expected["metrics"]["actor/kl_loss"] > 0
+        for micro_batch in MICRO_BATCHES:
+            ours = [rank[loss_mode, micro_batch] for rank in ranks]
+            metrics = next(rank["metrics"] for rank in reversed(ours) if rank["metrics"])
+            assert metrics == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-7), (loss_mode, micro_batch)
+            gradients = whole_weights(ours, "actor", model_path)
+            largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+            for name, gradient in expected_gradients.items():
+                # Some gradients are zero but for rounding, such as those of key biases.
+                is_rounding = gradient.abs().max() < 1e-6 * largest
+                assert is_rounding or relative(gradients[name], gradient) < 1e-5, (loss_mode, micro_batch, name)
+
+
+def token_loss(ratio, advantage: float) -> torch.Tensor:
+    """PPO's clip with ranges of 0.2, and the dual clip at 3, which ratios of whole answers never reach here."""
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -gain if advantage >= 0 else -torch.maximum(gain, torch.tensor(3.0 * advantage))
+
+
+def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]:
+    """The whole loss once more, row by row and token by token, on transformers' own model."""
+    model, batch = hugging_face_model(path), actor_batch(path)
+    names = ("old_log_probs", "ref_log_probs", "advantages", "rollout_weights", "kept")
+    fields = zip(*(batch.get(name).unbind() for name in names), strict=True)
+    answers: list[list[torch.Tensor]] = []
+    for ids, length, row in zip(batch.input_ids.unbind(), batch.response_lengths.tolist(), fields, strict=True):
+        all_log_probs = row_log_probs(model, ids, length)
+        log_probs = all_log_probs.gather(-1, ids[-length:, None])[:, 0]
+        entropies = -(all_log_probs.exp() * all_log_probs).sum(-1)
+        old, ref, advantages, weights, kept = row
+        ratios = (log_probs - old).exp()
+        if loss_mode == "gspo":
+            ratios = (log_probs - old).mean().exp().detach() * (log_probs - log_probs.detach()).exp()
+        terms = []
+        for t in range(length):
+            if kept[t]:
+                kl = (ref[t] - log_probs[t]).exp() - 1 - (ref[t] - log_probs[t])
+                loss = token_loss(ratios[t], float(advantages[t])) * weights[t]
+                terms.append(loss + 0.1 * kl - 0.01 * entropies[t])
+        answers += [terms] if terms else []
+    if MODES[loss_mode] == "token-mean":
+        total = torch.stack([term for terms in answers for term in terms]).mean()
+    else:
+        total = torch.stack([torch.stack(terms).mean() for terms in answers]).mean()
+    total.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loss_mode", MODES)
+def test_gradient_is_that_of_a_loop_on_transformers(loss_mode, model_path, reference) -> None:
+    """Loss, masks, weights, KL, entropy and aggregation at once, within 2e-4. Would not catch a term that is tiny."""
+    expected = hugging_face_gradients(model_path, loss_mode)
+    ours = whole_weights([reference[loss_mode, 2]], "actor", model_path)
+    assert ours.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    compared = [name for name, gradient in expected.items() if gradient.abs().max() > 1e-4 * largest]
+    assert len(compared) > 30
+    for name in compared:
+        assert relative(ours[name], expected[name]) < 2e-4, name
+
+
+def test_the_two_losses_differ(model_path, reference) -> None:
+    """Guards the test above against comparing one loss with itself. Would not catch a mode that is ignored in part."""
+    token, answer = (whole_weights([reference[mode, 1]], "actor", model_path) for mode in MODES)
+    assert any(relative(token[name], answer[name]) > 0.01 for name in token)

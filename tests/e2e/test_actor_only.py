@@ -1,0 +1,92 @@
+"""Runs without a critic: none is built, computed, saved or asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from command_line import REPOSITORY
+from lives import ONE, SHORT, metrics, steps_saved
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+OWN = """
+from dataclasses import replace
+from megatron_rl.losses.group_advantages import rloo
+from megatron_rl.losses.policy import vanilla_loss
+from megatron_rl.losses.rows import spread
+
+def mine(samples, config):
+    tokens = spread(rloo(samples.totals, samples.groups), samples.lengths)
+    return tokens, tokens
+
+def zero(tokens, config):
+    terms = vanilla_loss(tokens, config)
+    return replace(terms, loss=terms.loss * 0)
+"""
+ACTOR = "actor_rollout_ref.actor"
+
+
+def test_saves_and_goes_on(command_line) -> None:
+    """GRPO without a reference, two steps and two more; PPO cannot go on from there, nor its critic be exported.
+
+    Would not catch a resumed run that differs; `test_resumed_runs.py` does, with a critic.
+    """
+    keys = (*SHORT, *ONE, "trainer.save_freq=1", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
+    first = command_line(*keys, "trainer.total_training_steps=2")
+    assert first.wait(120) == 0, first.text()
+    assert steps_saved(first) == [2, 1]
+    saved = {path.name for path in (first.run / "global_step_2").iterdir()}
+    assert "actor" in saved and "critic" not in saved
+    second = command_line(*keys, "trainer.total_training_steps=4", folder=first.folder)
+    assert second.wait(120) == 0, second.text()
+    assert "going on after step 2" in second.text()
+    logged = metrics(second)
+    assert list(logged) == [1, 2, 3, 4]
+    assert not [name for name in logged[4] if "values" in name or "vf_" in name or "kl_penalty" in name]
+    assert logged[4]["actor/grad_norm"] > 0
+
+    command = [sys.executable, "-m", "megatron_rl", "export", "--checkpoint", str(second.run), "--role", "critic"]
+    refused = subprocess.run(
+        [*command, "--target", str(second.run / "x")], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert refused.returncode == 2 and "as its run trained none; nearest: --role actor" in refused.stderr
+    ppo = command_line(*SHORT, *ONE, folder=first.folder)
+    assert ppo.wait(60) == 2 and "it has no critic" in ppo.text()
+
+
+def test_functions_of_the_users_and_corrections(command_line, tmp_path) -> None:
+    """ReMax's greedy answers, then an estimator and a loss from a file with every correction of the rollout's samples.
+
+    The loss is zero, so the gradient is that of the KL loss, which has none at the reference. Would not catch wrong
+    advantages; tests of losses do.
+    """
+    remax = command_line(*SHORT, *ONE, "algorithm.adv_estimator=remax", "trainer.total_training_steps=1")
+    assert remax.wait(120) == 0, remax.text()
+    step = metrics(remax)[1]
+    assert -1 <= step["critic/advantages/min"] < step["critic/advantages/max"] <= 1.01
+
+    (tmp_path / "own.py").write_text(OWN)
+    correction = "algorithm.rollout_correction"
+    run = command_line(
+        *SHORT,
+        *ONE,
+        "algorithm.adv_estimator=mine",
+        f"algorithm.custom_adv_estimator.path={tmp_path}/own.py",
+        f"{ACTOR}.policy_loss.loss_mode=zero",
+        f"{ACTOR}.policy_loss.custom.path={tmp_path}/own.py",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.ppo_epochs=1",
+        f"{correction}.rollout_is=sequence",
+        f"{correction}.rollout_rs=geometric",
+        f"{correction}.rollout_token_veto_threshold=1e-4",
+        "trainer.total_training_steps=1",
+    )
+    assert run.wait(120) == 0, run.text()
+    step = metrics(run)[1]
+    assert step["actor/pg_loss"] == 0 and step["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert step["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-3)
+    assert step["rollout_corr/rollout_rs_masked_fraction"] == step["rollout_corr/rollout_is_veto_fraction"] == 0
+    assert json.loads((run.run / "summary.json").read_text())["hf_export_logit_diff_max"] < 1e-4

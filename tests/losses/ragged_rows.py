@@ -1,0 +1,45 @@
+"""Random ragged batches for tests of losses, as Python lists of floats and as the tensors made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+REWARDS = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-2, 2, width=32))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """rewards: one list per answer; groups and greedy: one number per answer; values: like rewards."""
+
+    rewards: list[list[float]]
+    values: list[list[float]]
+    groups: list[int]
+    greedy: list[float]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.rewards]
+
+    @property
+    def totals(self) -> list[float]:
+        return [sum(row) for row in self.rewards]
+
+    def others(self, row: int) -> list[int]:
+        """The answers of the same group, this one included."""
+        return [other for other, group in enumerate(self.groups) if group == self.groups[row]]
+
+
+def flat(rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+
+
+@st.composite
+def batches(draw) -> Batch:
+    lengths = draw(st.lists(st.integers(1, 5), min_size=2, max_size=8))
+    rows = [draw(st.lists(REWARDS, min_size=n, max_size=n)) for n in lengths]
+    values = [draw(st.lists(st.floats(-2, 2, width=32), min_size=n, max_size=n)) for n in lengths]
+    groups = [draw(st.sampled_from([3, 7, 8])) for _ in lengths]
+    return Batch(rows, values, groups, [draw(REWARDS) for _ in lengths])

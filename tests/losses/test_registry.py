@@ -1,0 +1,95 @@
+"""Estimators and losses by name, from a file of the user's too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config import algorithms
+from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, PolicyLossConfig, UserFileConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.losses import policy, registry
+from megatron_rl.losses.estimators import Samples, estimate_grpo
+
+OWN = """
+from dataclasses import dataclass, replace
+import torch
+from megatron_rl.losses.policy import vanilla_loss
+
+@dataclass
+class Scale:
+    factor: float = 2.0
+
+def raw(samples, config):
+    return samples.rewards * Scale().factor, samples.rewards
+
+def doubled(tokens, config):
+    terms = vanilla_loss(tokens, config)
+    return replace(terms, loss=2 * terms.loss)
+
+def too_few(tokens):
+    return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> UserFileConfig:
+    (tmp_path / "own.py").write_text(OWN)
+    return UserFileConfig(str(tmp_path / "own.py"))
+
+
+def actor(loss_mode: str, custom: UserFileConfig | None = None) -> ActorConfig:
+    return ActorConfig(
+        clip_ratio_low=0.2, clip_ratio_high=0.2, policy_loss=PolicyLossConfig(loss_mode, custom or UserFileConfig())
+    )
+
+
+def test_names_agree_with_the_configuration():
+    """What preflight lets pass exists. Would not catch a name under which another function is found."""
+    assert set(registry.ESTIMATORS) == set(algorithms.ADV_ESTIMATORS)
+    assert set(registry.POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
+    assert registry.estimator(AlgorithmConfig(adv_estimator="grpo")) is estimate_grpo
+    assert registry.policy_loss(actor("gspo")) is policy.gspo_loss
+
+
+def test_functions_of_the_users(own):
+    """An estimator and a loss from one file. Would not catch a file that workers cannot read."""
+    estimate = registry.estimator(AlgorithmConfig(adv_estimator="raw", custom_adv_estimator=own))
+    samples = Samples(torch.tensor([1.0, 2.0]), torch.tensor([2]), torch.tensor([0]))
+    assert estimate(samples, AlgorithmConfig())[0].tolist() == [2.0, 4.0]
+    config = actor("doubled", own)
+    tokens = policy.PolicyTokens(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([1]))
+    assert registry.policy_loss(config)(tokens, config).loss.tolist() == [-2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("absent", "must define the function absent; it defines raw, doubled"),
+        ("too_few", "must be callable as too_few("),
+    ],
+)
+def test_functions_that_do_not_fit(own, name, expected):
+    """Would not catch an answer of a wrong shape."""
+    with pytest.raises(ConfigError) as error:
+        registry.policy_loss(actor(name, own))
+    assert expected in str(error.value)
+
+
+def test_a_file_that_fails_to_run(tmp_path):
+    """Would not catch a file that never ends."""
+    (tmp_path / "own.py").write_text("def mine(samples, config): ...\nraise KeyError('here')\n")
+    custom = UserFileConfig(str(tmp_path / "own.py"))
+    with pytest.raises(ConfigError, match="fails to run: KeyError: 'here'"):
+        registry.estimator(AlgorithmConfig(adv_estimator="mine", custom_adv_estimator=custom))
+
+
+def test_the_configured_clips_reach_the_loss():
+    """Asymmetric ranges and c. Would not catch keys that the workers do not get."""
+    config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=2.0)
+    log_probs = torch.tensor([1.4, 0.5, 4.0]).log()
+    tokens = policy.PolicyTokens(log_probs, torch.zeros(3), torch.tensor([1.0, -1.0, -1.0]), torch.tensor([3]))
+    assert policy.vanilla_loss(tokens, config).loss.tolist() == pytest.approx([-1.3, 0.9, 2.0])
+    assert policy.gspo_loss(tokens, config).loss.tolist() == pytest.approx([-1.3, 2.8 ** (1 / 3), 2.8 ** (1 / 3)])
