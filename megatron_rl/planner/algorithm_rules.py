@@ -95,6 +95,13 @@ def _overlong_problems(config: RunConfig) -> Iterable[str]:
 def _sampling_problems(config: RunConfig) -> Iterable[str]:
     data, samples = config.data, config.actor_rollout_ref.rollout.n
     if config.algorithm.filter_groups.enable:
+        most = config.algorithm.filter_groups.max_num_gen_batches
+        if most > 0 and 0 < most * data.gen_batch_size < data.train_batch_size:
+            yield (
+                f"algorithm.filter_groups.max_num_gen_batches={most} * data.gen_batch_size={data.gen_batch_size} must "
+                f"be >= data.train_batch_size={data.train_batch_size}, or no step could be filled; nearest: "
+                f"max_num_gen_batches={-(-data.train_batch_size // data.gen_batch_size)}"
+            )
         if samples < 2:
             yield (
                 f"algorithm.filter_groups.enable=true compares the samples of a prompt, so {ROLLOUT}.n={samples} must "

@@ -98,6 +98,10 @@ def test_rules_between_keys(config):
     config.algorithm.filter_groups.enable = True
     (problem,) = preflight(config)
     assert problem.startswith("algorithm.filter_groups.enable=true compares the samples of a prompt")
+    config.actor_rollout_ref.rollout.n, config.data.gen_batch_size = 2, 6
+    assert preflight(config)[0].endswith("or no step could be filled; nearest: max_num_gen_batches=11")
+    config.algorithm.filter_groups.max_num_gen_batches = 11
+    assert preflight(config) == []
 
 
 def test_roles_that_are_not_used_keep_no_rules(config):
