@@ -271,7 +271,7 @@ def test_every_prompt_file_of_a_list_is_looked_at(config, tmp_path):
     """A missing one, and one whose name says another format. Would not catch the same file given twice."""
     (tmp_path / "more.jsonl").touch()
     (tmp_path / "table.csv").touch()
-    more, table, typo = (str(tmp_path / name) for name in ("more.jsonl", "table.csv", "tset.parquet"))
+    more, table, typo = (str(tmp_path / name) for name in ("more.jsonl", "table.csv", "tests.parquet"))
     config.data.train_files = [config.data.train_files, more, table]
     config.data.val_files = [typo]
     wrong, missing = preflight(config)

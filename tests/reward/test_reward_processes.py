@@ -28,8 +28,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 BAD = {
     "1 / 0": ("raised", "ZeroDivisionError"),
     "sys.exit(3)": ("raised", "SystemExit: 3"),
-    "ctypes.CDLL(None).sleep(1000)": ("timed_out", "reward_model.timeout_s=0.5"),
-    "time.sleep(1000)": ("timed_out", "reward_model.timeout_s=0.5"),
+    "ctypes.CDLL(None).sleep(1000)": ("timed_out", "reward_model.timeout_s=1"),
+    "time.sleep(1000)": ("timed_out", "reward_model.timeout_s=1"),
     "[signal.signal(signal.SIGTERM, signal.SIG_IGN), time.sleep(1000)]": ("timed_out", "timeout_s"),
     "os._exit(3)": ("crashed", "exited with code 3"),
     "ctypes.string_at(0)": ("crashed", "killed by SIGSEGV"),
@@ -44,7 +44,7 @@ BAD = {
 def start(tmp_path):
     """Processes that call the obedient function, or the one in `text`."""
 
-    def make(text=OBEDIENT, num_workers=2, timeout_s=0.5, give_up=True):
+    def make(text=OBEDIENT, num_workers=2, timeout_s=1.0, give_up=True):
         path = tmp_path / "my_reward.py"
         path.write_text(text)
         return RewardProcesses(
@@ -107,14 +107,12 @@ def test_loading_is_not_counted_as_a_sample(start):
 
 
 def test_a_batch_that_only_times_out_is_given_up(start):
-    """100 samples of 0.05 s would take 2.5 s. Would not catch giving up where some sample was scored before."""
+    """After 16 of 100, and a few that ran beside them. Would not catch giving up where a sample was scored before."""
     answers = ["time.sleep(1000)"] * 100
     with start(timeout_s=0.05) as processes:
-        started = time.monotonic()
         outcomes = processes.score(samples(*answers))
-        assert time.monotonic() - started < 2
         assert {outcome.failure for outcome in outcomes} == {"timed_out"}
-        assert "not tried" in outcomes[-1].reason
+        assert sum("not tried" in outcome.reason for outcome in outcomes) >= 80
         assert processes.score(samples("4"))[0].score == 4.0
     with start(timeout_s=0.02, give_up=False) as processes:
         assert not any("not tried" in outcome.reason for outcome in processes.score(samples(*answers)))
