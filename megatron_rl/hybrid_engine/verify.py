@@ -1,7 +1,8 @@
 """Checksums of every moved piece of every tensor, at its owner and where it arrived.
 
-The checksum of a piece with rows w_r of 64-bit words is  sum_r (r + 1) * sum(w_r)  mod 2^64. A changed bit always
-changes it, and so do missing, exchanged or shifted rows; a permutation within one row does not. It is independent of
+The checksum of a piece with rows w_r of 64-bit words is  sum_r (2 r + 1) * sum(w_r)  mod 2^64. A changed bit always
+changes it, because no bit is lost in a product with an odd number, and missing, exchanged or shifted rows do too (but
+for multiples of 2^63 that cancel); a permutation within one row does not. It is independent of
 the path a piece took, but owner and receiver use the same layout: a layout that is wrong on both sides is found by the
 comparison of log-probs, not here.
 """
@@ -118,7 +119,7 @@ class Checksums:
         counts = [view[..., 0].numel() for view in shaped]
         self._num = len(views)
         self._row_sums = torch.empty(sum(counts), dtype=torch.int64, device=device)
-        self._weights = torch.cat([torch.arange(1, count + 1) for count in counts] or [torch.arange(0)]).to(device)
+        self._weights = torch.cat([torch.arange(1, 2 * count, 2) for count in counts] or [torch.arange(0)]).to(device)
         self._owner = torch.repeat_interleave(torch.arange(self._num), torch.tensor(counts, dtype=torch.int64)).to(
             device
         )

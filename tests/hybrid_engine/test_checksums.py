@@ -39,6 +39,17 @@ def test_any_flipped_bit_is_seen(shape, dtype, data):
     assert checksum(tensor) == before
 
 
+@pytest.mark.parametrize("row", range(9))
+def test_the_highest_bits_of_every_row_are_seen(row):
+    """A product mod 2^64 with an even weight would lose them. Would not catch two flips that cancel."""
+    tensor = random_tensor((9, 4), torch.float32)
+    before = checksum(tensor)
+    for bit in range(24, 31):
+        flipped = tensor.clone()
+        flipped.view(torch.int32)[row, 3] ^= 1 << bit
+        assert checksum(flipped) != before
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("columns", [5, 8])
 @pytest.mark.parametrize("offset", [0, 1, 8])
@@ -64,5 +75,5 @@ def test_checksum_by_hand():
     words = torch.tensor([[1, 2], [10, 20], [100, 200]])
     bits = torch.tensor([[3, 4, 5], [6, 7, 8]], dtype=torch.int32).view(torch.float32)
     found = Checksums([words, words[:, :1], bits], torch.device("cpu")).compute()
-    assert found.tolist() == [3 + 2 * 30 + 3 * 300, 1 + 2 * 10 + 3 * 100, 12 + 2 * 21]
+    assert found.tolist() == [3 + 3 * 30 + 5 * 300, 1 + 3 * 10 + 5 * 100, 12 + 3 * 21]
     assert Checksums([], torch.device("cpu")).compute().tolist() == []
