@@ -1,10 +1,10 @@
 """Checksums of every moved piece of every tensor, at its owner and where it arrived.
 
 The checksum of a piece with rows w_r of 64-bit words is  sum_r (2 r + 1) * sum(w_r)  mod 2^64. A changed bit always
-changes it, because no bit is lost in a product with an odd number, and missing, exchanged or shifted rows do too (but
-for multiples of 2^63 that cancel); a permutation within one row does not. It is independent of
-the path a piece took, but owner and receiver use the same layout: a layout that is wrong on both sides is found by the
-comparison of log-probs, not here.
+changes it, because a product with an odd number loses none; missing, exchanged or shifted rows do too, but for
+differences of nearly 2^64 that cancel; a permutation within one row does not. It is independent of the path a piece
+took, but owner and receiver use the same layout: a layout that is wrong on both sides is found by the comparison of
+log-probs, not here.
 """
 
 from __future__ import annotations

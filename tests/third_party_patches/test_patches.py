@@ -56,7 +56,11 @@ def train_one_step(groups):
     trainable = TrainableModel([model], lambda: None, optim, num_run_steps=1, groups=groups, device=torch.device("cpu"))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rows = Sequences(ragged([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]), torch.tensor([2, 1]), batch_size=[2])
-    trainable.compute_gradients(micro_batches(rows, 1), lambda logits, block: (logits.square().mean(), torch.ones(1)))
+
+    def loss(hidden, block):
+        return (hidden @ model.output_layer.weight.t()).square().mean(), torch.ones(1)
+
+    trainable.compute_gradients(micro_batches(rows, 1), loss)
     gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
     trainable.step()
     return {name: (before[name], gradients[name], p.detach()) for name, p in model.named_parameters()}
