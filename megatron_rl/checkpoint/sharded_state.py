@@ -31,14 +31,15 @@ class FlatRun:
     data: torch.Tensor
 
 
-def is_writer(name: str, specs: dict[str, ParamSpec], place: Place) -> bool:
-    """Whether a rank at `place` writes its run of a parameter; data-parallel ranks own different runs and all do.
+def written_at(place: Place, specs: dict[str, ParamSpec]) -> set[str]:
+    """Parameters of which a rank at `place` writes its runs; data-parallel ranks own different ones and all do.
 
     Of tensors that every TP rank holds, the first one writes; of a tied embedding and head, the embedding's stage.
     """
-    tensor = specs[name].tensor
-    first = next(other for other, spec in specs.items() if spec.tensor.name == tensor.name)
-    return name == first and (tensor.tp_dim is not None or place.tp_rank == 0)
+    first: dict[str, str] = {}
+    for name, spec in specs.items():
+        first.setdefault(spec.tensor.name, name)
+    return {name for name in first.values() if specs[name].tensor.tp_dim is not None or place.tp_rank == 0}
 
 
 def sharded_state(runs: Iterable[FlatRun], specs: dict[str, ParamSpec], place: Place) -> dict[str, ShardedTensor]:

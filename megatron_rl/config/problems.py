@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from megatron_rl.errors import ConfigError
 
@@ -31,6 +32,12 @@ def nearest_name(name: str, names: Iterable[str]) -> str:
         return shared + _likeness(name, other) + _likeness(parts[-1], others[-1])
 
     return max(names, key=likeness)
+
+
+def nearest_file(file: Path, suffixes: Sequence[str]) -> str:
+    """The end of a message about a file that is not there: the one beside it, of these kinds, whose name is nearest."""
+    neighbours = [str(other) for suffix in suffixes for other in file.parent.glob(f"*{suffix}")]
+    return f"nearest: {nearest_name(str(file), neighbours)}" if neighbours else f"{file.parent} holds none"
 
 
 def nearest_number(value: float, numbers: Iterable[int]) -> int:

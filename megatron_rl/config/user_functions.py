@@ -8,9 +8,10 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.problems import nearest_file
 from megatron_rl.errors import ConfigError
 
 
@@ -21,9 +22,7 @@ def functions_in(path: str, key: str) -> list[str]:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        neighbours = [str(other) for other in file.parent.glob("*.py")]
-        hint = f"nearest: {nearest_name(str(file), neighbours)}" if neighbours else f"{file.parent} holds none"
-        raise ConfigError(f"{key}={path} must be a .py file, and there is none; {hint}")
+        raise ConfigError(f"{key}={path} must be a .py file, and there is none; {nearest_file(file, ('.py',))}")
     try:
         tree = ast.parse(file.read_text())
     except (SyntaxError, ValueError, UnicodeDecodeError) as error:
@@ -49,15 +48,29 @@ def load_function(path: str, key: str, name: str, arguments: tuple[str, ...]) ->
     return function
 
 
-def _run(file: Path, key: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"user_file_{file.stem}", file)
+def import_file(file: Path, prefix: str) -> ModuleType | None:
+    """Run a Python file as a module called `prefix` and its name; None where its name does not end in .py.
+
+    Whatever the file raises is raised here.
+    """
+    spec = importlib.util.spec_from_file_location(f"{prefix}{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{key}={file} must be a Python file, whose name ends in .py")
+        return None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the file look their module up by name
+    sys.modules[spec.name] = module  # dataclasses and pickles in the file look their module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException:
         del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _run(file: Path, key: str) -> ModuleType:
+    try:
+        module = import_file(file, "user_file_")
+    except Exception as error:
         raise ConfigError(f"{key}={file} fails to run: {type(error).__name__}: {error}") from error
+    if module is None:
+        raise ConfigError(f"{key}={file} must be a Python file, whose name ends in .py")
     return module

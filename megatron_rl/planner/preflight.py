@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.algorithms import uses_critic
-from megatron_rl.config.problems import nearest_name, nearest_number, raise_problems
+from megatron_rl.config.problems import nearest_file, nearest_number, raise_problems
 from megatron_rl.config.schema import LAYOUT_KEYS, DataConfig, MegatronConfig, RunConfig, as_list
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, is_path_or_paths, value_problems
 from megatron_rl.planner.algorithm_rules import algorithm_problems
@@ -63,9 +63,7 @@ def _file_problems(config: RunConfig) -> Iterable[str]:
         file = Path(path).expanduser()
         kind = " or ".join(suffixes)
         if not file.is_file():
-            neighbours = [str(other) for suffix in suffixes for other in file.parent.glob(f"*{suffix}")]
-            hint = f"nearest: {nearest_name(str(file), neighbours)}" if neighbours else f"{file.parent} holds none"
-            yield f"{key}={path} must be a {kind} file, and there is none; {hint}"
+            yield f"{key}={path} must be a {kind} file, and there is none; {nearest_file(file, suffixes)}"
         elif file.suffix not in suffixes:
             yield f"{key}={path} must be a {kind} file, by its name; nearest: {file.with_suffix(suffixes[0])}"
     trainer = config.trainer

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.user_functions import import_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.built_in import BUILT_IN, check_built_in
 from megatron_rl.reward.outcome import RewardFunction
@@ -68,16 +67,12 @@ def _run_file(path: str) -> ModuleType:
         nearest = nearest_name(str(file), neighbours) if neighbours else None
         hint = f"the nearest Python file is {nearest!r}" if nearest else f"{file.parent} holds no Python file"
         raise ConfigError(f"no reward file at {path} (custom_reward_function.path): {hint}")
-    spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} (custom_reward_function.path) is not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickles in the file look their module up by name
     try:
-        spec.loader.exec_module(module)
+        module = import_file(file, "reward_file_")
     except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
         raise ConfigError(
             f"{path} (custom_reward_function.path) fails to run: {type(error).__name__}: {error}"
         ) from error
+    if module is None:
+        raise ConfigError(f"{path} (custom_reward_function.path) is not a Python file: its name must end in .py")
     return module

@@ -21,17 +21,15 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rng_{rank:05d}.json"
 
 
-def save_rank_state(folder: Path, groups: TrainGroups, rollout_rng: RNGState | None) -> Path:
-    """Write the generators of training, of generation and of Megatron's regions; returns the file."""
+def save_rank_state(folder: Path, groups: TrainGroups, rollout_rng: RNGState | None) -> None:
+    """Write the generators of training, of generation and of Megatron's regions."""
     content = {
         "grid": dataclasses.asdict(groups.grid),
         "train": RNGState.capture().to_json(),
         "rollout": rollout_rng and rollout_rng.to_json(),
         "megatron": {name: to_hex(state) for name, state in get_cuda_rng_tracker().get_states().items()},
     }
-    file = rank_file(folder, groups.rank)
-    file.write_text(json.dumps(content))
-    return file
+    rank_file(folder, groups.rank).write_text(json.dumps(content))
 
 
 def load_rank_state(folder: Path, groups: TrainGroups) -> tuple[bool, RNGState | None]:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.checkpoint.keys import WEIGHT
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter, read
-from megatron_rl.checkpoint.sharded_state import FlatRun, is_writer, sharded_state
+from megatron_rl.checkpoint.sharded_state import FlatRun, sharded_state, written_at
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place
 from megatron_rl.records import RoleState
@@ -35,7 +35,8 @@ class RoleCheckpoint:
     def save(self, folder: Path, writer: CheckpointWriter, beside_training: bool) -> RoleState:
         """Write to `folder`, which exists and is empty; complete when `writer.finish` says so."""
         self.trainable.create_moments()
-        runs = [run for run in self._owned_runs() if is_writer(run.name, self.specs, self.place)]
+        written = written_at(self.place, self.specs)
+        runs = [run for run in self._owned_runs() if run.name in written]
         writer.save(sharded_state(runs, self.specs, self.place), folder, beside_training)
         return self.state
 

@@ -12,7 +12,7 @@ from megatron_rl.checkpoint.manifest import FileRecord, digest_files
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter
 from megatron_rl.hybrid_engine.rng import RNGState
 from megatron_rl.parallel.mpu import TrainGroups
-from megatron_rl.workers.rank_state import save_rank_state
+from megatron_rl.workers.rank_state import rank_file, save_rank_state
 from megatron_rl.workers.role_checkpoint import RoleCheckpoint
 
 
@@ -33,7 +33,7 @@ class UnfinishedSave:
         return digest_files(self.folder, names)
 
     def _files(self) -> list[Path]:
-        own = [self.folder / f"rng_{self.rank:05d}.json"]
+        own = [rank_file(self.folder, self.rank)]
         for role in self.roles:
             own += (self.folder / role).glob(f"__{self.rank}_*")
             if self.rank == 0:
