@@ -21,6 +21,11 @@ def set_rng_states(states: list[torch.Tensor]) -> None:
         torch.cuda.set_rng_state_all(cuda)
 
 
+def has_varlen_attention(tensor: torch.Tensor) -> bool:
+    """Whether torch has a kernel that attends within segments of any length, for this tensor's device and type."""
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
 @dataclass(frozen=True)
 class Device:
     """The compute device of a rank: `kind` is "cpu" or "cuda", `local_rank` the index among its node's GPUs."""

@@ -28,10 +28,15 @@ class Dispatch(enum.Enum):
 
 @dataclass(frozen=True)
 class Verb:
-    """The mark `@register` leaves on a worker method: how to dispatch it and which role it acts for."""
+    """The mark `@register` leaves on a worker method: how to dispatch it and which role it acts for.
+
+    balanced: rows may be shared out among data-parallel ranks by their lengths. The records must have `input_ids`, and
+    the answers be records, whose rows come back in the order of the call, or dicts.
+    """
 
     dispatch: Dispatch
     role: str
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,11 @@ class Coordinates:
     replica_collector: bool
 
 
-def register(dispatch: Dispatch, *, role: str) -> Callable:
-    """Mark a worker method as callable from the controller with the given dispatch, acting for `role`."""
+def register(dispatch: Dispatch, *, role: str, balanced: bool = False) -> Callable:
+    """Mark a worker method as callable from the controller with the given dispatch, acting for `role` (see `Verb`)."""
 
     def mark(method: Callable) -> Callable:
-        method.verb = Verb(dispatch, role)
+        method.verb = Verb(dispatch, role, balanced)
         return method
 
     return mark

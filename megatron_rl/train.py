@@ -20,6 +20,7 @@ from megatron_rl.records import Experience
 from megatron_rl.report import finish_run
 from megatron_rl.run import Run, is_validation_step, stop_grace_s
 from megatron_rl.sampling import generate, sample
+from megatron_rl.workers.cuts import sequence_work
 from megatron_rl.workers.environment import worker_environment
 from megatron_rl.workers.rank_worker import RankWorker
 
@@ -32,7 +33,9 @@ def train(config: RunConfig) -> dict:
     """
     trainer = config.trainer
     pool = ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, trainer.device)
-    workers = WorkerGroup(pool, RankWorker, config, env=worker_environment(trainer.device, trainer.n_gpus_per_node))
+    env = worker_environment(trainer.device, trainer.n_gpus_per_node)
+    work = sequence_work(config.actor_rollout_ref.model.path) if trainer.balance_batch else None
+    workers = WorkerGroup(pool, RankWorker, config, env=env, work=work)
     with graceful_signals(stop_grace_s(trainer)) as stop, Run(config, stop) as run, pool, workers:
         build_roles(run, workers)
         checkpoints = Checkpoints(run, workers)

@@ -61,6 +61,8 @@ class DataConfig:
 class ModelConfig:
     path: str = MISSING
     """Hugging Face folder: config.json, safetensors, tokenizer."""
+    use_remove_padding: bool = True
+    """Lay the sequences of a micro-batch end to end instead of padding each to the longest."""
 
 
 @dataclass
@@ -164,7 +166,11 @@ class ActorConfig:
     ppo_mini_batch_size: int = 32
     """Prompts per optimizer step (times rollout.n samples)."""
     ppo_micro_batch_size_per_gpu: int = 64
-    """Samples per forward/backward pass."""
+    """Samples per forward/backward pass, where use_dynamic_bsz is false."""
+    use_dynamic_bsz: bool = False
+    """Join samples by their tokens instead: as few passes as ppo_max_token_len_per_gpu allows, of equal work."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Tokens per forward/backward pass, where use_dynamic_bsz is true."""
     ppo_epochs: int = 1
     """Passes over each step's samples."""
     shuffle: bool = True
@@ -240,7 +246,11 @@ class RolloutConfig:
     enforce_eager: bool = True
     """No compiled or captured graphs."""
     log_prob_micro_batch_size_per_gpu: int = 128
-    """Samples per forward pass when the trainer recomputes log-probabilities."""
+    """Samples per forward pass when the trainer recomputes log-probabilities, where not dynamic."""
+    log_prob_use_dynamic_bsz: bool = "${actor_rollout_ref.actor.use_dynamic_bsz}"  # type: ignore[assignment]
+    """Join those samples by their tokens."""
+    log_prob_max_token_len_per_gpu: int = "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
+    """Tokens per such pass."""
     logprob_diff_bound: float = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| on sampled tokens; beyond it the run stops.
     Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2 and more;
@@ -251,7 +261,9 @@ class RolloutConfig:
 @dataclass
 class RefConfig:
     log_prob_micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
-    """Samples per forward pass of the frozen reference."""
+    """Samples per forward pass of the frozen reference, where not dynamic."""
+    log_prob_use_dynamic_bsz: bool = "${actor_rollout_ref.rollout.log_prob_use_dynamic_bsz}"  # type: ignore[assignment]
+    log_prob_max_token_len_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu}"  # type: ignore[assignment]
     megatron: MegatronConfig = field(default_factory=follow_actor)
 
 
@@ -267,6 +279,7 @@ class ActorRolloutRefConfig:
 class CriticModelConfig:
     path: str = "${actor_rollout_ref.model.path}"
     """Hugging Face folder of the critic's trunk; the value head starts fresh."""
+    use_remove_padding: bool = "${actor_rollout_ref.model.use_remove_padding}"  # type: ignore[assignment]
 
 
 @dataclass
@@ -277,6 +290,10 @@ class CriticConfig:
     ppo_mini_batch_size: int = "${actor_rollout_ref.actor.ppo_mini_batch_size}"  # type: ignore[assignment]
     ppo_micro_batch_size_per_gpu: int = "${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}"  # type: ignore[assignment]
     forward_micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
+    use_dynamic_bsz: bool = "${actor_rollout_ref.actor.use_dynamic_bsz}"  # type: ignore[assignment]
+    ppo_max_token_len_per_gpu: int = "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
+    forward_max_token_len_per_gpu: int = "${critic.ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
+    """Tokens per pass that computes values."""
     ppo_epochs: int = "${actor_rollout_ref.actor.ppo_epochs}"  # type: ignore[assignment]
     shuffle: bool = "${actor_rollout_ref.actor.shuffle}"  # type: ignore[assignment]
     cliprange_value: float = 0.5
@@ -412,6 +429,8 @@ class TrainerConfig:
     """Folder for a table of the samples of every step, STEP.jsonl; null: none."""
     validation_data_dir: str | None = None
     """Folder for a table of the answers of every validation, STEP.jsonl; null: none."""
+    balance_batch: bool = True
+    """Give data-parallel ranks the same number of samples, chosen so that they have about equal work."""
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     """Where metrics go: console, jsonl, tensorboard."""
     seed: int = 1

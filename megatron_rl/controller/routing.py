@@ -3,8 +3,9 @@
     (args, kwargs) --split_call--> one payload per chunk ... one answer per chunk --join_answers--> the result
 
 A chunk is what one data-parallel rank or one rollout replica works on; every rank of it gets the same payload.
-Sizes of chunks differ by at most one row. A chunk without rows still has to run, since its ranks take part in
-collectives: it is padded with a copy of row 0, and its answer is dropped.
+Sizes of chunks differ by at most one row; which rows go together may be chosen by their work. A chunk without rows
+still has to run, since its ranks take part in collectives: it is padded with a copy of row 0, and its answer is
+dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from tensordict import is_tensor_collection
 
+from megatron_rl.balance import SequenceWork, share_out
 from megatron_rl.dispatch import Coordinates, Dispatch
+from megatron_rl.records import row_lengths
 
 Payload = tuple[tuple, dict[str, Any]]
 
@@ -66,20 +69,40 @@ def chunk_sizes(num_rows: int, num_chunks: int) -> list[int]:
     return [smaller + (chunk < num_larger) for chunk in range(num_chunks)]
 
 
-def split_call(args: tuple, kwargs: dict[str, Any], num_chunks: int) -> tuple[list[Payload], list[int] | None]:
-    """One payload per chunk, and the number of real rows in each (None when the call carries no record).
+@dataclass(frozen=True)
+class Split:
+    """One call in chunks. sizes: real rows of each; None when the call carries no record.
 
-    Top-level arguments that are records are split, all others go whole into every payload.
+    order: the call's row numbers, chunk after chunk; None: as they are.
+    """
+
+    payloads: list[Payload]
+    sizes: list[int] | None = None
+    order: torch.Tensor | None = None
+
+
+def split_call(args: tuple, kwargs: dict[str, Any], num_chunks: int, work: SequenceWork | None = None) -> Split:
+    """Cut a call into one payload per chunk.
+
+    Top-level arguments that are records are split, all others go whole into every payload. With `work` chunks have
+    about equal work, judged by the `input_ids` of the first record; without, rows stay in their order.
     Raises ValueError when records of one call differ in rows or have none.
     """
-    row_counts = [len(value) for value in (*args, *kwargs.values()) if is_record(value)]
+    records = [value for value in (*args, *kwargs.values()) if is_record(value)]
+    row_counts = [len(record) for record in records]
     if not row_counts:
-        return [(args, kwargs)] * num_chunks, None
+        return Split([(args, kwargs)] * num_chunks)
     if len(set(row_counts)) > 1:
         raise ValueError(f"the records of one call must have the same number of rows, got {row_counts}")
     if row_counts[0] == 0:
         raise ValueError("the records of a call have no rows: there is nothing to split, nor a row to pad with")
     sizes = chunk_sizes(row_counts[0], num_chunks)
+    order = None
+    if work is not None and num_chunks > 1:
+        costs = work(row_lengths(records[0].input_ids).tolist())
+        order = torch.tensor([row for part in share_out(costs, [1] * len(costs), sizes) for row in part])
+        args = tuple(value[order] if is_record(value) else value for value in args)
+        kwargs = {name: value[order] if is_record(value) else value for name, value in kwargs.items()}
     payloads: list[Payload] = []
     start = 0
     for size in sizes:
@@ -91,7 +114,7 @@ def split_call(args: tuple, kwargs: dict[str, Any], num_chunks: int) -> tuple[li
             )
         )
         start = stop
-    return payloads, sizes
+    return Split(payloads, sizes, order)
 
 
 def _chunk(value: Any, start: int, stop: int) -> Any:
@@ -104,17 +127,18 @@ def _chunk(value: Any, start: int, stop: int) -> Any:
     return value[start:stop].clone()  # a bare slice would pickle the storage of the whole batch
 
 
-def join_answers(answers: Sequence[Any], sizes: Sequence[int] | None) -> Any:
+def join_answers(answers: Sequence[Any], split: Split) -> Any:
     """One result from one answer per chunk; answers of chunks without real rows are dropped.
 
-    Records are concatenated in chunk order; of dicts (which workers reduce over ranks themselves) the first counts;
-    None from all is None; anything else is a list with one entry per chunk.
+    Records are concatenated, their rows in the order of the call; of dicts (which workers reduce over ranks themselves)
+    the first counts; None from all is None; anything else is a list with one entry per chunk.
     """
-    real = [answer for chunk, answer in enumerate(answers) if sizes is None or sizes[chunk] > 0]
+    real = [answer for chunk, answer in enumerate(answers) if split.sizes is None or split.sizes[chunk] > 0]
     if all(answer is None for answer in real):
         return None
     if all(is_record(answer) for answer in real):
-        return torch.cat(real)
+        joined = torch.cat(real)
+        return joined if split.order is None else joined[split.order.argsort()]
     if all(isinstance(answer, dict) for answer in real):
         return real[0]
     return real

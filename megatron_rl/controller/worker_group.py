@@ -26,9 +26,10 @@ from ray import ObjectRef, cloudpickle
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
+from megatron_rl.balance import SequenceWork
 from megatron_rl.controller.failures import RankFailure, to_error
 from megatron_rl.controller.resource_pool import ResourcePool
-from megatron_rl.controller.routing import join_answers, route_call, split_call
+from megatron_rl.controller.routing import Split, join_answers, route_call, split_call
 from megatron_rl.controller.worker_process import Call, ProcessInfo, WorkerProcess, read_report, wait_until_gone
 from megatron_rl.dispatch import Coordinates, Dispatch, Verb
 from megatron_rl.errors import MegatronRLError, WorkerFailure
@@ -63,6 +64,8 @@ class WorkerGroup:
     LOCAL_RANK (the index of their device among those they see), LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
     their environment, along with `env`, before their class is imported, and import from where the driver does.
 
+    `work` evens out what data-parallel ranks get of the rows of balanced verbs; without it rows keep their order.
+
     After a rank failed, its peers get `grace_s` seconds to report what they saw before all processes are killed.
     """
 
@@ -72,6 +75,7 @@ class WorkerGroup:
         worker_class: type,
         *args: Any,
         env: dict[str, str] | None = None,
+        work: SequenceWork | None = None,
         grace_s: float = 3.0,
     ) -> None:
         methods = _registered_methods(worker_class)
@@ -82,6 +86,7 @@ class WorkerGroup:
         self._worker_class = worker_class
         self._args = args
         self._env = env or {}
+        self._work = work
         self._grace_s = grace_s
         self._handles: list[ActorHandle] = []
         self._processes: list[ProcessInfo] = []
@@ -186,8 +191,9 @@ class WorkerGroup:
         verb = self.verbs[name]
         splits = verb.dispatch in (Dispatch.DP, Dispatch.ROLLOUT_DP)
         route = route_call(verb.dispatch, self._pool.world_size, self._coordinates)
-        payloads, sizes = split_call(args, kwargs, len(route.collectors)) if splits else ([(args, kwargs)], None)
-        boxes = [ray.put(payload) for payload in payloads]
+        work = self._work if verb.balanced else None
+        split = split_call(args, kwargs, len(route.collectors), work) if splits else Split([(args, kwargs)])
+        boxes = [ray.put(payload) for payload in split.payloads]
         reports, answers = [], {}
         for rank, chunk in route.chunk_of_rank.items():
             wanted = rank in route.collectors
@@ -198,7 +204,7 @@ class WorkerGroup:
         def fetch(timeout: float | None) -> Any:
             collected = self._fetch(name, reports, [answers[rank] for rank in route.collectors], timeout)
             if splits:
-                return join_answers(collected, sizes)
+                return join_answers(collected, split)
             return collected[0] if verb.dispatch is Dispatch.RANK_ZERO else collected
 
         return Future(fetch)

@@ -1,6 +1,7 @@
-"""Attention for training: Megatron's self-attention with the rollout engine's weight layout.
+"""Attention for training: Megatron's self-attention with the rollout engine's weight layout, packed or padded.
 
-Legend: S sequence, B batch, N query heads and K key/value heads of this TP rank, D head size.
+Legend: S sequence, B batch, N query heads and K key/value heads of this TP rank, D head size. A packed row has B = 1
+and S = T tokens of several segments.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from megatron_rl.device import has_varlen_attention
+from megatron_rl.model.segments import Segments, to_slots, to_tokens
 
 
 class StackedQKVSelfAttention(SelfAttention):
@@ -18,6 +23,29 @@ class StackedQKVSelfAttention(SelfAttention):
     Megatron interleaves q, k and v per query group; vLLM and Hugging Face stack them. Stacking here lets the rollout
     engine read the very same memory.
     """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: Segments | None = None,
+        **options,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [S, B, H] (under sequence parallelism this rank's part of S) -> (the same shape, bias).
+
+        rotary_pos_emb [longest, 1, 1, D]: the angles of every position, from which a packed row takes its own.
+        """
+        if packed_seq_params is not None:
+            rotary_pos_emb = rotary_pos_emb[packed_seq_params.positions]
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **options,
+        )
 
     def get_query_key_value_tensors(
         self,
@@ -44,17 +72,49 @@ class StackedQKVSelfAttention(SelfAttention):
 
 
 class CausalAttention(MegatronModule):
-    """Causal core attention on torch's `scaled_dot_product_attention`; the same code on CPU and CUDA.
+    """Causal core attention on torch's own kernels; the same code on CPU and CUDA.
 
-    Rows are aligned left, so the causal mask alone keeps padding on the right out of every real position.
+    Padded rows are aligned left, so the causal mask alone keeps padding on the right out of every real position.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **unused) -> None:
         super().__init__(config=config)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **unused) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: Segments | None = None,
+        **unused,
+    ) -> Tensor:
         """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N * D]."""
-        q_BNSD, k_BKSD, v_BKSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
-        out_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
-        return out_BNSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        if packed_seq_params is None:
+            q_BSND, k_BSKD, v_BSKD = (x.transpose(0, 1) for x in (query, key, value))
+            out_SBND = attend(q_BSND, k_BSKD, v_BSKD).transpose(0, 1)
+        else:
+            attend_segments = varlen if has_varlen_attention(query) else bucketed
+            out_SBND = attend_segments(*(x.squeeze(1) for x in (query, key, value)), packed_seq_params)[:, None]
+        return out_SBND.flatten(2)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention within each of B rows: query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D]."""
+    q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (query, key, value))
+    grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
+    return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def bucketed(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Causal attention within each segment, a bucket at a time: [T, N, D], [T, K, D] twice -> [T, N, D]."""
+    rows = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
+    return to_tokens([attend(*bucket) for bucket in rows], segments)
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """The same on torch's variable-length flash attention, which CUDA has for half precision."""
+    longest = segments.max_seqlen_q
+    grouped = query.shape[1] != key.shape[1]
+    boundaries = (segments.cu_seqlens_q, segments.cu_seqlens_kv, longest, longest)
+    return varlen_attn(query, key, value, *boundaries, window_size=(-1, 0), enable_gqa=grouped)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import CriticConfig
-from megatron_rl.experience.batches import MicroBatch
+from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.aggregate import token_weights
 from megatron_rl.losses.value import clipped_value_loss
 from megatron_rl.records import CriticBatch, Sequences, TokenScores
@@ -23,23 +23,30 @@ class Critic:
     """Values of states, one per response token. All ranks must call every method."""
 
     def __init__(
-        self, source: ModelSource, config: CriticConfig, num_run_steps: int, head_seed: int, loss_scale: int
+        self,
+        source: ModelSource,
+        config: CriticConfig,
+        cut: MicroBatching,
+        num_run_steps: int,
+        head_seed: int,
+        loss_scale: int,
     ) -> None:
-        """`loss_scale`: what `loss_agg_mode=seq-mean-token-sum-norm` divides by."""
+        """`loss_scale`: what `loss_agg_mode=seq-mean-token-sum-norm` divides by. `cut`: of updates."""
         self.config = config
+        self.cut = cut
         self.loss_scale = loss_scale
         model = source.value_model(head_seed)
         self.trainable = TrainableModel(
             model.chunks, model.load, config.optim, num_run_steps, source.groups, source.device.torch_device
         )
 
-    def score(self, sequences: Sequences) -> TokenScores | None:
+    def score(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
         """Value of every response position; the record on the last stage, None before."""
-        return self.trainable.pipeline.score(sequences, self.config.forward_micro_batch_size_per_gpu, response_values)
+        return self.trainable.pipeline.score(sequences, cut, response_values)
 
     def compute_gradients(self, batch: CriticBatch) -> dict[str, float]:
         """Gradients of one mini-batch's loss over all its tokens on all ranks. Metrics on the last stage."""
-        blocks = self.trainable.pipeline.micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
+        blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
 
         def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:

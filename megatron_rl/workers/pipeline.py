@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.experience.batches import MicroBatch, micro_batches
+from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching, in_row_order, micro_batches, round_up
+from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.mpu import TrainGroups
-from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths
+from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths, row_lengths
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
 """(model output [b, S, ...], its micro-batch) -> one float32 per response token, [N]."""
@@ -32,20 +33,36 @@ class Pipeline:
         self.groups = groups
         self.device = device
 
-    def micro_batches(self, record, micro_batch_size: int) -> list[MicroBatch]:
+    def micro_batches(self, record, cut: MicroBatching) -> list[MicroBatch]:
         """Cut a record into blocks that this pipeline can run; all ranks must call.
 
         Under sequence parallelism the columns spread evenly over TP ranks. Where data-parallel ranks hold different
-        experts they need each other's answers in every block, so all get as many as the one that has most.
+        experts they need each other's answers in every block, so all get as many as the one that has most; dynamic
+        blocks are cut to the same number everywhere, so that no rank waits for another's.
         """
-        grid = self.groups.grid
+        grid, lengths = self.groups.grid, row_lengths(record.input_ids).tolist()
         column_multiple = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
-        blocks = micro_batches(record, micro_batch_size, column_multiple)
-        if grid.experts_join_dp_ranks:
-            most = torch.tensor(len(blocks), device=self.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.dp_group)
-            blocks += [blocks[0].neutral()] * (int(most) - len(blocks))
-        return blocks
+        plan = cut.plan(lengths, multiple=self._round_size)
+        if not (cut.is_dynamic or grid.experts_join_dp_ranks):
+            return micro_batches(record, plan, cut.remove_padding, column_multiple)
+        agreed = 0
+        # A rank that needs more blocks than were agreed on, which is rare, makes all of them try once more.
+        while (most := self._most_blocks(plan)) != agreed:
+            agreed = most
+            plan = cut.plan(lengths, agreed, self._round_size)
+        blocks = micro_batches(record, plan, cut.remove_padding, column_multiple)
+        return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
+
+    @property
+    def _round_size(self) -> int:
+        """The interleaved schedule takes micro-batches in rounds of pp_size."""
+        return self.groups.grid.pp_size if len(self.chunks) > 1 else 1
+
+    def _most_blocks(self, plan: list[list[int]]) -> int:
+        """Of all data-parallel ranks' plans, in full rounds."""
+        most = torch.tensor(round_up(len(plan), self._round_size), device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.dp_group)
+        return int(most)
 
     def parameters(self) -> list[Tensor]:
         """All parameters of this rank's part of the model."""
@@ -53,7 +70,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, blocks: list[MicroBatch], per_token: PerToken) -> Tensor | None:
-        """`per_token` of every block, concatenated on the CPU: float32 [all tokens] on the last stage, None before."""
+        """`per_token` of every response token, row by row of the record, on the CPU: [all tokens, ...] float32.
+
+        On the last stage; None before.
+        """
 
         def step(iterator, model):
             block = next(iterator).to(self.device)
@@ -61,11 +81,11 @@ class Pipeline:
             return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
 
         outputs = self._schedule(step, self._scheduled(blocks), forward_only=True, collect_non_loss_data=True)
-        return torch.cat(outputs) if self.groups.is_last_stage else None
+        return in_row_order(torch.cat(outputs), blocks) if self.groups.is_last_stage else None
 
-    def score(self, sequences: Sequences, micro_batch_size: int, per_token: PerToken) -> TokenScores | None:
+    def score(self, sequences: Sequences, cut: MicroBatching, per_token: PerToken) -> TokenScores | None:
         """`per_token` of every response token of `sequences`, as a record on the last stage; None before."""
-        flat = self.forward(self.micro_batches(sequences, micro_batch_size), per_token)
+        flat = self.forward(self.micro_batches(sequences, cut), per_token)
         if flat is None:
             return None
         return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)
@@ -93,15 +113,17 @@ class Pipeline:
         return torch.stack(metrics).sum(0) if self.groups.is_last_stage else None
 
     def _scheduled(self, blocks: list[MicroBatch]) -> list[MicroBatch]:
-        # The interleaved schedule takes micro-batches in rounds of pp_size, so the last round is filled up.
-        round_size = self.groups.grid.pp_size if len(self.chunks) > 1 else 1
-        return [*blocks, *[blocks[0].neutral()] * (-len(blocks) % round_size)]
+        return [*blocks, *[blocks[0].neutral()] * (-len(blocks) % self._round_size)]
 
     def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:
         positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
-        return model(block.input_ids, positions, None)
+        segments = None if block.segments is None else Segments.of(block.segments, self.device)
+        return model(block.input_ids, positions, None, packed_seq_params=segments)
 
     def _schedule(self, step: Callable, blocks: list[MicroBatch], **options) -> list[Tensor]:
+        shapes = {block.input_ids.shape for block in blocks}
+        # Stages tell each other every block's shape, which costs a message and a wait each, only where they differ.
+        self.chunks[0].config.variable_seq_lengths = len(shapes) > 1
         num_rows, num_columns = blocks[0].input_ids.shape
         return get_forward_backward_func()(
             forward_step_func=step,

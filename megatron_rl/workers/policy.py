@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.experience.batches import MicroBatch
+from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.policy import PolicyTokens
@@ -34,16 +34,14 @@ class TokenScorer:
         """hidden [b, S, H] -> (log-prob [N], entropy [N]) of the block's response tokens, float32."""
         return self.head.log_probs_and_entropy(hidden[:, :-1][block.predicts_response], block.targets)
 
-    def score(self, sequences: Sequences, micro_batch_size: int) -> TokenScores | None:
+    def score(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
         """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
-        return self.pipeline.score(
-            sequences, micro_batch_size, lambda hidden, block: self.log_probs_and_entropy(hidden, block)[0]
-        )
+        return self.pipeline.score(sequences, cut, lambda hidden, block: self.log_probs_and_entropy(hidden, block)[0])
 
-    def logits(self, sequences: Sequences, micro_batch_size: int) -> Tensor | None:
+    def logits(self, sequences: Sequences, cut: MicroBatching) -> Tensor | None:
         """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
         return self.pipeline.forward(
-            self.pipeline.micro_batches(sequences, micro_batch_size),
+            self.pipeline.micro_batches(sequences, cut),
             lambda hidden, block: self.head.logits(hidden[:, :-1][block.predicts_response]),
         )
 
@@ -52,10 +50,17 @@ class Actor:
     """The policy that is trained. All ranks must call every method."""
 
     def __init__(
-        self, source: ModelSource, config: ActorConfig, num_run_steps: int, temperature: float, loss_scale: int
+        self,
+        source: ModelSource,
+        config: ActorConfig,
+        cut: MicroBatching,
+        num_run_steps: int,
+        temperature: float,
+        loss_scale: int,
     ) -> None:
-        """`loss_scale`: what `loss_agg_mode=seq-mean-token-sum-norm` divides by."""
+        """`loss_scale`: what `loss_agg_mode=seq-mean-token-sum-norm` divides by. `cut`: of updates."""
         self.config = config
+        self.cut = cut
         self.loss_scale = loss_scale
         self.policy_loss = policy_loss(config)
         model = source.language_model()
@@ -71,7 +76,7 @@ class Actor:
 
         Losses among the metrics are aggregated like the loss itself; the others are means over tokens.
         """
-        blocks = self.trainable.pipeline.micro_batches(batch, self.config.ppo_micro_batch_size_per_gpu)
+        blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
         means = self.trainable.compute_gradients(blocks, lambda hidden, block: self._loss(hidden, block, totals))
         if means is None:

@@ -30,6 +30,7 @@ from megatron_rl.records import (
     Sequences,
     TokenScores,
 )
+from megatron_rl.workers.cuts import Cuts
 from megatron_rl.workers.environment import RankEnvironment
 from third_party_patches import apply_patches
 
@@ -77,6 +78,7 @@ class RankWorker:
         self.groups = initialize_mpu(
             grid, config.trainer.seed, vpp_size=megatron.virtual_pipeline_model_parallel_size or 1
         )
+        self.cuts = Cuts.configured(config)
         self.resting: list[Resting] = []
         self.checkpoints: dict[str, RoleCheckpoint] = {}
         self.unfinished: UnfinishedSave | None = None
@@ -118,7 +120,12 @@ class RankWorker:
         shared = self.config.actor_rollout_ref
         source, num_run_steps = self._source(shared.model.path), self._num_run_steps(shared.actor)
         self.actor = Actor(
-            source, shared.actor, num_run_steps, shared.rollout.temperature, self._loss_scale(shared.actor)
+            source,
+            shared.actor,
+            self.cuts.update_actor,
+            num_run_steps,
+            shared.rollout.temperature,
+            self._loss_scale(shared.actor),
         )
         self.checkpoints["actor"] = RoleCheckpoint(self.actor.trainable, source.specs, source.place)
         self.resting += self.actor.trainable.resting(shared.actor.megatron)
@@ -142,7 +149,9 @@ class RankWorker:
 
         critic = self.config.critic
         source, num_run_steps = self._source(critic.model.path), self._num_run_steps(critic)
-        self.critic = Critic(source, critic, num_run_steps, self.config.trainer.seed, self._loss_scale(critic))
+        self.critic = Critic(
+            source, critic, self.cuts.update_critic, num_run_steps, self.config.trainer.seed, self._loss_scale(critic)
+        )
         self.checkpoints["critic"] = RoleCheckpoint(self.critic.trainable, source.value_specs, source.place)
         self.resting += self.critic.trainable.resting(critic.megatron)
 
@@ -207,33 +216,29 @@ class RankWorker:
 
     # Scoring
 
-    @register(Dispatch.DP, role="actor")
+    @register(Dispatch.DP, role="actor", balanced=True)
     def compute_log_probs(self, sequences: Sequences) -> TokenScores | None:
         """Log-prob of each response token under the actor, as the trainer computes it."""
-        return self.actor.scorer.score(sequences, self._log_prob_micro_batch)
+        return self.actor.scorer.score(sequences, self.cuts.log_probs)
 
-    @register(Dispatch.DP, role="ref")
+    @register(Dispatch.DP, role="ref", balanced=True)
     def compute_ref_log_probs(self, sequences: Sequences) -> TokenScores | None:
         """Log-prob of each response token under the reference."""
-        return self.reference.score(sequences, self.config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu)
+        return self.reference.score(sequences, self.cuts.ref_log_probs)
 
-    @register(Dispatch.DP, role="critic")
+    @register(Dispatch.DP, role="critic", balanced=True)
     def compute_values(self, sequences: Sequences) -> TokenScores | None:
         """Value before each response token."""
-        return self.critic.score(sequences)
-
-    @property
-    def _log_prob_micro_batch(self) -> int:
-        return self.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+        return self.critic.score(sequences, self.cuts.values)
 
     # Training
 
-    @register(Dispatch.DP, role="actor")
+    @register(Dispatch.DP, role="actor", balanced=True)
     def update_actor(self, batch: ActorBatch) -> dict[str, float]:
         """One optimizer step of the policy."""
         return self.actor.update(batch)
 
-    @register(Dispatch.DP, role="critic")
+    @register(Dispatch.DP, role="critic", balanced=True)
     def update_critic(self, batch: CriticBatch) -> dict[str, float]:
         """One optimizer step of the critic."""
         return self.critic.update(batch)
@@ -288,7 +293,7 @@ class RankWorker:
     @register(Dispatch.DP, role="actor")
     def response_logits(self, sequences: Sequences):
         """Float32 logits [response tokens, vocab_size] of the actor, for parity checks."""
-        return self.actor.scorer.logits(sequences, self._log_prob_micro_batch)
+        return self.actor.scorer.logits(sequences, self.cuts.log_probs)
 
     @register(Dispatch.ONE_TO_ALL, role="actor")
     def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""The gradient of one mini-batch is the same however it is cut: into micro-batches, over DP ranks, TP ranks, stages."""
+"""The gradient of one mini-batch is the same however it is cut: packed or padded, by rows or tokens, over all ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from ranks import run_ranks
 from test_layout_parity import relative, whole_weights
 from tiny_models import random_experience, run_config, save_qwen2
 
+from megatron_rl.balance import SequenceWork
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.records import ActorBatch, ragged_from_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 LAYOUTS = {"one": (1, 1, 1), "DP2": (2, 1, 1), "TP2": (2, 2, 1), "PP2": (2, 1, 2)}
 NUM_ROWS = 7
-MICRO_BATCHES = (1, 2, NUM_ROWS)
+CUTS = {
+    "padded, 1": MicroBatching(1, remove_padding=False),
+    "padded, 2": MicroBatching(2, remove_padding=False),
+    "padded, all": MicroBatching(NUM_ROWS, remove_padding=False),
+    "packed, 2": MicroBatching(2),
+    "packed, all": MicroBatching(NUM_ROWS),
+    "dynamic": MicroBatching(1, max_tokens=24, work=SequenceWork(10.0)),
+    "dynamic, padded": MicroBatching(1, max_tokens=24, remove_padding=False, work=SequenceWork(10.0)),
+}
+WHOLE = "padded, all"
 MODES = {"vanilla": "token-mean", "gspo": "seq-mean-token-mean"}
 
 
@@ -54,13 +65,13 @@ def actor_batch(path: str) -> ActorBatch:
     return experience.actor_batch(with_reference=True)
 
 
-def configure(actor, loss_mode: str, micro_batch: int) -> None:
+def configure(actor, loss_mode: str, cut: MicroBatching) -> None:
     from megatron_rl.losses.registry import policy_loss
 
     config: ActorConfig = actor.config
     config.policy_loss.loss_mode, config.loss_agg_mode = loss_mode, MODES[loss_mode]
     config.use_kl_loss, config.kl_loss_coef, config.entropy_coeff = True, 0.1, 0.01
-    config.ppo_micro_batch_size_per_gpu = micro_batch
+    actor.cut = cut
     actor.policy_loss = policy_loss(config)
 
 
@@ -77,8 +88,8 @@ def reduced_gradients(actor, dp_group) -> dict[str, torch.Tensor]:
     return {name: gradients[p] for name, p in named_parameters(actor.trainable.models).items()}
 
 
-def all_gradients(config) -> dict[tuple[str, int], dict]:
-    """(loss mode, micro-batch size) -> metrics and gradients of the same mini-batch, as one rank has them."""
+def all_gradients(config) -> dict[tuple[str, str], dict]:
+    """(loss mode, cut) -> metrics and gradients of the same mini-batch, as one rank has them."""
     from megatron_rl.workers.rank_worker import RankWorker
 
     worker = RankWorker(config)
@@ -89,9 +100,9 @@ def all_gradients(config) -> dict[tuple[str, int], dict]:
     ]
     found = {}
     for loss_mode in MODES:
-        for micro_batch in MICRO_BATCHES:
-            configure(worker.actor, loss_mode, micro_batch)
-            found[loss_mode, micro_batch] = {
+        for name, cut in CUTS.items():
+            configure(worker.actor, loss_mode, cut)
+            found[loss_mode, name] = {
                 "metrics": worker.actor.compute_gradients(mine),
                 "actor_weights": reduced_gradients(worker.actor, worker.groups.dp_group),
                 "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64),
@@ -105,31 +116,31 @@ def model_path(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def reference(model_path) -> dict[tuple[str, int], dict]:
+def reference(model_path) -> dict[tuple[str, str], dict]:
     return run_ranks(1, all_gradients, run_config(model_path, 1, 1))[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradient_does_not_depend_on_the_cut(layout, model_path, reference) -> None:
-    """Six cuts of each layout within 1e-5 of one pass in one process. Would not catch a wrong loss shared by all."""
+    """Seven cuts, two losses: within 1e-5 of one pass in one process. Would not catch a wrong loss shared by all."""
     world_size, tp_size, pp_size = LAYOUTS[layout]
     ranks = [reference]
     if world_size > 1:
         ranks = run_ranks(world_size, all_gradients, run_config(model_path, tp_size, pp_size))
     for loss_mode in MODES:
-        expected = reference[loss_mode, NUM_ROWS]
+        expected = reference[loss_mode, WHOLE]
         expected_gradients = whole_weights([expected], "actor", model_path)
         assert expected["metrics"]["actor/pg_clipfrac"] > 0 and expected["metrics"]["actor/kl_loss"] > 0
-        for micro_batch in MICRO_BATCHES:
-            ours = [rank[loss_mode, micro_batch] for rank in ranks]
+        for cut in CUTS:
+            ours = [rank[loss_mode, cut] for rank in ranks]
             metrics = next(rank["metrics"] for rank in reversed(ours) if rank["metrics"])
-            assert metrics == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-7), (loss_mode, micro_batch)
+            assert metrics == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-7), (loss_mode, cut)
             gradients = whole_weights(ours, "actor", model_path)
             largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
             for name, gradient in expected_gradients.items():
                 # Some gradients are zero but for rounding, such as those of key biases.
                 is_rounding = gradient.abs().max() < 1e-6 * largest
-                assert is_rounding or relative(gradients[name], gradient) < 1e-5, (loss_mode, micro_batch, name)
+                assert is_rounding or relative(gradients[name], gradient) < 1e-5, (loss_mode, cut, name)
 
 
 def token_loss(ratio, advantage: float) -> torch.Tensor:
@@ -171,7 +182,7 @@ def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]
 def test_gradient_is_that_of_a_loop_on_transformers(loss_mode, model_path, reference) -> None:
     """Loss, masks, weights, KL, entropy and aggregation at once, within 2e-4. Would not catch a term that is tiny."""
     expected = hugging_face_gradients(model_path, loss_mode)
-    ours = whole_weights([reference[loss_mode, 2]], "actor", model_path)
+    ours = whole_weights([reference[loss_mode, "dynamic"]], "actor", model_path)
     assert ours.keys() == expected.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     compared = [name for name, gradient in expected.items() if gradient.abs().max() > 1e-4 * largest]
@@ -182,5 +193,5 @@ def test_gradient_is_that_of_a_loop_on_transformers(loss_mode, model_path, refer
 
 def test_the_two_losses_differ(model_path, reference) -> None:
     """Guards the test above against comparing one loss with itself. Would not catch a mode that is ignored in part."""
-    token, answer = (whole_weights([reference[mode, 1]], "actor", model_path) for mode in MODES)
+    token, answer = (whole_weights([reference[mode, WHOLE]], "actor", model_path) for mode in MODES)
     assert any(relative(token[name], answer[name]) > 0.01 for name in token)

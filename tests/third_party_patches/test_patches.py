@@ -38,7 +38,7 @@ def train_one_step(groups):
 
     from megatron_rl.config.schema import MegatronConfig, OptimConfig
     from megatron_rl.device import Device
-    from megatron_rl.experience.batches import micro_batches
+    from megatron_rl.experience.micro_batches import micro_batches
     from megatron_rl.model.gpt import build_language_model, transformer_config
     from megatron_rl.records import Sequences, ragged
     from megatron_rl.workers.training import TrainableModel
@@ -60,7 +60,7 @@ def train_one_step(groups):
     def loss(hidden, block):
         return (hidden @ model.output_layer.weight.t()).square().mean(), torch.ones(1)
 
-    trainable.compute_gradients(micro_batches(rows, 1), loss)
+    trainable.compute_gradients(micro_batches(rows, [[0], [1]], remove_padding=False), loss)
     gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
     trainable.step()
     return {name: (before[name], gradients[name], p.detach()) for name, p in model.named_parameters()}

@@ -43,7 +43,7 @@ def num_experts_key(family: Family, settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of one model. `ffn_size` is that of the dense MLP, or of one expert; `num_experts` is 0 when dense."""
+    """The sizes of one model. `ffn_size` is that of the dense MLP, or of one expert; the last two are 0 when dense."""
 
     num_layers: int
     hidden_size: int
@@ -54,6 +54,17 @@ class ModelShape:
     vocab_size: int
     tied: bool
     num_experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def attention_parity(self) -> float:
+        """The length at which causal attention, 2 L A FLOPs a token and layer, costs as much as the matrices, 2 P.
+
+        A: elements of all heads; P: elements of the matrices that a token passes in a layer.
+        """
+        queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        mlp = 3 * self.hidden_size * self.ffn_size * max(self.experts_per_token, 1)
+        return (2 * self.hidden_size * (queries + keys) + mlp) / queries
 
     @classmethod
     def from_hf(cls, settings: Mapping[str, Any]) -> ModelShape:
@@ -70,6 +81,7 @@ class ModelShape:
             vocab_size=settings["vocab_size"],
             tied=settings["tie_word_embeddings"],
             num_experts=routing.num_experts if routing else 0,
+            experts_per_token=routing.experts_per_token if routing else 0,
         )
 
 

@@ -1,0 +1,157 @@
+"""Cut a mini-batch into micro-batches, one pass through the model each: which rows together, and how they lie.
+
+    lengths --MicroBatching.plan--> rows of each block --micro_batches--> blocks, packed or padded
+
+Rows are joined by number (`ppo_micro_batch_size_per_gpu`) or by tokens (`use_dynamic_bsz`), and lie end to end
+(`use_remove_padding`) or under each other, filled up to the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.balance import SequenceWork, pack
+from megatron_rl.records import row_lengths, to_padded
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How one role's passes are cut.
+
+    num_rows: rows of a block, in the order they come. max_tokens: instead, as many rows as have so many tokens, in as
+    few blocks as possible and of equal `work`; None: by number. remove_padding: lay the rows of a block end to end.
+    """
+
+    num_rows: int
+    max_tokens: int | None = None
+    remove_padding: bool = True
+    work: SequenceWork = SequenceWork(attention_parity=float("inf"))
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether lengths decide how many rows a block has."""
+        return self.max_tokens is not None
+
+    def plan(self, lengths: Sequence[int], num_blocks: int = 1, multiple: int = 1) -> list[list[int]]:
+        """The rows of each block, every row once, for rows of `lengths` tokens.
+
+        num_blocks and multiple are wishes that only dynamic blocks can follow: at least so many, and a multiple of
+        so many; never more than there are rows.
+        """
+        if self.is_dynamic:
+            return pack(lengths, self.work(lengths), self.max_tokens, num_blocks, multiple)
+        starts = range(0, len(lengths), self.num_rows)
+        return [list(range(start, min(start + self.num_rows, len(lengths)))) for start in starts]
+
+
+@dataclass
+class MicroBatch:
+    """Rows for one pass through the model. Legend: n rows, N their response tokens, b x S the block they lie in.
+
+    input_ids: int64 [b, S]. Padded: b = n, aligned left, filled up with 0. Packed: b = 1, end to end, then filler.
+    predicts_response: bool [b, S - 1], true where the *next* token belongs to the response of the same row.
+    response_lengths: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
+    fields: the record's ragged float fields of these rows, flattened row by row to [N].
+    segments: lengths of what lies end to end, filler included, adding up to S; None when padded.
+    """
+
+    input_ids: Tensor
+    predicts_response: Tensor
+    response_lengths: Tensor
+    rows: Tensor
+    fields: dict[str, Tensor]
+    segments: tuple[int, ...] | None = None
+
+    @property
+    def targets(self) -> Tensor:
+        """int64 [N]: the response tokens, row by row."""
+        return self.input_ids[:, 1:][self.predicts_response]
+
+    @property
+    def kept(self) -> Tensor:
+        """float32 [N]: 1 for each response token that counts in a loss; all of them where the record does not say."""
+        default = self.predicts_response.new_ones(int(self.response_lengths.sum()), dtype=torch.float32)
+        return self.fields.get("kept", default)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same block on another device."""
+        tensors = (self.input_ids, self.predicts_response, self.response_lengths, self.rows)
+        fields = {name: field.to(device) for name, field in self.fields.items()}
+        return MicroBatch(*(tensor.to(device) for tensor in tensors), fields, self.segments)
+
+    def neutral(self) -> MicroBatch:
+        """A block of the same shape without any row: it runs like this one and adds nothing to a loss."""
+        return MicroBatch(
+            self.input_ids * 0,
+            torch.zeros_like(self.predicts_response),
+            self.response_lengths[:0],
+            self.rows[:0],
+            {name: field[:0] for name, field in self.fields.items()},
+            self.segments,
+        )
+
+
+def micro_batches(
+    record, plan: Sequence[Sequence[int]], remove_padding: bool, column_multiple: int = 1
+) -> list[MicroBatch]:
+    """The blocks of a record with `input_ids`, `response_lengths` and ragged float fields, as `plan` says.
+
+    Each is as wide as its content needs, rounded up to a multiple of `column_multiple`.
+    """
+    order = [row for rows in plan for row in rows]
+    ordered = record if order == list(range(len(record))) else record[torch.tensor(order)]
+    names = [name for name in record.to_dict(retain_none=False) if name not in ("input_ids", "response_lengths")]
+    num_tokens = ordered.response_lengths
+    ends = [0, *num_tokens.cumsum(0).tolist()]
+    lay_out = packed if remove_padding else padded
+    blocks, start = [], 0
+    for rows in plan:
+        stop = start + len(rows)
+        input_ids, predicts, segments = lay_out(ordered[start:stop], column_multiple)
+        fields = {name: ordered.get(name).values()[ends[start] : ends[stop]] for name in names}
+        blocks.append(MicroBatch(input_ids, predicts, num_tokens[start:stop], torch.tensor(rows), fields, segments))
+        start = stop
+    return blocks
+
+
+def padded(record, column_multiple: int) -> tuple[Tensor, Tensor, None]:
+    """(input_ids, predicts_response, no segments) of rows under each other."""
+    lengths = row_lengths(record.input_ids)
+    width = round_up(int(lengths.max()), column_multiple)
+    column = torch.arange(width - 1)[None]
+    first = (lengths - record.response_lengths - 1)[:, None]
+    return to_padded(record.input_ids, width), (column >= first) & (column < (lengths - 1)[:, None]), None
+
+
+def packed(record, column_multiple: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """(input_ids, predicts_response, segments) of rows end to end; filler is a segment of its own."""
+    lengths, tokens = row_lengths(record.input_ids), record.input_ids.values()
+    filler = round_up(len(tokens), column_multiple) - len(tokens)
+    segments = (*lengths.tolist(), *([filler] if filler else []))
+    last = (lengths.cumsum(0) - 1).repeat_interleave(lengths)
+    position = torch.arange(len(tokens))
+    predicts = (position >= last - record.response_lengths.repeat_interleave(lengths)) & (position < last)
+    input_ids = torch.nn.functional.pad(tokens, (0, filler))
+    return input_ids[None], torch.nn.functional.pad(predicts, (0, filler))[None, :-1], segments
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+def in_row_order(values: Tensor, blocks: Sequence[MicroBatch]) -> Tensor:
+    """values [tokens of all blocks, ...], block after block -> the same, row after row of the record."""
+    rows = torch.cat([block.rows for block in blocks])
+    lengths = torch.cat([block.response_lengths for block in blocks])
+    place = torch.empty_like(lengths)
+    place[rows] = lengths
+    starts = place.cumsum(0) - place
+    shift = (starts[rows] - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    ordered = torch.empty_like(values)
+    ordered[torch.arange(len(values)) + shift] = values
+    return ordered

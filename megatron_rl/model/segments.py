@@ -1,0 +1,118 @@
+"""Sequences end to end in one row, and how attention keeps them apart.
+
+Legend: T tokens of the row, n segments, W slots: the tokens of all segments, each filled up to the longest of its
+bucket. Where no kernel takes segments of any length, those of similar length are attended to together, filled up on
+the right, where the causal mask keeps filler out of every real position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+SHORTEST_SHARE = 0.75
+"""A segment joins a bucket if it is at least this share of its longest,"""
+FEW_TOKENS = 16
+"""or at most so many tokens shorter."""
+
+
+def buckets(lengths: Sequence[int]) -> list[list[int]]:
+    """Segments of similar length together, the longest first; every segment once."""
+    found: list[list[int]] = []
+    for segment in sorted(range(len(lengths)), key=lambda segment: -lengths[segment]):
+        longest = lengths[found[-1][0]] if found else 0
+        if found and lengths[segment] >= min(SHORTEST_SHARE * longest, longest - FEW_TOKENS):
+            found[-1].append(segment)
+        else:
+            found.append([segment])
+    return found
+
+
+@dataclass
+class Segments(PackedSeqParams):
+    """What Megatron hands to every layer of a packed row.
+
+    cu_seqlens_q, cu_seqlens_kv: int32 [n + 1]; positions: int64 [T], each token's in its segment.
+    shapes: (segments, slots of each) of every bucket. token_of_slot: int64 [W]; slot_of_token: int64 [T].
+
+    `qkv_format` stays unset: Megatron would apply rotary embeddings one segment after the other, in every layer.
+    """
+
+    positions: Tensor | None = None
+    shapes: tuple[tuple[int, int], ...] = ()
+    token_of_slot: Tensor | None = None
+    slot_of_token: Tensor | None = None
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
+        """Segments of these lengths, end to end."""
+        sizes = torch.tensor(lengths)
+        ends = sizes.cumsum(0)
+        starts, num_tokens = ends - sizes, int(ends[-1])
+        positions = torch.arange(num_tokens) - starts.repeat_interleave(sizes)
+        tokens, shapes, slot_of_token = [], [], torch.empty(num_tokens, dtype=torch.int64)
+        num_slots = 0
+        for bucket in buckets(lengths):
+            width = lengths[bucket[0]]
+            column = torch.arange(width)
+            rows = torch.minimum(column[None], sizes[bucket][:, None] - 1) + starts[bucket][:, None]
+            real = column[None] < sizes[bucket][:, None]
+            slot_of_token[rows[real]] = num_slots + torch.arange(rows.numel()).view_as(rows)[real]
+            num_slots += rows.numel()
+            tokens.append(rows.flatten())
+            shapes.append((len(bucket), width))
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(device=device, dtype=torch.int32)
+        longest = max(lengths)
+        return cls(
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            positions=positions.to(device),
+            shapes=tuple(shapes),
+            token_of_slot=torch.cat(tokens).to(device),
+            slot_of_token=slot_of_token.to(device),
+        )
+
+
+class ToSlots(torch.autograd.Function):
+    """x [T, ...] -> [W, ...]. Filler repeats a real token and must get no gradient, so backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return x.index_select(0, segments.token_of_slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.segments.slot_of_token), None
+
+
+class ToTokens(torch.autograd.Function):
+    """x [W, ...] -> [T, ...]: what stands in the slots of real tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
+        ctx.segments, ctx.num_slots = segments, len(x)
+        return x.index_select(0, segments.slot_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        slots = grad.new_zeros(ctx.num_slots, *grad.shape[1:])
+        return slots.index_copy_(0, ctx.segments.slot_of_token, grad), None
+
+
+def to_slots(x: Tensor, segments: Segments) -> list[Tensor]:
+    """x [T, ...] -> one [segments, slots of each, ...] for every bucket."""
+    parts = ToSlots.apply(x, segments).split([count * width for count, width in segments.shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, segments.shapes, strict=True)]
+
+
+def to_tokens(buckets: Sequence[Tensor], segments: Segments) -> Tensor:
+    """One [segments, slots of each, ...] for every bucket -> [T, ...]."""
+    return ToTokens.apply(torch.cat([bucket.flatten(0, 1) for bucket in buckets]), segments)

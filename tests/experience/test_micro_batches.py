@@ -1,0 +1,133 @@
+"""Micro-batches: which rows together, and how they lie in a block."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.balance import SequenceWork
+from megatron_rl.experience.micro_batches import MicroBatching, in_row_order, micro_batches
+from megatron_rl.records import ActorBatch, ragged
+
+modest = settings(max_examples=60, deadline=None)
+
+
+def actor_batch(rows):
+    """rows: (prompt, response) token lists. Fields number the response tokens through the batch: 0, 1, ... and 100+."""
+    lengths = torch.tensor([len(response) for _, response in rows])
+    numbers = torch.arange(float(lengths.sum())).split(lengths.tolist())
+    return ActorBatch(
+        input_ids=ragged([torch.tensor(prompt + response) for prompt, response in rows]),
+        response_lengths=lengths,
+        old_log_probs=ragged(numbers),
+        advantages=ragged([number + 100 for number in numbers]),
+        batch_size=[len(rows)],
+    )
+
+
+THREE = [([1, 2], [3, 4]), ([5], [6]), ([7, 8], [9])]
+
+
+def test_three_padded_rows_in_blocks_of_two():
+    """Positions, targets and fields by hand. Would not catch an error that needs an empty response."""
+    first, second = micro_batches(actor_batch(THREE), [[0, 1], [2]], remove_padding=False)
+    assert first.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    assert first.predicts_response.int().tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert first.targets.tolist() == [3, 4, 6] and first.response_lengths.tolist() == [2, 1]
+    assert {name: field.tolist() for name, field in first.fields.items()} == {
+        "old_log_probs": [0, 1, 2],
+        "advantages": [100, 101, 102],
+    }
+    assert second.input_ids.tolist() == [[7, 8, 9]] and second.segments is None
+    assert second.predicts_response.int().tolist() == [[0, 1]] and second.targets.tolist() == [9]
+    assert second.fields["old_log_probs"].tolist() == [3] and second.fields["advantages"].tolist() == [103]
+
+
+def test_three_packed_rows_in_another_order():
+    """Positions, targets and fields by hand. Would not catch attention across the border of two rows."""
+    first, second = micro_batches(actor_batch(THREE), [[2, 0], [1]], remove_padding=True)
+    assert first.input_ids.tolist() == [[7, 8, 9, 1, 2, 3, 4]] and first.segments == (3, 4)
+    assert first.predicts_response.int().tolist() == [[0, 1, 0, 0, 1, 1]]
+    assert first.targets.tolist() == [9, 3, 4] and first.response_lengths.tolist() == [1, 2]
+    assert first.fields["old_log_probs"].tolist() == [3, 0, 1] and first.rows.tolist() == [2, 0]
+    assert second.input_ids.tolist() == [[5, 6]] and second.targets.tolist() == [6] and second.segments == (2,)
+    values = torch.tensor([30.0, 0.0, 1.0, 20.0])
+    assert in_row_order(values, [first, second]).tolist() == [0, 1, 20, 30]
+
+
+def test_columns_are_rounded_up():
+    """Padded and packed, to a multiple of 4 that fits and one that does not. Would not catch wasted columns."""
+    batch = actor_batch([([1, 2], [3, 4]), ([5], [6])])
+    (block,) = micro_batches(batch, [[0, 1]], remove_padding=False, column_multiple=3)
+    assert block.input_ids.tolist() == [[1, 2, 3, 4, 0, 0], [5, 6, 0, 0, 0, 0]]
+    assert block.predicts_response.int().tolist() == [[0, 1, 1, 0, 0], [1, 0, 0, 0, 0]]
+    (block,) = micro_batches(batch, [[0, 1]], remove_padding=True, column_multiple=4)
+    assert block.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0]] and block.segments == (4, 2, 2)
+    assert block.predicts_response.int().tolist() == [[0, 1, 1, 0, 1, 0, 0]] and block.targets.tolist() == [3, 4, 6]
+    (block,) = micro_batches(batch, [[0]], remove_padding=True, column_multiple=4)
+    assert block.segments == (4,)
+
+
+@pytest.mark.parametrize("remove_padding", [False, True])
+def test_a_neutral_block_has_the_shape_and_nothing_else(remove_padding):
+    """Beside the block it was made of, which stays. Would not catch a loss that counts rows."""
+    (block,) = micro_batches(actor_batch([([1, 2], [3, 4]), ([5], [6])]), [[0, 1]], remove_padding)
+    neutral = block.neutral()
+    assert neutral.input_ids.shape == block.input_ids.shape and neutral.segments == block.segments
+    assert not neutral.input_ids.any() and not neutral.predicts_response.any()
+    assert neutral.targets.tolist() == [] and neutral.rows.tolist() == [] and neutral.kept.tolist() == []
+    assert {name: field.tolist() for name, field in neutral.fields.items()} == {"old_log_probs": [], "advantages": []}
+    assert block.targets.tolist() == [3, 4, 6] and block.rows.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("remove_padding", [False, True])
+def test_neutral_rows_have_no_targets(remove_padding):
+    """A rank without work runs and contributes nothing. Would not catch a loss that divides by its own tokens."""
+    batch = actor_batch([([1, 2], [3, 4]), ([5], [6])]).neutral()
+    (block,) = micro_batches(batch, [[0, 1]], remove_padding)
+    assert block.input_ids.sum() == 21 and block.response_lengths.tolist() == [0, 0]
+    assert not block.predicts_response.any() and block.targets.tolist() == []
+    assert {name: field.tolist() for name, field in block.fields.items()} == {"old_log_probs": [], "advantages": []}
+
+
+token = st.integers(1, 9)
+row = st.tuples(st.lists(token, min_size=1, max_size=4), st.lists(token, max_size=4))
+cuts = st.builds(
+    MicroBatching,
+    num_rows=st.integers(1, 4),
+    max_tokens=st.one_of(st.none(), st.integers(8, 20)),
+    remove_padding=st.booleans(),
+    work=st.just(SequenceWork(10.0)),
+)
+
+
+@modest
+@given(rows=st.lists(row, min_size=1, max_size=9), cut=cuts, column_multiple=st.integers(1, 3))
+def test_blocks_together_hold_every_response_token_once(rows, cut, column_multiple):
+    """Targets and fields of all blocks, put in row order. Would not catch extra columns, nor wrong segments."""
+    batch = actor_batch(rows)
+    lengths = [len(prompt) + len(response) for prompt, response in rows]
+    plan = cut.plan(lengths)
+    assert sorted(row for block in plan for row in block) == list(range(len(rows)))
+    blocks = micro_batches(batch, plan, cut.remove_padding, column_multiple)
+    expected = [token for _, response in rows for token in response]
+    assert in_row_order(torch.cat([block.targets for block in blocks]), blocks).tolist() == expected
+    for name in ("old_log_probs", "advantages"):
+        joined = torch.cat([block.fields[name] for block in blocks])
+        assert in_row_order(joined, blocks).tolist() == batch.get(name).values().tolist()
+    for block, members in zip(blocks, plan, strict=True):
+        assert (
+            int(block.predicts_response.sum()) == int(block.response_lengths.sum()) == len(block.fields["advantages"])
+        )
+        tokens = sum(lengths[row] for row in members)
+        assert block.input_ids.shape[1] % column_multiple == 0
+        if cut.remove_padding:
+            assert tokens <= block.input_ids.numel() < tokens + column_multiple
+            assert sum(block.segments) == block.input_ids.numel()
+        if cut.is_dynamic:
+            assert tokens <= cut.max_tokens
+
+
+def test_fixed_blocks_are_cut_in_order():
+    """Seven rows in threes, whatever their lengths. Would not catch an order that only long rows upset."""
+    assert MicroBatching(3).plan([9, 1, 1, 1, 8, 1, 1]) == [[0, 1, 2], [3, 4, 5], [6]]
