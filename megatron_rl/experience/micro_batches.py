@@ -9,7 +9,7 @@ Rows are joined by number (`ppo_micro_batch_size_per_gpu`) or by tokens (`use_dy
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -142,6 +142,29 @@ def packed(record, column_multiple: int) -> tuple[Tensor, Tensor, tuple[int, ...
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple that is not below `number`."""
     return -(-number // multiple) * multiple
+
+
+def in_one_shape(blocks: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The blocks, filled up on the right and below to the largest of them."""
+    num_rows, num_columns = (max(block.input_ids.shape[dim] for block in blocks) for dim in (0, 1))
+    filled = []
+    for block in blocks:
+        rows, columns = (
+            wanted - size for wanted, size in zip((num_rows, num_columns), block.input_ids.shape, strict=True)
+        )
+        room = (0, columns, 0, rows)
+        segments = block.segments
+        if segments is not None and columns:
+            segments = (*segments, columns)
+        filled.append(
+            replace(
+                block,
+                input_ids=torch.nn.functional.pad(block.input_ids, room),
+                predicts_response=torch.nn.functional.pad(block.predicts_response, room),
+                segments=segments,
+            )
+        )
+    return filled
 
 
 def in_row_order(values: Tensor, blocks: Sequence[MicroBatch]) -> Tensor:

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching, in_row_order, micro_batches, round_up
+from megatron_rl.experience.micro_batches import (
+    MicroBatch,
+    MicroBatching,
+    in_one_shape,
+    in_row_order,
+    micro_batches,
+    round_up,
+)
 from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths, row_lengths
@@ -113,6 +120,11 @@ class Pipeline:
         return torch.stack(metrics).sum(0) if self.groups.is_last_stage else None
 
     def _scheduled(self, blocks: list[MicroBatch]) -> list[MicroBatch]:
+        if len(self.chunks) == 1:
+            return blocks
+        # Two stages of the interleaved schedule tell each other shapes forwards and backwards at once, in an order in
+        # which the two cannot be told apart.
+        blocks = in_one_shape(blocks)
         return [*blocks, *[blocks[0].neutral()] * (-len(blocks) % self._round_size)]
 
     def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.balance import SequenceWork
-from megatron_rl.experience.micro_batches import MicroBatching, in_row_order, micro_batches
+from megatron_rl.experience.micro_batches import MicroBatching, in_one_shape, in_row_order, micro_batches
 from megatron_rl.records import ActorBatch, ragged
 
 modest = settings(max_examples=60, deadline=None)
@@ -66,6 +66,18 @@ def test_columns_are_rounded_up():
     assert block.predicts_response.int().tolist() == [[0, 1, 1, 0, 1, 0, 0]] and block.targets.tolist() == [3, 4, 6]
     (block,) = micro_batches(batch, [[0]], remove_padding=True, column_multiple=4)
     assert block.segments == (4,)
+
+
+def test_blocks_in_one_shape():
+    """Three rows in twos, packed and padded, by hand. Would not catch filler that a loss counts."""
+    packed = in_one_shape(micro_batches(actor_batch(THREE), [[0, 1], [2]], remove_padding=True))
+    assert [block.input_ids.tolist() for block in packed] == [[[1, 2, 3, 4, 5, 6]], [[7, 8, 9, 0, 0, 0]]]
+    assert [block.segments for block in packed] == [(4, 2), (3, 3)]
+    padded = in_one_shape(micro_batches(actor_batch(THREE), [[0, 1], [2]], remove_padding=False))
+    assert [block.input_ids.tolist() for block in padded] == [[[1, 2, 3, 4], [5, 6, 0, 0]], [[7, 8, 9, 0], [0] * 4]]
+    for blocks in (packed, padded):
+        assert [block.targets.tolist() for block in blocks] == [[3, 4, 6], [9]]
+        assert [block.response_lengths.tolist() for block in blocks] == [[2, 1], [1]]
 
 
 @pytest.mark.parametrize("remove_padding", [False, True])
