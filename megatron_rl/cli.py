@@ -54,7 +54,10 @@ def plan_command(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables and sentences.")] = False,
     without_files: Annotated[
-        bool, typer.Option("--without-files", help="Of the model need only config.json, and no data: plan first, download later.")
+        bool,
+        typer.Option(
+            "--without-files", help="Of the model need only config.json, and no data: plan first, download later."
+        ),
     ] = False,
 ) -> None:
     """Print the layout and batch table, and every rule the configuration breaks. Starts nothing."""

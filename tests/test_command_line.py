@@ -71,7 +71,11 @@ def test_plan_prints_table_and_violations(small_run):
 
 def test_plan_as_json_needs_no_prose(small_run):
     """A misspelt key, a wrong type and a broken rule in one object. Would not catch a value that JSON cannot hold."""
-    broken = ["trainer.nnode=1", "data.shuffle=maybe", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3"]
+    broken = [
+        "trainer.nnode=1",
+        "data.shuffle=maybe",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3",
+    ]
     finished = megatron_rl("plan", "--json", "--config", DEMO, *small_run, *broken)
     said = json.loads(finished.stdout)
     assert finished.returncode == 2 and not said["valid"] and finished.stderr == ""

@@ -52,8 +52,9 @@ def _is_echo(echo: Violation, leader: Violation, follows: Mapping[str, str]) -> 
         return False
     first, *_ = leader.settings
     value, nearest = leader.settings[first], leader.nearest.get(first)
+    # By their text, as NaN is not equal to itself.
     return all(
-        given == value and echo.nearest.get(key) == nearest and first in _leaders(key, follows)
+        repr((given, echo.nearest.get(key))) == repr((value, nearest)) and first in _leaders(key, follows)
         for key, given in echo.settings.items()
     )
 
@@ -66,7 +67,7 @@ def _leaders(key: str, follows: Mapping[str, str]) -> Iterator[str]:
 
 def _joined(leader: Violation, echo: Violation) -> Violation:
     first, *_ = leader.settings
-    nearest = {key: leader.nearest[first] for key in echo.settings} if first in leader.nearest else {}
+    nearest = dict.fromkeys(echo.settings, leader.nearest[first]) if first in leader.nearest else {}
     return replace(leader, settings=leader.settings | echo.settings, nearest=leader.nearest | nearest)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES
@@ -72,17 +73,20 @@ AT_LEAST_ONE = (
 )
 """Counts and sizes."""
 
+STAGE_SHARES = tuple(
+    f"{role}.megatron.{name}"
+    for role in (ACTOR, CRITIC)
+    for name in (
+        "virtual_pipeline_model_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+    )
+)
+"""How layers are shared out among stages; null: evenly."""
+
 AT_LEAST_ONE_OR_NULL = (
     "trainer.max_ckpt_to_keep",
-    *(
-        f"{role}.megatron.{name}"
-        for role in (ACTOR, CRITIC)
-        for name in (
-            "virtual_pipeline_model_parallel_size",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-        )
-    ),
+    *STAGE_SHARES,
     f"{ACTOR}.loss_scale_factor",
     f"{CRITIC}.loss_scale_factor",
 )
@@ -177,19 +181,29 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
         if value is None and key in RANGES_OR_NULL:
             continue
         if not interval.holds(value):
-            yield Violation({key: value}, f"must be {interval}", {key: interval.nearest(value)})
+            nearest: float | None = interval.nearest(value)
+            if key in STAGE_SHARES:
+                nearest = None  # an equal share, where one layer more or less may not come out even
+            elif key in ("data.train_batch_size", "data.gen_batch_size"):
+                nearest = max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size)
+            yield Violation({key: value}, f"must be {interval}", {key: nearest})
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     for key, top_k in ((f"{ROLLOUT}.top_k", rollout.top_k), (f"{ROLLOUT}.val_kwargs.top_k", rollout.val_kwargs.top_k)):
         if top_k != -1 and top_k < 1:
             yield Violation({key: top_k}, "must be -1 (all tokens) or >= 1", {key: -1})
     if trainer.save_freq != -1 and trainer.save_freq < 1:
-        yield Violation({"trainer.save_freq": trainer.save_freq}, "must be -1 (never) or >= 1", {"trainer.save_freq": -1})
+        yield Violation(
+            {"trainer.save_freq": trainer.save_freq}, "must be -1 (never) or >= 1", {"trainer.save_freq": -1}
+        )
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
-        mode = "auto" if trainer.resume_from_path is None else "resume_path"
+        path = trainer.resume_from_path
+        nearest = {"trainer.resume_mode": "auto" if path is None else "resume_path"}
+        if path is not None and not Path(path).expanduser().is_dir():
+            nearest = {"trainer.resume_from_path": None}
         yield Violation(
             {"trainer.resume_from_path": trainer.resume_from_path, "trainer.resume_mode": trainer.resume_mode},
             "do not go together: the path is for resume_path, which needs it",
-            {"trainer.resume_mode": mode},
+            nearest,
         )
     etp_size = config.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size
     if etp_size is not None and etp_size < 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from megatron_rl.config.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, needs_of, uses_critic
+from megatron_rl.config.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, Needs, needs_of, uses_critic
 from megatron_rl.config.problems import nearest_name, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import functions_in
@@ -17,13 +19,14 @@ SAMPLES = f"{ROLLOUT}.n"
 def algorithm_problems(config: RunConfig) -> Iterable[Violation]:
     """Every violation; files of the user's are parsed and not run."""
     algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
-    yield from _name_problems(
+    for violation in _name_problems(
         "algorithm.adv_estimator",
         algorithm.adv_estimator,
         tuple(ADV_ESTIMATORS),
         "algorithm.custom_adv_estimator.path",
         algorithm.custom_adv_estimator.path,
-    )
+    ):
+        yield replace(violation, nearest=violation.nearest | _needed(config, violation.nearest))
     loss_key = f"{ACTOR}.policy_loss"
     yield from _name_problems(
         f"{loss_key}.loss_mode", loss.loss_mode, POLICY_LOSSES, f"{loss_key}.custom.path", loss.custom.path
@@ -32,6 +35,13 @@ def algorithm_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _loss_problems(config)
     yield from _overlong_problems(config)
     yield from _sampling_problems(config)
+
+
+def _needed(config: RunConfig, nearest: Mapping[str, Any]) -> dict[str, Any]:
+    """What the estimator that is offered needs and the configuration has not."""
+    needs = ADV_ESTIMATORS.get(nearest.get("algorithm.adv_estimator", ""), Needs())
+    found: dict[str, Any] = {SAMPLES: 2} if needs.group and config.actor_rollout_ref.rollout.n == 1 else {}
+    return found | ({"critic.enable": None} if needs.critic and config.critic.enable is False else {})
 
 
 def _name_problems(
@@ -51,7 +61,10 @@ def _name_problems(
     elif path is not None and name in built_in:
         others = ", ".join(other for other in own if other not in built_in) or "the file has none"
         yield Violation(
-            {path_key: path}, f"is of no use, because {key}={name} is built in", {path_key: None}, f"other names: {others}"
+            {path_key: path},
+            f"is of no use, because {key}={name} is built in",
+            {path_key: None},
+            f"other names: {others}",
         )
 
 
@@ -103,7 +116,9 @@ def _sampling_problems(config: RunConfig) -> Iterable[Violation]:
     if config.algorithm.filter_groups.enable:
         most, key = config.algorithm.filter_groups.max_num_gen_batches, "algorithm.filter_groups.max_num_gen_batches"
         if most > 0 and most * data.gen_batch_size < data.train_batch_size:
-            rule = f"must give at least data.train_batch_size={data.train_batch_size} prompts, or no step could be filled"
+            rule = (
+                f"must give at least data.train_batch_size={data.train_batch_size} prompts, or no step could be filled"
+            )
             yield Violation({key: most} | size, rule, {key: -(-data.train_batch_size // data.gen_batch_size)})
         if samples == 1 and not needs_of(config).group:
             rule = "must be >= 2: algorithm.filter_groups.enable=true compares the samples of a prompt"

@@ -1,4 +1,4 @@
-"""Rules of the files and folders that a run reads and writes: prompts and their columns, the reward function, outputs."""
+"""Rules of the files and folders that a run reads and writes: prompts with their columns, reward function, outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_rl.config.problems import missing_file, nearest_name, violations_of
+from megatron_rl.config.problems import missing_file, nearest_name
 from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, TrainerConfig, as_list
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
 from megatron_rl.errors import ConfigError, Violation
@@ -75,7 +75,9 @@ def _wrong_file(key: str, path: str, suffixes: tuple[str, ...]) -> Violation | N
         return missing_file(key, path, file, suffixes)
     if file.suffix not in suffixes:
         kind = " or ".join(suffixes)
-        return Violation({key: path}, f"must be a {kind} file, by its name", hint=f"rename it to {file.stem}{suffixes[0]}")
+        return Violation(
+            {key: path}, f"must be a {kind} file, by its name", hint=f"rename it to {file.stem}{suffixes[0]}"
+        )
     return None
 
 
@@ -137,7 +139,9 @@ def _signature_problems(custom: CustomRewardFunctionConfig, function: ast.Functi
     named = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     required = [argument.arg for argument in arguments.args[: len(arguments.args) - len(arguments.defaults)]]
     required += [
-        argument.arg for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if not default
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if not default
     ]
     required += [argument.arg for argument in arguments.posonlyargs]
     missing = sorted(set(required) - given)

@@ -105,22 +105,21 @@ def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Vi
     if min(tp_size, pp_size, trainer.nnodes, trainer.n_gpus_per_node, *shares) < 1:
         return
     layouts = Layouts(trainer.nnodes * trainer.n_gpus_per_node, models, megatron)
+    tp, pp = layouts.nearest(tp_size, pp_size)
+    nearest = ({TP: tp} if tp != tp_size else {}) | ({PP: pp} if pp != pp_size else {})
     if layouts.world_size % (tp_size * pp_size):
-        tp, pp = layouts.nearest(tp_size, pp_size)
         rule = (
             f"must divide the {layouts.world_size} ranks (trainer.nnodes={trainer.nnodes} * "
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
         )
-        changed = {TP: tp} if tp != tp_size else {}
-        changed |= {PP: pp} if pp != pp_size else {}
-        yield Violation({TP: tp_size, PP: pp_size}, rule, changed, subject=f"tp({tp_size}) * pp({pp_size})")
+        yield Violation({TP: tp_size, PP: pp_size}, rule, nearest, subject=f"tp({tp_size}) * pp({pp_size})")
     for model in models:
         for name, size in model.tp_divides.items():
             if size % tp_size:
                 rule = f"must divide {name}({size}) of {model.path}"
-                nearest = {TP: nearest_number(tp_size, layouts.tp_sizes)}
                 yield Violation({TP: tp_size}, rule, nearest, subject=f"tp({tp_size})")
-    yield from stage_problems(models, megatron, layouts.world_size)
+    stages = layouts.world_size // tp_size if layouts.world_size % tp_size == 0 else layouts.world_size
+    yield from stage_problems(models, megatron, stages)
 
 
 def _role_problems(config: RunConfig) -> Iterable[Violation]:
@@ -163,7 +162,9 @@ def _rollout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[V
         if tp_size != train_tp or name not in model.tp_divides:
             yield Violation({key: tp_size}, f"must {rule} of {model.path}", nearest)
     if rollout.drop_train_weights and train_tp % tp_size:
-        rule = f"must divide training tp({train_tp}), as drop_train_weights=true needs training shards inside of its own"
+        rule = (
+            f"must divide training tp({train_tp}), as drop_train_weights=true needs training shards inside of its own"
+        )
         yield Violation({key: tp_size}, rule, nearest)
 
 

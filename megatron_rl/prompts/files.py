@@ -81,7 +81,11 @@ def _kind_of_type(kind: pyarrow.DataType) -> str:
 def _kind_of_value(value: object) -> str:
     if isinstance(value, str):
         return "text"
-    if isinstance(value, list) and value and all(isinstance(one, dict) and {"role", "content"} <= set(one) for one in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(one, dict) and {"role", "content"} <= set(one) for one in value)
+    ):
         return "messages"
     return "reward" if isinstance(value, dict) and value.get("ground_truth") is not None else "other"
 

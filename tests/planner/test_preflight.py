@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_folders import EXPERTS, REWARD, problems, set_experts, write_model, write_prompts
+from model_folders import EXPERTS, problems, set_experts, write_model, write_prompts
 
 from megatron_rl.config.schema import MegatronConfig, RunConfig
 from megatron_rl.errors import ConfigError
@@ -15,7 +15,6 @@ from megatron_rl.planner.expert_layout import ExpertLayouts
 from megatron_rl.planner.model_folder import ModelSizes
 from megatron_rl.planner.preflight import Layouts, check_preflight
 from megatron_rl.planner.stage_rules import spreads, stage_problems
-
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 TP, PP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
@@ -110,10 +109,25 @@ def test_stages_that_share_six_layers(config, pp, shares):
         (4, {VPP: 3}, "pp(4) * vpp(3) must divide num_hidden_layers(6)", f"{PP}=2"),
         (1, {VPP: 2}, "vpp(2) needs pp(1) > 1", f"{MEGATRON}.{VPP}=1"),
         (2, {VPP: 3, FIRST: 2}, "first(2) and last(None) layers need pp(2) > 1 and vpp(3) = 1", f"{MEGATRON}.{VPP}=1"),
-        (1, {LAST: 6}, "first(None) and last(6) layers need pp(1) > 1 and vpp(1) = 1", f"{PP}=1 {MEGATRON}.{LAST}=null"),
+        (
+            1,
+            {LAST: 6},
+            "first(None) and last(6) layers need pp(1) > 1 and vpp(1) = 1",
+            f"{PP}=1 {MEGATRON}.{LAST}=null",
+        ),
         (2, {FIRST: 2, LAST: 3}, "pp(2) stages must add up to num_hidden_layers(6)", f"{MEGATRON}.{LAST}=4"),
-        (3, {FIRST: 1}, "must leave equal shares of num_hidden_layers(6) to the other 2 stages", f"{MEGATRON}.{FIRST}=2"),
-        (4, {FIRST: 5, LAST: 2}, "must leave equal shares of num_hidden_layers(6) to the other 2 stages", f"{MEGATRON}.{FIRST}=2"),
+        (
+            3,
+            {FIRST: 1},
+            "must leave equal shares of num_hidden_layers(6) to the other 2 stages",
+            f"{MEGATRON}.{FIRST}=2",
+        ),
+        (
+            4,
+            {FIRST: 5, LAST: 2},
+            "must leave equal shares of num_hidden_layers(6) to the other 2 stages",
+            f"{MEGATRON}.{FIRST}=2",
+        ),
     ],
 )
 def test_stages_that_do_not_share_six_layers(config, pp, shares, rule, nearest):
@@ -127,7 +141,7 @@ def test_open_stage_keys_must_be_at_least_one(config):
     """Each is refused once, and no other rule divides by it. Would not catch a wrong upper end."""
     set_stages(config, 3, **{VPP: 0})
     named = f"{MEGATRON}.{VPP}=0 and critic.megatron.{VPP}=0"
-    assert problems(config) == [f"{named} must be >= 1; nearest: {MEGATRON}.{VPP}=1 critic.megatron.{VPP}=1"]
+    assert problems(config) == [f"{named} must be >= 1; nearest: {MEGATRON}.{VPP}=null critic.megatron.{VPP}=null"]
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, None), (2, None), (4, 1), (2, 2), (1, 4), (1, 1)])
@@ -142,13 +156,11 @@ def test_expert_layouts_that_fit(moe_config, ep, etp):
     [
         (
             {"expert_model_parallel_size": 4},
-            "etp(2) * ep(4) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: "
-            f"{EP}=2",
+            f"etp(2) * ep(4) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: {EP}=2",
         ),
         (
             {"expert_tensor_parallel_size": 8},
-            "etp(8) * ep(1) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: "
-            f"{EP}=1 {ETP}=4",
+            f"etp(8) * ep(1) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: {EP}=1 {ETP}=4",
         ),
         (
             {"sequence_parallel": False},
@@ -246,7 +258,10 @@ def test_what_cannot_leave_while_generating(config):
     shared.rollout.tensor_model_parallel_size = 6
     found = "\n".join(problems(config))
     assert "param_offload=true must be false: generation reads the actor's parameters" in found
-    assert "must divide training tp(2), as drop_train_weights=true needs training shards inside of its own; nearest: 2" in found
+    assert (
+        "must divide training tp(2), as drop_train_weights=true needs training shards inside of its own; nearest: 2"
+        in found
+    )
 
 
 def test_batch_and_length_rules(config):
