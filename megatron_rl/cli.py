@@ -5,22 +5,26 @@ Configuration mistakes are reported before torch, Ray or vLLM is imported; exit 
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from megatron_rl.checkpoint.resume import usable_checkpoint
-from megatron_rl.config.load import load_config
-from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.config.load import read_config
+from megatron_rl.config.problems import raise_problems, violations_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import ConfigError, MegatronRLError, Violation
 from megatron_rl.observe.quiet import quiet_libraries
-from megatron_rl.observe.summary import layout_table
+from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
-from megatron_rl.planner.preflight import check_preflight
+from megatron_rl.planner.preflight import preflight
 
 app = typer.Typer(
     help="PPO with Megatron training and vLLM generation on one memory.",
@@ -36,8 +40,8 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: t
 @app.command("train")
 def train_command(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
-    run_config = load_config(config, overrides or ())
-    check_preflight(run_config)
+    run_config, violations = checked(config, overrides)
+    raise_problems("this run cannot start", violations)
     quiet_libraries()
     from megatron_rl.train import train
 
@@ -45,11 +49,45 @@ def train_command(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command("plan")
-def plan_command(config: ConfigPath, overrides: Overrides = None) -> None:
+def plan_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables and sentences.")] = False,
+    without_files: Annotated[
+        bool,
+        typer.Option(
+            "--without-files", help="Of the model need only config.json, and no data: plan first, download later."
+        ),
+    ] = False,
+) -> None:
     """Print the layout and batch table, and every rule the configuration breaks. Starts nothing."""
-    run_config = load_config(config, overrides or ())
-    Console().print(layout_table(batch_table(run_config)))
-    check_preflight(run_config)
+    try:
+        run_config, violations = checked(config, overrides, without_files)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        run_config, violations = None, violations_of(error)
+    if as_json:
+        print_json({"valid": not violations, "violations": [violation.as_json() for violation in violations]})
+        raise typer.Exit(ConfigError.exit_code if violations else 0)
+    if run_config is not None:
+        Console().print(layout_table(batch_table(run_config)))
+    raise_problems("this run cannot start", violations)
+
+
+def checked(
+    path: Path, overrides: Sequence[str] | None, without_files: bool = False
+) -> tuple[RunConfig | None, list[Violation]]:
+    """The configuration, and everything that is wrong with its keys, its values and the files it names."""
+    run_config, violations = read_config(path, overrides or ())
+    if run_config is not None:
+        violations = [*violations, *preflight(run_config, config_only=without_files)]
+    return run_config, violations
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """To stdout, indented, with null for numbers that JSON does not have."""
+    sys.stdout.write(json.dumps(finite_or_null(content), indent=2, allow_nan=False) + "\n")
 
 
 class Role(StrEnum):

@@ -3,6 +3,63 @@
 Every message prints the values, the rule they break and the nearest valid choice.
 """
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule as data; its text is made from it.
+
+    settings: what breaks the rule, key -> value: dotted keys of the configuration, or keys of the JSON file `file`.
+    rule: what must hold, as the rest of the sentence that names the settings.
+    nearest: key -> value that mends this violation when put in; empty: no value can be offered.
+    hint: what else there is to say. subject: what the sentence calls the settings; empty: key=value, or the file's
+    key=value.
+    """
+
+    settings: dict[str, Any]
+    rule: str
+    nearest: dict[str, Any] = field(default_factory=dict)
+    hint: str = ""
+    file: str | None = None
+    subject: str = ""
+
+    def __str__(self) -> str:
+        write = json.dumps if self.file else shown
+        named = " and ".join(f"{key}={write(value)}" for key, value in self.settings.items())
+        subject = self.subject or (f"{named} of {self.file}" if self.file else named)
+        text = f"{subject} {self.rule}" if subject else self.rule
+        changes = [f"{key}={write(value)}" for key, value in self.nearest.items()]
+        if not self.subject and len(self.nearest) == 1 and [*self.nearest][0] == [*self.settings][0]:
+            changes = [write(value) for value in self.nearest.values()]
+        ends = [f"nearest: {' '.join(changes)}"] if changes else []
+        return "; ".join([text, *ends, *([self.hint] if self.hint else [])])
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything a program needs to act on it, and the text for people."""
+        return {
+            "settings": self.settings,
+            "file": self.file,
+            "rule": self.rule,
+            "nearest": self.nearest,
+            "hint": self.hint,
+            "text": str(self),
+        }
+
+
+def shown(value: Any) -> str:
+    """A value as it is written in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value)
+
 
 class MegatronRLError(Exception):
     """Base of all errors this package raises on purpose; `exit_code` is what the command line exits with."""
@@ -11,9 +68,16 @@ class MegatronRLError(Exception):
 
 
 class ConfigError(MegatronRLError):
-    """The configuration, or a file it names, cannot work. Raised before any process is started."""
+    """The configuration, or a file it names, cannot work. Raised before any process is started.
+
+    `violations`: the same as data, where rules were checked.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, violations: Sequence[Violation] = ()) -> None:
+        super().__init__(message)
+        self.violations = tuple(violations)
 
 
 class WorkerFailure(MegatronRLError):

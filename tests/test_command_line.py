@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megatron_rl import cli
@@ -29,8 +32,11 @@ def small_run(tmp_path) -> list[str]:
         '{"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4,'
         ' "max_position_embeddings": 32, "num_attention_heads": 4, "vocab_size": 64}'
     )
-    for name in ("model/model.safetensors", "model/tokenizer.json", "train.parquet", "test.parquet"):
+    for name in ("model/model.safetensors", "model/tokenizer.json"):
         (tmp_path / name).touch()
+    row = {"prompt": "1+1=", "data_source": "sums", "reward_model": {"ground_truth": "2"}}
+    for name in ("train.parquet", "test.parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / name)
     return [
         f"data.train_files={tmp_path}/train.parquet",
         f"data.val_files={tmp_path}/test.parquet",
@@ -45,7 +51,7 @@ def test_misspelt_key_costs_seconds_and_exits_with_2():
     finished = megatron_rl("train", "--config", DEMO, "trainer.total_steps=3")
     assert time.monotonic() - started < 5
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
-    assert "trainer.total_steps" in finished.stderr and "trainer.total_training_steps" in finished.stderr
+    assert "unknown key trainer.total_steps" in finished.stderr and "trainer.total_training_steps" in finished.stderr
 
 
 def test_plan_prints_the_table_of_a_valid_run(small_run):
@@ -61,6 +67,34 @@ def test_plan_prints_table_and_violations(small_run):
     finished = megatron_rl("plan", "--config", DEMO, *small_run, *broken)
     assert finished.returncode == 2 and "samples per step" in finished.stdout
     assert "tp(2) * pp(3) must divide the 4 ranks" in finished.stderr and "trainer.device=tpu" in finished.stderr
+
+
+def test_plan_as_json_needs_no_prose(small_run):
+    """A misspelt key, a wrong type and a broken rule in one object. Would not catch a value that JSON cannot hold."""
+    broken = [
+        "trainer.nnode=1",
+        "data.shuffle=maybe",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3",
+    ]
+    finished = megatron_rl("plan", "--json", "--config", DEMO, *small_run, *broken)
+    said = json.loads(finished.stdout)
+    assert finished.returncode == 2 and not said["valid"] and finished.stderr == ""
+    found = [(violation["settings"], violation["nearest"]) for violation in said["violations"]]
+    megatron = "actor_rollout_ref.actor.megatron"
+    assert found[:2] == [({"trainer.nnode": 1}, {"trainer.nnodes": 1}), ({"data.shuffle": "maybe"}, {})]
+    sizes = {f"{megatron}.tensor_model_parallel_size": 2, f"{megatron}.pipeline_model_parallel_size": 3}
+    assert sizes in [settings for settings, _ in found]
+    finished = megatron_rl("plan", "--json", "--config", "configs/absent.yaml")
+    assert finished.returncode == 2 and "no configuration file" in json.loads(finished.stdout)["violations"][0]["text"]
+
+
+def test_plan_before_the_download(small_run, tmp_path):
+    """Only config.json is there. Would not catch a plan that reads more of the folder."""
+    for name in ("model/model.safetensors", "model/tokenizer.json", "train.parquet", "test.parquet"):
+        (tmp_path / name).unlink()
+    assert megatron_rl("plan", "--config", DEMO, *small_run).returncode == 2
+    finished = megatron_rl("plan", "--without-files", "--config", DEMO, *small_run)
+    assert (finished.returncode, finished.stderr) == (0, "")
 
 
 def test_train_refuses_a_violation_before_it_loads_anything(small_run):

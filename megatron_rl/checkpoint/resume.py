@@ -14,9 +14,9 @@ from typing import Any
 from megatron_rl.checkpoint.folders import LEFTOVERS, NAME, find
 from megatron_rl.checkpoint.manifest import Manifest, ManifestError, OtherFormatError, broken_files, read_manifest
 from megatron_rl.checkpoint.pickles import forbidden_globals, pickles_in
-from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.problems import nearest_name, refused
 from megatron_rl.config.schema import TrainerConfig
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, Violation
 
 Models = Mapping[str, dict[str, Any]]
 """Role -> `model_identity` of its configured model."""
@@ -63,7 +63,8 @@ def usable_checkpoint(given: Path) -> Path:
     try:
         _check(folder, {}, checksums=True)
     except (ManifestError, UnfitError) as error:
-        hint = _hint(folder, folder.parent, {})
+        usable = _nearest_usable(folder, folder.parent, {})
+        hint = f"{folder.parent} has no usable one" if usable is None else f"nearest: {usable}"
         raise ConfigError(f"{folder} is no checkpoint that can be used: {error}; {hint}") from error
     return folder
 
@@ -74,41 +75,55 @@ def _newest(root: Path, models: Models, checksums: bool) -> ResumePoint:
         try:
             _check(found.path, models, checksums)
         except (OtherFormatError, UnfitError) as error:
-            raise ConfigError(
-                f"trainer.resume_mode=auto must go on from the newest checkpoint, and {found.path} cannot be resumed: "
-                f"{error}; nearest: trainer.resume_mode=disable, which sets it aside, or another "
-                "trainer.default_local_dir"
+            raise _refused_auto(
+                f"must go on from the newest checkpoint, and {found.path} cannot be resumed: {error}",
+                "which sets it aside, or another trainer.default_local_dir",
             ) from error
         except ManifestError as error:
             skipped.append(f"{found.path}: {error}")
         else:
             return ResumePoint(found.path, found.step, tuple(skipped))
     if skipped:
-        raise ConfigError(
-            f"trainer.resume_mode=auto must go on from a complete checkpoint, and trainer.default_local_dir={root} has "
-            f"none: {'; '.join(skipped)}; nearest: trainer.resume_mode=disable, which sets them aside"
+        raise _refused_auto(
+            f"must go on from a complete checkpoint, and trainer.default_local_dir={root} has none: "
+            f"{'; '.join(skipped)}",
+            "which sets them aside",
         )
     return ResumePoint(None, 0)
 
 
+def _refused_auto(rule: str, hint: str) -> ConfigError:
+    key = "trainer.resume_mode"
+    return refused(Violation({key: "auto"}, rule, {key: "disable"}, hint))
+
+
 def _at_path(given: str, models: Models, checksums: bool) -> ResumePoint:
     folder = Path(given).expanduser()
-    key = f"trainer.resume_from_path={given}"
     if not folder.is_dir():
-        raise ConfigError(
-            f"{key} must be a checkpoint folder, and there is none; {_hint(folder, folder.parent, models)}"
-        )
+        raise _refused_path(given, "must be a checkpoint folder, and there is none", folder, folder.parent, models)
     if find(folder):
-        hint = _hint(folder, folder, models)
-        raise ConfigError(f"{key} must be a checkpoint folder, and it is the folder of a run; {hint}")
+        rule = "must be a checkpoint folder, and it is the folder of a run"
+        raise _refused_path(given, rule, folder, folder, models)
     try:
         if folder.name.endswith(LEFTOVERS):
             raise ManifestError("by its name it is a leftover of a killed run")
         step = _check(folder, models, checksums).step
     except (ManifestError, UnfitError) as error:
-        hint = _hint(folder, folder.parent, models)
-        raise ConfigError(f"{key} cannot be resumed: {error}; {hint}") from error
+        raise _refused_path(given, f"cannot be resumed: {error}", folder, folder.parent, models) from error
     return ResumePoint(folder, step)
+
+
+def _refused_path(given: str, rule: str, folder: Path, root: Path, models: Models) -> ConfigError:
+    """With the nearest usable checkpoint in `root`; where there is none, a folder by name, or starting without."""
+    key = "trainer.resume_from_path"
+    usable = _nearest_usable(folder, root, models)
+    if usable is not None:
+        return refused(Violation({key: given}, rule, {key: str(usable)}))
+    hint = f"{root} has no usable one"
+    neighbours = [str(other) for other in root.iterdir() if other.is_dir()] if root.is_dir() else []
+    if neighbours and not folder.exists():
+        hint += f"; nearest folder: {nearest_name(str(folder), neighbours)}"
+    return refused(Violation({key: given}, rule, {"trainer.resume_mode": "auto", key: None}, hint))
 
 
 def _check(folder: Path, models: Models, checksums: bool) -> Manifest:
@@ -147,8 +162,8 @@ def _differences(manifest: Manifest, models: Models) -> list[str]:
     return found
 
 
-def _hint(folder: Path, root: Path, models: Models) -> str:
-    """The nearest valid choice: the newest usable checkpoint in `root` but `folder`, or else what is there."""
+def _nearest_usable(folder: Path, root: Path, models: Models) -> Path | None:
+    """The newest usable checkpoint in `root` but `folder`."""
     for found in find(root):
         if found.path.resolve() == folder.resolve():
             continue
@@ -156,8 +171,5 @@ def _hint(folder: Path, root: Path, models: Models) -> str:
             _check(found.path, models, checksums=False)
         except (ManifestError, UnfitError):
             continue
-        return f"nearest: {found.path}"
-    neighbours = [str(other) for other in root.iterdir() if other.is_dir()] if root.is_dir() else []
-    if neighbours and not folder.exists():
-        return f"nearest folder: {nearest_name(str(folder), neighbours)}"
-    return f"{root} has no usable one; nearest: trainer.resume_mode=auto"
+        return found.path
+    return None

@@ -6,9 +6,11 @@ file, overrides -> settings (dotted key, value, origin) -> checked one by one ag
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.problems import nearest_name, raise_problems
+from megatron_rl.config.problems import nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, Violation
 
 
 def _leaf_types(group: type, prefix: str = "") -> dict[str, Any]:
@@ -36,6 +38,8 @@ KEYS: dict[str, Any] = _leaf_types(RunConfig)
 
 OPEN_KEYS = {key for key, kind in KEYS.items() if typing.get_origin(kind) is dict}
 """Keys under which the user may put names of their own."""
+
+INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}
 """Every dotted name that has keys below it."""
@@ -56,21 +60,51 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Values are checked for their type here and against their rules in `planner.preflight`. Raises ConfigError, listing
     all unknown keys, values of a wrong type and mandatory keys without a value.
     """
-    problems: list[str] = []
+    config, violations = read_config(path, overrides)
+    raise_problems(f"cannot use {path}", violations)
+    if config is None:
+        raise RuntimeError(f"{path} gave neither a configuration nor a violation")
+    return config
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, list[Violation]]:
+    """The same without raising for settings: what is wrong with them, and the configuration as far as it goes.
+
+    In it an unknown key counts as the known one that is offered for it, and a value of a wrong type as not given, so
+    that further rules can be checked at once; None where that leaves mandatory keys without a value. Raises ConfigError
+    for a file that cannot be read.
+    """
+    violations: list[Violation] = []
     settings = list(_read_file(Path(path)))
     for text in overrides:
         try:
             settings += _read_override(text)
         except ConfigError as error:
-            problems.append(str(error))
+            violations += violations_of(error)
     config = OmegaConf.structured(RunConfig)
-    problems += [problem for setting in settings if (problem := _apply(config, setting)) is not None]
-    problems += _without_value(config)
-    raise_problems(f"cannot use {path}", problems)
+    for setting in settings:
+        wrong = _apply(config, setting)
+        if wrong is not None:
+            violations.append(wrong)
+            for key, value in wrong.nearest.items():
+                _apply(config, Setting(key, value, setting.origin))
+    missing = list(_without_value(config))
+    violations += missing
+    if missing:
+        return None, violations
     try:
-        return OmegaConf.to_object(config)
+        return OmegaConf.to_object(config), violations
     except OmegaConfBaseException as error:
-        raise ConfigError(f"cannot use {path}: {error.full_key}: {_first_line(error)}") from error
+        key = str(error.full_key)
+        return None, [*violations, Violation({key: _raw(config, key) if key in KEYS else None}, _first_line(error))]
+
+
+@cache
+def follows() -> dict[str, str]:
+    """Every key whose default is another key's value -> that key."""
+    flat = flat_settings(OmegaConf.to_container(OmegaConf.structured(RunConfig), resolve=False))
+    found = {key: INTERPOLATION.fullmatch(value) for key, value in flat.items() if isinstance(value, str)}
+    return {key: match[1] for key, match in found.items() if match is not None}
 
 
 def flat_settings(tree: dict[str, Any]) -> dict[str, Any]:
@@ -105,11 +139,13 @@ def _read_override(text: str) -> Iterator[Setting]:
     key, equals, value = text.partition("=")
     if not equals:
         nearest = nearest_name(key, KEYS)
-        raise ConfigError(f"override {text!r} has no '=': write it as key=value; the nearest key is {nearest}")
+        rule = f"override {text!r} has no '=': write it as key=value; the nearest key is {nearest}"
+        raise refused(Violation({}, rule))
     try:
         parsed = OmegaConf.from_dotlist([f"value={value}"])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"the value of override {text!r} cannot be parsed: {_first_line(error)}") from error
+        rule = f"the value of override {text!r} cannot be parsed: {_first_line(error)}"
+        raise refused(Violation({}, rule)) from error
     return _flatten(key.strip(), OmegaConf.to_container(parsed, resolve=False)["value"], "override")
 
 
@@ -122,27 +158,34 @@ def _flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
         yield Setting(key, value, origin)
 
 
-def _apply(config: Any, setting: Setting) -> str | None:
+def _apply(config: Any, setting: Setting) -> Violation | None:
     """Put one setting into the config; returns what is wrong with it, or None."""
-    key, said = setting.key, f"{setting.key}={setting.value!r} ({setting.origin})"
+    key, given = setting.key, {setting.key: setting.value}
     if key in GROUPS:
         inner = ", ".join(sorted(name for name in KEYS if name.startswith(f"{key}.")))
-        return f"{said}: {key} is a group of keys, not a value; set {inner}"
+        rule = f"({setting.origin}): {key} is a group of keys, not a value; set {inner}"
+        return Violation(given, rule, subject=_said(setting))
     if key not in KEYS and not any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS):
-        return f"unknown key {key} ({setting.origin}): the nearest known key is {nearest_name(key, KEYS)}"
+        nearest = nearest_name(key, KEYS)
+        return Violation(given, f"({setting.origin})", {nearest: setting.value}, subject=f"unknown key {key}")
     try:
         OmegaConf.update(config, key, setting.value)
     except OmegaConfBaseException as error:
-        return f"{said} must be of type {_type_name(KEYS.get(key))}: {_first_line(error)}"
+        rule = f"({setting.origin}) must be of type {_type_name(KEYS.get(key))}: {_first_line(error)}"
+        return Violation(given, rule, subject=_said(setting))
     return None
 
 
-def _without_value(config: Any) -> list[str]:
+def _said(setting: Setting) -> str:
+    return f"{setting.key}={setting.value!r}"
+
+
+def _without_value(config: Any) -> Iterator[Violation]:
     missing = [key for key in KEYS if _raw(config, key) == MISSING]
-    if not missing:
-        return []
-    example = f"{missing[0]}=..."
-    return [f"mandatory keys without a value: {', '.join(missing)}; set them in the file or as overrides ({example})"]
+    if missing:
+        rule = f"set them in the file or as overrides ({missing[0]}=...)"
+        subject = f"mandatory keys without a value: {', '.join(missing)};"
+        yield Violation(dict.fromkeys(missing, None), rule, subject=subject)
 
 
 def _raw(config: Any, key: str) -> Any:

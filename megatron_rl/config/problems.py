@@ -3,19 +3,72 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, Violation
 
 
-def raise_problems(headline: str, problems: Sequence[str]) -> None:
-    """Raise one ConfigError that lists every problem, numbered when there are several; nothing when there is none."""
-    if len(problems) == 1:
-        raise ConfigError(f"{headline}: {problems[0]}")
-    if problems:
-        lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, start=1)]
-        raise ConfigError("\n".join([f"{headline}: {len(problems)} problems", *lines]))
+def raise_problems(headline: str, violations: Sequence[Violation]) -> None:
+    """Raise one ConfigError that lists every violation, numbered when there are several; nothing when there is none."""
+    if len(violations) == 1:
+        raise ConfigError(f"{headline}: {violations[0]}", violations)
+    if violations:
+        lines = [f"  {number}. {violation}" for number, violation in enumerate(violations, start=1)]
+        raise ConfigError("\n".join([f"{headline}: {len(violations)} problems", *lines]), violations)
+
+
+def refused(violation: Violation) -> ConfigError:
+    """The error that says one thing."""
+    return ConfigError(str(violation), [violation])
+
+
+def violations_of(error: ConfigError) -> list[Violation]:
+    """The violations of an error; one without settings where it only has a text."""
+    return list(error.violations) or [Violation({}, str(error))]
+
+
+def without_echoes(violations: Iterable[Violation], follows: Mapping[str, str]) -> list[Violation]:
+    """The same violations; one that a key only has because it follows another joins that key's, and both are named.
+
+    follows: key -> the key whose value it has until it is set.
+    """
+    kept: list[Violation] = []
+    for violation in violations:
+        for number, other in enumerate(kept):
+            pairs = ((other, violation), (violation, other))
+            pair = next((pair for pair in pairs if _is_echo(pair[1], pair[0], follows)), None)
+            if pair is not None:
+                kept[number] = _joined(*pair)
+                break
+        else:
+            kept.append(violation)
+    return kept
+
+
+def _is_echo(echo: Violation, leader: Violation, follows: Mapping[str, str]) -> bool:
+    if not echo.settings or not leader.settings or (echo.rule, echo.hint) != (leader.rule, leader.hint):
+        return False
+    first, *_ = leader.settings
+    value, nearest = leader.settings[first], leader.nearest.get(first)
+    # By their text, as NaN is not equal to itself.
+    return all(
+        repr((given, echo.nearest.get(key))) == repr((value, nearest)) and first in _leaders(key, follows)
+        for key, given in echo.settings.items()
+    )
+
+
+def _leaders(key: str, follows: Mapping[str, str]) -> Iterator[str]:
+    while key in follows:
+        key = follows[key]
+        yield key
+
+
+def _joined(leader: Violation, echo: Violation) -> Violation:
+    first, *_ = leader.settings
+    nearest = dict.fromkeys(echo.settings, leader.nearest[first]) if first in leader.nearest else {}
+    return replace(leader, settings=leader.settings | echo.settings, nearest=leader.nearest | nearest)
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str:
@@ -34,10 +87,13 @@ def nearest_name(name: str, names: Iterable[str]) -> str:
     return max(names, key=likeness)
 
 
-def nearest_file(file: Path, suffixes: Sequence[str]) -> str:
-    """The end of a message about a file that is not there: the one beside it, of these kinds, whose name is nearest."""
+def missing_file(key: str, path: str, file: Path, suffixes: Sequence[str]) -> Violation:
+    """That `key` names no file of these kinds; the nearest is the one beside it whose name is most like it."""
+    kind = " or ".join(suffixes)
     neighbours = [str(other) for suffix in suffixes for other in file.parent.glob(f"*{suffix}")]
-    return f"nearest: {nearest_name(str(file), neighbours)}" if neighbours else f"{file.parent} holds none"
+    nearest = {key: nearest_name(str(file), neighbours)} if neighbours else {}
+    hint = "" if neighbours else f"{file.parent} holds none"
+    return Violation({key: path}, f"must be a {kind} file, and there is none", nearest, hint)
 
 
 def nearest_number(value: float, numbers: Iterable[int]) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_rl.config.problems import nearest_file
-from megatron_rl.errors import ConfigError
+from megatron_rl.config.problems import missing_file, refused
+from megatron_rl.errors import ConfigError, Violation
 
 
 def functions_in(path: str, key: str) -> list[str]:
@@ -22,11 +22,11 @@ def functions_in(path: str, key: str) -> list[str]:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"{key}={path} must be a .py file, and there is none; {nearest_file(file, ('.py',))}")
+        raise refused(missing_file(key, path, file, (".py",)))
     try:
         tree = ast.parse(file.read_text())
     except (SyntaxError, ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}={path} must be a Python file: {error}") from error
+        raise refused(Violation({key: path}, f"must be a Python file: {error}")) from error
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 

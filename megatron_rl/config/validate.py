@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.errors import Violation, shown
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
 CORRECTION = "algorithm.rollout_correction"
@@ -70,17 +73,20 @@ AT_LEAST_ONE = (
 )
 """Counts and sizes."""
 
+STAGE_SHARES = tuple(
+    f"{role}.megatron.{name}"
+    for role in (ACTOR, CRITIC)
+    for name in (
+        "virtual_pipeline_model_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+    )
+)
+"""How layers are shared out among stages; null: evenly."""
+
 AT_LEAST_ONE_OR_NULL = (
     "trainer.max_ckpt_to_keep",
-    *(
-        f"{role}.megatron.{name}"
-        for role in (ACTOR, CRITIC)
-        for name in (
-            "virtual_pipeline_model_parallel_size",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-        )
-    ),
+    *STAGE_SHARES,
     f"{ACTOR}.loss_scale_factor",
     f"{CRITIC}.loss_scale_factor",
 )
@@ -167,91 +173,122 @@ RANGES: dict[str, Interval] = {
 """Keys whose value is a number in an interval."""
 
 
-def value_problems(config: RunConfig) -> list[str]:
-    """Every value that breaks its own rule: the value, the rule, the nearest valid choice."""
-    problems = []
-    for key, choices in (CHOICES | CHOICES_OR_NULL).items():
-        given = attrgetter(key)(config)
-        for name in given if isinstance(given, list) else [given]:
-            if name not in choices and not (name is None and key in CHOICES_OR_NULL):
-                problems.append(
-                    f"{key}={name} must be one of {', '.join(choices)}; nearest: {nearest_name(name, choices)}"
-                )
+def value_problems(config: RunConfig) -> Iterable[Violation]:
+    """Every value that breaks its own rule."""
+    yield from _choice_problems(config)
     for key, interval in (RANGES | RANGES_OR_NULL).items():
         value = attrgetter(key)(config)
         if value is None and key in RANGES_OR_NULL:
             continue
         if not interval.holds(value):
-            problems.append(f"{key}={value} must be {interval}; nearest: {interval.nearest(value):g}")
-    rollout = config.actor_rollout_ref.rollout
+            nearest: float | None = interval.nearest(value)
+            if key in STAGE_SHARES:
+                nearest = None  # an equal share, where one layer more or less may not come out even
+            elif key in ("data.train_batch_size", "data.gen_batch_size"):
+                nearest = max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size)
+            yield Violation({key: value}, f"must be {interval}", {key: nearest})
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     for key, top_k in ((f"{ROLLOUT}.top_k", rollout.top_k), (f"{ROLLOUT}.val_kwargs.top_k", rollout.val_kwargs.top_k)):
         if top_k != -1 and top_k < 1:
-            problems.append(f"{key}={top_k} must be -1 (all tokens) or >= 1; nearest: -1")
-    for role, optim in ((ACTOR, config.actor_rollout_ref.actor.optim), (CRITIC, config.critic.optim)):
-        if optim.min_lr > optim.lr:
-            problems.append(f"{role}.optim.min_lr={optim.min_lr:g} must be <= lr={optim.lr:g}; nearest: {optim.lr:g}")
-        if not all(0 <= beta < 1 for beta in optim.betas):
-            problems.append(f"{role}.optim.betas={list(optim.betas)} must both be >= 0 and < 1; nearest: [0.9, 0.999]")
-    save_freq = config.trainer.save_freq
-    if save_freq != -1 and save_freq < 1:
-        problems.append(f"trainer.save_freq={save_freq} must be -1 (never) or >= 1; nearest: -1")
-    if (config.trainer.resume_mode == "resume_path") != (config.trainer.resume_from_path is not None):
-        problems.append(
-            f"trainer.resume_from_path={config.trainer.resume_from_path} and trainer.resume_mode="
-            f"{config.trainer.resume_mode}: the path is for resume_path, which needs it; nearest: trainer.resume_mode="
-            f"{'auto' if config.trainer.resume_from_path is None else 'resume_path'}"
+            yield Violation({key: top_k}, "must be -1 (all tokens) or >= 1", {key: -1})
+    if trainer.save_freq != -1 and trainer.save_freq < 1:
+        yield Violation(
+            {"trainer.save_freq": trainer.save_freq}, "must be -1 (never) or >= 1", {"trainer.save_freq": -1}
+        )
+    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+        path = trainer.resume_from_path
+        nearest = {"trainer.resume_mode": "auto" if path is None else "resume_path"}
+        if path is not None and not Path(path).expanduser().is_dir():
+            nearest = {"trainer.resume_from_path": None}
+        yield Violation(
+            {"trainer.resume_from_path": trainer.resume_from_path, "trainer.resume_mode": trainer.resume_mode},
+            "do not go together: the path is for resume_path, which needs it",
+            nearest,
         )
     etp_size = config.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size
     if etp_size is not None and etp_size < 1:
         key = f"{ACTOR}.megatron.expert_tensor_parallel_size"
-        problems.append(f"{key}={etp_size} must be null (as TP) or >= 1; nearest: null")
-    if not config.actor_rollout_ref.rollout.enforce_eager:
-        problems.append(
-            f"{ROLLOUT}.enforce_eager=false: captured graphs need lasting addresses, and the memory of foreign stages "
-            "and of the KV cache is given back between generations; nearest: true"
+        yield Violation({key: etp_size}, "must be null (as TP) or >= 1", {key: None})
+    if not rollout.enforce_eager:
+        yield Violation(
+            {f"{ROLLOUT}.enforce_eager": False},
+            "must be true: captured graphs need lasting addresses, and the memory of foreign stages and of the KV "
+            "cache is given back between generations",
+            {f"{ROLLOUT}.enforce_eager": True},
         )
-    return problems + list(reward_problems(config)) + list(data_problems(config))
+    yield from _optimizer_problems(config)
+    yield from reward_problems(config)
+    yield from data_problems(config)
 
 
-def reward_problems(config: RunConfig) -> Iterable[str]:
+def _choice_problems(config: RunConfig) -> Iterable[Violation]:
+    for key, choices in (CHOICES | CHOICES_OR_NULL).items():
+        given = attrgetter(key)(config)
+        names = given if isinstance(given, list) else [given]
+        wrong = [name for name in names if name not in choices and not (name is None and key in CHOICES_OR_NULL)]
+        if not wrong:
+            continue
+        nearest: Any = [nearest_name(name, choices) if name in wrong else name for name in names]
+        rule = f"must be one of {', '.join(choices)}"
+        if isinstance(given, list):
+            yield Violation({key: given}, f"{rule}, each", {key: list(dict.fromkeys(nearest))})
+        else:
+            yield Violation({key: given}, rule, {key: nearest[0]})
+
+
+def _optimizer_problems(config: RunConfig) -> Iterable[Violation]:
+    for role, optim in ((ACTOR, config.actor_rollout_ref.actor.optim), (CRITIC, config.critic.optim)):
+        if optim.lr >= 0 and optim.min_lr > optim.lr:
+            key = f"{role}.optim.min_lr"
+            yield Violation({key: optim.min_lr}, f"must be <= lr={shown(optim.lr)}", {key: optim.lr})
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            key = f"{role}.optim.betas"
+            yield Violation({key: list(optim.betas)}, "must both be >= 0 and < 1", {key: [0.9, 0.999]})
+
+
+def reward_problems(config: RunConfig) -> Iterable[Violation]:
     """What is wrong with the choice of rewards."""
     custom, reward = config.custom_reward_function, config.reward_model
     if reward.enable:
-        yield "reward_model.enable=true: learned reward models are not available yet; nearest: false"
+        key = "reward_model.enable"
+        yield Violation({key: True}, "must be false: learned reward models are not available yet", {key: False})
     if not math.isfinite(reward.failed_score):
-        yield f"reward_model.failed_score={reward.failed_score} must be a finite number; nearest: 0"
+        key = "reward_model.failed_score"
+        yield Violation({key: reward.failed_score}, "must be a finite number", {key: 0.0})
     if custom.path is None and custom.name not in BUILT_IN_REWARDS:
-        yield (
-            f"custom_reward_function.name={custom.name} with path=null must be one of {', '.join(BUILT_IN_REWARDS)}; "
-            f"nearest: {nearest_name(custom.name, BUILT_IN_REWARDS)}"
-        )
+        key = "custom_reward_function.name"
+        rule = f"must, without a path, be one of {', '.join(BUILT_IN_REWARDS)}"
+        yield Violation({key: custom.name}, rule, {key: nearest_name(custom.name, BUILT_IN_REWARDS)})
     for name in sorted(REWARD_ARGUMENTS & custom.reward_kwargs.keys()):
-        yield f"custom_reward_function.reward_kwargs.{name} is given by each row; nearest: another name"
+        key = f"custom_reward_function.reward_kwargs.{name}"
+        yield Violation({key: custom.reward_kwargs[name]}, "is given by each row", hint="leave it out, or rename it")
 
 
-def data_problems(config: RunConfig) -> Iterable[str]:
+def data_problems(config: RunConfig) -> Iterable[Violation]:
     """What is wrong with files and weights as such, and with the number of held-out answers."""
     data, val_kwargs = config.data, config.actor_rollout_ref.rollout.val_kwargs
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         if not is_path_or_paths(files):
-            yield f"{key}={files!r} must be a path or a list of at least one path; nearest: [FILE]"
-    weights = data.train_file_weights
+            rule = "must be a path or a list of at least one path"
+            yield Violation({key: files}, rule, hint="such as [prompts.parquet]")
+    weights, key = data.train_file_weights, "data.train_file_weights"
     if weights is not None and is_path_or_paths(data.train_files):
         number = len(as_list(data.train_files))
         if len(weights) != number:
-            nearest = [*weights, *[1.0] * number][:number]
-            yield (
-                f"data.train_file_weights={weights} must be one number for each of data.train_files, of which there "
-                f"are {number}; nearest: {nearest}"
-            )
+            rule = f"must be one number for each of data.train_files, of which there are {number}"
+            yield Violation({key: weights}, rule, {key: [*map(_usable, weights), *[1.0] * number][:number]})
     if weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        nearest = [weight if math.isfinite(weight) and weight > 0 else 1.0 for weight in weights]
-        yield f"data.train_file_weights={weights} must be > 0 and finite; nearest: {nearest}"
+        yield Violation({key: weights}, "must be > 0 and finite", {key: [*map(_usable, weights)]})
     if val_kwargs.n > 1 and not val_kwargs.do_sample:
-        yield (
-            f"{ROLLOUT}.val_kwargs.n={val_kwargs.n} with do_sample=false asks for one greedy answer several times; "
-            "nearest: do_sample=true"
+        yield Violation(
+            {f"{ROLLOUT}.val_kwargs.n": val_kwargs.n, f"{ROLLOUT}.val_kwargs.do_sample": False},
+            "ask for one greedy answer several times",
+            {f"{ROLLOUT}.val_kwargs.do_sample": True},
         )
+
+
+def _usable(weight: float) -> float:
+    return weight if math.isfinite(weight) and weight > 0 else 1.0
 
 
 def is_path_or_paths(files: object) -> bool:

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from megatron_rl.config.problems import nearest_number
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import ACTOR
+from megatron_rl.errors import Violation
 from megatron_rl.planner.model_folder import ModelSizes
+
+EP, ETP = f"{ACTOR}.megatron.expert_model_parallel_size", f"{ACTOR}.megatron.expert_tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class ExpertLayouts:
         return [size for size in range(1, common + 1) if common % size == 0]
 
 
-def expert_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
+def expert_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
     """EP, ETP and sequence parallelism against the ranks and the models.
 
     Sizes below 1, and TP and PP that do not fit the ranks, are other rules' business.
@@ -59,21 +62,22 @@ def expert_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str
     with_experts = [model for model in models if model.num_experts]
     layouts = ExpertLayouts(world_size // pp_size, with_experts)
     if ep_size > 1 and models and not with_experts:
-        yield f"ep({ep_size}) needs a model with experts, and {models[0].path} has none; nearest: ep(1)"
+        yield Violation({EP: ep_size}, f"needs a model with experts, and {models[0].path} has none", {EP: 1})
     if layouts.stage_size % (etp_size * ep_size):
         ep, etp = layouts.nearest(ep_size, etp_size)
-        yield (
-            f"etp({etp_size}) * ep({ep_size}) must divide the {layouts.stage_size} ranks of a stage "
-            f"({world_size} ranks / pp({pp_size})); nearest: etp({etp}) * ep({ep})"
-        )
+        rule = f"must divide the {layouts.stage_size} ranks of a stage ({world_size} ranks / pp({pp_size}))"
+        nearest = {EP: ep} | ({} if etp == etp_size else {ETP: etp})
+        subject = f"etp({etp_size}) * ep({ep_size})"
+        yield Violation({EP: ep_size, ETP: megatron.expert_tensor_parallel_size}, rule, nearest, subject=subject)
     for model in with_experts:
         if model.num_experts % ep_size:
-            nearest = nearest_number(ep_size, layouts.ep_sizes)
-            yield f"ep({ep_size}) must divide num_experts({model.num_experts}) of {model.path}; nearest: ep({nearest})"
+            rule = f"must divide num_experts({model.num_experts}) of {model.path}"
+            yield Violation({EP: ep_size}, rule, {EP: nearest_number(ep_size, layouts.ep_sizes)})
         if model.moe_intermediate_size % etp_size:
-            nearest = nearest_number(etp_size, layouts.etp_sizes)
-            size = f"{model.expert_size_key}({model.moe_intermediate_size})"
-            yield f"etp({etp_size}) must divide {size} of {model.path}; nearest: etp({nearest})"
+            rule = f"must divide {model.expert_size_key}({model.moe_intermediate_size}) of {model.path}"
+            nearest = {ETP: nearest_number(etp_size, layouts.etp_sizes)}
+            given = {ETP: megatron.expert_tensor_parallel_size}
+            yield Violation(given, rule, nearest, subject=f"etp({etp_size})")
     if with_experts and tp_size > 1 and not megatron.sequence_parallel:
         key = f"{ACTOR}.megatron.sequence_parallel"
-        yield f"{key}=false: training experts with tp({tp_size}) > 1 needs it; nearest: {key}=true"
+        yield Violation({key: False}, f"must be true: training experts with tp({tp_size}) > 1 needs it", {key: True})

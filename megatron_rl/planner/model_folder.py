@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.problems import nearest_name, nearest_number
+from megatron_rl.errors import Violation
 from megatron_rl.model.families import (
     FAMILIES,
     REWARD_FAMILIES,
@@ -56,6 +57,7 @@ class ModelSizes:
     moe_intermediate_size: int = 0
     expert_size_key: str = "moe_intermediate_size"
     sliding_window: int | None = None
+    head_size: int = 1
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -87,58 +89,98 @@ class ModelSizes:
 
 
 def read_model_folder(
-    key: str, path: str, known: Mapping[str, Family] = FAMILIES
-) -> tuple[ModelSizes | None, list[str]]:
+    key: str, path: str, known: Mapping[str, Family] = FAMILIES, *, config_only: bool = False
+) -> tuple[ModelSizes | None, list[Violation]]:
     """The sizes of the model in `path` (None where they cannot be read) and all that is wrong with the folder.
 
     `key` is the configuration key to name in messages, `known` the architectures that it may name, with their families.
+    config_only: weights and tokenizer need not be there yet.
     """
-    folder = Path(path).expanduser()
+    folder, given = Path(path).expanduser(), {key: path}
     if not folder.is_dir():
         parent = folder.parent
         neighbours = [str(other) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
-        hint = f"nearest folder: {nearest_name(str(folder), neighbours)}" if neighbours else f"none in {parent}"
-        return None, [f"{key}={path} must be a Hugging Face model folder, and there is none; {hint}"]
+        nearest = {key: nearest_name(str(folder), neighbours)} if neighbours else {}
+        hint = "" if neighbours else f"{parent} holds no folder"
+        return None, [Violation(given, "must be a Hugging Face model folder, and there is none", nearest, hint)]
     problems = []
-    if not any(folder.glob("*.safetensors")):
-        problems.append(f"{key}={path} must hold *.safetensors files; it holds {_listing(folder)}")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        problems.append(f"{key}={path} must hold a tokenizer ({', '.join(TOKENIZER_FILES)}); found {_listing(folder)}")
+    if not config_only:
+        problems += [Violation(given, f"{rule}; it holds {_listing(folder)}") for rule in _lacking_files(folder)]
     file = folder / "config.json"
     if not file.is_file():
-        return None, [*problems, f"{key}={path} must hold config.json; it holds {_listing(folder)}"]
+        return None, [*problems, Violation(given, f"must hold config.json; it holds {_listing(folder)}")]
     try:
         settings = json.loads(file.read_text())
     except ValueError as error:
-        return None, [*problems, f"{file} is not valid JSON: {error}"]
+        return None, [*problems, Violation(given, f"must hold a config.json, and {file} is not valid JSON: {error}")]
+    if not isinstance(settings, dict):
+        return None, [*problems, Violation(given, f"must hold a config.json, and {file} is not an object in braces")]
     architectures = settings.get("architectures") or []
     name = next((name for name in architectures if name in known), None)
     if name is None:
-        nearest = nearest_name(str(architectures[0]) if architectures else "", known)
-        names = ", ".join(sorted(known))
-        problem = f"architectures={architectures} of {file} must be one of {names} for {key}; nearest: {nearest}"
-        return None, [*problems, problem]
+        nearest_one = nearest_name(str(architectures[0]) if architectures else "", known)
+        rule = f"must be one of {', '.join(sorted(known))} for {key}"
+        lacks = _in_file(file, {"architectures": architectures}, rule, {"architectures": [nearest_one]})
+        return None, [*problems, lacks]
     sizes, found = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:
-        labels = num_labels(settings)
-        found.append(f"num_labels={labels} of {file} must be 1, because a critic gives one value; nearest: 1")
+        labels = {"num_labels": num_labels(settings)}
+        found.append(_in_file(file, labels, "must be 1, because a critic gives one value", {"num_labels": 1}))
     return sizes, problems + found
+
+
+def lacking_files(path: str) -> list[str]:
+    """What a folder that can be planned with still needs before a run; empty where there is nothing to be read."""
+    folder = Path(path).expanduser()
+    return _lacking_files(folder) if (folder / "config.json").is_file() else []
+
+
+def _lacking_files(folder: Path) -> list[str]:
+    rules = []
+    if not any(folder.glob("*.safetensors")):
+        rules.append("must hold *.safetensors files")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        rules.append(f"must hold a tokenizer ({', '.join(TOKENIZER_FILES)})")
+    return rules
+
+
+def _in_file(file: Path, settings: dict[str, Any], rule: str, nearest: dict[str, Any] | None = None) -> Violation:
+    return Violation(settings, rule, nearest or {}, file=str(file))
 
 
 def _read_settings(
     path: str, file: Path, settings: dict[str, Any], family: Family
-) -> tuple[ModelSizes | None, list[str]]:
+) -> tuple[ModelSizes | None, list[Violation]]:
     problems = list(_unsupported(file, settings, family))
     wanted = SIZES
     if family.experts is not None:
         wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
-    lacking = [name for name in dict.fromkeys(wanted) if not isinstance(settings.get(name), int)]
+    lacking = {name: settings.get(name) for name in dict.fromkeys(wanted) if not _is_size(settings.get(name))}
     if lacking:
-        return None, [*problems, f"{file} must give whole numbers for {', '.join(lacking)}"]
+        return None, [*problems, _in_file(file, lacking, "must be whole numbers >= 1")]
+    problems += _head_problems(file, settings)
     routing = None if family.experts is None else Routing.from_hf(family, settings)
     if routing is not None:
         problems += _routing_problems(file, routing, family)
     return _sizes(path, settings, family, routing), problems
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _head_problems(file: Path, settings: dict[str, Any]) -> Iterable[Violation]:
+    """How the hidden size, heads and key/value heads go together."""
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    kv_heads = settings.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        valid = [size for size in range(1, heads + 1) if heads % size == 0]
+        nearest = {"num_key_value_heads": nearest_number(kv_heads, valid)}
+        yield _in_file(file, {"num_key_value_heads": kv_heads}, f"must divide num_attention_heads({heads})", nearest)
+    if not settings.get("head_dim") and hidden % heads:
+        rule = f"must divide hidden_size({hidden}) where there is no head_dim"
+        nearest = {"head_dim": hidden // heads // 2 * 2 or 2}
+        yield _in_file(file, {"num_attention_heads": heads}, rule, nearest)
 
 
 def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing | None) -> ModelSizes:
@@ -160,41 +202,43 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
         max_position_embeddings=settings["max_position_embeddings"],
         vocab_size=vocab_size,
         sliding_window=sliding_window(family, settings),
+        head_size=settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"],
         **experts,
     )
 
 
-def _routing_problems(file: Path, routing: Routing, family: Family) -> list[str]:
+def _routing_problems(file: Path, routing: Routing, family: Family) -> list[Violation]:
     """How many experts a token may be sent to."""
-    top_k, num_experts = routing.experts_per_token, routing.num_experts
-    if not 1 <= top_k <= num_experts:
-        nearest = min(max(top_k, 1), num_experts)
-        return [
-            f"num_experts_per_tok={top_k} of {file} must be >= 1 and <= num_experts({num_experts}); nearest: {nearest}"
-        ]
+    top_k, num_experts, key = routing.experts_per_token, routing.num_experts, "num_experts_per_tok"
+    if top_k > num_experts:
+        return [_in_file(file, {key: top_k}, f"must be >= 1 and <= num_experts({num_experts})", {key: num_experts})]
     if top_k == 1 and routing.normalised:
-        normalised, nearest = "norm_topk_prob=true", "norm_topk_prob=false"
+        settings, nearest = {key: 1, "norm_topk_prob": True}, {"norm_topk_prob": False}
         if family.experts.norm_topk_prob:
-            normalised, nearest = "weights that add up to 1", "num_experts_per_tok=2"
-        return [
-            f"num_experts_per_tok=1 with {normalised} ({file}) leaves the router without a gradient, "
-            f"because the only weight is always 1; nearest: {nearest}"
-        ]
+            settings, nearest = {key: 1}, {key: 2}
+        rule = "leaves the router without a gradient, because the only weight, of a sum of 1, is always 1"
+        return [_in_file(file, settings, rule, nearest)]
     return []
 
 
-def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterable[str]:
+def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
     problem = rope_problem(settings)
     if problem is not None:
-        yield f"{file}: {problem}"
+        key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
+        yield _in_file(file, {key: settings.get(key)}, f"cannot be used: {problem}")
     kinds = {"full_attention"} if sliding_window(family, settings) is None else {"full_attention", "sliding_attention"}
-    unknown = set(settings.get("layer_types") or ()) - kinds
+    layer_types = settings.get("layer_types") or ()
+    unknown = set(layer_types) - kinds
     if unknown:
-        yield f"layer_types with {', '.join(sorted(unknown))} ({file}) is not supported; nearest: full_attention"
+        nearest = {"layer_types": ["full_attention" if kind in unknown else kind for kind in layer_types]}
+        rule = f"{', '.join(sorted(unknown))} is not supported"
+        yield Violation(
+            {"layer_types": layer_types}, f"with {rule} ({file})", nearest, file=str(file), subject="layer_types"
+        )
     for name, required in family.fixed_settings.items():
         value = settings.get(name, required)
         if value != required:
-            yield f"{name}={value!r} of {file} is not supported; nearest: {required!r}"
+            yield _in_file(file, {name: value}, "is not supported", {name: required})
 
 
 def _listing(folder: Path) -> str:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_rl.config.algorithms import uses_critic
-from megatron_rl.config.problems import nearest_file, nearest_number, raise_problems
-from megatron_rl.config.schema import LAYOUT_KEYS, DataConfig, MegatronConfig, RunConfig, as_list
-from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, is_path_or_paths, value_problems
+from megatron_rl.config.load import follows
+from megatron_rl.config.problems import nearest_number, raise_problems, without_echoes
+from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
+from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
+from megatron_rl.errors import Violation, shown
 from megatron_rl.planner.algorithm_rules import algorithm_problems
+from megatron_rl.planner.cache_rules import cache_problems
 from megatron_rl.planner.expert_layout import expert_problems
+from megatron_rl.planner.file_rules import file_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planner.resume_rules import resume_problems
 from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
 
-PROMPT_SUFFIXES = (".parquet", ".jsonl")
+TP, PP = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.pipeline_model_parallel_size"
 
 
 def check_preflight(config: RunConfig) -> None:
@@ -28,58 +31,46 @@ def check_preflight(config: RunConfig) -> None:
     raise_problems("this run cannot start", preflight(config))
 
 
-def preflight(config: RunConfig) -> list[str]:
-    """All violations, each with the values, the rule and the nearest valid choice; empty when the run can start."""
-    actor_path, critic_path = config.actor_rollout_ref.model.path, config.critic.model.path
-    actor_model, problems = read_model_folder("actor_rollout_ref.model.path", actor_path)
-    models = [actor_model]
-    if uses_critic(config) and critic_path != actor_path:
-        critic_model, critic_problems = read_model_folder("critic.model.path", critic_path, STARTING_POINTS)
+def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation]:
+    """All violations, each with the values, the rule and the nearest valid choice; empty when the run can start.
+
+    config_only: of the model folders nothing but config.json need be there, and of data nothing.
+    """
+    models, problems = read_models(config, config_only=config_only)
+    return without_echoes(
+        [
+            *value_problems(config),
+            *(() if config_only else file_problems(config)),
+            *algorithm_problems(config),
+            *problems,
+            *_layout_problems(config, models),
+            *expert_problems(config, models),
+            *_role_problems(config),
+            *_rollout_problems(config, models),
+            *_batch_problems(config),
+            *_length_problems(config, models),
+            *cache_problems(config, models),
+            *resume_problems(config),
+        ],
+        follows(),
+    )
+
+
+def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[ModelSizes], list[Violation]]:
+    """The sizes of the actor's and, where it is another one, the critic's model, and what is wrong with their folders.
+
+    Models that cannot be read are left out. Vocabularies are padded as configured.
+    """
+    shared, critic_path = config.actor_rollout_ref, config.critic.model.path
+    model, problems = read_model_folder("actor_rollout_ref.model.path", shared.model.path, config_only=config_only)
+    models = [model]
+    if uses_critic(config) and critic_path != shared.model.path:
+        key = "critic.model.path"
+        model, critic_problems = read_model_folder(key, critic_path, STARTING_POINTS, config_only=config_only)
         problems += critic_problems
-        models.append(critic_model)
-    vocab_multiple = config.actor_rollout_ref.actor.megatron.make_vocab_size_divisible_by
-    known_models = [model.padded_to(vocab_multiple) for model in models if model is not None]
-    return [
-        *value_problems(config),
-        *_file_problems(config),
-        *algorithm_problems(config),
-        *problems,
-        *_layout_problems(config, known_models),
-        *expert_problems(config, known_models),
-        *_role_problems(config),
-        *_rollout_problems(config, known_models),
-        *_batch_problems(config),
-        *_length_problems(config, known_models),
-        *resume_problems(config),
-    ]
-
-
-def _file_problems(config: RunConfig) -> Iterable[str]:
-    data, reward = config.data, config.custom_reward_function
-    files = [(key, path, PROMPT_SUFFIXES) for key, paths in prompt_files(data) for path in paths]
-    if reward.path is not None:
-        files.append(("custom_reward_function.path", reward.path, (".py",)))
-    for key, path, suffixes in files:
-        file = Path(path).expanduser()
-        kind = " or ".join(suffixes)
-        if not file.is_file():
-            yield f"{key}={path} must be a {kind} file, and there is none; {nearest_file(file, suffixes)}"
-        elif file.suffix not in suffixes:
-            yield f"{key}={path} must be a {kind} file, by its name; nearest: {file.with_suffix(suffixes[0])}"
-    trainer = config.trainer
-    for key, path in (
-        ("trainer.default_local_dir", trainer.default_local_dir),
-        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
-        ("trainer.validation_data_dir", trainer.validation_data_dir),
-    ):
-        if path is not None and Path(path).exists() and not Path(path).is_dir():
-            yield f"{key}={path} must be a folder, and it is a file; nearest: {path}.run"
-
-
-def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:
-    """(key, paths) of training and held-out prompts; no paths where the value is none, which has its own rule."""
-    values = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
-    return [(key, as_list(files)) for key, files in values if is_path_or_paths(files)]
+        models.append(model)
+    vocab_multiple = shared.actor.megatron.make_vocab_size_divisible_by
+    return [model.padded_to(vocab_multiple) for model in models if model is not None], problems
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ class Layouts:
         return min(valid, key=lambda pair: abs(math.log2(pair[0] / tp_size)) + abs(math.log2(pair[1] / pp_size)))
 
 
-def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
+def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
     """TP and PP against the ranks and the models; sizes below 1 are another rule's business."""
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -114,40 +105,43 @@ def _layout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[st
     if min(tp_size, pp_size, trainer.nnodes, trainer.n_gpus_per_node, *shares) < 1:
         return
     layouts = Layouts(trainer.nnodes * trainer.n_gpus_per_node, models, megatron)
+    tp, pp = layouts.nearest(tp_size, pp_size)
+    nearest = ({TP: tp} if tp != tp_size else {}) | ({PP: pp} if pp != pp_size else {})
     if layouts.world_size % (tp_size * pp_size):
-        tp, pp = layouts.nearest(tp_size, pp_size)
-        yield (
-            f"tp({tp_size}) * pp({pp_size}) must divide the {layouts.world_size} ranks (trainer.nnodes="
-            f"{trainer.nnodes} * trainer.n_gpus_per_node={trainer.n_gpus_per_node}); nearest: tp({tp}) * pp({pp})"
+        rule = (
+            f"must divide the {layouts.world_size} ranks (trainer.nnodes={trainer.nnodes} * "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
         )
+        yield Violation({TP: tp_size, PP: pp_size}, rule, nearest, subject=f"tp({tp_size}) * pp({pp_size})")
     for model in models:
         for name, size in model.tp_divides.items():
             if size % tp_size:
-                nearest = nearest_number(tp_size, layouts.tp_sizes)
-                yield f"tp({tp_size}) must divide {name}({size}) of {model.path}; nearest: tp({nearest})"
-    yield from stage_problems(models, megatron, layouts.world_size)
+                rule = f"must divide {name}({size}) of {model.path}"
+                yield Violation({TP: tp_size}, rule, nearest, subject=f"tp({tp_size})")
+    stages = layouts.world_size // tp_size if layouts.world_size % tp_size == 0 else layouts.world_size
+    yield from stage_problems(models, megatron, stages)
 
 
-def _role_problems(config: RunConfig) -> Iterable[str]:
+def _role_problems(config: RunConfig) -> Iterable[Violation]:
     """The roles share one grid of processes."""
     actor = config.actor_rollout_ref.actor.megatron
     if actor.param_offload:
-        yield (
-            f"{ACTOR}.megatron.param_offload=true: generation reads the actor's parameters; nearest: false, with "
-            f"{ROLLOUT}.drop_train_weights=true where rollout TP is below training TP"
-        )
+        key = f"{ACTOR}.megatron.param_offload"
+        hint = f"{ROLLOUT}.drop_train_weights=true saves memory where rollout TP is below training TP"
+        yield Violation({key: True}, "must be false: generation reads the actor's parameters", {key: False}, hint)
     followers = [(CRITIC, config.critic.megatron)] if uses_critic(config) else []
     for role, megatron in (*followers, (REF, config.actor_rollout_ref.ref.megatron)):
         for name in LAYOUT_KEYS:
             ours, theirs = getattr(megatron, name), getattr(actor, name)
             if ours != theirs:
-                yield (
-                    f"{role}.megatron.{name}={ours} must equal {ACTOR}.megatron.{name}={theirs}, because all roles "
-                    f"share one grid of processes; nearest: {theirs}"
+                key = f"{role}.megatron.{name}"
+                rule = (
+                    f"must equal {ACTOR}.megatron.{name}={shown(theirs)}, because all roles share one grid of processes"
                 )
+                yield Violation({key: ours}, rule, {key: theirs})
 
 
-def _rollout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
+def _rollout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
     """Rollout TP against the ranks, the actor's model and training TP."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     tp_size, world_size = rollout.tensor_model_parallel_size, trainer.nnodes * trainer.n_gpus_per_node
@@ -157,18 +151,21 @@ def _rollout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[s
     key = f"{ROLLOUT}.tensor_model_parallel_size"
     model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
     fitting = [size for size in _divisors(world_size) if model is None or not _rollout_misfits(model, size)]
+    if rollout.drop_train_weights:
+        fitting = [size for size in fitting if train_tp % size == 0]
+    nearest = {key: nearest_number(tp_size, fitting or [1])}
     # A rollout TP that is training's is refused by training's rules, and one message is enough.
     if world_size % tp_size and tp_size != train_tp:
-        yield f"{key}={tp_size} must divide the {world_size} ranks; nearest: {nearest_number(tp_size, fitting)}"
+        yield Violation({key: tp_size}, f"must divide the {world_size} ranks", nearest)
     misfits = {} if model is None else _rollout_misfits(model, tp_size)
     for name, rule in misfits.items():
         if tp_size != train_tp or name not in model.tp_divides:
-            yield f"{key}={tp_size} must {rule} of {model.path}; nearest: {nearest_number(tp_size, fitting)}"
+            yield Violation({key: tp_size}, f"must {rule} of {model.path}", nearest)
     if rollout.drop_train_weights and train_tp % tp_size:
-        yield (
-            f"{ROLLOUT}.drop_train_weights=true needs training shards inside rollout shards, so {key}={tp_size} must "
-            f"divide training tp({train_tp}); nearest: {nearest_number(tp_size, _divisors(train_tp))}"
+        rule = (
+            f"must divide training tp({train_tp}), as drop_train_weights=true needs training shards inside of its own"
         )
+        yield Violation({key: tp_size}, rule, nearest)
 
 
 def _rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
@@ -184,38 +181,41 @@ def _rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
     return found
 
 
-def _batch_problems(config: RunConfig) -> Iterable[str]:
+def _batch_problems(config: RunConfig) -> Iterable[Violation]:
     batch = config.data.train_batch_size
     trained = [(ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size)]
     if uses_critic(config):
         trained.append((CRITIC, config.critic.ppo_mini_batch_size))
     for role, mini_batch in trained:
         if batch >= 1 and mini_batch >= 1 and batch % mini_batch:
-            nearest = nearest_number(mini_batch, _divisors(batch))
-            yield (
-                f"{role}.ppo_mini_batch_size={mini_batch} must divide data.train_batch_size={batch}; nearest: {nearest}"
-            )
+            key = f"{role}.ppo_mini_batch_size"
+            nearest = {key: nearest_number(mini_batch, _divisors(batch))}
+            yield Violation({key: mini_batch}, f"must divide data.train_batch_size={batch}", nearest)
     rollout = config.actor_rollout_ref.rollout
-    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
-        yield (
-            f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} must be >= max_num_seqs="
-            f"{rollout.max_num_seqs}; nearest: {rollout.max_num_seqs}"
-        )
+    if 1 <= rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        key = f"{ROLLOUT}.max_num_batched_tokens"
+        rule = f"must be >= max_num_seqs={rollout.max_num_seqs}"
+        yield Violation({key: rollout.max_num_batched_tokens}, rule, {key: rollout.max_num_seqs})
 
 
-def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[str]:
+def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    keys = {"data.max_prompt_length": prompt, "data.max_response_length": response}
     for model in models:
         for name, limit in model.longest.items():
-            if prompt + response > limit:
-                key, room = ("response", limit - prompt) if prompt < limit else ("prompt", max(1, limit - response))
-                yield (
-                    f"data.max_prompt_length={prompt} + data.max_response_length={response} must be <= "
-                    f"{name}({limit}) of {model.path}; nearest: data.max_{key}_length={room}"
-                )
+            if min(prompt, response) >= 1 and prompt + response > limit:
+                key, room = ("response", limit - prompt) if prompt < limit else ("prompt", limit - response)
+                rule = f"must be <= {name}({limit}) of {model.path}"
+                nearest = {f"data.max_{key}_length": room}
+                if room < 1:
+                    nearest = {"data.max_prompt_length": limit - limit // 2, "data.max_response_length": limit // 2}
+                subject = f"data.max_prompt_length={prompt} + data.max_response_length={response}"
+                yield Violation(keys, rule, nearest, subject=subject)
     if len({model.vocab_size for model in models}) > 1:
         sizes = ", ".join(f"{model.vocab_size} of {model.path}" for model in models)
-        yield f"actor and critic read the same tokens, so their vocab_size must be equal: {sizes}; nearest: one model"
+        rule = f"and the actor's read the same tokens, so their vocab_size must be equal: {sizes}"
+        nearest = {"critic.model.path": config.actor_rollout_ref.model.path}
+        yield Violation({"critic.model.path": config.critic.model.path}, rule, nearest)
 
 
 def _divisors(number: int) -> list[int]:

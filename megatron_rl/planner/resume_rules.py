@@ -10,9 +10,10 @@ from typing import Any
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.algorithms import trained_roles
+from megatron_rl.config.problems import violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import CHOICES
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, Violation
 
 
 def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -31,7 +32,7 @@ def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
     return models
 
 
-def resume_problems(config: RunConfig) -> Iterable[str]:
+def resume_problems(config: RunConfig) -> Iterable[Violation]:
     """Why the run cannot go on from where it is asked to. Contents are left to the run itself, which reads them all."""
     trainer = config.trainer
     lacks_path = trainer.resume_mode == "resume_path" and trainer.resume_from_path is None
@@ -40,4 +41,4 @@ def resume_problems(config: RunConfig) -> Iterable[str]:
     try:
         select(trainer, configured_models(config), checksums=False)
     except ConfigError as error:
-        yield str(error)
+        yield from violations_of(error)

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from megatron_rl.config.problems import nearest_number
 from megatron_rl.config.schema import MegatronConfig
+from megatron_rl.config.validate import ACTOR
+from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.model_folder import ModelSizes
 
@@ -16,6 +18,7 @@ SHARES = (
     "num_layers_in_first_pipeline_stage",
 )
 """Keys that say how layers are shared out among the stages; null: one chunk each, or an equal share."""
+PP = "pipeline_model_parallel_size"
 EVEN = MegatronConfig()
 
 
@@ -34,15 +37,19 @@ def pp_sizes(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size:
     return valid
 
 
-def stage_problems(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> Iterable[str]:
+def stage_problems(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> Iterable[Violation]:
     """The rules of StagePlan that the models break; sizes below 1 must have been sorted out before."""
     broken: dict[str, str] = {}
     for model in models:
         rule = _broken_rule(model, megatron)
         if rule is not None:
             broken.setdefault(rule, model.path)
+    given = {key: getattr(megatron, key) for key in (PP, *SHARES)}
+    settings = {f"{ACTOR}.megatron.{key}": value for key, value in given.items() if value is not None}
     for rule, path in broken.items():
-        yield f"{rule} ({path}); nearest: {_nearest(models, megatron, world_size)}"
+        changes = _nearest(models, megatron, world_size)
+        nearest = {f"{ACTOR}.megatron.{key}": value for key, value in changes.items()}
+        yield Violation(settings, f"({path})", nearest, subject=rule)
 
 
 def _broken_rule(model: ModelSizes, megatron: MegatronConfig) -> str | None:
@@ -53,7 +60,7 @@ def _broken_rule(model: ModelSizes, megatron: MegatronConfig) -> str | None:
     return None
 
 
-def _nearest(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> str:
+def _nearest(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> dict[str, int | None]:
     """One changed number if that is enough: a share that was given, else PP; otherwise even stages."""
     fewest_layers = min(model.num_hidden_layers for model in models)
     for key in SHARES:
@@ -62,9 +69,8 @@ def _nearest(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size:
             continue
         valid = [size for size in range(1, fewest_layers + 1) if spreads(models, replace(megatron, **{key: size}))]
         if valid:
-            return f"{key}={nearest_number(given, valid)}"
+            return {key: nearest_number(given, valid)}
     nearest = nearest_number(megatron.pipeline_model_parallel_size, pp_sizes(models, megatron, world_size))
     if spreads(models, replace(megatron, pipeline_model_parallel_size=nearest)):
-        return f"pp({nearest})"
-    nulls = ", ".join(f"{key}=null" for key in SHARES if getattr(megatron, key) is not None)
-    return f"pp({nearest}) with {nulls}"
+        return {PP: nearest}
+    return {PP: nearest} | {key: None for key in SHARES if getattr(megatron, key) is not None}

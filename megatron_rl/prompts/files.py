@@ -48,6 +48,48 @@ def read_rows(path: str, data_config: DataConfig) -> list[PromptRow]:
     return rows
 
 
+def column_kinds(file: Path) -> dict[str, str]:
+    """Column -> what it can be used as: text | messages | reward (has a ground truth) | other. No row but the first
+    is read, and of a parquet file none.
+
+    Raises ConfigError for an unreadable or empty file.
+    """
+    if file.suffix == ".jsonl":
+        first = next(_read_json_lines(str(file), file, None), None)
+        if first is None:
+            raise ConfigError(f"{file} holds 0 rows: at least 1 prompt is needed")
+        return {name: _kind_of_value(value) for name, value in first[1].items()}
+    try:
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            schema, num_rows = parquet.schema_arrow, parquet.metadata.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{file} is not a readable parquet file: {error}") from error
+    if not num_rows:
+        raise ConfigError(f"{file} holds 0 rows: at least 1 prompt is needed")
+    return {field.name: _kind_of_type(field.type) for field in schema}
+
+
+def _kind_of_type(kind: pyarrow.DataType) -> str:
+    types = pyarrow.types
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "text"
+    if (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type):
+        return "messages" if {"role", "content"} <= {field.name for field in kind.value_type} else "other"
+    return "reward" if types.is_struct(kind) and "ground_truth" in [field.name for field in kind] else "other"
+
+
+def _kind_of_value(value: object) -> str:
+    if isinstance(value, str):
+        return "text"
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(one, dict) and {"role", "content"} <= set(one) for one in value)
+    ):
+        return "messages"
+    return "reward" if isinstance(value, dict) and value.get("ground_truth") is not None else "other"
+
+
 def nearest_hint(name: str, choices: Sequence[str], kind: str) -> str:
     """A hint for the end of an error message."""
     return f"the nearest {kind} is {nearest_name(name, choices)!r}" if choices else f"there is no {kind}"
@@ -95,7 +137,7 @@ def _check_columns(path: str, schema: pyarrow.Schema, data_config: DataConfig) -
         )
 
 
-def _read_json_lines(path: str, file: Path, data_config: DataConfig) -> Iterator[tuple[str, dict]]:
+def _read_json_lines(path: str, file: Path, _: DataConfig | None) -> Iterator[tuple[str, dict]]:
     """(place, content) per line that is not blank; rows count these lines, from 0."""
     row = 0
     with file.open("rb") as lines:

@@ -91,14 +91,14 @@ def test_damaged_ones_are_skipped_and_named(trainer, tmp_path, how, reason):
     (skipped,) = point.skipped
     assert skipped.startswith(f"{tmp_path}/global_step_") and reason in skipped
     damage(tmp_path, 10, "missing")
-    with pytest.raises(
-        ConfigError, match="must go on from a complete checkpoint.*resume_mode=disable, which sets them"
-    ):
+    with pytest.raises(ConfigError, match="must go on from a complete checkpoint.*; nearest: disable; which sets them"):
         select(trainer, MODELS)
     broken = step_folder(tmp_path, 120 if how == "renamed" else 20)
     with pytest.raises(ConfigError, match="cannot be resumed: ") as raised:
         select(at(broken), MODELS)
-    assert reason in str(raised.value) and "has no usable one; nearest: trainer.resume_mode=auto" in str(raised.value)
+    assert reason in str(raised.value) and "trainer.resume_mode=auto trainer.resume_from_path=null; " in str(
+        raised.value
+    )
 
 
 def test_contents_are_compared_on_demand(trainer, tmp_path):
@@ -121,9 +121,7 @@ def test_another_model_is_an_error(trainer, tmp_path, changes, reason):
     path = save_changed(tmp_path, 20, **changes)
     with pytest.raises(ConfigError) as raised:
         select(trainer, MODELS)
-    assert reason in str(raised.value) and "nearest: trainer.resume_mode=disable, which sets it aside" in str(
-        raised.value
-    )
+    assert reason in str(raised.value) and "nearest: disable; which sets it aside" in str(raised.value)
     with pytest.raises(ConfigError) as raised:
         select(at(path), MODELS)
     assert reason in str(raised.value) and f"nearest: {step_folder(tmp_path, 10)}" in str(raised.value)
@@ -195,7 +193,12 @@ def test_a_wrong_path_is_an_error_with_the_nearest(tmp_path):
             select(at(path), MODELS)
         message = str(raised.value)
         assert message.startswith(f"trainer.resume_from_path={path}") and reason in message and nearest in message
+        (violation,) = raised.value.violations
+        assert select(at(Path(violation.nearest["trainer.resume_from_path"])), MODELS).step == 10
     (tmp_path / "other/run").mkdir(parents=True)
-    for path, hint in (("other/rum", "nearest folder: .*other/run$"), ("x/y", "nearest: trainer.resume_mode=auto$")):
+    for path, hint in (
+        ("other/rum", "nearest folder: .*other/run$"),
+        ("x/y", "nearest: trainer.resume_mode=auto trainer"),
+    ):
         with pytest.raises(ConfigError, match=hint):
             select(at(tmp_path / path), MODELS)

@@ -67,10 +67,10 @@ def test_all_unknown_keys_are_named_with_origin_and_neighbour(write):
     """Nested, from file and overrides. Would not catch a suggestion that is near but not what was meant."""
     file = write(MANDATORY + "trainer: {sed: 1}\ncritic: {optm: {lrr: 1}}\n")
     text = refusal(file, "rollout.n=8", "data.train_batchsize=4")
-    assert f"unknown key trainer.sed ({file}): the nearest known key is trainer.seed" in text
-    assert f"unknown key critic.optm.lrr ({file}): the nearest known key is critic.optim.lr" in text
-    assert "unknown key rollout.n (override): the nearest known key is actor_rollout_ref.rollout.n" in text
-    assert "unknown key data.train_batchsize (override): the nearest known key is data.train_batch_size" in text
+    assert f"unknown key trainer.sed ({file}); nearest: trainer.seed=1" in text
+    assert f"unknown key critic.optm.lrr ({file}); nearest: critic.optim.lr=1" in text
+    assert "unknown key rollout.n (override); nearest: actor_rollout_ref.rollout.n=8" in text
+    assert "unknown key data.train_batchsize (override); nearest: data.train_batch_size=4" in text
     assert "4 problems" in text
 
 

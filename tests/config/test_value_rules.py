@@ -7,7 +7,8 @@ from operator import attrgetter
 import pytest
 
 from megatron_rl.config.load import KEYS, load_config
-from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL, value_problems
+from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL, STAGE_SHARES
+from megatron_rl.config.validate import value_problems as violations
 
 MANDATORY = [
     "data.train_files=a",
@@ -15,6 +16,10 @@ MANDATORY = [
     "actor_rollout_ref.model.path=m",
     "custom_reward_function.path=r",
 ]
+
+
+def value_problems(config) -> list[str]:
+    return [str(violation) for violation in violations(config)]
 
 
 @pytest.fixture
@@ -44,9 +49,11 @@ def test_tables_name_real_keys(config):
 def test_each_choice_is_kept(config, key):
     """A name that is no choice is refused with all choices. Would not catch a choice that nothing implements."""
     value = "[vlm]" if isinstance(attrgetter(key)(config()), list) else "vlm"
+    each = ", each" if value == "[vlm]" else ""
     choices = ", ".join((CHOICES | CHOICES_OR_NULL)[key])
-    (problem,) = [found for found in value_problems(config(f"{key}={value}")) if found.startswith(f"{key}=vlm")]
-    assert problem.startswith(f"{key}=vlm must be one of {choices}; nearest: ")
+    (problem,) = [found for found in value_problems(config(f"{key}={value}")) if found.startswith(f"{key}=")]
+    given = value.replace("vlm", "'vlm'") if each else value
+    assert problem.startswith(f"{key}={given} must be one of {choices}{each}; nearest: ")
 
 
 @pytest.mark.parametrize("key", [*RANGES, *RANGES_OR_NULL])
@@ -54,32 +61,35 @@ def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
     """-2 is too small for every number we have. Would not catch a wrong upper end, nor a limit that is off by one."""
     found = [problem for problem in value_problems(config(f"{key}=-2")) if problem.startswith(f"{key}=-2")]
     assert len(found) == 1, found
-    suggestion = float(found[0].rpartition("nearest: ")[2])
-    assert (RANGES | RANGES_OR_NULL)[key].holds(suggestion)
+    suggestion = found[0].rpartition("nearest: ")[2]
+    assert suggestion == "null" if key in STAGE_SHARES else (RANGES | RANGES_OR_NULL)[key].holds(float(suggestion))
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("algorithm.gamma=1.01", "algorithm.gamma=1.01 must be >= 0 and <= 1; nearest: 1"),
-        ("actor_rollout_ref.rollout.temperature=0", "temperature=0.0 must be > 0; nearest: 1"),
-        ("actor_rollout_ref.rollout.top_p=0", "top_p=0.0 must be > 0 and <= 1; nearest: 1"),
-        ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; nearest: 1"),
+        ("actor_rollout_ref.rollout.temperature=0", "temperature=0 must be > 0; nearest: 1"),
+        ("actor_rollout_ref.rollout.top_p=0", "top_p=0 must be > 0 and <= 1; nearest: 1"),
+        ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; nearest: null"),
         ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0 must be >= 1; nearest: 1"),
         ("actor_rollout_ref.rollout.top_k=0", "top_k=0 must be -1 (all tokens) or >= 1; nearest: -1"),
-        ("actor_rollout_ref.actor.clip_ratio_c=1", "clip_ratio_c=1.0 must be > 1; nearest: 3"),
-        ("algorithm.rollout_correction.rollout_rs_threshold=1", "rollout_rs_threshold=1.0 must be > 1; nearest: 2"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1", "clip_ratio_c=1 must be > 1; nearest: 3"),
+        ("algorithm.rollout_correction.rollout_rs_threshold=1", "rollout_rs_threshold=1 must be > 1; nearest: 2"),
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas=[0.9, 1.0] must both be >= 0 and < 1"),
         ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be >= 0"),
-        ("reward_model.timeout_s=0", "reward_model.timeout_s=0.0 must be > 0; nearest: 10"),
+        ("reward_model.timeout_s=0", "reward_model.timeout_s=0 must be > 0; nearest: 10"),
         ("reward_model.failed_score=.nan", "reward_model.failed_score=nan must be a finite number; nearest: 0"),
-        ("custom_reward_function.reward_kwargs.extra_info=1", "reward_kwargs.extra_info is given by each row"),
+        ("custom_reward_function.reward_kwargs.extra_info=1", "reward_kwargs.extra_info=1 is given by each row"),
         ("data.train_files=[]", "data.train_files=[] must be a path or a list of at least one path"),
         ("data.val_files=[a,3]", "data.val_files=['a', 3] must be a path or a list"),
         ("data.train_file_weights=[1,2]", "[1.0, 2.0] must be one number for each of data.train_files, of which there"),
         ("data.train_file_weights=[0]", "data.train_file_weights=[0.0] must be > 0 and finite; nearest: [1.0]"),
-        ("actor_rollout_ref.rollout.val_kwargs.n=4", "val_kwargs.n=4 with do_sample=false asks for one greedy answer"),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.n=4",
+            "val_kwargs.do_sample=false ask for one greedy answer several times; nearest: actor",
+        ),
         ("actor_rollout_ref.rollout.val_kwargs.top_k=0", "val_kwargs.top_k=0 must be -1 (all tokens) or >= 1"),
         ("reward_model.enable=true", "learned reward models are not available yet; nearest: false"),
     ],
@@ -101,4 +111,4 @@ def test_built_in_rewards_are_chosen_by_name(config):
     assert value_problems(config("custom_reward_function.path=null", "custom_reward_function.name=math")) == []
     assert value_problems(config("custom_reward_function.name=maths")) == []
     (problem,) = value_problems(config("custom_reward_function.path=null", "custom_reward_function.name=maths"))
-    assert problem.endswith("must be one of compute_score, exact_match, math; nearest: math")
+    assert problem.endswith("must, without a path, be one of compute_score, exact_match, math; nearest: math")

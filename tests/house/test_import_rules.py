@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     **dict.fromkeys(STAGES, PARTS | {"model", "hybrid_engine"}),
     "workers": PARTS | STAGES | {"model", "hybrid_engine"},
     "controller": GROUND,
-    "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint"},
+    "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
     **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"workers", "controller", "planner"}),
     "cli": GROUND | LOOP | {"planner", "controller", "workers", "checkpoint"},
     "__main__": {"cli"},
@@ -53,6 +53,7 @@ PURE_PARTS = (
     f"{PACKAGE}.checkpoint.pickles",
     f"{PACKAGE}.checkpoint.resume",
     f"{PACKAGE}.model.families",
+    f"{PACKAGE}.prompts.files",
 )
 """All that the planner may import of those rooms."""
 

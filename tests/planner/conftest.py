@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from model_folders import EXPERTS, set_experts, write_model
+from model_folders import EXPERTS, REWARD, set_experts, write_model, write_prompts
 
 from megatron_rl.config.schema import MegatronConfig, RunConfig
 
@@ -11,8 +11,9 @@ from megatron_rl.config.schema import MegatronConfig, RunConfig
 @pytest.fixture
 def config(tmp_path) -> RunConfig:
     """Six ranks, TP2 x PP3, everything in order; interpolated defaults written out."""
-    for name in ("train.parquet", "test.parquet", "reward.py"):
-        (tmp_path / name).touch()
+    for name in ("train.parquet", "test.parquet"):
+        write_prompts(tmp_path / name)
+    (tmp_path / "reward.py").write_text(REWARD)
     config = RunConfig()
     config.data.train_files, config.data.val_files = str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet")
     config.data.gen_batch_size = config.data.train_batch_size

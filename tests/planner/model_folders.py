@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.planner.preflight import preflight
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -30,6 +35,25 @@ EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
 }
+
+
+ROW = {"prompt": "1+1=", "data_source": "sums", "reward_model": {"ground_truth": "2"}, "question": "1+1"}
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+
+
+def problems(config: RunConfig) -> list[str]:
+    """The violations as text."""
+    return [str(violation) for violation in preflight(config)]
+
+
+def write_prompts(file: Path, **changes) -> str:
+    """One row in verl's schema; a column whose value is None is left out."""
+    row = {name: value for name, value in (ROW | changes).items() if value is not None}
+    if file.suffix == ".jsonl":
+        file.write_text(json.dumps(row) + "\n")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    return str(file)
 
 
 def write_model(folder, **changes) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from model_folders import problems
 
 from megatron_rl.config.algorithms import trained_roles, uses_critic, uses_reference
 from megatron_rl.planner.algorithm_rules import algorithm_problems
-from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.resume_rules import configured_models
 
 OWN = "def mine(samples, config):\n    return samples.rewards, samples.rewards\n\nclass NotAFunction:\n    pass\n"
+N = "actor_rollout_ref.rollout.n"
 
 
 def test_built_in_names(config):
@@ -17,20 +18,20 @@ def test_built_in_names(config):
     config.actor_rollout_ref.rollout.n = 4
     for name in ("gae", "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"):
         config.algorithm.adv_estimator = name
-        assert preflight(config) == []
+        assert problems(config) == []
 
 
 def test_refused_names_list_the_known_ones(config, tmp_path):
     """Without a file, and with one that has other functions. Would not catch a function made at run time."""
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode = "groo", "gsp"
-    estimator, loss = algorithm_problems(config)
+    estimator, loss = map(str, algorithm_problems(config))
     assert estimator.startswith("algorithm.adv_estimator=groo must be one of gae, grpo, rloo, opo, reinforce_plus_plus")
-    assert "custom_adv_estimator.path=null; nearest: grpo" in estimator
+    assert f"custom_adv_estimator.path=null; nearest: algorithm.adv_estimator=grpo {N}=2" in estimator
     assert "policy_loss.loss_mode=gsp must be one of vanilla, gspo, or a function of the file" in loss
     (tmp_path / "own.py").write_text(OWN)
     config.actor_rollout_ref.actor.policy_loss.loss_mode = "vanilla"
     config.algorithm.adv_estimator, config.algorithm.custom_adv_estimator.path = "min", str(tmp_path / "own.py")
-    (problem,) = algorithm_problems(config)
+    (problem,) = map(str, algorithm_problems(config))
     assert "remax, mine, or a function" in problem and problem.endswith("nearest: mine")
 
 
@@ -38,10 +39,10 @@ def test_functions_of_the_users(config, tmp_path):
     """Found without running the file, which would raise. Would not catch a wrong signature; loading it does."""
     (tmp_path / "own.py").write_text(OWN + "raise RuntimeError\n")
     config.algorithm.adv_estimator, config.algorithm.custom_adv_estimator.path = "mine", str(tmp_path / "own.py")
-    assert preflight(config) == []
+    assert problems(config) == []
     config.algorithm.adv_estimator = "gae"
-    (problem,) = preflight(config)
-    assert "own.py is of no use" in problem and problem.endswith("another name: mine")
+    (problem,) = problems(config)
+    assert "own.py is of no use" in problem and problem.endswith("nearest: null; other names: mine")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_files_that_cannot_be_read(config, tmp_path, text, expected):
         (tmp_path / "own.py").write_text(text)
     loss = config.actor_rollout_ref.actor.policy_loss
     loss.loss_mode, loss.custom.path = "mine", str(tmp_path / "own.py")
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert problem.startswith("actor_rollout_ref.actor.policy_loss.custom.path=") and expected in problem
 
 
@@ -61,56 +62,60 @@ def test_files_that_cannot_be_read(config, tmp_path, text, expected):
 def test_groups_need_two_samples(config, name):
     """Would not catch a group that is cut by a mini-batch, which does no harm."""
     config.algorithm.adv_estimator = name
-    (problem,) = preflight(config)
-    assert "rollout.n=1 must be >= 2; nearest: actor_rollout_ref.rollout.n=2" in problem
+    (problem,) = problems(config)
+    assert problem.startswith("actor_rollout_ref.rollout.n=1 must be >= 2: algorithm") and problem.endswith(
+        "nearest: 2"
+    )
 
 
 def test_rules_between_keys(config):
     """Each broken alone. Would not catch two that only clash together."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     actor.policy_loss.loss_mode = "gspo"
-    assert ["nearest: seq-mean-token-mean" in problem for problem in preflight(config)] == [True]
+    assert ["nearest: seq-mean-token-mean" in problem for problem in problems(config)] == [True]
     actor.policy_loss.loss_mode = "vanilla"
 
     config.critic.enable = False
-    assert preflight(config) == [
-        "critic.enable=false: algorithm.adv_estimator=gae needs a critic's values; nearest: null"
+    assert problems(config) == [
+        "critic.enable=false must be null or true: algorithm.adv_estimator=gae needs a critic's values; nearest: null"
     ]
     config.critic.enable = None
 
     correction.rollout_rs, correction.rollout_is_threshold = "token", 0.5
-    (problem,) = preflight(config)
-    assert problem.endswith("rollout_rs_threshold=0.5 must be > 1, as rollout_rs_threshold_lower is 1 / it; nearest: 2")
+    (problem,) = problems(config)
+    assert problem.endswith("rollout_is_threshold=0.5 must be > 1, as rollout_rs_threshold_lower is 1 / it; nearest: 2")
     correction.rollout_rs_threshold_lower = 0.9
-    (problem,) = preflight(config)
-    assert problem.endswith("rollout_rs_threshold=0.5 must be >= rollout_rs_threshold_lower=0.9; nearest: 1")
+    (problem,) = problems(config)
+    assert problem.endswith("rollout_is_threshold=0.5 must be >= rollout_rs_threshold_lower=0.9; nearest: 2")
     correction.rollout_rs_threshold = 2.0
-    assert preflight(config) == []
+    assert problems(config) == []
 
     config.reward_model.overlong_buffer.enable = True
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert problem.endswith("overlong_buffer.len=0 must be >= 1 and <= data.max_response_length=48; nearest: 1")
     config.reward_model.overlong_buffer.enable = False
 
     config.data.gen_batch_size = 128
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert problem.startswith("data.gen_batch_size=128 must equal data.train_batch_size=64")
     config.algorithm.filter_groups.enable = True
-    (problem,) = preflight(config)
-    assert problem.startswith("algorithm.filter_groups.enable=true compares the samples of a prompt")
+    (problem,) = problems(config)
+    assert problem.startswith(
+        "actor_rollout_ref.rollout.n=1 must be >= 2: algorithm.filter_groups.enable=true compares"
+    )
     config.actor_rollout_ref.rollout.n, config.data.gen_batch_size = 2, 6
-    assert preflight(config)[0].endswith("or no step could be filled; nearest: max_num_gen_batches=11")
+    assert problems(config)[0].endswith("or no step could be filled; nearest: 11")
     config.algorithm.filter_groups.max_num_gen_batches = 11
-    assert preflight(config) == []
+    assert problems(config) == []
 
 
 def test_roles_that_are_not_used_keep_no_rules(config):
     """A critic of another folder and layout beside GRPO. Would not catch a worker that builds it."""
     config.critic.model.path, config.critic.megatron.tensor_model_parallel_size = "/nowhere", 5
     config.critic.ppo_mini_batch_size = 7
-    assert len(preflight(config)) == 3
+    assert len(problems(config)) == 3
     config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n = "grpo", 2
-    assert preflight(config) == []
+    assert problems(config) == []
     assert trained_roles(config).keys() == configured_models(config).keys() == {"actor"}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from model_folders import EXPERTS, set_experts, write_model
+from model_folders import EXPERTS, problems, set_experts, write_model
 
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 from megatron_rl.planner.model_folder import read_model_folder
-from megatron_rl.planner.preflight import preflight
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
 @pytest.mark.parametrize(
@@ -15,8 +16,8 @@ from megatron_rl.planner.preflight import preflight
     [
         ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-        ({"num_experts": None}, "must give whole numbers for num_experts"),
-        ({"moe_intermediate_size": "20"}, "must give whole numbers for moe_intermediate_size"),
+        ({"num_experts": None}, "num_experts=null of "),
+        ({"moe_intermediate_size": "20"}, 'moe_intermediate_size="20" of '),
         ({"num_experts_per_tok": 9}, "must be >= 1 and <= num_experts(8); nearest: 8"),
         ({"num_experts_per_tok": 1}, "nearest: norm_topk_prob=false"),
     ],
@@ -24,7 +25,7 @@ from megatron_rl.planner.preflight import preflight
 def test_experts_that_cannot_be_trained(moe_config, tmp_path, changes, expected):
     """Would not catch a kind of routing that transformers invents later."""
     write_model(tmp_path / "model", **EXPERTS | changes)
-    (problem,) = preflight(moe_config)
+    (problem,) = problems(moe_config)
     assert expected in problem
 
 
@@ -52,16 +53,16 @@ def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with sliding_attention"),
         ({"use_sliding_window": True, "layer_types": ["chunked_attention"]}, "layer_types with chunked_attention"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu"'),
+        ({"attention_bias": True}, "attention_bias=true"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"num_hidden_layers": None}, "must give whole numbers for num_hidden_layers"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=null of "),
     ],
 )
 def test_models_that_cannot_be_trained(config, tmp_path, changes, expected):
     """Would not catch a setting that transformers invents later."""
     write_model(tmp_path / "model", **changes)
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert expected in problem
 
 
@@ -85,7 +86,7 @@ def test_models_that_cannot_be_trained(config, tmp_path, changes, expected):
 def test_scaled_rotary_embeddings(config, tmp_path, rope):
     """Both spellings of config.json. Would not catch frequencies that the trainer computes otherwise."""
     write_model(tmp_path / "model", **rope)
-    assert preflight(config) == []
+    assert problems(config) == []
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_a_window_may_not_cut_anything_off(config, tmp_path, changes, limit):
     if limit is not None:
         rule = f"must be <= sliding_window({limit}) of {path}; nearest: data.max_response_length={limit - 16}"
         expected = [f"data.max_prompt_length=16 + data.max_response_length=48 {rule}"]
-    assert preflight(config) == expected
+    assert problems(config) == expected
 
 
 def test_mixtral_has_its_own_names(moe_config, tmp_path):
@@ -114,13 +115,15 @@ def test_mixtral_has_its_own_names(moe_config, tmp_path):
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     mixtral |= {"sliding_window": None, "intermediate_size": 20}
     path = write_model(tmp_path / "model", **mixtral)
-    assert preflight(moe_config) == []
+    assert problems(moe_config) == []
     set_experts(moe_config, expert_model_parallel_size=1, expert_tensor_parallel_size=4)
     write_model(tmp_path / "model", **mixtral | {"intermediate_size": 18})
-    assert preflight(moe_config) == [f"etp(4) must divide intermediate_size(18) of {path}; nearest: etp(2)"]
+    assert problems(moe_config) == [
+        f"etp(4) must divide intermediate_size(18) of {path}; nearest: {MEGATRON}.expert_tensor_parallel_size=2"
+    ]
     write_model(tmp_path / "model", **mixtral | {"num_experts_per_tok": 1})
-    (problem,) = preflight(moe_config)
-    assert problem.endswith("nearest: num_experts_per_tok=2")
+    (problem,) = problems(moe_config)
+    assert problem.endswith("nearest: 2")
 
 
 REWARD = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
@@ -129,9 +132,9 @@ REWARD = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0":
 def test_a_critic_may_start_from_a_reward_model(config, tmp_path):
     """Would not catch a head of another shape; loading does."""
     config.critic.model.path = write_model(tmp_path / "critic", **REWARD)
-    assert preflight(config) == []
+    assert problems(config) == []
     path = write_model(tmp_path / "critic", **REWARD | {"id2label": None})
-    assert preflight(config) == [
+    assert problems(config) == [
         f"num_labels=2 of {path}/config.json must be 1, because a critic gives one value; nearest: 1"
     ]
 
@@ -139,8 +142,8 @@ def test_a_critic_may_start_from_a_reward_model(config, tmp_path):
 def test_an_actor_may_not_start_from_a_reward_model(config, tmp_path):
     """It has no vocabulary head. Would not catch a classifier's folder that says it is a language model."""
     write_model(tmp_path / "model", **REWARD)
-    (problem,) = preflight(config)
-    assert problem.endswith("for actor_rollout_ref.model.path; nearest: Qwen2ForCausalLM")
+    (problem,) = problems(config)
+    assert problem.endswith('for actor_rollout_ref.model.path; nearest: ["Qwen2ForCausalLM"]')
     assert not set(FAMILIES) & set(REWARD_FAMILIES)
 
 
@@ -148,16 +151,18 @@ def test_an_actor_may_not_start_from_a_reward_model(config, tmp_path):
 def test_model_folder_must_be_complete(config, tmp_path, file):
     """Would not catch weights that do not belong to config.json; loading does."""
     (tmp_path / "model" / file).unlink()
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert "must hold" in problem and file.partition(".")[2] in problem
 
 
 def test_another_critic_is_checked_too(config, tmp_path):
     """Its own folder, its own layers, the actor's tokens. Would not catch another tokenizer of the same size."""
     config.critic.model.path = write_model(tmp_path / "critic", num_hidden_layers=4, vocab_size=200)
-    layers, vocabulary = preflight(config)
-    assert layers.startswith("pp(3) must divide num_hidden_layers(4)") and layers.endswith("nearest: pp(2)")
+    layers, vocabulary = problems(config)
+    assert layers.startswith("pp(3) must divide num_hidden_layers(4)") and layers.endswith(
+        f"nearest: {MEGATRON}.pipeline_model_parallel_size=1"
+    )
     assert "vocab_size must be equal: 100 of" in vocabulary
     config.critic.model.path = str(tmp_path / "absent")
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert problem.startswith("critic.model.path=")

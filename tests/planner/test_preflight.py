@@ -7,14 +7,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_folders import EXPERTS, set_experts, write_model
+from model_folders import EXPERTS, problems, set_experts, write_model, write_prompts
 
 from megatron_rl.config.schema import MegatronConfig, RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.expert_layout import ExpertLayouts
 from megatron_rl.planner.model_folder import ModelSizes
-from megatron_rl.planner.preflight import Layouts, check_preflight, preflight
+from megatron_rl.planner.preflight import Layouts, check_preflight
 from megatron_rl.planner.stage_rules import spreads, stage_problems
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+TP, PP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
+EP, ETP = f"{MEGATRON}.expert_model_parallel_size", f"{MEGATRON}.expert_tensor_parallel_size"
 
 
 def set_tp(config: RunConfig, tp: int) -> None:
@@ -32,16 +36,17 @@ def set_pp(config: RunConfig, pp: int) -> None:
 
 def test_a_good_run_has_no_violations(config):
     """Would not catch a missing rule."""
-    assert preflight(config) == []
+    assert problems(config) == []
     check_preflight(config)
 
 
 def test_tp_times_pp_must_divide_the_ranks(config):
     """tp(2) * pp(2) on 6 ranks. Would not catch a suggestion that fits but is far away."""
     set_pp(config, 2)
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert problem == (
-        "tp(2) * pp(2) must divide the 6 ranks (trainer.nnodes=1 * trainer.n_gpus_per_node=6); nearest: tp(2) * pp(3)"
+        "tp(2) * pp(2) must divide the 6 ranks (trainer.nnodes=1 * trainer.n_gpus_per_node=6); nearest: "
+        f"{MEGATRON}.pipeline_model_parallel_size=3"
     )
 
 
@@ -49,12 +54,12 @@ def test_tp_must_divide_everything_it_cuts(config):
     """TP4: 12 heads, 192 and the vocabulary padded to 128 are fine, 6 KV heads are not. Would not catch a new cut."""
     config.trainer.n_gpus_per_node = 12
     set_tp(config, 4)
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     path = config.actor_rollout_ref.model.path
-    assert problem == f"tp(4) must divide num_key_value_heads(6) of {path}; nearest: tp(2)"
+    assert problem == f"tp(4) must divide num_key_value_heads(6) of {path}; nearest: {TP}=2"
     set_tp(config, 3)
     config.trainer.n_gpus_per_node = 9
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert problem.startswith("tp(3) must divide padded_vocab_size(128) of")
 
 
@@ -62,9 +67,9 @@ def test_pp_must_divide_the_layers(config):
     """PP4 and 6 layers on 8 ranks, which 3 stages would not divide. Would not catch uneven stages."""
     config.trainer.n_gpus_per_node = 8
     set_pp(config, 4)
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     path = config.actor_rollout_ref.model.path
-    assert problem == f"pp(4) must divide num_hidden_layers(6) ({path}); nearest: pp(2)"
+    assert problem == f"pp(4) must divide num_hidden_layers(6) ({path}); nearest: {PP}=2"
 
 
 VPP = "virtual_pipeline_model_parallel_size"
@@ -93,44 +98,57 @@ def set_stages(config: RunConfig, pp: int, **shares: int) -> None:
 def test_stages_that_share_six_layers(config, pp, shares):
     """Would not catch a stage plan that Megatron refuses; its own tests do."""
     set_stages(config, pp, **shares)
-    assert preflight(config) == []
+    assert problems(config) == []
 
 
 @pytest.mark.parametrize(
     ("pp", "shares", "rule", "nearest"),
     [
-        (2, {VPP: 2}, "pp(2) * vpp(2) must divide num_hidden_layers(6)", f"{VPP}=1"),
-        (3, {VPP: 4}, "pp(3) * vpp(4) must divide num_hidden_layers(6)", f"{VPP}=2"),
-        (4, {VPP: 3}, "pp(4) * vpp(3) must divide num_hidden_layers(6)", "pp(2)"),
-        (1, {VPP: 2}, "vpp(2) needs pp(1) > 1", f"{VPP}=1"),
-        (2, {VPP: 3, FIRST: 2}, "first(2) and last(None) layers need pp(2) > 1 and vpp(3) = 1", f"{VPP}=1"),
-        (1, {LAST: 6}, "first(None) and last(6) layers need pp(1) > 1 and vpp(1) = 1", f"pp(1) with {LAST}=null"),
-        (2, {FIRST: 2, LAST: 3}, "pp(2) stages must add up to num_hidden_layers(6)", f"{LAST}=4"),
-        (3, {FIRST: 1}, "must leave equal shares of num_hidden_layers(6) to the other 2 stages", f"{FIRST}=2"),
-        (4, {FIRST: 5, LAST: 2}, "must leave equal shares of num_hidden_layers(6) to the other 2 stages", f"{FIRST}=2"),
+        (2, {VPP: 2}, "pp(2) * vpp(2) must divide num_hidden_layers(6)", f"{MEGATRON}.{VPP}=1"),
+        (3, {VPP: 4}, "pp(3) * vpp(4) must divide num_hidden_layers(6)", f"{MEGATRON}.{VPP}=2"),
+        (4, {VPP: 3}, "pp(4) * vpp(3) must divide num_hidden_layers(6)", f"{PP}=2"),
+        (1, {VPP: 2}, "vpp(2) needs pp(1) > 1", f"{MEGATRON}.{VPP}=1"),
+        (2, {VPP: 3, FIRST: 2}, "first(2) and last(None) layers need pp(2) > 1 and vpp(3) = 1", f"{MEGATRON}.{VPP}=1"),
+        (
+            1,
+            {LAST: 6},
+            "first(None) and last(6) layers need pp(1) > 1 and vpp(1) = 1",
+            f"{PP}=1 {MEGATRON}.{LAST}=null",
+        ),
+        (2, {FIRST: 2, LAST: 3}, "pp(2) stages must add up to num_hidden_layers(6)", f"{MEGATRON}.{LAST}=4"),
+        (
+            3,
+            {FIRST: 1},
+            "must leave equal shares of num_hidden_layers(6) to the other 2 stages",
+            f"{MEGATRON}.{FIRST}=2",
+        ),
+        (
+            4,
+            {FIRST: 5, LAST: 2},
+            "must leave equal shares of num_hidden_layers(6) to the other 2 stages",
+            f"{MEGATRON}.{FIRST}=2",
+        ),
     ],
 )
 def test_stages_that_do_not_share_six_layers(config, pp, shares, rule, nearest):
     """One number is changed where that is enough. Would not catch a nearer choice that was passed over."""
     set_stages(config, pp, **shares)
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert rule in problem and f"({config.actor_rollout_ref.model.path}); nearest: {nearest}" in problem
 
 
 def test_open_stage_keys_must_be_at_least_one(config):
     """Each is refused once, and no other rule divides by it. Would not catch a wrong upper end."""
     set_stages(config, 3, **{VPP: 0})
-    assert [problem.partition(" ")[0] for problem in preflight(config)] == [
-        f"actor_rollout_ref.actor.megatron.{VPP}=0",
-        f"critic.megatron.{VPP}=0",
-    ]
+    named = f"{MEGATRON}.{VPP}=0 and critic.megatron.{VPP}=0"
+    assert problems(config) == [f"{named} must be >= 1; nearest: {MEGATRON}.{VPP}=null critic.megatron.{VPP}=null"]
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, None), (2, None), (4, 1), (2, 2), (1, 4), (1, 1)])
 def test_expert_layouts_that_fit(moe_config, ep, etp):
     """Expert and expert tensor parallelism alone and together. Would not catch what only the engine refuses."""
     set_experts(moe_config, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
-    assert preflight(moe_config) == []
+    assert problems(moe_config) == []
 
 
 @pytest.mark.parametrize(
@@ -138,16 +156,16 @@ def test_expert_layouts_that_fit(moe_config, ep, etp):
     [
         (
             {"expert_model_parallel_size": 4},
-            "etp(2) * ep(4) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: etp(2) * ep(2)",
+            f"etp(2) * ep(4) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: {EP}=2",
         ),
         (
             {"expert_tensor_parallel_size": 8},
-            "etp(8) * ep(1) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: etp(4) * ep(1)",
+            f"etp(8) * ep(1) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: {EP}=1 {ETP}=4",
         ),
         (
             {"sequence_parallel": False},
-            "actor_rollout_ref.actor.megatron.sequence_parallel=false: training experts with tp(2) > 1 needs it; "
-            "nearest: actor_rollout_ref.actor.megatron.sequence_parallel=true",
+            "actor_rollout_ref.actor.megatron.sequence_parallel=false must be true: training experts with tp(2) > 1 "
+            "needs it; nearest: true",
         ),
         (
             {"expert_tensor_parallel_size": 0},
@@ -159,16 +177,16 @@ def test_expert_layouts_that_fit(moe_config, ep, etp):
 def test_expert_layouts_that_do_not_fit(moe_config, sizes, expected):
     """The message, whatever else is wrong. Would not catch a suggestion that breaks a rule of another room."""
     set_experts(moe_config, **sizes)
-    assert expected in preflight(moe_config)
+    assert expected in problems(moe_config)
 
 
 def test_experts_must_come_out_even(moe_config, tmp_path):
     """EP4 of 6 experts, and ETP4 of 18 columns, on 4 ranks a stage. Would not catch a critic's experts."""
     path = write_model(tmp_path / "model", **EXPERTS | {"num_experts": 6, "moe_intermediate_size": 18})
     set_experts(moe_config, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
-    assert preflight(moe_config) == [f"ep(4) must divide num_experts(6) of {path}; nearest: ep(2)"]
+    assert problems(moe_config) == [f"{EP}=4 must divide num_experts(6) of {path}; nearest: 2"]
     set_experts(moe_config, expert_model_parallel_size=1, expert_tensor_parallel_size=4)
-    assert preflight(moe_config) == [f"etp(4) must divide moe_intermediate_size(18) of {path}; nearest: etp(2)"]
+    assert problems(moe_config) == [f"etp(4) must divide moe_intermediate_size(18) of {path}; nearest: {ETP}=2"]
 
 
 def test_expert_parallelism_needs_experts(config):
@@ -176,7 +194,7 @@ def test_expert_parallelism_needs_experts(config):
     config.trainer.n_gpus_per_node = 12
     set_experts(config, expert_model_parallel_size=2)
     path = config.actor_rollout_ref.model.path
-    assert preflight(config) == [f"ep(2) needs a model with experts, and {path} has none; nearest: ep(1)"]
+    assert problems(config) == [f"{EP}=2 needs a model with experts, and {path} has none; nearest: 1"]
 
 
 def test_roles_share_one_grid(config):
@@ -184,10 +202,10 @@ def test_roles_share_one_grid(config):
     config.actor_rollout_ref.ref.megatron.pipeline_model_parallel_size = 1
     config.critic.megatron.tensor_model_parallel_size = 1
     config.critic.megatron.dtype = "bfloat16"
-    problems = "\n".join(preflight(config))
-    assert "ref.megatron.pipeline_model_parallel_size=1 must equal" in problems
-    assert "critic.megatron.tensor_model_parallel_size=1 must equal" in problems
-    assert "critic.megatron.dtype=bfloat16 must equal" in problems
+    found = "\n".join(problems(config))
+    assert "ref.megatron.pipeline_model_parallel_size=1 must equal" in found
+    assert "critic.megatron.tensor_model_parallel_size=1 must equal" in found
+    assert "critic.megatron.dtype=bfloat16 must equal" in found
 
 
 @pytest.mark.parametrize(
@@ -202,9 +220,9 @@ def test_roles_share_one_grid(config):
 def test_rollout_tp_fits_ranks_and_model(config, size, expected):
     """12 heads, 6 key/value heads, 192 columns, 128 rows. Would not catch a size that only vLLM refuses."""
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = size
-    problems = preflight(config)
-    assert len(problems) == len(expected)
-    for problem, rule in zip(problems, expected, strict=True):
+    found = problems(config)
+    assert len(found) == len(expected)
+    for problem, rule in zip(found, expected, strict=True):
         assert problem.startswith(f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} must")
         assert rule in problem
 
@@ -213,7 +231,7 @@ def test_key_value_heads_may_be_repeated(config, tmp_path):
     """3 heads for 6 ranks: each is held twice. Would not catch a model whose vocabulary does not divide."""
     write_model(tmp_path / "model", num_key_value_heads=2, vocab_size=192 * 2)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 6
-    assert preflight(config) == []
+    assert problems(config) == []
 
 
 def test_vocabulary_padding_and_experts_of_generation(config, tmp_path):
@@ -221,14 +239,14 @@ def test_vocabulary_padding_and_experts_of_generation(config, tmp_path):
     shared = config.actor_rollout_ref
     for role in (shared.actor, shared.ref, config.critic):
         role.megatron.make_vocab_size_divisible_by = 35
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert problem.startswith("tp(2) must divide padded_vocab_size(105) of")
     for role in (shared.actor, shared.ref, config.critic):
         role.megatron.make_vocab_size_divisible_by = 64
         role.megatron.expert_tensor_parallel_size, role.megatron.sequence_parallel = 1, True
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 15, "norm_topk_prob": True}
     write_model(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"], **experts)
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert "rollout.tensor_model_parallel_size=2 must divide moe_intermediate_size(15)" in problem
 
 
@@ -238,9 +256,12 @@ def test_what_cannot_leave_while_generating(config):
     shared.actor.megatron.param_offload = True
     shared.rollout.drop_train_weights = True
     shared.rollout.tensor_model_parallel_size = 6
-    problems = "\n".join(preflight(config))
-    assert "param_offload=true: generation reads the actor's parameters" in problems
-    assert "must divide training tp(2); nearest: 2" in problems
+    found = "\n".join(problems(config))
+    assert "param_offload=true must be false: generation reads the actor's parameters" in found
+    assert (
+        "must divide training tp(2), as drop_train_weights=true needs training shards inside of its own; nearest: 2"
+        in found
+    )
 
 
 def test_batch_and_length_rules(config):
@@ -248,9 +269,10 @@ def test_batch_and_length_rules(config):
     config.data.train_batch_size = config.data.gen_batch_size = 72
     config.data.max_response_length = 49
     config.actor_rollout_ref.rollout.max_num_batched_tokens = 100
-    actor, critic, tokens, length = preflight(config)
-    assert actor == "actor_rollout_ref.actor.ppo_mini_batch_size=32 must divide data.train_batch_size=72; nearest: 36"
-    assert critic.startswith("critic.ppo_mini_batch_size=32")
+    mini, tokens, length = problems(config)
+    actor, critic = "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"
+    assert mini.startswith(f"{actor}=32 and {critic}=32 must divide data.train_batch_size=72; nearest: ")
+    assert mini.endswith(f"{actor}=36 {critic}=36")
     assert tokens.endswith("max_num_batched_tokens=100 must be >= max_num_seqs=256; nearest: 256")
     assert "must be <= max_position_embeddings(64)" in length
     assert length.endswith("nearest: data.max_response_length=48")
@@ -261,22 +283,22 @@ def test_absent_files_are_named_with_a_neighbour(config, tmp_path):
     config.data.train_files = str(tmp_path / "trane.parquet")
     config.custom_reward_function.path = str(tmp_path / "nowhere" / "reward.py")
     config.actor_rollout_ref.model.path = config.critic.model.path = str(tmp_path / "modle")
-    train, reward, model = preflight(config)
+    train, reward, model = problems(config)
     assert train.startswith("data.train_files=") and train.endswith(f"nearest: {tmp_path / 'train.parquet'}")
     assert reward.endswith(f"{tmp_path / 'nowhere'} holds none")
-    assert model.endswith(f"nearest folder: {tmp_path / 'model'}")
+    assert model.endswith(f"nearest: {tmp_path / 'model'}")
 
 
 def test_every_prompt_file_of_a_list_is_looked_at(config, tmp_path):
     """A missing one, and one whose name says another format. Would not catch the same file given twice."""
-    (tmp_path / "more.jsonl").touch()
+    write_prompts(tmp_path / "more.jsonl")
     (tmp_path / "table.csv").touch()
     more, table, typo = (str(tmp_path / name) for name in ("more.jsonl", "table.csv", "tests.parquet"))
     config.data.train_files = [config.data.train_files, more, table]
     config.data.val_files = [typo]
-    wrong, missing = preflight(config)
+    wrong, missing = problems(config)
     kind = "must be a .parquet or .jsonl file"
-    assert wrong == f"data.train_files={table} {kind}, by its name; nearest: {tmp_path / 'table.parquet'}"
+    assert wrong == f"data.train_files={table} {kind}, by its name; rename it to table.parquet"
     assert missing == f"data.val_files={typo} {kind}, and there is none; nearest: {tmp_path / 'test.parquet'}"
 
 
@@ -284,14 +306,14 @@ def test_folders_of_sample_tables_must_not_be_files(config, tmp_path):
     """Would not catch a folder that may not be written."""
     file = tmp_path / "reward.py"
     config.trainer.validation_data_dir = str(file)
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert problem == f"trainer.validation_data_dir={file} must be a folder, and it is a file; nearest: {file}.run"
 
 
 def test_built_in_rewards_need_no_file(config):
     """Would not catch a data source that they do not know: rows are read later."""
     config.custom_reward_function.path = None
-    assert preflight(config) == []
+    assert problems(config) == []
 
 
 def test_all_violations_come_in_one_numbered_error(config):
@@ -354,11 +376,8 @@ def test_suggested_stages_are_valid(pp, world, layers, shares):
     """What the message names, put into the configuration, breaks no rule. Would not catch a suggestion far away."""
     models = [ModelSizes(f"m{number}", 1, 1, 64, 128, number, 64, 100) for number in layers]
     megatron = MegatronConfig(pipeline_model_parallel_size=pp, **shares)
-    problems = list(stage_problems(models, megatron, world))
-    assert bool(problems) == (not spreads(models, megatron))
-    for problem in problems:
-        changes = {}
-        for change in problem.rpartition("nearest: ")[2].replace(" with ", ", ").split(", "):
-            key, _, value = change.replace("pp(", "pipeline_model_parallel_size=").rstrip(")").partition("=")
-            changes[key] = None if value == "null" else int(value)
+    found = list(stage_problems(models, megatron, world))
+    assert bool(found) == (not spreads(models, megatron))
+    for problem in found:
+        changes = {key.removeprefix(f"{MEGATRON}."): value for key, value in problem.nearest.items()}
         assert spreads(models, replace(megatron, **changes)), problem

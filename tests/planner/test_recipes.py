@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from model_folders import problems
 
 from megatron_rl.config.load import load_config
-from megatron_rl.planner.preflight import preflight
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "configs").glob("*_cpu.yaml"))
@@ -19,7 +19,7 @@ def test_recipes_can_start(recipe, monkeypatch, tmp_path):
     if not (REPOSITORY / "assets/demo/assets.json").exists():
         pytest.skip("the demo assets are missing: run `make assets`")
     monkeypatch.chdir(REPOSITORY)
-    assert preflight(load_config(recipe, [f"trainer.default_local_dir={tmp_path}"])) == []
+    assert problems(load_config(recipe, [f"trainer.default_local_dir={tmp_path}"])) == []
 
 
 def test_there_is_one_for_each_algorithm():

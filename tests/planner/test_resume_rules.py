@@ -5,22 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from model_folders import write_model
+from model_folders import problems, write_model
 from saved import save
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.resume_rules import configured_models
 
 
 def test_a_folder_that_cannot_be_resumed(config, tmp_path):
-    """A checkpoint of another vocabulary, among other problems. Would not catch a damaged byte; the run itself does."""
+    """A checkpoint of another vocabulary, among other found. Would not catch a damaged byte; the run itself does."""
     folder = save(Path(config.trainer.default_local_dir), 5)
     write_model(tmp_path / "model", vocab_size=99)
     config.trainer.total_training_steps = 0
-    problems = "\n".join(preflight(config))
-    assert problems.startswith("trainer.total_training_steps=0 must be >= 1")
-    assert f"{folder} cannot be resumed: it is of another model" in problems
+    found = "\n".join(problems(config))
+    assert found.startswith("trainer.total_training_steps=0 must be >= 1")
+    assert f"{folder} cannot be resumed: it is of another model" in found
 
 
 def test_a_checkpoint_of_the_same_models(config, monkeypatch):
@@ -29,7 +28,7 @@ def test_a_checkpoint_of_the_same_models(config, monkeypatch):
     assert models.keys() == {"actor", "critic"}
     monkeypatch.setattr("saved.MODELS", models)
     save(Path(config.trainer.default_local_dir), 5)
-    assert preflight(config) == []
+    assert problems(config) == []
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_a_checkpoint_of_the_same_models(config, monkeypatch):
 def test_what_is_asked_for_is_not_there(config: RunConfig, mode, path, expected):
     """Each is reported once. Would not catch a folder that goes between this check and the run."""
     config.trainer.resume_mode, config.trainer.resume_from_path = mode, path
-    (problem,) = preflight(config)
+    (problem,) = problems(config)
     assert expected in problem
 
 

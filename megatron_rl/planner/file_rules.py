@@ -1,0 +1,173 @@
+"""Rules of the files and folders that a run reads and writes: prompts with their columns, reward function, outputs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megatron_rl.config.problems import missing_file, nearest_name
+from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, TrainerConfig, as_list
+from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
+from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.prompts.files import column_kinds
+
+PROMPT_SUFFIXES = (".parquet", ".jsonl")
+
+
+def file_problems(config: RunConfig) -> Iterable[Violation]:
+    """Every violation. Of data only the columns are read, and the user's code is parsed, never run."""
+    yield from _prompt_problems(config.data)
+    yield from _reward_problems(config.custom_reward_function)
+    yield from _folder_problems(config.trainer)
+
+
+def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:
+    """(key, paths) of training and held-out prompts; no paths where the value is none, which has its own rule."""
+    values = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
+    return [(key, as_list(files)) for key, files in values if is_path_or_paths(files)]
+
+
+def _prompt_problems(data: DataConfig) -> Iterable[Violation]:
+    tables: dict[str, dict[str, str]] = {}
+    for key, paths in prompt_files(data):
+        for path in paths:
+            wrong = _wrong_file(key, path, PROMPT_SUFFIXES)
+            if wrong is None:
+                try:
+                    tables[path] = column_kinds(Path(path).expanduser())
+                except ConfigError as error:
+                    wrong = Violation({key: path}, f"must be a file of prompts: {error}")
+            if wrong is not None:
+                yield _within_list(wrong, key, path, paths)
+    for key, column, kinds, meaning in (
+        ("data.prompt_key", data.prompt_key, ("text", "messages"), "text or a list of {role, content}"),
+        ("data.reward_fn_key", data.reward_fn_key, ("text",), "text"),
+    ):
+        lacking = [path for path, columns in tables.items() if columns.get(column) not in kinds]
+        if lacking:
+            able = [{name for name, kind in columns.items() if kind in kinds} for columns in tables.values()]
+            names = sorted(set.intersection(*able))
+            has = ", ".join(f"{name} ({kind})" for name, kind in tables[lacking[0]].items())
+            nearest = {key: nearest_name(column, names)} if names else {}
+            yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest)
+    for path, columns in tables.items():
+        if columns.get("reward_model") != "reward":
+            key = next(key for key, paths in prompt_files(data) if path in paths)
+            rule = f"must have a column reward_model with the field ground_truth; it has {', '.join(columns)}"
+            yield Violation({key: path}, rule)
+
+
+def _within_list(wrong: Violation, key: str, path: str, paths: list[str]) -> Violation:
+    """Where `key` holds several files, the nearest valid value is all of them with one replaced."""
+    if len(paths) == 1 or key not in wrong.nearest:
+        return wrong
+    replaced = [wrong.nearest[key] if other == path else other for other in paths]
+    return Violation(wrong.settings, wrong.rule, {key: replaced}, wrong.hint)
+
+
+def _wrong_file(key: str, path: str, suffixes: tuple[str, ...]) -> Violation | None:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return missing_file(key, path, file, suffixes)
+    if file.suffix not in suffixes:
+        kind = " or ".join(suffixes)
+        return Violation(
+            {key: path}, f"must be a {kind} file, by its name", hint=f"rename it to {file.stem}{suffixes[0]}"
+        )
+    return None
+
+
+def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
+    """The file, what it imports at its top, and the function in it."""
+    key = "custom_reward_function.path"
+    if custom.path is None:
+        return
+    wrong = _wrong_file(key, custom.path, (".py",))
+    if wrong is not None:
+        yield wrong
+        return
+    try:
+        tree = ast.parse(Path(custom.path).expanduser().read_bytes())
+    except (SyntaxError, ValueError) as error:
+        yield Violation({key: custom.path}, f"must be a Python file: {error}")
+        return
+    for module in sorted({name.partition(".")[0] for name in _imported(tree)}):
+        if module not in sys.modules and importlib.util.find_spec(module) is None:
+            yield Violation({key: custom.path}, f"imports {module}, which is not installed")
+    names = dict(_defined(tree))
+    if "*" in names:
+        return  # what a star import brings is known when the file is run
+    if custom.name not in names:
+        rule = f"must be a function of {custom.path}"
+        functions = [name for name, node in names.items() if isinstance(node, ast.FunctionDef)]
+        nearest = {"custom_reward_function.name": nearest_name(custom.name, functions)} if functions else {}
+        hint = "" if functions else "it defines none"
+        yield Violation({"custom_reward_function.name": custom.name}, rule, nearest, hint)
+        return
+    function = names[custom.name]
+    if isinstance(function, ast.FunctionDef):
+        yield from _signature_problems(custom, function)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Modules that the file needs as soon as it is run; an import in a `try` may fail."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Names that the file has after it was run, with what defines them; those in a branch at its top too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.col_offset == 0:
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            yield from ((target.id, node) for target in node.targets if isinstance(target, ast.Name))
+
+
+def _signature_problems(custom: CustomRewardFunctionConfig, function: ast.FunctionDef) -> Iterable[Violation]:
+    given = REWARD_ARGUMENTS | set(custom.reward_kwargs)
+    arguments = function.args
+    named = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    required = [argument.arg for argument in arguments.args[: len(arguments.args) - len(arguments.defaults)]]
+    required += [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if not default
+    ]
+    required += [argument.arg for argument in arguments.posonlyargs]
+    missing = sorted(set(required) - given)
+    unknown = [] if arguments.kwarg else sorted(given - set(named))
+    if missing or unknown:
+        takes = f"{function.name}({ast.unparse(arguments)})"
+        wanted = ", ".join(sorted(given))
+        rule = f"must take the keywords {wanted}; {takes} in {custom.path} does not"
+        yield Violation({"custom_reward_function.name": custom.name}, rule)
+
+
+def _folder_problems(trainer: TrainerConfig) -> Iterable[Violation]:
+    """Folders to write to: there, or to be made in one that is, and not a file."""
+    for key, path in (
+        ("trainer.default_local_dir", trainer.default_local_dir),
+        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
+        ("trainer.validation_data_dir", trainer.validation_data_dir),
+    ):
+        if path is None:
+            continue
+        folder = Path(path)
+        above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        if not above.is_dir():
+            rule = "must be a folder, and it is a file"
+            if above != folder:
+                rule = f"must be a folder, and {above} is a file"
+            yield Violation({key: path}, rule, {key: f"{above}.run"})
+        elif not os.access(above, os.W_OK | os.X_OK):
+            yield Violation({key: path}, f"must be a folder that can be written, and {above} cannot")

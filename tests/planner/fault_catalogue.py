@@ -1,0 +1,456 @@
+"""A catalogue of single faults to break a good configuration with, each with all that preflight must say about it.
+
+Faults whose areas are disjoint do not touch each other's rules, so that what they break together is what each breaks.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from random import Random
+
+from fault import (
+    ACTOR,
+    CATALOGUE,
+    CORRECTION,
+    EP,
+    ETP,
+    FIRST,
+    GPUS,
+    LAST,
+    MEGATRON,
+    MODEL,
+    PP,
+    ROLLOUT,
+    ROLLOUT_TP,
+    TP,
+    VPP,
+    Case,
+    Fault,
+    Said,
+    fault,
+    values,
+)
+from model_folders import REWARD, write_model, write_prompts
+
+from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL
+
+# Layout: 6 ranks TP2 x PP3, 12 heads, 6 key/value heads, 192 columns, 128 rows, 6 layers
+values("ranks", "layout", {GPUS: 7}, (TP, "must divide the 7 ranks"), experts=False)
+values("two nodes", "layout", {GPUS: 5, "trainer.nnodes": 2}, (TP, "must divide the 10 ranks"), experts=False)
+values("kv heads", "layout", {TP: 4, GPUS: 12}, (TP, "num_key_value_heads(6)"), experts=False)
+values("vocabulary", "layout", {TP: 3, GPUS: 9}, (TP, "padded_vocab_size(128)"), experts=False)
+FIVE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "padded_vocab_size")
+values("all cuts", "layout", {TP: 5, GPUS: 15}, *((TP, f"must divide {name}") for name in FIVE), experts=False)
+values(
+    "padding", "layout", {f"{MEGATRON}.make_vocab_size_divisible_by": 35}, (TP, "padded_vocab_size(105)"), experts=False
+)
+values("layers", "layout", {PP: 4, GPUS: 8}, (PP, "num_hidden_layers(6)"), experts=False)
+values("chunks", "layout", {VPP: 4}, (PP, "pp(3) * vpp(4)"), experts=False)
+values("chunks of one stage", "layout", {VPP: 2, PP: 1, GPUS: 4}, (PP, "vpp(2) needs pp(1)"), experts=False)
+values("first stage", "layout", {FIRST: 3}, (PP, "first(3)"), experts=False)
+values("both ends", "layout", {FIRST: 2, LAST: 3, PP: 2, GPUS: 4}, (PP, "must add up"), experts=False)
+values("no tp", "layout", {TP: 0}, (TP, "must be >= 1"))
+values("negative pp", "layout", {PP: -3}, (PP, "must be >= 1"))
+values("no chunks", "layout", {VPP: 0}, (VPP, "must be >= 1"))
+values("no first layers", "layout", {FIRST: 0}, (FIRST, "must be >= 1"))
+values("no ep", "layout", {EP: 0}, (EP, "must be >= 1"))
+values("no etp", "layout", {ETP: 0}, (ETP, "must be null"))
+values("no nodes", "layout", {"trainer.nnodes": 0}, ("trainer.nnodes", "must be >= 1"))
+values(
+    "critic tp",
+    "layout critic",
+    {"critic.megatron.tensor_model_parallel_size": 1},
+    ("critic.megatron.tensor_model_parallel_size", "must equal"),
+)
+values(
+    "reference pp",
+    "layout",
+    {"actor_rollout_ref.ref.megatron.pipeline_model_parallel_size": 1},
+    ("actor_rollout_ref.ref.megatron.pipeline_model_parallel_size", "must equal"),
+)
+values(
+    "critic dtype",
+    "layout critic dtype",
+    {"critic.megatron.dtype": "bfloat16"},
+    ("critic.megatron.dtype", "must equal"),
+)
+values(
+    "rollout tp 4",
+    "layout",
+    {ROLLOUT_TP: 4},
+    (ROLLOUT_TP, "the 6 ranks"),
+    (ROLLOUT_TP, "be a multiple of"),
+    experts=False,
+)
+values("rollout tp 3", "layout", {ROLLOUT_TP: 3}, (ROLLOUT_TP, "padded_vocab_size(128)"), experts=False)
+values(
+    "dropped weights",
+    "layout",
+    {ROLLOUT_TP: 6, f"{ROLLOUT}.drop_train_weights": True},
+    (ROLLOUT_TP, "padded_vocab_size(128)"),
+    (ROLLOUT_TP, "training tp(2)"),
+    experts=False,
+)
+values(
+    "offloaded actor", "offload", {f"{MEGATRON}.param_offload": True}, (f"{MEGATRON}.param_offload", "must be false")
+)
+values("experts of a dense model", "layout", {EP: 2, GPUS: 12}, (EP, "needs a model with experts"), experts=False)
+# 12 ranks, so 4 a stage; 8 experts of 20 columns
+values("ep 4", "layout", {EP: 4}, (EP, "must divide the 4 ranks of a stage"), experts=True)
+values("etp 8", "layout", {ETP: 8}, (EP, "must divide the 4 ranks"), (ETP, "moe_intermediate_size(20)"), experts=True)
+values("ep 3", "layout", {EP: 3, GPUS: 36}, (EP, "must divide num_experts(8)"), experts=True)
+values(
+    "no sequence parallelism",
+    "layout",
+    {f"{MEGATRON}.sequence_parallel": False},
+    (f"{MEGATRON}.sequence_parallel", "must be true"),
+    experts=True,
+)
+
+# Lengths and the cache: 16 + 48 of 64 positions
+values(
+    "positions", "length", {"data.max_response_length": 49}, ("data.max_prompt_length", "max_position_embeddings(64)")
+)
+values(
+    "long prompts", "length", {"data.max_prompt_length": 500}, ("data.max_prompt_length", "max_position_embeddings(64)")
+)
+values("no prompt", "length", {"data.max_prompt_length": 0}, ("data.max_prompt_length", "must be >= 1"))
+values(
+    "small cache",
+    "length layout",
+    {f"{ROLLOUT}.kv_cache_memory_bytes": 4096},
+    (f"{ROLLOUT}.kv_cache_memory_bytes", "so that 64 tokens"),
+)
+values(
+    "overlong buffer",
+    "length",
+    {"reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 49},
+    ("reward_model.overlong_buffer.len", "<= data.max_response_length=48"),
+)
+values(
+    "step of the engine",
+    "tokens",
+    {f"{ROLLOUT}.max_num_batched_tokens": 100},
+    (f"{ROLLOUT}.max_num_batched_tokens", "must be >= max_num_seqs=256"),
+)
+
+# Batches: 64 prompts, mini-batches of 32
+values("mini-batch", "batch", {f"{ACTOR}.ppo_mini_batch_size": 48}, (f"{ACTOR}.ppo_mini_batch_size", "must divide"))
+values(
+    "critic's mini-batch",
+    "batch critic",
+    {"critic.ppo_mini_batch_size": 24},
+    ("critic.ppo_mini_batch_size", "must divide"),
+)
+values("no batch", "batch", {"data.train_batch_size": 0}, ("data.train_batch_size", "must be >= 1"))
+values(
+    "gen batch", "batch", {"data.gen_batch_size": 128}, ("data.gen_batch_size", "must equal data.train_batch_size=64")
+)
+values("single samples", "batch", {"algorithm.filter_groups.enable": True}, (f"{ROLLOUT}.n", "must be >= 2"))
+FILTERED = {"algorithm.filter_groups.enable": True, f"{ROLLOUT}.n": 2, "data.gen_batch_size": 6}
+values("too few batches", "batch", FILTERED, ("algorithm.filter_groups.max_num_gen_batches", "must give at least"))
+values("no samples", "batch", {f"{ROLLOUT}.n": 0}, (f"{ROLLOUT}.n", "must be >= 1"))
+values("greedy answers", "val", {f"{ROLLOUT}.val_kwargs.n": 4}, (f"{ROLLOUT}.val_kwargs.n", "one greedy answer"))
+
+# Algorithms
+values(
+    "estimator", "algorithm critic", {"algorithm.adv_estimator": "groo"}, ("algorithm.adv_estimator", "must be one of")
+)
+values("no critic", "algorithm critic", {"critic.enable": False}, ("critic.enable", "needs a critic"))
+values("groups of one", "algorithm critic batch", {"algorithm.adv_estimator": "rloo"}, (f"{ROLLOUT}.n", "must be >= 2"))
+LOSS = f"{ACTOR}.policy_loss"
+values("loss", "loss", {f"{LOSS}.loss_mode": "vanila"}, (f"{LOSS}.loss_mode", "must be one of"))
+values("gspo", "loss", {f"{LOSS}.loss_mode": "gspo"}, (f"{ACTOR}.loss_agg_mode", "mean over answers"))
+values(
+    "no file of losses",
+    "loss",
+    {f"{LOSS}.custom.path": "/none/loss.py"},
+    (f"{LOSS}.custom.path", "there is none"),
+    offer=False,
+)
+values(
+    "thresholds",
+    "correction",
+    {f"{CORRECTION}.rollout_rs": "token", f"{CORRECTION}.rollout_is_threshold": 0.5},
+    (f"{CORRECTION}.rollout_rs_threshold", "must be > 1"),
+)
+values(
+    "crossed thresholds",
+    "correction",
+    {
+        f"{CORRECTION}.rollout_rs": "token",
+        f"{CORRECTION}.rollout_rs_threshold": 1.5,
+        f"{CORRECTION}.rollout_rs_threshold_lower": 0.5,
+        f"{CORRECTION}.rollout_is": "answer",
+    },
+    (f"{CORRECTION}.rollout_is", "must be one of"),
+)
+
+# Values between keys
+values("learning rates", "critic.lr", {"critic.optim.min_lr": 1.0}, ("critic.optim.min_lr", "must be <= lr"))
+values("betas", "betas", {f"{ACTOR}.optim.betas": (0.9, 1.0)}, (f"{ACTOR}.optim.betas", "must both be"))
+values("loggers", "loggers", {"trainer.logger": ["jsonl", "consol"]}, ("trainer.logger", "must be one of"))
+values("top k", "topk", {f"{ROLLOUT}.top_k": 0}, (f"{ROLLOUT}.top_k", "must be -1"))
+values("save freq", "save", {"trainer.save_freq": 0}, ("trainer.save_freq", "must be -1"))
+values("graphs", "eager", {f"{ROLLOUT}.enforce_eager": False}, (f"{ROLLOUT}.enforce_eager", "must be true"))
+values(
+    "weights",
+    "weights",
+    {"data.train_file_weights": [1.0, -2.0]},
+    ("data.train_file_weights", "one number for each"),
+    ("data.train_file_weights", "must be > 0"),
+)
+values("score", "score", {"reward_model.failed_score": float("nan")}, ("reward_model.failed_score", "finite"))
+values(
+    "no file", "train weights columns", {"data.train_files": []}, ("data.train_files", "a path or a list"), offer=False
+)
+values("no checkpoint", "resume", {"trainer.resume_mode": "resume_path"}, ("trainer.resume_from_path", "go together"))
+values("a path for nothing", "resume", {"trainer.resume_from_path": "/x"}, ("trainer.resume_from_path", "go together"))
+values(
+    "absent checkpoint",
+    "resume",
+    {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/none/global_step_3"},
+    ("trainer.resume_from_path", "must be a checkpoint folder"),
+)
+
+
+# Model folders. What cannot be read keeps no rules of layout and length.
+def model_fault(
+    name: str, changes: dict[str, object], *said: Said, areas: str = "model", offer=True, experts=None
+) -> None:
+    """A fault of config.json; None takes a key out."""
+
+    def breaks(case: Case, rng: Random) -> list[Said]:
+        case.model(**changes)
+        return list(said)
+
+    CATALOGUE.append(Fault(name, frozenset(areas.split()), breaks, offer, experts))
+
+
+UNREADABLE = "model layout length"
+model_fault("activation", {"hidden_act": "gelu"}, ("hidden_act", "is not supported"))
+model_fault("biases", {"attention_bias": True}, ("attention_bias", "is not supported"))
+model_fault("rope", {"rope_parameters": {"rope_type": "yarn"}}, ("rope_parameters", "cannot be used"), offer=False)
+model_fault("layer types", {"layer_types": ["chunked_attention"] * 6}, ("layer_types", "not supported"))
+model_fault(
+    "uneven groups",
+    {"num_key_value_heads": 8},
+    ("num_key_value_heads", "num_attention_heads(12)"),
+    areas=UNREADABLE,
+    experts=False,
+)
+model_fault("uneven heads", {"hidden_size": 100}, ("num_attention_heads", "hidden_size(100)"), areas=UNREADABLE)
+model_fault(
+    "no layers", {"num_hidden_layers": None}, ("num_hidden_layers", "whole numbers"), areas=UNREADABLE, offer=False
+)
+model_fault(
+    "architecture",
+    {"architectures": ["Qwen2ForCausalML"]},
+    ("architectures", "must be one of"),
+    areas=UNREADABLE,
+    experts=False,
+)
+model_fault(
+    "window",
+    {"use_sliding_window": True, "sliding_window": 63},
+    ("data.max_prompt_length", "sliding_window(63)"),
+    areas=UNREADABLE,
+)
+model_fault("too many experts", {"num_experts_per_tok": 9}, ("num_experts_per_tok", "<= num_experts(8)"), experts=True)
+model_fault("one expert", {"num_experts_per_tok": 1}, ("num_experts_per_tok", "without a gradient"), experts=True)
+model_fault(
+    "experts' columns",
+    {"moe_intermediate_size": 21},
+    (ETP, "must divide moe_intermediate_size(21)"),
+    (ROLLOUT_TP, "moe_intermediate_size(21)"),
+    areas=UNREADABLE,
+    experts=True,
+)
+
+
+@fault("model", offer=False, experts=None)
+def no_weights(case: Case, rng: Random) -> list[Said]:
+    (case.folder / "model" / "model.safetensors").unlink()
+    return [(MODEL, "must hold *.safetensors")]
+
+
+@fault("model", offer=False, experts=None)
+def no_tokenizer(case: Case, rng: Random) -> list[Said]:
+    (case.folder / "model" / "tokenizer.json").unlink()
+    return [(MODEL, "must hold a tokenizer")]
+
+
+@fault(f"{UNREADABLE} critic", offer=False, experts=None)
+def broken_json(case: Case, rng: Random) -> list[Said]:
+    (case.folder / "model" / "config.json").write_text("{")
+    return [(MODEL, "is not valid JSON")]
+
+
+@fault(f"{UNREADABLE} critic")
+def no_model(case: Case, rng: Random) -> list[Said]:
+    case.set({MODEL: str(case.folder / "modle")})
+    return [(MODEL, "there is none")]
+
+
+@fault(f"{UNREADABLE} critic")
+def other_tokens(case: Case, rng: Random) -> list[Said]:
+    case.set({"critic.model.path": write_model(case.folder / "critic", vocab_size=200)})
+    return [("critic.model.path", "read the same tokens")]
+
+
+@fault(f"{UNREADABLE} critic", experts=None)
+def no_critic_folder(case: Case, rng: Random) -> list[Said]:
+    case.set({"critic.model.path": str(case.folder / "modell")})
+    return [("critic.model.path", "there is none")]
+
+
+# Data
+@fault("train", experts=None)
+def no_train_file(case: Case, rng: Random) -> list[Said]:
+    case.set({"data.train_files": str(case.folder / "trane.parquet")})
+    return [("data.train_files", "there is none")]
+
+
+@fault("train weights", experts=None)
+def one_of_three_files(case: Case, rng: Random) -> list[Said]:
+    good = [str(case.folder / "train.parquet"), write_prompts(case.folder / "more.jsonl")]
+    case.set({"data.train_files": [*good, str(case.folder / "mor.jsonl")]})
+    return [("data.train_files", "there is none")]
+
+
+@fault("train", offer=False, experts=None)
+def no_ground_truth(case: Case, rng: Random) -> list[Said]:
+    write_prompts(case.folder / "train.parquet", reward_model=None)
+    return [("data.train_files", "must have a column reward_model")]
+
+
+@fault("val", offer=False, experts=None)
+def damaged_file(case: Case, rng: Random) -> list[Said]:
+    (case.folder / "test.parquet").write_bytes(b"PAR1 and nothing else")
+    return [("data.val_files", "not a readable parquet file")]
+
+
+@fault("val", offer=False, experts=None)
+def table_of_another_kind(case: Case, rng: Random) -> list[Said]:
+    (case.folder / "test.csv").touch()
+    case.set({"data.val_files": str(case.folder / "test.csv")})
+    return [("data.val_files", "by its name")]
+
+
+values("prompt column", "columns", {"data.prompt_key": "promt"}, ("data.prompt_key", "must be a column of text"))
+values(
+    "source column",
+    "columns",
+    {"data.reward_fn_key": "reward_model"},
+    ("data.reward_fn_key", "must be a column of text"),
+)
+
+
+# The reward function
+@fault("reward", experts=None)
+def no_reward_file(case: Case, rng: Random) -> list[Said]:
+    case.set({"custom_reward_function.path": str(case.folder / "rewards.py")})
+    return [("custom_reward_function.path", "there is none")]
+
+
+def reward_fault(name: str, text: str, key: str, rule: str, offer: bool = False) -> None:
+    """A fault of the user's file."""
+
+    def breaks(case: Case, rng: Random) -> list[Said]:
+        (case.folder / "reward.py").write_text(text)
+        return [(f"custom_reward_function.{key}", rule)]
+
+    CATALOGUE.append(Fault(name, frozenset({"reward"}), breaks, offer))
+
+
+reward_fault("no Python", "def compute_score(:\n", "path", "must be a Python file")
+reward_fault("no such module", f"import nowhere_to_be_found.at_all\n{REWARD}", "path", "imports nowhere_to_be_found")
+reward_fault("other name", REWARD.replace("compute_score", "compute_scores"), "name", "must be a function", offer=True)
+reward_fault("no extra_info", "def compute_score(data_source, solution_str, ground_truth): ...\n", "name", "must take")
+reward_fault("one more", REWARD.replace("extra_info=None", "extra_info, weight"), "name", "must take the keywords")
+values(
+    "built-in",
+    "reward",
+    {"custom_reward_function.path": None, "custom_reward_function.name": "maths"},
+    ("custom_reward_function.name", "without a path"),
+)
+
+
+# Folders
+@fault("folders", experts=None)
+def folder_is_a_file(case: Case, rng: Random) -> list[Said]:
+    case.set({"trainer.validation_data_dir": str(case.folder / "reward.py")})
+    return [("trainer.validation_data_dir", "it is a file")]
+
+
+@fault("folders resume", experts=None)
+def folder_below_a_file(case: Case, rng: Random) -> list[Said]:
+    case.set({"trainer.default_local_dir": str(case.folder / "reward.py" / "run")})
+    return [("trainer.default_local_dir", "is a file")]
+
+
+RULED_ELSEWHERE = {
+    TP,
+    PP,
+    EP,
+    VPP,
+    FIRST,
+    LAST,
+    ROLLOUT_TP,
+    GPUS,
+    "trainer.nnodes",
+    "trainer.device",
+    "trainer.resume_mode",
+    "data.train_batch_size",
+    "data.gen_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    f"{ROLLOUT}.n",
+    f"{ROLLOUT}.val_kwargs.n",
+    f"{ROLLOUT}.max_num_seqs",
+    f"{ROLLOUT}.max_num_batched_tokens",
+    f"{ROLLOUT}.kv_cache_memory_bytes",
+    "reward_model.overlong_buffer.len",
+    "algorithm.filter_groups.max_num_gen_batches",
+    f"{MEGATRON}.make_vocab_size_divisible_by",
+    f"{MEGATRON}.dtype",
+    "trainer.logger",
+    f"{ACTOR}.loss_agg_mode",
+    f"{ACTOR}.ppo_mini_batch_size",
+    "critic.ppo_mini_batch_size",
+    *(key for key in (*RANGES, *RANGES_OR_NULL, *CHOICES_OR_NULL) if key.startswith((CORRECTION, "critic.megatron"))),
+    *(f"{role}.optim.{name}" for role in (ACTOR, "critic") for name in ("lr", "min_lr")),
+}
+"""Keys of which other rules make use, so that they have entries of their own."""
+
+
+def _table_fault(key: str, too_small: bool) -> None:
+    """A value outside of its table's row."""
+
+    def breaks(case: Case, rng: Random) -> list[Said]:
+        if key in CHOICES:
+            case.set({key: rng.choice(["", "vlm", "nul"])})
+        else:
+            kind = type(attrgetter(key)(case.config))
+            case.set({key: rng.choice([-1, -2, -1000]) if kind is int else rng.choice([-0.5, -7.0, float("nan")])})
+        return [(key, "must be")]
+
+    CATALOGUE.append(Fault(f"{key} {too_small}", frozenset({key}), breaks, True, None))
+
+
+for _key in sorted((set(RANGES) | set(CHOICES)) - RULED_ELSEWHERE):
+    _table_fault(_key, _key in RANGES)
+
+
+def draw(number: int) -> tuple[bool, list[Fault]]:
+    """One to four faults that do not touch each other, and whether the model has experts. Fault `number` is one."""
+    rng = Random(number)
+    first = CATALOGUE[number % len(CATALOGUE)]
+    experts = rng.random() < 0.4 if first.experts is None else first.experts
+    chosen = [first]
+    for other in rng.sample(CATALOGUE, len(CATALOGUE)):
+        if len(chosen) == 1 + number // 50 % 4:
+            break
+        if other.experts in (None, experts) and not any(other.areas & one.areas for one in chosen):
+            chosen.append(other)
+    return experts, chosen
