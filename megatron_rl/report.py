@@ -56,6 +56,7 @@ def summarise(run: Run, export_diff: float | None) -> dict:
             "rollout_tp": config.actor_rollout_ref.rollout.tensor_model_parallel_size,
         },
         "seed": trainer.seed,
+        "skipped_updates": run.updates.totals,
         "rollout_logprob_diff_max": run.logprob_diff_max,
         "hf_export_logit_diff_max": export_diff,
         "transition_bytes_received_per_rank": [report.bytes_received for report in run.transitions],

@@ -31,6 +31,7 @@ from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.sample_tables import write_sample_table
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.timers import PhaseTimer
+from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.observe.validation import validation_metrics
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.resume_rules import configured_models
@@ -95,6 +96,7 @@ class Run:
         self.transitions: list = []
         self.sampling_metrics: dict[str, float] = {}
         self.accuracies: list[float] = []
+        self.updates = SkippedUpdates(trainer.max_skipped_updates)
         self.logprob_diff_max = 0.0
         self.parity_rows: Sequences | None = None
         self.save_seconds = 0.0
@@ -163,6 +165,7 @@ class Run:
             "kl_ctrl": {"type": self.config.algorithm.kl_ctrl.type, "coef": self.kl_ctrl.coef},
             "accuracies": list(self.accuracies),
             "logprob_diff_max": self.logprob_diff_max,
+            "skipped_updates": self.updates.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,6 +175,7 @@ class Run:
         if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
         self.accuracies, self.logprob_diff_max = list(state["accuracies"]), state["logprob_diff_max"]
+        self.updates.load_state_dict(state["skipped_updates"])
 
     def next_prompts(self) -> Prompts:
         """The next training prompts, each `rollout.n` times."""
@@ -306,10 +310,18 @@ class Run:
             questions = self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
             write_sample_table(Path(folder), step, scored.table(questions, step))
 
-    def mean_metrics(self, updates: Iterable[dict[str, float]]) -> dict[str, float]:
-        """Mean of each metric over the optimizer steps of one update."""
-        collected = list(updates)
-        return {name: sum(update[name] for update in collected) / len(collected) for name in collected[0]}
+    def update_metrics(self, role: str, updates: Iterable[dict[str, float]]) -> dict[str, float]:
+        """Means over the optimizer steps that a role took, and how many it skipped; says so when there are some.
+
+        Raises NonFiniteUpdates when more than `trainer.max_skipped_updates` in a row were skipped.
+        """
+        noted = (self.updates.note(role, update) for update in updates)
+        metrics = update_means(role, noted)
+        skipped = int(metrics[f"{role}/skipped_updates"])
+        if skipped:
+            text = f"{skipped} update(s) of the {role} skipped in this step: gradient or loss not finite"
+            self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        return metrics
 
     def take_timings(self, *names: str) -> dict[str, float]:
         """Seconds per phase since the last call, and forget them; only `names` where some are given."""

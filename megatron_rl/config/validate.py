@@ -129,6 +129,7 @@ RANGES: dict[str, Interval] = {
     **dict.fromkeys(AT_LEAST_ONE, Interval(1)),
     "reward_model.timeout_s": Interval(0, nearest_low=10.0),
     "trainer.test_freq": NOT_NEGATIVE,
+    "trainer.max_skipped_updates": NOT_NEGATIVE,
     "trainer.stop_grace_s": NOT_NEGATIVE,
     f"{ROLLOUT}.verify_weights_every": NOT_NEGATIVE,
     "algorithm.gamma": UNIT,
