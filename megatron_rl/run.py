@@ -25,6 +25,7 @@ from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import add_rewards, assemble
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.losses.registry import estimator, policy_loss
+from megatron_rl.losses.rows import total_rows
 from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.progress import RunProgress
@@ -253,7 +254,7 @@ class Run:
         """
         rollout = self.config.actor_rollout_ref.rollout
         metrics = parity_metrics(experience.rollout_log_probs.values(), experience.old_log_probs.values())
-        largest = metrics["training/rollout_logprob_diff_max"]
+        largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
         comparable = rollout.top_p == 1.0 and rollout.top_k == -1
         if comparable:
             self.logprob_diff_max = max(self.logprob_diff_max, largest)
@@ -271,7 +272,7 @@ class Run:
         kl = add_rewards(experience, kl_coef, algorithm.kl_penalty)
         if kl is None:
             return {}
-        self.kl_ctrl.update(float(kl), len(experience))
+        self.kl_ctrl.update(float(kl), int((experience.response_lengths > 0).sum()))
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
 
     def data_metrics(self, prompts: Prompts, generations: Generations, experience: Experience) -> dict[str, float]:
@@ -279,9 +280,10 @@ class Run:
         lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
         values = None if experience.old_values is None else experience.old_values.values()
         returns, advantages = experience.returns.values(), experience.advantages.values()
+        totals = total_rows(experience.rewards.values(), experience.response_lengths, experience.scores)
         return (
             length_metrics(*lengths, generations.truncated)
-            | score_metrics(experience.scores, experience.rewards.values(), advantages, returns, values)
+            | score_metrics(experience.scores, totals, advantages, returns, values)
             | {"perf/total_num_tokens": float(experience.input_ids.values().numel())}
             | self.sampling_metrics
             | self._transition_metrics()
