@@ -98,6 +98,12 @@ class ParityError(MegatronRLError):
     exit_code = 5
 
 
+class NonFiniteUpdates(MegatronRLError):
+    """More updates in a row than allowed had a gradient or a loss that is not finite; none of them was taken."""
+
+    exit_code = 6
+
+
 class StoppedAfterStep(MegatronRLError):
     """A signal asked the run to stop; the step it was in is finished and saved."""
 

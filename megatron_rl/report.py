@@ -56,6 +56,7 @@ def summarise(run: Run, export_diff: float | None) -> dict:
             "rollout_tp": config.actor_rollout_ref.rollout.tensor_model_parallel_size,
         },
         "seed": trainer.seed,
+        "skipped_updates": run.updates.totals,
         "rollout_logprob_diff_max": run.logprob_diff_max,
         "hf_export_logit_diff_max": export_diff,
         "transition_bytes_received_per_rank": [report.bytes_received for report in run.transitions],
@@ -64,7 +65,7 @@ def summarise(run: Run, export_diff: float | None) -> dict:
 
 
 def export_and_compare(run: Run, workers: WorkerGroup) -> float:
-    """Export the actor; largest logit difference to the trainer on held-out answers.
+    """Export the actor; largest logit difference to the trainer on held-out answers, 0 where those have no token.
 
     Raises ParityError when a float32 model differs by more than EXPORT_LOGIT_BOUND.
     """
@@ -72,7 +73,8 @@ def export_and_compare(run: Run, workers: WorkerGroup) -> float:
     with run.phase("export"):
         workers.export_hf(target.resolve()).get()
         trainer_logits = torch.cat(workers.response_logits(run.parity_rows).get())
-    largest = float((hf_response_logits(target, run.parity_rows) - trainer_logits).abs().max())
+    differences = (hf_response_logits(target, run.parity_rows) - trainer_logits).abs()
+    largest = float(differences.max()) if differences.numel() else 0.0
     if run.config.actor_rollout_ref.actor.megatron.dtype == "float32" and not largest <= EXPORT_LOGIT_BOUND:
         raise ParityError(
             f"logits of the exported model in {target} differ from the trainer's by {largest:.3g}; "

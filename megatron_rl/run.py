@@ -25,12 +25,14 @@ from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import add_rewards, assemble
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.losses.registry import estimator, policy_loss
+from megatron_rl.losses.rows import total_rows
 from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.sample_tables import write_sample_table
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.timers import PhaseTimer
+from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.observe.validation import validation_metrics
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.resume_rules import configured_models
@@ -95,6 +97,7 @@ class Run:
         self.transitions: list = []
         self.sampling_metrics: dict[str, float] = {}
         self.accuracies: list[float] = []
+        self.updates = SkippedUpdates(trainer.max_skipped_updates)
         self.logprob_diff_max = 0.0
         self.parity_rows: Sequences | None = None
         self.save_seconds = 0.0
@@ -163,6 +166,7 @@ class Run:
             "kl_ctrl": {"type": self.config.algorithm.kl_ctrl.type, "coef": self.kl_ctrl.coef},
             "accuracies": list(self.accuracies),
             "logprob_diff_max": self.logprob_diff_max,
+            "skipped_updates": self.updates.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,6 +176,7 @@ class Run:
         if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
         self.accuracies, self.logprob_diff_max = list(state["accuracies"]), state["logprob_diff_max"]
+        self.updates.load_state_dict(state["skipped_updates"])
 
     def next_prompts(self) -> Prompts:
         """The next training prompts, each `rollout.n` times."""
@@ -249,7 +254,7 @@ class Run:
         """
         rollout = self.config.actor_rollout_ref.rollout
         metrics = parity_metrics(experience.rollout_log_probs.values(), experience.old_log_probs.values())
-        largest = metrics["training/rollout_logprob_diff_max"]
+        largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
         comparable = rollout.top_p == 1.0 and rollout.top_k == -1
         if comparable:
             self.logprob_diff_max = max(self.logprob_diff_max, largest)
@@ -267,7 +272,7 @@ class Run:
         kl = add_rewards(experience, kl_coef, algorithm.kl_penalty)
         if kl is None:
             return {}
-        self.kl_ctrl.update(float(kl), len(experience))
+        self.kl_ctrl.update(float(kl), int((experience.response_lengths > 0).sum()))
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
 
     def data_metrics(self, prompts: Prompts, generations: Generations, experience: Experience) -> dict[str, float]:
@@ -275,9 +280,10 @@ class Run:
         lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
         values = None if experience.old_values is None else experience.old_values.values()
         returns, advantages = experience.returns.values(), experience.advantages.values()
+        totals = total_rows(experience.rewards.values(), experience.response_lengths, experience.scores)
         return (
             length_metrics(*lengths, generations.truncated)
-            | score_metrics(experience.scores, experience.rewards.values(), advantages, returns, values)
+            | score_metrics(experience.scores, totals, advantages, returns, values)
             | {"perf/total_num_tokens": float(experience.input_ids.values().numel())}
             | self.sampling_metrics
             | self._transition_metrics()
@@ -306,10 +312,18 @@ class Run:
             questions = self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
             write_sample_table(Path(folder), step, scored.table(questions, step))
 
-    def mean_metrics(self, updates: Iterable[dict[str, float]]) -> dict[str, float]:
-        """Mean of each metric over the optimizer steps of one update."""
-        collected = list(updates)
-        return {name: sum(update[name] for update in collected) / len(collected) for name in collected[0]}
+    def update_metrics(self, role: str, updates: Iterable[dict[str, float]]) -> dict[str, float]:
+        """Means over the optimizer steps that a role took, and how many it skipped; says so when there are some.
+
+        Raises NonFiniteUpdates when more than `trainer.max_skipped_updates` in a row were skipped.
+        """
+        noted = (self.updates.note(role, update) for update in updates)
+        metrics = update_means(role, noted)
+        skipped = int(metrics[f"{role}/skipped_updates"])
+        if skipped:
+            text = f"{skipped} update(s) of the {role} skipped in this step: gradient or loss not finite"
+            self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        return metrics
 
     def take_timings(self, *names: str) -> dict[str, float]:
         """Seconds per phase since the last call, and forget them; only `names` where some are given."""

@@ -111,21 +111,17 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
 
 
 def update_critic(run: Run, workers: WorkerGroup, experience: Experience, step: int) -> dict[str, float]:
-    """Several epochs of mini-batches through the critic's optimizer; metrics averaged over the updates."""
+    """Several epochs of mini-batches through the critic's optimizer; metrics averaged over the updates taken."""
     batch = experience.critic_batch()
-    return run.mean_metrics(
-        workers.update_critic(batch[rows]).get()
-        for rows in mini_batch_rows(len(experience), *run.mini_batching(run.config.critic, step))
-    )
+    mini_batches = mini_batch_rows(len(experience), *run.mini_batching(run.config.critic, step))
+    return run.update_metrics("critic", (workers.update_critic(batch[rows]).get() for rows in mini_batches))
 
 
 def update_actor(run: Run, workers: WorkerGroup, experience: Experience, step: int) -> dict[str, float]:
-    """Several epochs of mini-batches through the actor's optimizer; metrics averaged over the updates."""
+    """Several epochs of mini-batches through the actor's optimizer; metrics averaged over the updates taken."""
     batch = experience.actor_batch(run.config.actor_rollout_ref.actor.use_kl_loss)
-    return run.mean_metrics(
-        workers.update_actor(batch[rows]).get()
-        for rows in mini_batch_rows(len(experience), *run.mini_batching(run.config.actor_rollout_ref.actor, step))
-    )
+    mini_batches = mini_batch_rows(len(experience), *run.mini_batching(run.config.actor_rollout_ref.actor, step))
+    return run.update_metrics("actor", (workers.update_actor(batch[rows]).get() for rows in mini_batches))
 
 
 def validate(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:

@@ -29,21 +29,24 @@ def violations_of(error: ConfigError) -> list[Violation]:
     return list(error.violations) or [Violation({}, str(error))]
 
 
-def without_echoes(violations: Iterable[Violation], follows: Mapping[str, str]) -> list[Violation]:
+def without_echoes(violations: Sequence[Violation], follows: Mapping[str, str]) -> list[Violation]:
     """The same violations; one that a key only has because it follows another joins that key's, and both are named.
 
     follows: key -> the key whose value it has until it is set.
     """
-    kept: list[Violation] = []
-    for violation in violations:
-        for number, other in enumerate(kept):
-            pairs = ((other, violation), (violation, other))
-            pair = next((pair for pair in pairs if _is_echo(pair[1], pair[0], follows)), None)
-            if pair is not None:
-                kept[number] = _joined(*pair)
-                break
-        else:
-            kept.append(violation)
+    kept = list(violations)
+    for leader in violations:
+        echoes = [other for other in kept if other is not leader and _is_echo(other, leader, follows)]
+        # A leader that itself follows another key may have joined that one's before.
+        if not echoes or not any(other is leader for other in kept):
+            continue
+        together = [other for other in kept if other is leader or other in echoes]
+        place = kept.index(together[0])
+        kept = [other for other in kept if other is not leader and other not in echoes]
+        joined = leader
+        for echo in echoes:
+            joined = _joined(joined, echo)
+        kept.insert(place, joined)
     return kept
 
 

@@ -431,6 +431,9 @@ class TrainerConfig:
     """Folder for a table of the answers of every validation, STEP.jsonl; null: none."""
     balance_batch: bool = True
     """Give data-parallel ranks the same number of samples, chosen so that they have about equal work."""
+    max_skipped_updates: int = 5
+    """Updates of a role in a row that may be skipped because their gradient or loss is not finite; one more ends the
+    run (exit code 6). 0: the first one does."""
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     """Where metrics go: console, jsonl, tensorboard."""
     seed: int = 1

@@ -56,6 +56,9 @@ AT_LEAST_ONE = (
     *(f"{ROLLOUT}.{name}" for name in ("n", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens")),
     *(f"{ROLLOUT}.{name}" for name in ("kv_cache_memory_bytes", "log_prob_micro_batch_size_per_gpu")),
     f"{ROLLOUT}.update_weights_bucket_megabytes",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{REF}.log_prob_max_token_len_per_gpu",
+    f"{CRITIC}.forward_max_token_len_per_gpu",
     f"{CRITIC}.forward_micro_batch_size_per_gpu",
     *(
         f"{role}.{name}"
@@ -67,6 +70,7 @@ AT_LEAST_ONE = (
             "megatron.make_vocab_size_divisible_by",
             "ppo_mini_batch_size",
             "ppo_micro_batch_size_per_gpu",
+            "ppo_max_token_len_per_gpu",
             "ppo_epochs",
         )
     ),
@@ -135,6 +139,7 @@ RANGES: dict[str, Interval] = {
     **dict.fromkeys(AT_LEAST_ONE, Interval(1)),
     "reward_model.timeout_s": Interval(0, nearest_low=10.0),
     "trainer.test_freq": NOT_NEGATIVE,
+    "trainer.max_skipped_updates": NOT_NEGATIVE,
     "trainer.stop_grace_s": NOT_NEGATIVE,
     f"{ROLLOUT}.verify_weights_every": NOT_NEGATIVE,
     "algorithm.gamma": UNIT,

@@ -28,21 +28,21 @@ def assemble(prompts: Prompts, generations: Generations) -> Experience:
 def add_rewards(experience: Experience, kl_coef: float, kl_type: str = "kl") -> torch.Tensor | None:
     """Fill `rewards`: -kl_coef * KL(old, reference) on every token, plus the score on the last one.
 
-    Needs `scores`, and for the KL `old_log_probs` and `ref_log_probs`; `kl_type`: one of `KL_ESTIMATORS`. Returns the
-    KL, a scalar for the metrics: the mean over sequences of their mean per token, as verl reports it; None without a
-    reference. Raises ValueError for an empty response, which has no token to carry its score.
+    Needs `scores`, and for the KL `old_log_probs` and `ref_log_probs`; `kl_type`: one of `KL_ESTIMATORS`. An empty
+    response has no token to carry its score, which stays in `scores`. Returns the KL, a scalar for the metrics: the
+    mean over sequences of their mean per token, as verl reports it, where they have one; None without a reference, or
+    without any token.
     """
     lengths = experience.response_lengths
-    if int(lengths.min()) < 1:
-        raise ValueError(f"row {int(lengths.argmin())} has an empty response: there is no token to give its score to")
+    has_tokens = lengths > 0
     rewards = torch.zeros(int(lengths.sum()))
     kl = None
     if experience.ref_log_probs is not None:
         kl = KL_ESTIMATORS[kl_type](experience.old_log_probs.values(), experience.ref_log_probs.values())
         rewards = -kl_coef * kl
-    rewards[lengths.cumsum(0) - 1] += experience.scores
+    rewards[(lengths.cumsum(0) - 1)[has_tokens]] += experience.scores[has_tokens]
     experience.rewards = ragged_from_lengths(rewards, lengths)
-    return None if kl is None else mean_rows(kl, lengths).mean()
+    return None if kl is None or not has_tokens.any() else mean_rows(kl, lengths)[has_tokens].mean()
 
 
 def add_advantages(experience: Experience, estimator: Estimator, config: AlgorithmConfig) -> None:
@@ -55,6 +55,7 @@ def add_advantages(experience: Experience, estimator: Estimator, config: Algorit
         rewards=experience.rewards.values(),
         lengths=lengths,
         groups=experience.groups,
+        scores=experience.scores,
         values=None if values is None else values.values(),
         greedy_scores=experience.greedy_scores,
     )

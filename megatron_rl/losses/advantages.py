@@ -13,11 +13,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     """Generalised advantage estimation (Schulman et al., arXiv:1506.02438), over response tokens.
 
     delta_t = r_t + gamma * V_{t+1} - V_t with V = 0 after the last token;  A_t = delta_t + gamma * lam * A_{t+1}.
-    rewards, values [B, R] float -> (advantages [B, R], returns [B, R] = A + V); zero where `mask` is false.
+    rewards, values [B, R] float, R >= 0 -> (advantages [B, R], returns [B, R] = A + V); zero where `mask` is false.
     """
     advantages = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards[:, 0])
-    next_advantage = torch.zeros_like(rewards[:, 0])
+    next_value = rewards.new_zeros(rewards.shape[0])
+    next_advantage = rewards.new_zeros(rewards.shape[0])
     for t in reversed(range(rewards.shape[1])):
         here = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
@@ -36,7 +36,7 @@ def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whiten(values: Tensor, eps: float = 1e-8) -> Tensor:
-    """values [N] shifted and scaled to mean 0 and variance 1 (unbiased) over all N; unchanged shape when N < 2."""
-    if values.numel() < 2:
-        return values - values.mean() if values.numel() else values
+    """values [N] shifted and scaled to mean 0 and variance 1 (unbiased) over all N; 0 where they are all equal."""
+    if (values == values[:1]).all():
+        return torch.zeros_like(values)  # else what rounding left of their differences would be blown up
     return (values - values.mean()) * torch.rsqrt(values.var() + eps)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.advantages import gae, rewards_to_go, whiten
 from megatron_rl.losses.group_advantages import grpo, minus_group_mean, opo, rloo
-from megatron_rl.losses.rows import spread, sum_rows
+from megatron_rl.losses.rows import spread, total_rows
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Samples:
     """What estimators read: the answers of one step.
 
     rewards: float [T], the score of an answer on its last token, minus KL penalties where they enter the reward.
-    lengths: int64 [B], all >= 1. groups: int64 [B], equal for the answers to one prompt.
+    lengths: int64 [B]; an answer may have no token. groups: int64 [B], equal for the answers to one prompt.
+    scores: float [B], without penalties.
     values: float [T], of the critic; None where there is none.
     greedy_scores: float [B], of the greedy answer to each answer's prompt; None but for ReMax.
     """
@@ -30,13 +31,14 @@ class Samples:
     rewards: Tensor
     lengths: Tensor
     groups: Tensor
+    scores: Tensor
     values: Tensor | None = None
     greedy_scores: Tensor | None = None
 
     @property
     def totals(self) -> Tensor:
-        """float [B]: the sum of each answer's rewards."""
-        return sum_rows(self.rewards, self.lengths)
+        """float [B]: the sum of each answer's rewards; of one without a token its score, so that its group knows it."""
+        return total_rows(self.rewards, self.lengths, self.scores)
 
     @property
     def mask(self) -> Tensor:

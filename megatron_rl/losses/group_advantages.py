@@ -1,7 +1,8 @@
 """Advantages of whole answers, from the other answers to the same prompt. One score per answer, no critic.
 
 Legend: B answers; `scores` float [B]; `groups` int64 [B], equal for the answers to one prompt, in any order. An answer
-that is alone in its group has nothing to be compared with: its advantage is 0.
+that is alone in its group has nothing to be compared with: its advantage is 0. So is that of answers with equal scores,
+exactly: what rounding leaves of their differences would be divided by a standard deviation as small.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def grpo(scores: Tensor, groups: Tensor, norm_by_std: bool, eps: float = 1e-6) -
     as they come.
     """
     index, sizes = _numbered(groups)
-    centred = scores - _means(scores, index, sizes)[index]
+    centred = _centred(scores, index, sizes)
     if not norm_by_std:
         return centred
     variances = _sums(centred.square(), index, sizes) / (sizes - 1).clamp(min=1)
@@ -30,19 +31,20 @@ def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     The same as n / (n - 1) * (r_i - mean) in a group of n.
     """
     index, sizes = _numbered(groups)
-    centred = scores - _means(scores, index, sizes)[index]
+    centred = _centred(scores, index, sizes)
     return centred * (sizes / (sizes - 1).clamp(min=1))[index]
 
 
 def opo(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
-    """r_i - sum(l r) / sum(l) over the group, l = `lengths` [B] in tokens, all >= 1; [B].
+    """r_i - sum(l r) / sum(l) over the group, l = `lengths` [B] in tokens; [B].
 
     The baseline of least variance when an answer's gradient grows with its length (OPO: Hao et al., arXiv:2505.23585).
+    An answer without a token has no gradient, and so no weight in it; the baseline of a group of such is 0.
     """
     index, sizes = _numbered(groups)
     weights = lengths.to(scores.dtype)
-    baselines = _sums(weights * scores, index, sizes) / _sums(weights, index, sizes)
-    return scores - baselines[index]
+    baselines = _sums(weights * scores, index, sizes) / _sums(weights, index, sizes).clamp(min=1)
+    return torch.where(_all_equal(scores, index, sizes), 0.0, scores - baselines[index])
 
 
 def minus_group_mean(scores: Tensor, groups: Tensor) -> Tensor:
@@ -60,5 +62,16 @@ def _sums(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
     return torch.zeros(sizes.numel(), dtype=values.dtype).index_add_(0, index, values)
 
 
-def _means(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    return _sums(values, index, sizes) / sizes
+def _centred(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    """r - mean of the group; [B]."""
+    means = _sums(scores, index, sizes) / sizes
+    return torch.where(_all_equal(scores, index, sizes), 0.0, scores - means[index])
+
+
+def _all_equal(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    """bool [B]: whether the answers of one's group all have the same score."""
+    nothing = torch.zeros(sizes.numel(), dtype=scores.dtype)
+    largest, smallest = (
+        nothing.scatter_reduce(0, index, scores, kind, include_self=False) for kind in ("amax", "amin")
+    )
+    return (largest == smallest)[index]

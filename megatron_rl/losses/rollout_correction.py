@@ -59,9 +59,11 @@ def correct_rollout(
         kept = accepted(log_ratio, lengths, config.rollout_rs, low, high)
     if config.rollout_token_veto_threshold is not None:
         spared = not_vetoed(log_ratio, lengths, config.rollout_token_veto_threshold)
-        metrics["rollout_corr/rollout_is_veto_fraction"] = 1 - float(mean_rows(spared, lengths).mean())
+        if (lengths > 0).any():
+            vetoed = 1 - float(mean_rows(spared, lengths)[lengths > 0].mean())
+            metrics["rollout_corr/rollout_is_veto_fraction"] = vetoed
         kept = spared if kept is None else kept * spared
-    if kept is not None:
+    if kept is not None and kept.numel():
         metrics["rollout_corr/rollout_rs_masked_fraction"] = 1 - float(kept.mean())
     if config.rollout_is is not None:
         weights = importance_weights(log_ratio, lengths, config.rollout_is, config.rollout_is_threshold)

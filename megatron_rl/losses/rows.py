@@ -16,6 +16,11 @@ def sum_rows(values: Tensor, lengths: Tensor) -> Tensor:
     return values.new_zeros(lengths.numel()).index_add(0, row_of_token(lengths), values)
 
 
+def total_rows(values: Tensor, lengths: Tensor, otherwise: Tensor) -> Tensor:
+    """values [T] -> their sum in each row [B]; of an empty row what `otherwise` [B] says."""
+    return torch.where(lengths > 0, sum_rows(values, lengths), otherwise)
+
+
 def mean_rows(values: Tensor, lengths: Tensor) -> Tensor:
     """values [T] -> their mean in each row [B]; 0 for an empty row. Differentiable."""
     return sum_rows(values, lengths) / lengths.clamp(min=1)

@@ -10,45 +10,61 @@ import torch
 
 def score_metrics(
     scores: torch.Tensor,
-    rewards_flat: torch.Tensor,
+    totals: torch.Tensor,
     advantages_flat: torch.Tensor,
     returns_flat: torch.Tensor,
     values_flat: torch.Tensor | None,
 ) -> dict[str, float]:
-    """Statistics of `scores` [B], the task rewards, and of float tensors [T]; T >= 2 for a variance.
+    """Statistics of `scores` [B], the task rewards, `totals` [B], and of float tensors [T].
 
-    `critic/rewards/mean` is per sample, as in verl: the sum of its token rewards (score minus KL penalty).
+    `critic/rewards` are the `totals`: of each sample the sum of its token rewards (score minus KL penalty), as in verl.
+    Without a token there is nothing about tokens, and fewer than two have no variance.
     `critic/vf_explained_var` is 1 - Var(returns - values) / (Var(returns) + 1e-5): 1 is a perfect critic, 0 is as
     good as a constant, and it can fall far below 0. Without a critic there are no values and nothing about them.
     """
     metrics = {
         **_statistics("critic/score", scores),
-        "critic/rewards/mean": (rewards_flat.sum() / scores.numel()).item(),
+        **_statistics("critic/rewards", totals),
         **_statistics("critic/advantages", advantages_flat),
         **_statistics("critic/returns", returns_flat),
     }
     if values_flat is None:
         return metrics
+    metrics |= _statistics("critic/values", values_flat)
+    if values_flat.numel() < 2:
+        return metrics
     explained = 1 - (returns_flat - values_flat).var() / (returns_flat.var() + 1e-5)
-    return metrics | _statistics("critic/values", values_flat) | {"critic/vf_explained_var": explained.item()}
+    return metrics | {"critic/vf_explained_var": explained.item()}
 
 
 def length_metrics(
     prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, truncated: torch.Tensor
 ) -> dict[str, float]:
-    """Statistics of lengths in tokens, int64 [B], and the share of responses cut off (`truncated` bool [B])."""
-    return {
+    """Statistics of lengths in tokens, int64 [B], and the share of responses cut off (`truncated` bool [B]).
+
+    `response/aborted_ratio` is verl's name for the share of responses without a token, which
+    `response_length_non_aborted` leaves out; it is absent where there is no other.
+    """
+    whole = response_lengths > 0
+    metrics = {
         **_statistics("prompt_length", prompt_lengths),
         **_statistics("response_length", response_lengths),
         "response_length/clip_ratio": truncated.float().mean().item(),
+        "response/aborted_ratio": 1 - whole.float().mean().item(),
+        **_statistics("response_length_non_aborted", response_lengths[whole]),
     }
+    if whole.any():
+        metrics["response_length_non_aborted/clip_ratio"] = truncated[whole].float().mean().item()
+    return metrics
 
 
 def parity_metrics(rollout_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor) -> dict[str, float]:
     """How far the rollout engine and the trainer disagree about sampled tokens; both float [T].
 
-    The difference of log-probs, and verl's `rollout_probs_diff`, the difference of probabilities.
+    The difference of log-probs, and verl's `rollout_probs_diff`, the difference of probabilities. Nothing where T = 0.
     """
+    if not rollout_log_probs.numel():
+        return {}
     difference = (rollout_log_probs - trainer_log_probs).abs()
     probs_difference = (rollout_log_probs.exp() - trainer_log_probs.exp()).abs()
     return {
@@ -69,6 +85,9 @@ def throughput_metrics(num_tokens: int, step_seconds: float, num_ranks: int) -> 
 
 
 def _statistics(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Mean, max and min; nothing of nothing."""
+    if not values.numel():
+        return {}
     return {
         f"{name}/mean": values.float().mean().item(),
         f"{name}/max": float(values.max().item()),

@@ -18,7 +18,7 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     dp = _exact(world, tp * pp)
     replicas = _exact(world, rollout.tensor_model_parallel_size)
 
-    prompts, n, micro = config.data.train_batch_size, rollout.n, actor.ppo_micro_batch_size_per_gpu
+    prompts, n = config.data.train_batch_size, rollout.n
     mini_batch = actor.ppo_mini_batch_size * n
     return [
         ("ranks", str(world), f"{trainer.nnodes} node(s) x {trainer.n_gpus_per_node}, {trainer.device}"),
@@ -35,11 +35,7 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("epochs per step", str(actor.ppo_epochs), "passes over the samples"),
         ("samples per mini-batch", str(mini_batch), f"{actor.ppo_mini_batch_size} prompts x {n}"),
         ("samples per DP rank", _share(mini_batch, dp), "samples per mini-batch / DP"),
-        (
-            "micro-batches per rank",
-            _passes(mini_batch, dp, micro, multiple=pp if vpp > 1 else 1),
-            f"passes of at most {micro} samples" + (", filled up to a multiple of PP" if vpp > 1 else ""),
-        ),
+        ("micro-batches per rank", *_micro_batches(config, mini_batch, dp, multiple=pp if vpp > 1 else 1)),
     ]
 
 
@@ -59,6 +55,20 @@ def _share(total: int, parts: int) -> str:
 def _per_replica(num_samples: int, replicas: int, n: int) -> str:
     """Prompts of one replica; samples are what is split, so a prompt may be shared by two replicas."""
     return UNDEFINED if replicas < 1 or n < 1 else f"{num_samples / replicas / n:.4g}"
+
+
+def _micro_batches(config: RunConfig, num_samples: int, dp: int, multiple: int) -> tuple[str, str]:
+    """(number of the actor's passes, what limits one)."""
+    actor, data = config.actor_rollout_ref.actor, config.data
+    rounded = ", a multiple of PP" if multiple > 1 else ""
+    if not actor.use_dynamic_bsz:
+        limit = actor.ppo_micro_batch_size_per_gpu
+        return _passes(num_samples, dp, limit, multiple), f"passes of at most {limit} samples{rounded}"
+    longest = data.max_prompt_length + data.max_response_length
+    # Every pass but the last has room for less than one more sequence of any length.
+    passes = _passes(num_samples, dp, actor.ppo_max_token_len_per_gpu // max(longest, 1), multiple)
+    meaning = f"passes of at most {actor.ppo_max_token_len_per_gpu} tokens{rounded}; fewer for shorter samples"
+    return (passes if passes == UNDEFINED else f"up to {passes}"), meaning
 
 
 def _passes(num_samples: int, dp: int, micro_batch: int, multiple: int) -> str:

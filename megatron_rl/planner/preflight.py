@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from megatron_rl.config.algorithms import uses_critic
+from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.load import follows
 from megatron_rl.config.problems import nearest_number, raise_problems, without_echoes
 from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
@@ -48,6 +49,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
             *_role_problems(config),
             *_rollout_problems(config, models),
             *_batch_problems(config),
+            *_pack_problems(config),
             *_length_problems(config, models),
             *cache_problems(config, models),
             *resume_problems(config),
@@ -196,6 +198,24 @@ def _batch_problems(config: RunConfig) -> Iterable[Violation]:
         key = f"{ROLLOUT}.max_num_batched_tokens"
         rule = f"must be >= max_num_seqs={rollout.max_num_seqs}"
         yield Violation({key: rollout.max_num_batched_tokens}, rule, {key: rollout.max_num_seqs})
+
+
+def _pack_problems(config: RunConfig) -> Iterable[Violation]:
+    """The longest sequence must fit into one pass."""
+    shared, critic = config.actor_rollout_ref, config.critic
+    limits = [
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", shared.actor.use_dynamic_bsz),
+        (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", shared.rollout.log_prob_use_dynamic_bsz),
+        (f"{REF}.log_prob_max_token_len_per_gpu", shared.ref.log_prob_use_dynamic_bsz and uses_reference(config)),
+        (f"{CRITIC}.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz and uses_critic(config)),
+        (f"{CRITIC}.forward_max_token_len_per_gpu", critic.use_dynamic_bsz and uses_critic(config)),
+    ]
+    lengths = (config.data.max_prompt_length, config.data.max_response_length)
+    for key, is_used in limits:
+        limit = attrgetter(key)(config)
+        if is_used and min(*lengths, limit) >= 1 and limit < sum(lengths):
+            rule = f"must be >= data.max_prompt_length + data.max_response_length = {sum(lengths)}"
+            yield Violation({key: limit}, rule, {key: sum(lengths)})
 
 
 def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
+from vllm.outputs import CompletionOutput
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.parallel.rank_grid import RolloutGrid
@@ -96,14 +98,18 @@ class RolloutEngine:
             for index, sample in zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
         ]
         requests = [{"prompt_token_ids": row.tolist()} for row in prompts.prompt_ids.unbind()]
-        answers = [answer.outputs[0] for answer in self.llm.generate(requests, params, use_tqdm=False)]
-        log_probs = [
-            torch.tensor([step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)])
-            for answer in answers
-        ]
-        return Generations(
-            response_ids=ragged([torch.tensor(answer.token_ids) for answer in answers]),
-            rollout_log_probs=ragged(log_probs),
-            truncated=torch.tensor([answer.finish_reason == "length" for answer in answers]),
-            batch_size=[len(answers)],
-        )
+        return to_record([answer.outputs[0] for answer in self.llm.generate(requests, params, use_tqdm=False)])
+
+
+def to_record(answers: Sequence[CompletionOutput]) -> Generations:
+    """vLLM's answers, one per row. One that was aborted before its first token is an empty row."""
+    log_probs = [
+        [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs or (), strict=True)]
+        for answer in answers
+    ]
+    return Generations(
+        response_ids=ragged([torch.tensor(answer.token_ids, dtype=torch.int64) for answer in answers]),
+        rollout_log_probs=ragged([torch.tensor(row, dtype=torch.float32) for row in log_probs]),
+        truncated=torch.tensor([answer.finish_reason == "length" for answer in answers]),
+        batch_size=[len(answers)],
+    )

@@ -61,12 +61,10 @@ class Critic:
             sums = [total, (clipped * per_token).sum(), (values * per_token).sum()]
             return total, torch.stack(sums).detach()
 
-        means = self.trainable.compute_gradients(blocks, loss)
+        means = self.trainable.compute_gradients(blocks, totals, loss)
         names = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
         return {} if means is None else dict(zip(names, means.tolist(), strict=True))
 
     def update(self, batch: CriticBatch) -> dict[str, float]:
-        """One optimizer step on one mini-batch; metrics (complete on the last stage)."""
-        metrics = self.compute_gradients(batch)
-        metrics["critic/grad_norm"], metrics["critic/lr"] = self.trainable.step()
-        return metrics
+        """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage)."""
+        return self.compute_gradients(batch) | self.trainable.step().metrics("critic")

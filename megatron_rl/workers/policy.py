@@ -78,7 +78,9 @@ class Actor:
         """
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
-        means = self.trainable.compute_gradients(blocks, lambda hidden, block: self._loss(hidden, block, totals))
+        means = self.trainable.compute_gradients(
+            blocks, totals, lambda hidden, block: self._loss(hidden, block, totals)
+        )
         if means is None:
             return {}
         names = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
@@ -111,10 +113,8 @@ class Actor:
         return total, torch.cat(sums).detach()
 
     def update(self, batch: ActorBatch) -> dict[str, float]:
-        """One optimizer step on one mini-batch; metrics (complete on the last stage)."""
-        metrics = self.compute_gradients(batch)
-        metrics["actor/grad_norm"], metrics["actor/lr"] = self.trainable.step()
-        return metrics
+        """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage)."""
+        return self.compute_gradients(batch) | self.trainable.step().metrics("actor")
 
 
 def build_reference(source: ModelSource, temperature: float) -> TokenScorer:

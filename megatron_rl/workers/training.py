@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,29 @@ from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
 from megatron_rl.losses.aggregate import BatchTotals, counted
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.workers.pipeline import Loss, Pipeline
+
+
+@dataclass(frozen=True)
+class Update:
+    """What came of one optimizer step; the same on all ranks.
+
+    grad_norm: global, before clipping; of a skipped step the sum of all buffers' norms. lr: the learning rate, used or
+    not. skipped: gradient or loss were not finite. empty: no token counted. In both cases nothing was changed.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+    empty: bool = False
+
+    def metrics(self, role: str) -> dict[str, float]:
+        """Under names that begin with the role's."""
+        return {
+            f"{role}/grad_norm": self.grad_norm,
+            f"{role}/lr": self.lr,
+            f"{role}/skipped_updates": float(self.skipped),
+            f"{role}/empty_updates": float(self.empty),
+        }
 
 
 class TrainableModel:
@@ -53,6 +78,8 @@ class TrainableModel:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.pipeline = Pipeline(self.chunks, groups, device)
+        # Of the gradients in the buffers: this rank's share of the loss, and the tokens of all ranks that count in it.
+        self._loss, self._num_tokens = torch.zeros((), device=device), 0
 
     @property
     def models(self) -> list[GPTModel]:
@@ -140,36 +167,56 @@ class TrainableModel:
         dist.all_reduce(counts, group=self.groups.dp_group)
         return BatchTotals(*counts.tolist())
 
-    def compute_gradients(self, blocks: list[MicroBatch], loss: Loss) -> torch.Tensor | None:
-        """Gradients of `loss` summed over all blocks and ranks, in the DDP buffers.
+    def compute_gradients(self, blocks: list[MicroBatch], totals: BatchTotals, loss: Loss) -> torch.Tensor | None:
+        """Gradients of `loss` summed over all blocks and ranks, in the DDP buffers; `totals` are those of the blocks.
 
         Returns metric sums [M] over all data-parallel ranks on the last stage, None before.
         """
+        self.clear_gradients()
+
+        def noted(output: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+            value, metrics = loss(output, block)
+            return value, torch.cat([metrics, value.detach()[None]])
+
+        sums = self.pipeline.forward_backward(blocks, noted)
+        self._num_tokens = totals.tokens
+        if sums is None:
+            self._loss = torch.zeros((), device=self.device)
+            return None
+        self._loss = sums[-1].clone()
+        dist.all_reduce(sums, group=self.groups.dp_group)
+        return sums[:-1]
+
+    def clear_gradients(self) -> None:
+        """Zero all gradients."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self.pipeline.forward_backward(blocks, loss)
-        if sums is not None:
-            dist.all_reduce(sums, group=self.groups.dp_group)
-        return sums
 
-    def step(self) -> tuple[float, float]:
-        """Clip, update, advance the schedule; returns (global gradient norm before clipping, learning rate used).
+    def step(self) -> Update:
+        """Clip, update, advance the schedule; or nothing of it, on all ranks, where the gradients are of no use.
 
-        Raises FloatingPointError on every rank when a gradient of any rank is not finite; no weight has changed then.
+        A step is skipped when gradient or loss of any rank are not finite: weights, moments and schedule stay as they
+        are, as in Megatron's training loop, and the gradients are cleared. The same where not one token counts: Adam
+        would move the weights by its moments.
         """
-        self._check_gradients()
         lr = self.optimizer.param_groups[0]["lr"]
+        grad_norm, loss = self._sizes_over_all_ranks()
+        skipped, empty = not (math.isfinite(grad_norm) and math.isfinite(loss)), self._num_tokens == 0
+        if skipped or empty:
+            self.clear_gradients()
+            return Update(grad_norm, lr, skipped=skipped, empty=empty and not skipped)
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
-        return float(grad_norm), lr
+        return Update(float(grad_norm), lr)
 
-    def _check_gradients(self) -> None:
-        # Without a loss scaler Megatron's optimizer applies NaN like any other gradient.
-        total = torch.stack([buffer.grad_data.norm() for buffer in self.param_buffers]).sum()
-        dist.all_reduce(total)
-        if not torch.isfinite(total):
-            raise FloatingPointError(f"the gradient holds NaN or infinity (norms add up to {float(total)}); no update")
+    def _sizes_over_all_ranks(self) -> tuple[float, float]:
+        """Gradient norms of all buffers, and absolute losses, added up over all ranks: not finite where any is not."""
+        norms = torch.stack([buffer.grad_data.norm() for buffer in self.param_buffers]).sum()
+        # The loss has to be looked at, too: clamping to a range turns NaN's gradient into 0.
+        sizes = torch.stack([norms, self._loss.abs()])
+        dist.all_reduce(sizes)
+        return tuple(sizes.tolist())
 
 
 def in_flat_buffers(models: list[GPTModel]) -> list[DistributedDataParallel]:

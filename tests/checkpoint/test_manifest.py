@@ -66,7 +66,7 @@ def test_broken_files_are_named_with_the_reason(tmp_path):
         ('{"project": "megatron_rl", "form', ManifestError, "not JSON"),
         ("[1]", OtherFormatError, "another project (None, not 'megatron_rl')"),
         ({"project": "other"}, OtherFormatError, "another project ('other', not 'megatron_rl')"),
-        ({"format": 3}, OtherFormatError, f"has format 3; this version reads {FORMAT}"),
+        ({"format": 9}, OtherFormatError, f"has format 9; this version reads {FORMAT}"),
         ({"format": 0}, OtherFormatError, f"has format 0; this version reads {FORMAT}"),
         ({"files": None}, ManifestError, "damaged"),
         ({"files": {"a": {"size": 1}}}, ManifestError, "damaged"),

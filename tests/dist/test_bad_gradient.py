@@ -1,4 +1,4 @@
-"""A NaN on one rank stops the update on all of them, before any weight changes."""
+"""A gradient or a loss that is not finite on one rank: all of them skip the update, as if it had never been."""
 
 from __future__ import annotations
 
@@ -11,84 +11,106 @@ from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_mo
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
+RATES = {
+    "actor_rollout_ref__actor__optim__lr": 1e-3,
+    "critic__optim__lr": 1e-3,
+    "actor_rollout_ref__actor__optim__lr_decay_style": "linear",
+    "trainer__total_training_steps": 10,
+}
 
-def update_with_nan(config) -> tuple[str, bool, float]:
-    """(what update raised, whether the weights are bit-equal, the gradient norm of a healthy update afterwards)."""
+
+def everything(trainable) -> list[torch.Tensor]:
+    """Weights, moments, and where schedule and Adam stand."""
+    params = [buffer.param_data.clone() for buffer in trainable.param_buffers]
+    moments = [tensor.clone() for tensor in trainable.optimizer_state()]
+    return [*params, *moments, torch.tensor([trainable.scheduler.num_steps, trainable.adam_step])]
+
+
+def bit_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def clear(trainable) -> bool:
+    return not any(buffer.grad_data.any() for buffer in trainable.param_buffers)
+
+
+def train_through_nan(config, sick_field: str | None) -> dict:
+    """Of each role a good update, one with NaN on the last DP rank (not if `sick_field` is None), a good update."""
     from megatron_rl.workers.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()
-    weights = worker.actor.trainable.param_buffers[0].param_data
-    before = weights.clone()
-    batch = random_experience(4, seed=worker.groups.dp_rank)
-    batch.old_log_probs = worker.compute_log_probs(batch.sequences()).scores
-    healthy = batch.actor_batch()
-    sick = healthy.clone()
-    if worker.groups.dp_rank == 1:
-        sick.advantages.values()[0] = math.nan
-    try:
-        worker.update_actor(sick)
-        raised = "nothing"
-    except FloatingPointError as error:
-        raised = str(error)
-    unchanged = torch.equal(weights, before)
-    return raised, unchanged, worker.update_actor(healthy)["actor/grad_norm"]
+    worker.build_critic()
+    rank, last = worker.groups.dp_rank, worker.groups.grid.dp_size - 1
+    first, second = (random_experience(4, seed=rank + step) for step in (0, 10))
+    for experience in (first, second):
+        experience.old_log_probs = experience.rollout_log_probs
+    found = {}
+    for role, update in (("actor", worker.update_actor), ("critic", worker.update_critic)):
+        trainable = getattr(worker, role).trainable
+        batches = [getattr(experience, f"{role}_batch")() for experience in (first, second)]
+        update(batches[0])
+        before = everything(trainable)
+        if sick_field is not None:
+            sick = batches[1].clone()
+            if rank == last:
+                sick.get({"critic": "returns"}.get(role, sick_field)).values()[0] = math.nan
+            metrics = update(sick)
+            found[f"{role} skipped"] = metrics[f"{role}/skipped_updates"], metrics[f"{role}/empty_updates"]
+            found[f"{role} unchanged"] = bit_equal(everything(trainable), before) and clear(trainable)
+        metrics = update(batches[1])
+        found[role] = everything(trainable), metrics
+    return found
 
 
-def test_nan_stops_every_rank(tmp_path) -> None:
-    """DP2, NaN on rank 1 only; would not catch a finite but absurd gradient."""
-    for raised, unchanged, grad_norm in run_ranks(2, update_with_nan, run_config(save_qwen2(tmp_path), 1, 1)):
-        assert "NaN" in raised
-        assert unchanged
-        assert 0 < grad_norm < math.inf
+@pytest.mark.parametrize(
+    ("world_size", "pp_size", "sick_field"), [(2, 1, "advantages"), (2, 2, "old_log_probs")], ids=["DP2", "PP2"]
+)
+def test_a_skipped_update_leaves_no_trace(world_size: int, pp_size: int, sick_field: str, tmp_path) -> None:
+    """Weights, moments, schedule and all later metrics are bit for bit those of a run without that update.
+
+    NaN in an advantage, and in an old log-prob, whose NaN loss has a gradient of 0. Would not catch a finite but absurd
+    gradient.
+    """
+    config = run_config(save_qwen2(tmp_path), 1, pp_size, **RATES)
+    disturbed = run_ranks(world_size, train_through_nan, config, sick_field)
+    calm = run_ranks(world_size, train_through_nan, config, None)
+    for ours, theirs in zip(disturbed, calm, strict=True):
+        for role in ("actor", "critic"):
+            assert ours[f"{role} skipped"] == (1.0, 0.0)
+            assert ours[f"{role} unchanged"]
+            assert bit_equal(ours[role][0], theirs[role][0])
+            assert ours[role][1] == theirs[role][1] and ours[role][1][f"{role}/skipped_updates"] == 0
+            assert 0 < ours[role][1][f"{role}/grad_norm"] < math.inf
 
 
-def step_with_nan_in_last_chunk(config) -> tuple[str, bool]:
-    """(what the step raised when rank 0 holds a NaN in its last chunk only, whether all weights are bit-equal)."""
-    from megatron_rl.workers.rank_worker import RankWorker
-
-    worker = RankWorker(config)
-    worker.build_actor()
-    buffers = worker.actor.trainable.param_buffers
-    before = [buffer.param_data.clone() for buffer in buffers]
-    batch = random_experience(4)
-    batch.old_log_probs = batch.advantages
-    worker.actor.compute_gradients(batch.actor_batch())
-    if worker.groups.rank == 0:
-        buffers[-1].grad_data[0] = math.nan
-    try:
-        worker.actor.trainable.step()
-        raised = "nothing"
-    except FloatingPointError as error:
-        raised = str(error)
-    return raised, all(torch.equal(buffer.param_data, old) for buffer, old in zip(buffers, before, strict=True))
-
-
-def test_nan_in_any_chunk_stops_every_rank(tmp_path) -> None:
-    """PP2 with two chunks a stage; would not catch a NaN in a buffer that DDP keeps elsewhere."""
-    keys = {"actor_rollout_ref__actor__megatron__virtual_pipeline_model_parallel_size": 2}
-    for raised, unchanged in run_ranks(2, step_with_nan_in_last_chunk, run_config(save_qwen2(tmp_path), 1, 2, **keys)):
-        assert "NaN" in raised
-        assert unchanged
-
-
-def step_with_nan_in_an_expert(config) -> str:
-    """What the step raised after one element of rank 1's expert gradients became NaN."""
+def step_with_nan_in(config, where: str) -> tuple[bool, bool]:
+    """(whether the step was skipped, whether nothing is left of it) when rank 1 alone holds a NaN there."""
     from megatron_rl.workers.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()
     trainable = worker.actor.trainable
-    if worker.groups.dp_rank == 1:
-        trainable.chunks[0].expert_parallel_buffers[0].grad_data[7] = math.nan
-    try:
-        trainable.step()
-    except FloatingPointError as error:
-        return str(error)
-    return "nothing"
+    before = everything(trainable)
+    batch = random_experience(4)
+    batch.old_log_probs = batch.advantages
+    worker.actor.compute_gradients(batch.actor_batch())
+    if worker.groups.rank == 1:
+        expert = where == "an expert"
+        buffers = trainable.chunks[-1].expert_parallel_buffers if expert else trainable.param_buffers
+        buffers[-1].grad_data[7] = math.nan
+    skipped = trainable.step().skipped
+    return skipped, bit_equal(everything(trainable), before) and clear(trainable)
 
 
-def test_nan_in_an_expert_stops_every_rank(tmp_path) -> None:
+def test_nan_in_any_chunk_skips_on_every_rank(tmp_path) -> None:
+    """PP2 with two chunks a stage; would not catch a NaN in a buffer that DDP keeps elsewhere."""
+    keys = {"actor_rollout_ref__actor__megatron__virtual_pipeline_model_parallel_size": 2}
+    config = run_config(save_qwen2(tmp_path), 1, 2, **keys)
+    assert run_ranks(2, step_with_nan_in, config, "the last chunk") == [(True, True)] * 2
+
+
+def test_nan_in_an_expert_skips_on_every_rank(tmp_path) -> None:
     """DP2 x EP2, where no other rank holds that expert.
 
     Would not catch NaN in an activation, which reaches no weight.
@@ -96,5 +118,4 @@ def test_nan_in_an_expert_stops_every_rank(tmp_path) -> None:
     config = run_config(
         save_qwen3_moe(tmp_path), 1, 1, actor_rollout_ref__actor__megatron__expert_model_parallel_size=2
     )
-    for raised in run_ranks(2, step_with_nan_in_an_expert, config):
-        assert "NaN" in raised
+    assert run_ranks(2, step_with_nan_in, config, "an expert") == [(True, True)] * 2

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from command_line import REPOSITORY
 from lives import ONE, SHORT, metrics, steps_saved
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -27,6 +29,7 @@ def zero(tokens, config):
     return replace(terms, loss=terms.loss * 0)
 """
 ACTOR = "actor_rollout_ref.actor"
+MODEL = REPOSITORY / "assets/demo/model"
 
 
 def test_saves_and_goes_on(command_line) -> None:
@@ -90,3 +93,46 @@ def test_functions_of_the_users_and_corrections(command_line, tmp_path) -> None:
     assert step["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-3)
     assert step["rollout_corr/rollout_rs_masked_fraction"] == step["rollout_corr/rollout_is_veto_fraction"] == 0
     assert json.loads((run.run / "summary.json").read_text())["hf_export_logit_diff_max"] < 1e-4
+
+
+NAN = """
+import math
+from dataclasses import replace
+from megatron_rl.losses.policy import vanilla_loss
+
+def bad(tokens, config):
+    terms = vanilla_loss(tokens, config)
+    return replace(terms, loss=terms.loss * math.nan)
+"""
+
+
+def test_a_loss_that_is_not_finite(command_line, tmp_path) -> None:
+    """Two updates are skipped and counted, and the run ends well; it goes on, and the third in a row ends it, code 6.
+
+    Would not catch one bad rank among good ones; `tests/dist/test_bad_gradient.py` does.
+    """
+    (tmp_path / "bad.py").write_text(NAN)
+    keys = (
+        *SHORT,
+        *ONE,
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=false",
+        f"{ACTOR}.policy_loss.loss_mode=bad",
+        f"{ACTOR}.policy_loss.custom.path={tmp_path}/bad.py",
+        f"{ACTOR}.ppo_epochs=1",
+        "trainer.max_skipped_updates=2",
+        "trainer.save_freq=2",
+    )
+    run = command_line(*keys, "trainer.total_training_steps=2")
+    assert run.wait(120) == 0, run.text()
+    assert "1 update(s) of the actor skipped" in run.text()
+    for step in metrics(run).values():
+        assert step["actor/skipped_updates"] == 1 and "actor/pg_loss" not in step and None not in step.values()
+    assert json.loads((run.run / "summary.json").read_text())["skipped_updates"] == {"actor": 2}
+    original, exported = (load_file(f"{at}/model.safetensors") for at in (MODEL, run.run / "hf_model"))
+    assert all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
+    gone_on = command_line(*keys, "trainer.total_training_steps=4", folder=run.folder)
+    assert gone_on.wait(120) == 6, gone_on.text()
+    text = gone_on.text().replace("\n", " ")
+    assert "NonFiniteUpdates: 3 update(s) of the actor in a row" in text and "pg_loss=nan" in text
+    assert list(metrics(gone_on)) == [1, 2] and gone_on.left_over() == []

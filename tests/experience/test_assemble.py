@@ -49,7 +49,7 @@ def test_assemble_joins_prompt_and_response(experience):
 
 
 def test_rewards_are_the_score_last_and_a_penalty_everywhere(experience):
-    """kl_coef 0.2 on differences 0.5 | 0.5, -1.0. Would not catch an empty response."""
+    """kl_coef 0.2 on differences 0.5 | 0.5, -1.0. Would not catch a wrong estimator."""
     penalty = add_rewards(experience, kl_coef=0.2)
     assert rows(experience.rewards) == [[0.9], [-0.1, -0.8]]
     # Differences 0.5 | 0.5, -1.0: the means 0.5 and -0.25, and their mean
@@ -114,14 +114,32 @@ def test_rollout_correction_fills_what_is_configured(experience):
     assert batch.neutral().kept is not None and batch.ref_log_probs is None
 
 
-def test_empty_response_is_refused():
-    """A score needs a token to stand on. Would not catch an empty response that the engine never returns."""
-    experience = Experience(
-        input_ids=ragged([torch.arange(2), torch.arange(3)]),
-        response_lengths=torch.tensor([0, 1]),
-        rollout_log_probs=ragged_from_lengths(torch.zeros(1), torch.tensor([0, 1])),
-        scores=torch.tensor([5.0, 1.0]),
-        batch_size=[2],
+def test_empty_responses(experience):
+    """One among others leaves all other rows as they are, and no KL or reward without a token; then nothing but such.
+
+    Would not catch a role that cannot score such a row; `tests/dist/test_empty_responses.py` does.
+    """
+    three = torch.tensor([1, 0, 2])
+    mixed = Experience(
+        input_ids=ragged([torch.tensor([1, 2, 3]), torch.tensor([9]), torch.tensor([5, 6, 7])]),
+        response_lengths=three,
+        rollout_log_probs=ragged_from_lengths(experience.rollout_log_probs.values(), three),
+        groups=torch.tensor([0, 0, 1]),
+        scores=torch.tensor([1.0, 5.0, -1.0]),
+        old_log_probs=ragged_from_lengths(experience.old_log_probs.values(), three),
+        ref_log_probs=ragged_from_lengths(experience.ref_log_probs.values(), three),
+        batch_size=[3],
     )
-    with pytest.raises(ValueError, match="row 0 has an empty response"):
-        add_rewards(experience, kl_coef=0.0)
+    assert float(add_rewards(mixed, kl_coef=0.2)) == pytest.approx(0.125, abs=1e-6)
+    assert rows(mixed.rewards) == [[0.9], [], [-0.1, -0.8]]
+    add_advantages(mixed, estimate_grpo, AlgorithmConfig(norm_adv_by_std_in_grpo=False))
+    assert rows(mixed.advantages) == [[0.9 - 2.95], [], [0.0, 0.0]]
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="geometric", rollout_token_veto_threshold=1e-4)
+    metrics = add_rollout_correction(mixed, config)
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
+
+    empty = mixed[1:2]
+    assert add_rewards(empty, kl_coef=0.2) is None and empty.rewards.values().numel() == 0
+    add_advantages(empty, estimate_grpo, AlgorithmConfig())
+    assert add_rollout_correction(empty, config) == {}
+    assert empty.actor_batch(with_reference=True).advantages.values().numel() == 0

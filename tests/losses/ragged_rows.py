@@ -12,12 +12,16 @@ REWARDS = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-2, 2, width=32))
 
 @dataclass(frozen=True)
 class Batch:
-    """rewards: one list per answer; groups and greedy: one number per answer; values: like rewards."""
+    """rewards, values: one list per answer, which may be empty; groups, greedy, scores: one number per answer.
+
+    scores: what an answer without a token is worth; those of the others have no meaning here.
+    """
 
     rewards: list[list[float]]
     values: list[list[float]]
     groups: list[int]
     greedy: list[float]
+    scores: list[float]
 
     @property
     def lengths(self) -> list[int]:
@@ -25,7 +29,7 @@ class Batch:
 
     @property
     def totals(self) -> list[float]:
-        return [sum(row) for row in self.rewards]
+        return [sum(row) if row else score for row, score in zip(self.rewards, self.scores, strict=True)]
 
     def others(self, row: int) -> list[int]:
         """The answers of the same group, this one included."""
@@ -38,8 +42,9 @@ def flat(rows: list[list[float]]) -> torch.Tensor:
 
 @st.composite
 def batches(draw) -> Batch:
-    lengths = draw(st.lists(st.integers(1, 5), min_size=2, max_size=8))
+    lengths = draw(st.lists(st.integers(0, 5), min_size=2, max_size=8))
     rows = [draw(st.lists(REWARDS, min_size=n, max_size=n)) for n in lengths]
     values = [draw(st.lists(st.floats(-2, 2, width=32), min_size=n, max_size=n)) for n in lengths]
     groups = [draw(st.sampled_from([3, 7, 8])) for _ in lengths]
-    return Batch(rows, values, groups, [draw(REWARDS) for _ in lengths])
+    greedy, scores = ([draw(REWARDS) for _ in lengths] for _ in range(2))
+    return Batch(rows, values, groups, greedy, scores)

@@ -34,7 +34,7 @@ def test_by_hand(mode):
 
 
 def test_nothing_counts():
-    """Weights are 0 and finite where every token is left out. Would not catch a step that is taken for nothing."""
+    """Weights are 0 and finite where every token is left out. Would not catch a step taken for nothing."""
     for mode in LOSS_AGG_MODES:
         assert token_weights(torch.zeros(2), torch.tensor([2]), BatchTotals(0, 0), mode, 8).tolist() == [0.0, 0.0]
 

@@ -13,13 +13,13 @@ from ragged_rows import Batch, batches, flat
 from megatron_rl.config.algorithms import ADV_ESTIMATORS
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.estimators import Samples
-from megatron_rl.losses.group_advantages import grpo, opo, rloo
 from megatron_rl.losses.registry import ESTIMATORS
 
 # Groups a = rows 0, 2 and 3, b = rows 1 and 4; totals 1, 0, 0, 4 | 2
 GROUPS = torch.tensor([5, 9, 5, 5, 9])
 LENGTHS = torch.tensor([1, 2, 3, 1, 1])
 REWARDS = torch.tensor([1.0, 0.5, -0.5, 0.0, 0.0, 0.0, 5.0, 2.0])
+SCORES = torch.tensor([1.0, 0.0, 0.0, 5.0, 2.0])
 GREEDY = torch.tensor([1.0, 2.0, 1.0, 1.0, 2.0])
 
 
@@ -42,14 +42,14 @@ BY_HAND = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_by_hand(name):
     """Five answers to two prompts, samples interleaved. Would not catch a loss that takes them in another order."""
-    samples = Samples(REWARDS, LENGTHS, GROUPS, greedy_scores=GREEDY)
+    samples = Samples(REWARDS, LENGTHS, GROUPS, SCORES, greedy_scores=GREEDY)
     advantages, _ = ESTIMATORS[name](samples, AlgorithmConfig())
     assert advantages.tolist() == pytest.approx(BY_HAND[name], abs=1e-5)
 
 
 def test_reinforce_plus_plus_by_hand():
     """gamma 0.5, rows of 2 and 1: returns 2, 2 | -1 have mean 1 and variance 3. Would not catch a large eps."""
-    samples = Samples(torch.tensor([1.0, 2.0, -1.0]), torch.tensor([2, 1]), torch.tensor([0, 1]))
+    samples = Samples(torch.tensor([1.0, 2.0, -1.0]), torch.tensor([2, 1]), torch.tensor([0, 1]), torch.zeros(2))
     advantages, returns = ESTIMATORS["reinforce_plus_plus"](samples, AlgorithmConfig(gamma=0.5))
     assert returns.tolist() == [2.0, 2.0, -1.0]
     assert advantages.tolist() == pytest.approx([3**-0.5, 3**-0.5, -2 * 3**-0.5], abs=1e-6)
@@ -57,7 +57,7 @@ def test_reinforce_plus_plus_by_hand():
 
 def test_reinforce_plus_plus_baseline_by_hand():
     """Totals 2, 0 of 1 and 2 tokens: 1 | -1, -1, mean -1/3, variance 4/3. Would not catch whitening per answer."""
-    samples = Samples(torch.tensor([2.0, 1.0, -1.0]), torch.tensor([1, 2]), torch.tensor([4, 4]))
+    samples = Samples(torch.tensor([2.0, 1.0, -1.0]), torch.tensor([1, 2]), torch.tensor([4, 4]), torch.zeros(2))
     advantages, _ = ESTIMATORS["reinforce_plus_plus_baseline"](samples, AlgorithmConfig())
     scale = (3 / 4) ** 0.5
     assert advantages.tolist() == pytest.approx([4 / 3 * scale, -2 / 3 * scale, -2 / 3 * scale], abs=1e-6)
@@ -65,7 +65,7 @@ def test_reinforce_plus_plus_baseline_by_hand():
 
 def test_dr_grpo_does_not_divide():
     """Would not catch a division by the length, which is the aggregation's."""
-    samples = Samples(REWARDS, LENGTHS, GROUPS)
+    samples = Samples(REWARDS, LENGTHS, GROUPS, SCORES)
     advantages, returns = ESTIMATORS["grpo"](samples, AlgorithmConfig(norm_adv_by_std_in_grpo=False))
     assert advantages.tolist() == returns.tolist() == pytest.approx(on_tokens(CENTRED))
 
@@ -73,21 +73,80 @@ def test_dr_grpo_does_not_divide():
 def test_gae_reads_values_and_whitens():
     """Returns 1 | 0, -1 and advantages whitened, as in `test_assemble.py`. Would not catch a wrong gamma."""
     samples = Samples(
-        torch.tensor([1.0, 0.0, -1.0]), torch.tensor([1, 2]), torch.tensor([0, 1]), torch.tensor([0.25, 0.5, 1.0])
+        torch.tensor([1.0, 0.0, -1.0]),
+        torch.tensor([1, 2]),
+        torch.tensor([0, 1]),
+        torch.zeros(2),
+        values=torch.tensor([0.25, 0.5, 1.0]),
     )
     advantages, returns = ESTIMATORS["gae"](samples, AlgorithmConfig(gamma=0.5, lam=0.5))
     assert returns.tolist() == pytest.approx([1.0, 0.0, -1.0])
     assert advantages.tolist() == pytest.approx([0.968364, 0.060523, -1.028887], abs=1e-6)
 
 
-def test_lone_answers_and_equal_scores_teach_nothing():
-    """A group of one, and one of equal scores. Would not catch NaN in a gradient, which no tensor here has."""
-    scores, groups = torch.tensor([5.0, 1.0, 1.0]), torch.tensor([0, 1, 1])
-    for advantages in (grpo(scores, groups, True), rloo(scores, groups), opo(scores, torch.tensor([3, 1, 2]), groups)):
-        assert advantages.tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
+@pytest.mark.parametrize("name", BY_HAND | {"reinforce_plus_plus_baseline": None})
+def test_lone_answers_and_equal_scores_teach_nothing(name):
+    """A lone answer, and groups of 3 and 5 equal scores that float32 cannot add up exactly: 0, to the last bit.
+
+    Would not catch a step that is taken for nothing.
+    """
+    scores, groups = torch.tensor([5.0] + [0.1] * 3 + [-0.7] * 5), torch.tensor([0] + [1] * 3 + [2] * 5)
+    ones = torch.ones(9, dtype=torch.int64)
+    samples = Samples(scores, ones, groups, scores, greedy_scores=scores)
+    for norm_by_std in (True, False):
+        advantages, _ = ESTIMATORS[name](samples, AlgorithmConfig(norm_adv_by_std_in_grpo=norm_by_std))
+        assert advantages.tolist() == [0.0] * 9
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("scores", [[0.0] * 4, [0.1] * 4, [1.0] * 4])
+def test_equal_scores_everywhere(name, scores):
+    """Two groups of answers of different lengths, all with the same score: 0, to the last bit.
+
+    Would not catch what such a step costs.
+    """
+    lengths, groups, scores = torch.tensor([1, 3, 2, 2]), torch.tensor([0, 0, 1, 1]), torch.tensor(scores)
+    rewards = torch.zeros(8)
+    rewards[lengths.cumsum(0) - 1] = scores
+    samples = Samples(rewards, lengths, groups, scores, values=torch.zeros(8), greedy_scores=scores)
+    advantages, returns = ESTIMATORS[name](samples, AlgorithmConfig(adv_estimator=name))
+    assert advantages.isfinite().all() and returns.isfinite().all()
+    assert not advantages.any()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_answers_without_a_token(name):
+    """All of them, and all but one token: nothing is divided by zero. Would not catch a wrong baseline; loops do."""
+    for lengths in ([0, 0, 0], [0, 1, 0]):
+        num_tokens = sum(lengths)
+        samples = Samples(
+            torch.ones(num_tokens),
+            torch.tensor(lengths),
+            torch.tensor([4, 4, 5]),
+            torch.tensor([3.0, 1.0, 2.0]),
+            values=torch.zeros(num_tokens),
+            greedy_scores=torch.ones(3),
+        )
+        for numbers in ESTIMATORS[name](samples, AlgorithmConfig()):
+            assert numbers.shape == (num_tokens,) and numbers.isfinite().all()
+
+
+def test_an_empty_answers_score_counts_in_its_group():
+    """Scores 3 (no token) and 1: GRPO's mean is 2, RLOO's other answer 3; OPO weighs by tokens. By hand.
+
+    Would not catch a penalty that is given to a token of another row.
+    """
+    lengths, groups, scores = torch.tensor([0, 2]), torch.tensor([6, 6]), torch.tensor([3.0, 1.0])
+    samples = Samples(torch.tensor([0.0, 1.0]), lengths, groups, scores)
+    plain = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
+    found = {name: ESTIMATORS[name](samples, plain)[0].tolist() for name in ("grpo", "rloo", "opo")}
+    assert found == {"grpo": [-1.0, -1.0], "rloo": [-2.0, -2.0], "opo": [0.0, 0.0]}
+    assert ESTIMATORS["grpo"](samples, AlgorithmConfig())[0].tolist() == pytest.approx([-(2**-0.5)] * 2, abs=1e-5)
 
 
 def whitened(values: list[float]) -> list[float]:
+    if len(values) < 2:
+        return [0.0] * len(values)
     scale = (statistics.variance(values) + 1e-8) ** -0.5
     return [(value - statistics.fmean(values)) * scale for value in values]
 
@@ -146,7 +205,7 @@ def loop_remax(batch: Batch, config: AlgorithmConfig) -> list[float]:
 def loop_gae(batch: Batch, config: AlgorithmConfig) -> list[float]:
     found = []
     for rewards, values in zip(batch.rewards, batch.values, strict=True):
-        after = [*values[1:], 0.0]
+        after = [*values[1:], 0.0][: len(values)]
         deltas = [r + config.gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
         found += to_go(deltas, config.gamma * config.lam)
     return whitened(found)
@@ -172,6 +231,7 @@ def test_agrees_with_a_loop(name, batch: Batch):
         flat(batch.rewards),
         torch.tensor(batch.lengths),
         torch.tensor(batch.groups),
+        torch.tensor(batch.totals, dtype=torch.float64),
         flat(batch.values),
         torch.tensor(batch.greedy, dtype=torch.float64),
     )

@@ -116,7 +116,7 @@ def test_gspo_by_hand():
     assert torch.autograd.grad(terms.loss.sum(), new)[0].tolist() == pytest.approx([-ratio, -ratio, 0.0])
 
 
-rows = st.lists(st.lists(st.tuples(*[st.floats(-2, 2)] * 2), min_size=1, max_size=5), min_size=1, max_size=4)
+rows = st.lists(st.lists(st.tuples(*[st.floats(-2, 2)] * 2), max_size=5), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, deadline=None)
@@ -128,6 +128,8 @@ def test_whole_answers_have_the_gradient_of_the_papers_objective(rows, seed, low
     def objective(new: list[list[float]]) -> float:
         total = 0.0
         for row, old_row, advantage in zip(new, rows, advantages, strict=True):
+            if not row:
+                continue
             log_s = sum(x - old for x, (_, old) in zip(row, old_row, strict=True)) / len(row)
             s = math.exp(log_s)
             total -= min(s * advantage, min(max(s, 1 - low), 1 + high) * advantage) * len(row)
@@ -143,6 +145,8 @@ def test_whole_answers_have_the_gradient_of_the_papers_objective(rows, seed, low
     step = 1e-6
     found = torch.autograd.grad(loss, flat)[0].split(lengths.tolist())
     for r, row in enumerate(rows):
+        if not row:
+            continue
         ratio = math.exp(sum(x - old for x, old in row) / len(row))
         if min(abs(ratio - (1 - low)), abs(ratio - (1 + high))) < 1e-4:
             continue  # at a kink

@@ -57,7 +57,7 @@ def test_names_agree_with_the_configuration():
 def test_functions_of_the_users(own):
     """An estimator and a loss from one file. Would not catch a file that workers cannot read."""
     estimate = registry.estimator(AlgorithmConfig(adv_estimator="raw", custom_adv_estimator=own))
-    samples = Samples(torch.tensor([1.0, 2.0]), torch.tensor([2]), torch.tensor([0]))
+    samples = Samples(torch.tensor([1.0, 2.0]), torch.tensor([2]), torch.tensor([0]), torch.tensor([3.0]))
     assert estimate(samples, AlgorithmConfig())[0].tolist() == [2.0, 4.0]
     config = actor("doubled", own)
     tokens = policy.PolicyTokens(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([1]))

@@ -71,13 +71,13 @@ def test_what_is_configured():
 
 
 def test_everything_left_out_is_no_error():
-    """A whole batch below the veto. Would not catch an update that should have been skipped."""
+    """A whole batch below the veto. Would not catch an update that is taken for it; `tests/dist` does."""
     weights, kept, metrics = correct(rollout_is="sequence", rollout_token_veto_threshold=1.0, rollout_rs="token")
     assert kept.tolist() == [0.0, 0.0, 0.0] and torch.isfinite(weights).all()
     assert "rollout_corr/rollout_is_mean" not in metrics
 
 
-rows = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=4), min_size=1, max_size=5)
+rows = st.lists(st.lists(st.floats(-3, 3), max_size=4), min_size=1, max_size=5)
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,7 +12,7 @@ def test_score_metrics_by_hand():
     """Two samples, four tokens; Var(returns)=2/3, Var(returns - values)=1/3. Would not catch a biased variance."""
     metrics = score_metrics(
         scores=torch.tensor([1.0, 0.0]),
-        rewards_flat=torch.tensor([-0.1, 0.9, -0.2, 0.0]),
+        totals=torch.tensor([0.8, -0.2]),
         advantages_flat=torch.tensor([1.0, -1.0, 2.0, 0.0]),
         returns_flat=torch.tensor([0.0, 1.0, 1.0, 2.0]),
         values_flat=torch.tensor([0.0, 1.0, 0.0, 1.0]),
@@ -22,6 +22,8 @@ def test_score_metrics_by_hand():
         "critic/score/max": 1.0,
         "critic/score/min": 0.0,
         "critic/rewards/mean": pytest.approx(0.3),
+        "critic/rewards/max": pytest.approx(0.8),
+        "critic/rewards/min": pytest.approx(-0.2),
         "critic/advantages/mean": 0.5,
         "critic/advantages/max": 2.0,
         "critic/advantages/min": -1.0,
@@ -56,7 +58,25 @@ def test_length_metrics_by_hand():
         "response_length/max": 4.0,
         "response_length/min": 1.0,
         "response_length/clip_ratio": 0.25,
+        "response/aborted_ratio": 0.0,
+        "response_length_non_aborted/mean": 3.0,
+        "response_length_non_aborted/max": 4.0,
+        "response_length_non_aborted/min": 1.0,
+        "response_length_non_aborted/clip_ratio": 0.25,
     }
+
+
+def test_responses_without_a_token():
+    """Lengths 0, 3 and nothing but 0; no value is NaN. Would not catch an empty response that is counted elsewhere."""
+    prompts, truncated = torch.tensor([2, 2]), torch.tensor([False, True])
+    metrics = length_metrics(prompts, torch.tensor([0, 3]), truncated)
+    assert (metrics["response/aborted_ratio"], metrics["response_length/mean"]) == (0.5, 1.5)
+    assert metrics["response_length_non_aborted/min"] == 3 and metrics["response_length_non_aborted/clip_ratio"] == 1
+    nothing, zeros = torch.empty(0), torch.zeros(2)
+    metrics = length_metrics(prompts, torch.tensor([0, 0]), truncated)
+    metrics |= score_metrics(zeros, zeros, nothing, nothing, nothing) | parity_metrics(nothing, nothing)
+    assert metrics["response/aborted_ratio"] == 1 and metrics["critic/rewards/max"] == 0
+    assert all(map(math.isfinite, metrics.values())) and not any("advantages" in name for name in metrics)
 
 
 def test_parity_metrics_by_hand():

@@ -28,6 +28,10 @@ def config(tmp_path) -> RunConfig:
     critic.loss_agg_mode, critic.loss_scale_factor = shared.actor.loss_agg_mode, None
     critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.ppo_epochs = 32, 64, 1
     critic.forward_micro_batch_size_per_gpu = shared.ref.log_prob_micro_batch_size_per_gpu = 128
+    critic.use_dynamic_bsz = shared.ref.log_prob_use_dynamic_bsz = shared.rollout.log_prob_use_dynamic_bsz = False
+    critic.ppo_max_token_len_per_gpu = critic.forward_max_token_len_per_gpu = shared.actor.ppo_max_token_len_per_gpu
+    shared.ref.log_prob_max_token_len_per_gpu = shared.actor.ppo_max_token_len_per_gpu
+    shared.rollout.log_prob_max_token_len_per_gpu = shared.actor.ppo_max_token_len_per_gpu
     trainer.device, trainer.n_gpus_per_node = "cpu", 6
     trainer.default_local_dir = str(tmp_path / "out")
     return config

@@ -114,6 +114,18 @@ values(
 values(
     "long prompts", "length", {"data.max_prompt_length": 500}, ("data.max_prompt_length", "max_position_embeddings(64)")
 )
+values(
+    "short passes",
+    "length tokens",
+    {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 63},
+    (f"{ACTOR}.ppo_max_token_len_per_gpu", "must be >= data.max_prompt_length + data.max_response_length = 64"),
+)
+values(
+    "short log-prob passes",
+    "length tokens",
+    {f"{ROLLOUT}.log_prob_use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 8},
+    (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", "must be >= data.max_prompt_length"),
+)
 values("no prompt", "length", {"data.max_prompt_length": 0}, ("data.max_prompt_length", "must be >= 1"))
 values(
     "small cache",

@@ -83,3 +83,15 @@ def test_virtual_pipeline_fills_up_micro_batches():
         config = make_config(ranks=2, tp=1, pp=2, rollout_tp=1, prompts=16, n=4, mini=16, micro=micro)
         config.actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size = vpp
         assert values(config)["micro-batches per rank"] == expected
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"), [(1024, "up to 16"), (2047, "up to 16"), (4096, "up to 4"), (8, "-")]
+)
+def test_micro_batches_by_tokens(max_tokens, expected):
+    """16 samples per rank of up to 1024 tokens. Would not catch a limit that the packs do not keep."""
+    config = make_config(ranks=4, tp=1, pp=1, rollout_tp=1, prompts=16, n=4, mini=16)
+    config.data.max_prompt_length = config.data.max_response_length = 512
+    config.actor_rollout_ref.actor.use_dynamic_bsz = True
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = max_tokens
+    assert values(config)["micro-batches per rank"] == expected

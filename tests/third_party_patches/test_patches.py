@@ -60,7 +60,8 @@ def train_one_step(groups):
     def loss(hidden, block):
         return (hidden @ model.output_layer.weight.t()).square().mean(), torch.ones(1)
 
-    trainable.compute_gradients(micro_batches(rows, [[0], [1]], remove_padding=False), loss)
+    blocks = micro_batches(rows, [[0], [1]], remove_padding=False)
+    trainable.compute_gradients(blocks, trainable.totals(blocks), loss)
     gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
     trainable.step()
     return {name: (before[name], gradients[name], p.detach()) for name, p in model.named_parameters()}

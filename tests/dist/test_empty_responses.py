@@ -1,0 +1,84 @@
+"""An answer without a token goes through every role and changes no gradient; a mini-batch of such makes no update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_models import random_experience, run_config, save_qwen2
+
+from megatron_rl.records import Experience, ragged, ragged_from_lengths
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
+
+FIELDS = ("rollout_log_probs", "old_values", "advantages", "returns")
+
+
+def with_empty_rows(experience: Experience, at: int) -> Experience:
+    """The same rows, and from row `at` on two of a prompt without an answer, of 3 tokens and of one."""
+    prompts = [torch.tensor([7, 8, 9]), torch.tensor([5])]
+    rows, lengths = list(experience.input_ids.unbind()), experience.response_lengths.tolist()
+    lengths = torch.tensor([*lengths[:at], 0, 0, *lengths[at:]])
+    fields = {name: ragged_from_lengths(experience.get(name).values(), lengths) for name in FIELDS}
+    input_ids = ragged([*rows[:at], *prompts, *rows[at:]])
+    return Experience(input_ids=input_ids, response_lengths=lengths, batch_size=[len(rows) + 2], **fields)
+
+
+def go_through_all_roles(config, experience: Experience) -> dict:
+    """Scores of each role, and what an update of actor and critic measured and changed, on this DP rank's share."""
+    from megatron_rl.workers.rank_worker import RankWorker
+
+    worker = RankWorker(config)
+    for role in ("actor", "reference", "critic"):
+        getattr(worker, f"build_{role}")()
+    where = worker.coordinates()
+    mine = experience[torch.arange(len(experience)).tensor_split(where.dp_size)[where.dp_rank]].clone()
+    scorers = {"old": worker.compute_log_probs, "ref": worker.compute_ref_log_probs, "values": worker.compute_values}
+    scores = {name: scorer(mine.sequences()) for name, scorer in scorers.items()}
+    logits = worker.response_logits(mine.sequences())
+    mine.old_log_probs = mine.rollout_log_probs
+    weights = [buffer.param_data for role in (worker.actor, worker.critic) for buffer in role.trainable.param_buffers]
+    before = [tensor.clone() for tensor in weights]
+    metrics = worker.update_actor(mine.actor_batch()) | worker.update_critic(mine.critic_batch())
+    unchanged = all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+    if scores["old"] is not None:
+        assert len(logits) == int(mine.response_lengths.sum())
+        for record in scores.values():
+            assert record.scores.offsets().diff().tolist() == mine.response_lengths.tolist()
+    values = {name: None if record is None else record.scores.values() for name, record in scores.items()}
+    collects = where.dp_rank if where.dp_collector else None
+    return {"dp_rank": collects, "scores": values, "metrics": metrics, "unchanged": unchanged}
+
+
+def reported(results: list[dict]) -> list[dict]:
+    """In the order of data-parallel ranks."""
+    return sorted((r for r in results if r["dp_rank"] is not None), key=lambda r: r["dp_rank"])
+
+
+@pytest.mark.parametrize(("world_size", "pp_size", "at"), [(1, 1, 0), (2, 1, 2), (2, 2, 1)], ids=["one", "DP2", "PP2"])
+def test_empty_rows_change_nothing(world_size: int, pp_size: int, at: int, tmp_path) -> None:
+    """4 rows and 2 empty ones against the 4 alone on one process, 1e-5; micro-batches of 2, so one is empty.
+
+    Would not catch a baseline that forgets the empty answer's score; `tests/losses` does.
+    """
+    path, keys = save_qwen2(tmp_path), {"actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 2}
+    whole = random_experience(4)
+    [expected] = run_ranks(1, go_through_all_roles, run_config(path, 1, 1, **keys), whole)
+    config = run_config(path, 1, pp_size, **keys)
+    found = reported(run_ranks(world_size, go_through_all_roles, config, with_empty_rows(whole, at)))
+    for name, scores in expected["scores"].items():
+        assert (torch.cat([rank["scores"][name] for rank in found]) - scores).abs().max() < 1e-5
+    assert expected["metrics"]["actor/grad_norm"] > 0 and not expected["unchanged"]
+    for rank in found:
+        assert rank["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+
+
+def test_nothing_but_empty_rows(tmp_path) -> None:
+    """DP2: no update, no schedule, no NaN. Would not catch a step that counts it as skipped, which could end a run."""
+    rows = with_empty_rows(random_experience(2), 0)[:2]
+    config = run_config(save_qwen2(tmp_path), 1, 1)
+    for rank in run_ranks(2, go_through_all_roles, config, rows):
+        assert rank["unchanged"]
+        for role in ("actor", "critic"):
+            assert rank["metrics"][f"{role}/empty_updates"] == 1 and rank["metrics"][f"{role}/skipped_updates"] == 0
+        assert all(value == value for value in rank["metrics"].values())
