@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits that exist at once: 16 MiB in float32."""
+FEWEST_LOGITS = 1 << 20
+"""Logits that may exist at once however small the model is: 4 MiB in float32."""
 
 
 class HeadLogProb(torch.autograd.Function):
@@ -34,7 +34,7 @@ class HeadLogProb(torch.autograd.Function):
         """See `head_log_probs`."""
         rows = LocalRows(weight, vocab_size, temperature, tp_group.rank())
         largest, sums = hidden.new_empty(len(hidden), dtype=torch.float32), hidden.new_empty(3, len(hidden)).float()
-        for chunk in chunks(len(hidden), len(weight)):
+        for chunk in chunks(*hidden.shape, len(weight)):
             logits = rows.logits(hidden[chunk])
             # A shard of padding alone has no largest logit; any finite number gives it the sum 0.
             largest[chunk] = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min / 4)
@@ -59,7 +59,7 @@ class HeadLogProb(torch.autograd.Function):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         rows = LocalRows(weight, *ctx.rows)
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        for chunk in chunks(len(hidden), len(weight)):
+        for chunk in chunks(*hidden.shape, len(weight)):
             log_probs = rows.logits(hidden[chunk]).sub_(log_z[chunk, None])
             probs = log_probs.exp()
             grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
@@ -103,9 +103,18 @@ class LocalRows:
         return local.clamp(0, len(self.weight) - 1), (local >= 0) & (local < len(self.weight))
 
 
-def chunks(num_tokens: int, num_rows: int) -> Iterator[slice]:
-    """Tokens of which the logits exist at once."""
-    size = max(1, CHUNK_ELEMENTS // num_rows)
+def chunk_tokens(hidden_size: int, num_rows: int) -> int:
+    """Tokens of which the logits exist at once.
+
+    H / 4, so that a chunk's logits are a quarter of the weight, yet the weight is read seldom enough to keep matrix
+    units busy; more where the logits of those would be few.
+    """
+    return max(1, hidden_size // 4, FEWEST_LOGITS // num_rows)
+
+
+def chunks(num_tokens: int, hidden_size: int, num_rows: int) -> Iterator[slice]:
+    """All tokens, a chunk at a time."""
+    size = chunk_tokens(hidden_size, num_rows)
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))
 

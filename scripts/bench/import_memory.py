@@ -8,7 +8,6 @@ of its resident set while it imports, less DDP's gradient buffer, and what of th
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import tempfile
@@ -20,6 +19,7 @@ from typing import Annotated
 import torch
 import torch.multiprocessing as mp
 import typer
+from resident import give_back, peak_growth
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig
@@ -105,27 +105,24 @@ def measure_import(config: RunConfig, load_first: bool = False) -> Growth:
     worker = RankWorker(config)
     shared = config.actor_rollout_ref
     source = ModelSource.open(shared.model.path, worker.groups, worker.device, shared.actor.megatron)
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before, start = status_bytes("VmRSS"), time.perf_counter()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    model = source.language_model()
-    if load_first:
-        model.load()
-    buffers = [buffer for chunk in in_flat_buffers(model.chunks) for buffer in chunk.buffers]
-    if not load_first:
-        model.load()
+    buffers, start = [], time.perf_counter()
+
+    def build() -> None:
+        model = source.language_model()
+        if load_first:
+            model.load()
+        buffers.extend(buffer for chunk in in_flat_buffers(model.chunks) for buffer in chunk.buffers)
+        if not load_first:
+            model.load()
+
+    give_back()
+    peak = peak_growth(build)
     return Growth(
         shard=sum(buffer.param_data.nbytes for buffer in buffers),
         gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
-        peak=status_bytes("VmHWM") - before,
+        peak=peak,
         seconds=time.perf_counter() - start,
     )
-
-
-def status_bytes(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def rank_main(rank: int, variables: dict[str, str], config: RunConfig, answers) -> None:

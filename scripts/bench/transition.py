@@ -8,7 +8,6 @@ arm, peak extra memory; and the time that each further tensor costs when the byt
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
+from resident import give_back, peak_growth
 from rich.console import Console
 from rich.table import Table
 from transition_arms import Arm, FullGather, Ours, OursVerified, PerTensor
@@ -62,21 +62,13 @@ def timed(arm: Arm) -> float:
 def peak_extra_bytes(arm: Arm) -> int:
     """Growth of this process's resident set at its highest during one run."""
     release(arm)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    before = status_bytes("VmRSS")
-    arm.run()
-    return status_bytes("VmHWM") - before
+    return peak_growth(arm.run)
 
 
 def release(arm: Arm) -> None:
     """Give an arm's memory back to the system, so that all pay alike for taking it."""
     arm.release()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    give_back()
 
 
 def measure(job: Job, rounds: int) -> dict[str, dict]:

@@ -6,9 +6,8 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
+from import_memory import Growth, import_config, make_folder, measure_import
 from ranks import run_ranks
-
-from scripts.bench.import_memory import Growth, import_config, make_folder, measure_import
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.model import log_probs
-from megatron_rl.model.log_probs import chunks, head_log_probs
+from megatron_rl.model.log_probs import chunk_tokens, chunks, head_log_probs
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +26,22 @@ def tp_group(tmp_path_factory):
     padding=st.integers(0, 5),
     scale=st.sampled_from([0.1, 1.0, 5.0]),
     temperature=st.sampled_from([1.0, 0.7]),
-    chunk=st.integers(1, 60),
+    fewest=st.integers(1, 60),
     seed=st.integers(0, 999),
 )
-def test_values_and_gradients_agree_with_dense(tp_group, tokens, vocab, padding, scale, temperature, chunk, seed):
+def test_values_and_gradients_agree_with_dense(tp_group, tokens, vocab, padding, scale, temperature, fewest, seed):
     """Both outputs and the gradients of any mix of them, for chunks of any size.
 
     Would not catch an error in the sum over ranks.
     """
     hidden, weight, targets, mix = random_case(tokens, vocab, vocab + padding, scale, seed)
     hidden.requires_grad_(), weight.requires_grad_()
-    before, log_probs.CHUNK_ELEMENTS = log_probs.CHUNK_ELEMENTS, chunk
+    before, log_probs.FEWEST_LOGITS = log_probs.FEWEST_LOGITS, fewest
     try:
         log_prob, entropy = head_log_probs(hidden, weight, targets, vocab, temperature, tp_group)
         gradients = torch.autograd.grad((mix[0] * log_prob + mix[1] * entropy).sum(), (hidden, weight))
     finally:
-        log_probs.CHUNK_ELEMENTS = before
+        log_probs.FEWEST_LOGITS = before
     assert log_prob.dtype == entropy.dtype == torch.float32
     dense = dense_log_probs((hidden @ weight.t()).detach().double() / temperature, targets, vocab)
     for found, expected in zip((log_prob, entropy), dense, strict=True):
@@ -55,9 +55,16 @@ def test_values_and_gradients_agree_with_dense(tp_group, tokens, vocab, padding,
 
 def test_chunks_cover_every_token_once():
     """Also where one token's logits are more than a chunk. Would not catch chunks that are too small."""
-    for num_tokens, num_rows in ((0, 10), (1, 10), (1000, 7), (5, log_probs.CHUNK_ELEMENTS * 2)):
-        covered = [token for chunk in chunks(num_tokens, num_rows) for token in range(num_tokens)[chunk]]
-        assert covered == list(range(num_tokens))
+    for num_tokens, hidden_size, num_rows in ((0, 8, 10), (1, 8, 10), (1000, 3, 1 << 13), (5, 1, 1 << 21)):
+        cut = chunks(num_tokens, hidden_size, num_rows)
+        assert [token for chunk in cut for token in range(num_tokens)[chunk]] == list(range(num_tokens))
+
+
+def test_tokens_of_a_chunk():
+    """A quarter of the hidden size, or 2^20 logits, or one token. Would not catch a chunk that is slow."""
+    assert chunk_tokens(8192, 16032) == 2048
+    assert chunk_tokens(64, 512) == 2048
+    assert chunk_tokens(2, 1 << 21) == 1
 
 
 @pytest.mark.parametrize("output", [0, 1], ids=["log_prob", "entropy"])
