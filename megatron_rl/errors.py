@@ -87,7 +87,7 @@ class WorkerFailure(MegatronRLError):
 
 
 class RewardError(MegatronRLError):
-    """The user's reward function scored none of a step's samples, or can no longer be called at all."""
+    """The user's reward function scored none of a step's samples or can no longer be called; a reward model gives NaN."""
 
     exit_code = 4
 

@@ -125,7 +125,8 @@ def read_model_folder(
     sizes, found = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:
         labels = {"num_labels": num_labels(settings)}
-        found.append(_in_file(file, labels, "must be 1, because a critic gives one value", {"num_labels": 1}))
+        rule = f"must be 1, because {key} is to give one value"
+        found.append(_in_file(file, labels, rule, {"num_labels": 1}))
     return sizes, problems + found
 
 
