@@ -106,7 +106,8 @@ class MegatronConfig:
     sequence_parallel: bool = False
     """Split activations between the TP regions over TP ranks; training experts with TP > 1 needs it."""
     make_vocab_size_divisible_by: int = 64
-    """Vocabulary rows are padded to a multiple. At other values than vLLM's 64 those matrices cannot be shared."""
+    """Vocabulary rows are padded to a multiple of it, and of TP. Padded otherwise than vLLM does, to a multiple of 64,
+    those matrices cannot be shared."""
     dtype: str = "float32"
     """Parameter and compute type: float32 | bfloat16."""
     param_offload: bool = False

@@ -63,7 +63,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
 def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[ModelSizes], list[Violation]]:
     """Sizes of the actor's model and of others that critic and reward model start from, and their folders' faults.
 
-    Models that cannot be read are left out. Vocabularies are padded as configured.
+    Models that cannot be read are left out.
     """
     shared, critic_path = config.actor_rollout_ref, config.critic.model.path
     model, problems = read_model_folder("actor_rollout_ref.model.path", shared.model.path, config_only=config_only)
@@ -79,8 +79,7 @@ def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[M
         model, reward_problems = read_model_folder(key, reward_path, REWARD_FAMILIES, config_only=config_only)
         problems += [*reward_problems, *vocabulary_problems(shared.model.path, reward_path)]
         models.append(model)
-    vocab_multiple = shared.actor.megatron.make_vocab_size_divisible_by
-    return [model.padded_to(vocab_multiple) for model in models if model is not None], problems
+    return [model for model in models if model is not None], problems
 
 
 @dataclass(frozen=True)
@@ -194,15 +193,6 @@ def _rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
 
 
 def _batch_problems(config: RunConfig) -> Iterable[Violation]:
-    batch = config.data.train_batch_size
-    trained = [(ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size)]
-    if uses_critic(config):
-        trained.append((CRITIC, config.critic.ppo_mini_batch_size))
-    for role, mini_batch in trained:
-        if batch >= 1 and mini_batch >= 1 and batch % mini_batch:
-            key = f"{role}.ppo_mini_batch_size"
-            nearest = {key: nearest_number(mini_batch, _divisors(batch))}
-            yield Violation({key: mini_batch}, f"must divide data.train_batch_size={batch}", nearest)
     rollout = config.actor_rollout_ref.rollout
     if 1 <= rollout.max_num_batched_tokens < rollout.max_num_seqs:
         key = f"{ROLLOUT}.max_num_batched_tokens"

@@ -345,7 +345,7 @@ class RankWorker:
             source.path,
             target,
             self.groups.grid,
-            source.megatron.make_vocab_size_divisible_by,
+            source.vocab_multiple,
             architecture,
             max_shard_bytes,
         )

@@ -38,9 +38,9 @@ def without_ground_truth(file: Path, target: Path) -> Path:
 
 
 def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
-    """ReMax on PP2, whose greedy answers it scores too; it rests while generating. Would not catch a wrong score.
+    """ReMax on PP2, whose greedy answers it scores too; it rests while generating; mini-batches are uneven.
 
-    `tests/dist/test_reward_model.py` compares scores.
+    Would not catch a wrong score; `tests/dist/test_reward_model.py` does.
     """
     tables = tmp_path / "tables"
     run = command_line(
@@ -54,6 +54,7 @@ def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
         "reward_model.enable=true",
         f"reward_model.model.path={save_reward_model(tmp_path / 'reward')}",
         "reward_model.weight=-0.5",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",  # 3, 3 and 2 of the 8 prompts
         "reward_model.megatron.param_offload=true",
         "algorithm.adv_estimator=remax",
         "trainer.val_before_train=true",
