@@ -11,11 +11,15 @@ from megatron_rl.records import Sequences, ragged
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
+# A pass of 25 tokens at most: the longest sequence and one more.
+DYNAMIC = {"reward_model__use_dynamic_bsz": True, "reward_model__forward_max_token_len_per_gpu": 24}
+DYNAMIC |= {"data__max_prompt_length": 12, "data__max_response_length": 12}
 LAYOUTS = {
     "one process": (1, 1, 1, {}),
-    "TP2": (2, 2, 1, {"sequence_parallel": True}),
+    "TP2": (2, 2, 1, {"actor_rollout_ref__actor__megatron__sequence_parallel": True}),
     "PP2": (2, 1, 2, {}),
     "DP2": (2, 1, 1, {}),
+    "DP2 dynamic": (2, 1, 1, DYNAMIC),
 }
 
 
@@ -58,9 +62,8 @@ def classifier_scores(folder: str) -> torch.Tensor:
 def test_scores_equal_the_classifiers(layout, tmp_path) -> None:
     """Within 1e-5, in micro-batches of 3. Would not catch a chat template that the model was not trained on."""
     path = save_reward_model(tmp_path, "Llama")
-    world_size, tp_size, pp_size, sizes = LAYOUTS[layout]
-    keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in sizes.items()}
-    keys |= {"reward_model__enable": True, "reward_model__model__path": path}
+    world_size, tp_size, pp_size, options = LAYOUTS[layout]
+    keys = options | {"reward_model__enable": True, "reward_model__model__path": path}
     keys |= {"reward_model__micro_batch_size_per_gpu": 3, "reward_model__megatron__param_offload": True}
     config = run_config(path, tp_size, pp_size, **keys)
     answers = [answer for answer in run_ranks(world_size, scores, config) if answer is not None]
