@@ -87,7 +87,7 @@ class WorkerFailure(MegatronRLError):
 
 
 class RewardError(MegatronRLError):
-    """The user's reward function scored none of a step's samples, or can no longer be called at all."""
+    """The reward function scored none of a step's samples or cannot be called any more, or a reward model gives NaN."""
 
     exit_code = 4
 

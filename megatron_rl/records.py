@@ -137,6 +137,12 @@ class TokenScores(TensorClass):
     scores: torch.Tensor
 
 
+class SequenceScores(TensorClass):
+    """One float per row, from a model role: scores float32 [B]."""
+
+    scores: torch.Tensor
+
+
 class ActorBatch(TensorClass):
     """What one policy update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
 

@@ -29,23 +29,28 @@ def finish_run(run: Run, workers: WorkerGroup) -> dict:
         plot_curves(run.directory / "metrics.jsonl", run.directory / "curves.png")
     summary = summarise(run, export_diff)
     write_summary(run.directory / "summary.json", summary)
-    before = summary["val_accuracy_before"]
-    if before is not None:
-        run.console.print(before_after_table([("held-out accuracy", before, summary["val_accuracy_after"])]))
+    names = {"held-out accuracy": "val_accuracy"} | ({"held-out reward": "val_reward"} if run.has_reward_model else {})
+    rows = [(name, summary[f"{key}_before"], summary[f"{key}_after"]) for name, key in names.items()]
+    rows = [row for row in rows if None not in row]
+    if rows:
+        run.console.print(before_after_table(rows))
     names = sorted(path.name for path in run.directory.iterdir() if not path.name.startswith("."))
     run.console.print(f"written to {run.directory}: {', '.join(names)}")
     return summary
 
 
 def summarise(run: Run, export_diff: float | None) -> dict:
-    """The run in a dozen numbers; bytes are per rank, in rank order, of the last transition to rollout mode."""
+    """The run in a dozen numbers; bytes are per rank, in rank order, of the last transition to rollout mode.
+
+    Without a rule there is no accuracy, only a reward.
+    """
     config = run.config
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     world_size = trainer.nnodes * trainer.n_gpus_per_node
     tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     return {
-        "val_accuracy_before": run.accuracies[0] if trainer.val_before_train else None,
-        "val_accuracy_after": run.accuracies[-1],
+        **before_and_after("val_accuracy", run.accuracies, trainer.val_before_train),
+        **before_and_after("val_reward", run.val_rewards, trainer.val_before_train),
         "steps": trainer.total_training_steps,
         "wall_s": round(time.monotonic() - run.started, 1),
         "layout": {
@@ -62,6 +67,12 @@ def summarise(run: Run, export_diff: float | None) -> dict:
         "transition_bytes_received_per_rank": [report.bytes_received for report in run.transitions],
         "transition_bytes_lower_bound_per_rank": [report.lower_bound_bytes for report in run.transitions],
     }
+
+
+def before_and_after(name: str, validations: list[float], val_before_train: bool) -> dict[str, float | None]:
+    """The first and the last of all validations, where there are such."""
+    first = validations[0] if validations and val_before_train else None
+    return {f"{name}_before": first, f"{name}_after": validations[-1] if validations else None}
 
 
 def export_and_compare(run: Run, workers: WorkerGroup) -> float:

@@ -17,10 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.folders import only_writer
 from megatron_rl.checkpoint.resume import select
-from megatron_rl.config.algorithms import needs_of, uses_critic, uses_reference
+from megatron_rl.config.algorithms import needs_of, uses_critic, uses_reference, uses_rule
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig, as_list
 from megatron_rl.controller.signals import StopRequest
+from megatron_rl.controller.worker_group import Future
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import add_rewards, assemble
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
@@ -39,11 +40,12 @@ from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, row_lengths
+from megatron_rl.reward.combined import combine
 from megatron_rl.reward.function import RewardSource
 from megatron_rl.reward.keeper import KeeperSettings
 from megatron_rl.reward.overlong import overlong_penalty
 from megatron_rl.reward.processes import RewardProcesses
-from megatron_rl.reward.rule import RuleReward, Scored
+from megatron_rl.reward.rule import NoRule, RuleReward, Scored
 
 VALIDATION_SALT = -1
 """Validation samples, where they are sampled, use the same seeds every time."""
@@ -77,8 +79,9 @@ class Run:
         self.directory = Path(trainer.default_local_dir)
         self.console = Console()
         self.tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
-        self.train_data = PromptDataset(as_list(data.train_files), self.tokenizer, data)
-        self.val_data = PromptDataset(as_list(data.val_files), self.tokenizer, data)
+        has_rule = uses_rule(config)
+        self.train_data = PromptDataset(as_list(data.train_files), self.tokenizer, data, has_rule)
+        self.val_data = PromptDataset(as_list(data.val_files), self.tokenizer, data, has_rule)
         self.cursor = MixtureCursor(
             self.train_data.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed
         )
@@ -88,6 +91,7 @@ class Run:
         self.phase = self.timer.phase
 
         self.has_critic, self.has_reference = uses_critic(config), uses_reference(config)
+        self.has_reward_model = config.reward_model.enable
         self.needs_greedy = needs_of(config).greedy
         self.estimator = estimator(config.algorithm)
         policy_loss(config.actor_rollout_ref.actor)  # the workers', loaded here too so that its errors come now
@@ -97,6 +101,7 @@ class Run:
         self.transitions: list = []
         self.sampling_metrics: dict[str, float] = {}
         self.accuracies: list[float] = []
+        self.val_rewards: list[float] = []
         self.updates = SkippedUpdates(trainer.max_skipped_updates)
         self.logprob_diff_max = 0.0
         self.parity_rows: Sequences | None = None
@@ -118,7 +123,7 @@ class Run:
         self.logger = self._resources.enter_context(
             MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)
         )
-        self._resources.enter_context(self.rules.processes)
+        self._resources.enter_context(self.rules)
         self._resources.enter_context(self.progress)
         return self
 
@@ -165,6 +170,7 @@ class Run:
             "cursor": self.cursor.state_dict(),
             "kl_ctrl": {"type": self.config.algorithm.kl_ctrl.type, "coef": self.kl_ctrl.coef},
             "accuracies": list(self.accuracies),
+            "val_rewards": list(self.val_rewards),
             "logprob_diff_max": self.logprob_diff_max,
             "skipped_updates": self.updates.state_dict(),
         }
@@ -175,7 +181,8 @@ class Run:
         # A fixed weight is the configuration's, which may have been changed on purpose.
         if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
-        self.accuracies, self.logprob_diff_max = list(state["accuracies"]), state["logprob_diff_max"]
+        self.accuracies, self.val_rewards = list(state["accuracies"]), list(state["val_rewards"])
+        self.logprob_diff_max = state["logprob_diff_max"]
         self.updates.load_state_dict(state["skipped_updates"])
 
     def next_prompts(self) -> Prompts:
@@ -210,28 +217,32 @@ class Run:
         seed = self.config.trainer.seed * 1_000_003 + step * role.ppo_epochs
         return rows, role.ppo_epochs, seed if role.shuffle else None
 
-    def reward(self, prompts: Prompts, generations: Generations) -> Scored:
-        """Score answers; says so when some could not be scored. Raises RewardError when none could."""
-        scored = self.rules(prompts, generations)
+    def reward(self, prompts: Prompts, generations: Generations, rm_scores: Future | None) -> Scored:
+        """Score answers, by the rule while the reward model does, and says so when the rule could not score some.
+
+        Raises RewardError when it could score none, or when the reward model gives no number.
+        """
+        scored, config = self.rules(prompts, generations), self.config.reward_model
         if scored.first_failure is not None:
             failed = sum(outcome.failure != "" for outcome in scored.outcomes)
             text = f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {scored.first_failure}"
             self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-        return scored
+        of_model = None if rm_scores is None else rm_scores.get().scores
+        return combine(scored, of_model, config.rule_weight, config.weight)
 
-    def scored(self, prompts: Prompts, generations: Generations) -> Scored:
+    def scored(self, prompts: Prompts, generations: Generations, rm_scores: Future | None) -> Scored:
         """What training rewards: the task reward, less the penalty of overlong answers if configured."""
-        scored, overlong = self.reward(prompts, generations), self.config.reward_model.overlong_buffer
+        scored, overlong = self.reward(prompts, generations, rm_scores), self.config.reward_model.overlong_buffer
         if not overlong.enable:
             return scored
         lengths, longest = row_lengths(generations.response_ids), self.config.data.max_response_length
         penalty = overlong_penalty(lengths, longest, overlong.len, overlong.penalty_factor)
         return dataclasses.replace(scored, scores=scored.scores + penalty)
 
-    def greedy_scores(self, prompts: Prompts, generations: Generations) -> torch.Tensor:
+    def greedy_scores(self, prompts: Prompts, generations: Generations, rm_scores: Future | None) -> torch.Tensor:
         """float32 [B]: for each row of `prompts` the score of its group's answer, in the order of `one_per_group`."""
         _, group = prompts.uid.unique(return_inverse=True)
-        return self.scored(prompts.one_per_group(), generations).scores[group]
+        return self.scored(prompts.one_per_group(), generations, rm_scores).scores[group]
 
     # Books
 
@@ -300,7 +311,9 @@ class Run:
     def val_metrics(self, prompts: Prompts, generations: Generations, scored: Scored) -> dict[str, float]:
         """verl's validation metrics per data source; keeps a few rows to compare the exported model on."""
         variables = scored.variables()
-        self.accuracies.append(sum(variables["acc"]) / len(prompts))
+        self.val_rewards.append(sum(variables["reward"]) / len(prompts))
+        if "acc" in variables:
+            self.accuracies.append(sum(variables["acc"]) / len(prompts))
         self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).sequences()
         sources, predictions = list(prompts.data_source), scored.predictions()
         return validation_metrics(sources, prompts.index.tolist(), variables, predictions)
@@ -352,9 +365,11 @@ def stop_grace_s(trainer: TrainerConfig) -> float | None:
     return trainer.stop_grace_s if trainer.save_freq > 0 else None
 
 
-def rule_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase, data_sources: set[str]) -> RuleReward:
+def rule_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase, data_sources: set[str]) -> RuleReward | NoRule:
     """The configured rules. Raises ConfigError where the function cannot be loaded or cannot judge a data source."""
     custom, reward = config.custom_reward_function, config.reward_model
+    if custom.name is None:
+        return NoRule(tokenizer)
     source = RewardSource(custom.path, custom.name, custom.reward_kwargs)
     source.check(data_sources)
     settings = KeeperSettings(source, reward.num_workers, reward.timeout_s, give_up=reward.stop_if_all_failed)

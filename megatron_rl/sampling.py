@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.controller.worker_group import WorkerGroup
+from megatron_rl.controller.worker_group import Future, WorkerGroup
+from megatron_rl.experience.assemble import assemble
 from megatron_rl.experience.groups import differing, first_groups
 from megatron_rl.records import Generations, Prompts, Sampling
 from megatron_rl.reward.rule import Scored, join
@@ -25,6 +26,13 @@ def generate(run: Run, workers: WorkerGroup, prompts: Prompts, sampling: Samplin
     return generations
 
 
+def start_rm_scores(run: Run, workers: WorkerGroup, prompts: Prompts, generations: Generations) -> Future | None:
+    """Have the reward model score answers, beside whatever else happens; None where there is no reward model."""
+    if not run.has_reward_model:
+        return None
+    return workers.compute_rm_scores(assemble(prompts, generations).sequences())
+
+
 def sample(run: Run, workers: WorkerGroup, step: int) -> tuple[Prompts, Generations, Scored | None]:
     """One step's prompts and answers, and their scores where those had to be known to choose them.
 
@@ -42,7 +50,8 @@ def sample(run: Run, workers: WorkerGroup, step: int) -> tuple[Prompts, Generati
         prompts.uid = prompts.uid + sum(len(earlier) for earlier, _, _ in batches)
         generations = generate(run, workers, prompts, run.sampling(salt=step + SALT_STRIDE * len(batches)))
         with run.phase("reward"):
-            batches.append((prompts, generations, run.scored(prompts, generations)))
+            rm_scores = start_rm_scores(run, workers, prompts, generations)
+            batches.append((prompts, generations, run.scored(prompts, generations, rm_scores)))
         prompts, generations = (torch.cat(parts) for parts in list(zip(*batches, strict=True))[:2])
         scored = join([part for _, _, part in batches])
         differ = differing(scored.scores, prompts.uid)

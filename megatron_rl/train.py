@@ -19,7 +19,7 @@ from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.records import Experience
 from megatron_rl.report import finish_run
 from megatron_rl.run import Run, is_validation_step, stop_grace_s
-from megatron_rl.sampling import generate, sample
+from megatron_rl.sampling import generate, sample, start_rm_scores
 from megatron_rl.workers.cuts import sequence_work
 from megatron_rl.workers.environment import worker_environment
 from megatron_rl.workers.rank_worker import RankWorker
@@ -55,9 +55,9 @@ def train(config: RunConfig) -> dict:
 
 
 def build_roles(run: Run, workers: WorkerGroup) -> None:
-    """Actor, reference and critic where the algorithm has them, and the rollout engine on the actor's memory."""
-    optional = {"reference": run.has_reference, "critic": run.has_critic}
-    for name in ("actor", "reference", "critic", "rollout"):
+    """Actor; reference, critic and reward model where there are such; the rollout engine on the actor's memory."""
+    optional = {"reference": run.has_reference, "critic": run.has_critic, "reward_model": run.has_reward_model}
+    for name in ("actor", "reference", "critic", "reward_model", "rollout"):
         if optional.get(name, True):
             with run.phase(f"build {name}"):
                 getattr(workers, f"build_{name}")().get()
@@ -71,20 +71,24 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
         # Rollout
         run.abandon_step_if_late()
         prompts, generations, scored = sample(run, workers, step)
-        greedy = generate(run, workers, prompts.one_per_group(), run.greedy()) if run.needs_greedy else None
+        questions = prompts.one_per_group()
+        greedy = generate(run, workers, questions, run.greedy()) if run.needs_greedy else None
 
         run.abandon_step_if_late()
 
-        # Experience: the workers score tokens while the rules score answers here
+        # Experience: the workers score answers and tokens while the rules score answers here
+        rm_scores = start_rm_scores(run, workers, prompts, generations) if scored is None else None
+        greedy_rm_scores = start_rm_scores(run, workers, questions, greedy) if greedy is not None else None
         experience = assemble(prompts, generations)
         sequences = experience.sequences()
         old_log_probs = workers.compute_log_probs(sequences)
         ref_log_probs = workers.compute_ref_log_probs(sequences) if run.has_reference else None
         old_values = workers.compute_values(sequences) if run.has_critic else None
         with phase("reward"):
-            scored = run.scored(prompts, generations) if scored is None else scored
+            scored = run.scored(prompts, generations, rm_scores) if scored is None else scored
             experience.scores = scored.scores
-            experience.greedy_scores = run.greedy_scores(prompts, greedy) if greedy is not None else None
+            if greedy is not None:
+                experience.greedy_scores = run.greedy_scores(prompts, greedy, greedy_rm_scores)
         with phase("old_log_prob"):
             experience.old_log_probs = old_log_probs.get().scores
         if ref_log_probs is not None:
@@ -129,7 +133,7 @@ def validate(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
     with run.phase("testing"):
         prompts = run.val_prompts()
         generations = generate(run, workers, prompts, run.val_sampling())
-        scored = run.reward(prompts, generations)
+        scored = run.reward(prompts, generations, start_rm_scores(run, workers, prompts, generations))
         run.save_samples(run.config.trainer.validation_data_dir, prompts, scored, step)
         metrics = run.val_metrics(prompts, generations, scored)
     return metrics | run.take_timings("timing_s/testing")

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.records import Generations, Prompts, non_tensor, ragged
+from megatron_rl.records import Generations, Prompts, Sequences, SequenceScores, non_tensor, ragged
 from megatron_rl.reward.outcome import Outcome, Sample
 from megatron_rl.reward.rule import Scored
 from megatron_rl.run import Run
-from megatron_rl.sampling import sample
+from megatron_rl.sampling import sample, start_rm_scores
 
 
 def scored(scores: list[float]) -> Scored:
@@ -47,6 +47,8 @@ class Answers:
 class ScriptedRun:
     """Two prompts of two samples a batch; only prompts whose number is in `mixed` get scores that differ."""
 
+    has_reward_model = False
+
     def __init__(self, mixed: set[int], most: int = 10) -> None:
         self.config, self.mixed, self.next, self.noted = RunConfig(), mixed, 0, None
         self.config.data.train_batch_size = 2
@@ -70,7 +72,7 @@ class ScriptedRun:
         )
         return prompts.repeat(2)
 
-    def scored(self, prompts: Prompts, generations: Generations) -> Scored:
+    def scored(self, prompts: Prompts, generations: Generations, rm_scores=None) -> Scored:
         rows = zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
         return scored([float(index in self.mixed and s == 1) for index, s in rows])
 
@@ -128,6 +130,39 @@ def test_scores_of_greedy_answers_reach_their_groups():
     config = RunConfig()
     config.data.max_response_length = 1
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
-    shaped = SimpleNamespace(config=config, reward=lambda p, g: scored(g.response_ids.values().float().tolist()))
-    shaped.scored = lambda p, g: Run.scored(shaped, p, g)
-    assert Run.greedy_scores(shaped, prompts, greedy).tolist() == [-1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    shaped = SimpleNamespace(config=config, reward=lambda p, g, _: scored(g.response_ids.values().float().tolist()))
+    shaped.scored = lambda p, g, rm_scores: Run.scored(shaped, p, g, rm_scores)
+    assert Run.greedy_scores(shaped, prompts, greedy, None).tolist() == [-1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+class Judge(Answers):
+    """Answers, and a reward model that gives each sequence of prompt 1 its row number, and others 0."""
+
+    def compute_rm_scores(self, sequences: Sequences):
+        assert sequences.response_lengths.tolist() == [1] * len(sequences)
+        firsts = [row[0].item() for row in sequences.input_ids.unbind()]
+        scores = [float(row) if first == 1 else 0.0 for row, first in enumerate(firsts)]
+        return SimpleNamespace(get=lambda: SequenceScores(torch.tensor(scores), batch_size=[len(scores)]))
+
+
+def test_groups_are_compared_by_rule_and_reward_model_together():
+    """The rule gives all the same, the model differs in one prompt of two; the penalty and a greedy baseline see both.
+
+    Would not catch a model that scores other tokens; `tests/dist/test_reward_model.py` does.
+    """
+    run, workers = ScriptedRun(set(), most=1), Judge()
+    run.has_reward_model, run.rules = True, lambda p, g: scored([1.0] * len(p))
+    run.config.reward_model.rule_weight, run.config.reward_model.weight = 2.0, 0.5
+    run.reward = lambda p, g, rm: Run.reward(run, p, g, rm)
+    run.scored = lambda p, g, rm: Run.scored(run, p, g, rm)
+    prompts, _, found = sample(run, workers, step=1)
+    assert run.noted == (1, 0.5)
+    assert prompts.index.tolist() == [0, 0, 1, 1] and found.scores.tolist() == [2.0, 2.5, 2.0, 2.0]
+    assert found.metrics()["reward/rm_score/mean"] == 0.25 and found.metrics()["reward/rule_score/mean"] == 1
+
+    run.config.data.max_response_length = 1
+    run.config.reward_model.overlong_buffer.enable, run.config.reward_model.overlong_buffer.len = True, 1
+    questions = prompts.one_per_group()
+    greedy = workers.generate(questions, 0).get()
+    rm_scores = start_rm_scores(run, workers, questions, greedy)
+    assert Run.greedy_scores(run, prompts, greedy, rm_scores).tolist() == [1.0] * 4

@@ -60,6 +60,11 @@ def uses_reference(config: RunConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
+def uses_rule(config: RunConfig) -> bool:
+    """Whether a rule scores answers; else the reward model is alone."""
+    return config.custom_reward_function.name is not None
+
+
 def trained_roles(config: RunConfig) -> dict[str, str]:
     """Role that is trained, and saved in a checkpoint -> the Hugging Face folder that it starts from."""
     paths = {"actor": config.actor_rollout_ref.model.path}

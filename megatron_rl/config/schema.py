@@ -17,10 +17,10 @@ MISSING = "???"
 class CustomRewardFunctionConfig:
     path: str | None = None
     """Python file of the rule reward; null: a built-in one."""
-    name: str = "compute_score"
+    name: str | None = "compute_score"
     """Function in that file: (data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with the
     float under "score" and further numbers to log. Built-in ones: exact_match | math | compute_score, which chooses by
-    data source."""
+    data source. null, with a reward model: no rule; then prompts need no ground truth."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of every call."""
 
@@ -106,7 +106,8 @@ class MegatronConfig:
     sequence_parallel: bool = False
     """Split activations between the TP regions over TP ranks; training experts with TP > 1 needs it."""
     make_vocab_size_divisible_by: int = 64
-    """Vocabulary rows are padded to a multiple. At other values than vLLM's 64 those matrices cannot be shared."""
+    """Vocabulary rows are padded to a multiple of it, and of TP. Padded otherwise than vLLM does, to a multiple of 64,
+    those matrices cannot be shared."""
     dtype: str = "float32"
     """Parameter and compute type: float32 | bfloat16."""
     param_offload: bool = False
@@ -318,9 +319,29 @@ class OverlongBufferConfig:
 
 
 @dataclass
+class RewardModelModelConfig:
+    path: str | None = None
+    """Hugging Face folder of a ...ForSequenceClassification model with one label, which reads the actor's tokens."""
+    input_tokenizer: str | None = None
+    """Only null: the reward model reads prompt and answer exactly as the actor does. Another tokenizer or chat template
+    is refused."""
+    use_remove_padding: bool = "${actor_rollout_ref.model.use_remove_padding}"  # type: ignore[assignment]
+
+
+@dataclass
 class RewardModelConfig:
     enable: bool = False
-    """A learned reward model; not available yet, so true is refused."""
+    """Score every answer with a reward model, too: score = rule_weight * rule + weight * model."""
+    model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
+    rule_weight: float = 1.0
+    """Weight of the rule's score, also without a reward model."""
+    weight: float = 1.0
+    """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
+    micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
+    """Samples per forward pass of the reward model, where not dynamic."""
+    use_dynamic_bsz: bool = "${critic.use_dynamic_bsz}"  # type: ignore[assignment]
+    forward_max_token_len_per_gpu: int = "${critic.forward_max_token_len_per_gpu}"  # type: ignore[assignment]
+    megatron: MegatronConfig = field(default_factory=follow_actor)
     num_workers: int = 4
     """Processes that call the reward function, beside the ranks."""
     timeout_s: float = 10.0

@@ -9,12 +9,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES
+from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES, uses_rule
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.errors import Violation, shown
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
+REWARD_MODEL = "reward_model"
 CORRECTION = "algorithm.rollout_correction"
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -51,6 +52,8 @@ AT_LEAST_ONE = (
     "data.max_response_length",
     "algorithm.kl_ctrl.horizon",
     "reward_model.num_workers",
+    "reward_model.micro_batch_size_per_gpu",
+    "reward_model.forward_max_token_len_per_gpu",
     f"{ROLLOUT}.val_kwargs.n",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     *(f"{ROLLOUT}.{name}" for name in ("n", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens")),
@@ -254,19 +257,43 @@ def _optimizer_problems(config: RunConfig) -> Iterable[Violation]:
 def reward_problems(config: RunConfig) -> Iterable[Violation]:
     """What is wrong with the choice of rewards."""
     custom, reward = config.custom_reward_function, config.reward_model
-    if reward.enable:
-        key = "reward_model.enable"
-        yield Violation({key: True}, "must be false: learned reward models are not available yet", {key: False})
+    yield from _reward_model_problems(config)
     if not math.isfinite(reward.failed_score):
         key = "reward_model.failed_score"
         yield Violation({key: reward.failed_score}, "must be a finite number", {key: 0.0})
-    if custom.path is None and custom.name not in BUILT_IN_REWARDS:
+    if custom.path is None and custom.name is not None and custom.name not in BUILT_IN_REWARDS:
         key = "custom_reward_function.name"
         rule = f"must, without a path, be one of {', '.join(BUILT_IN_REWARDS)}"
         yield Violation({key: custom.name}, rule, {key: nearest_name(custom.name, BUILT_IN_REWARDS)})
     for name in sorted(REWARD_ARGUMENTS & custom.reward_kwargs.keys()):
         key = f"custom_reward_function.reward_kwargs.{name}"
         yield Violation({key: custom.reward_kwargs[name]}, "is given by each row", hint="leave it out, or rename it")
+
+
+def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
+    """What is wrong with the reward model and with its part of the score."""
+    reward, has_rule = config.reward_model, uses_rule(config)
+    if reward.enable and reward.model.path is None:
+        key = "reward_model.model.path"
+        yield Violation({key: None}, "must be a model folder, as reward_model.enable=true")
+    if reward.enable and reward.model.input_tokenizer is not None:
+        key = "reward_model.model.input_tokenizer"
+        rule = "must be null: the reward model reads the actor's tokens, and no other chat template"
+        yield Violation({key: reward.model.input_tokenizer}, rule, {key: None})
+    key, name = "custom_reward_function.name", "compute_score"
+    if not reward.enable and not has_rule:
+        rule = "must be a function, as reward_model.enable=false: nothing would be rewarded"
+        yield Violation({key: None}, rule, {key: name})
+    elif not has_rule and config.custom_reward_function.path is not None:
+        path = "custom_reward_function.path"
+        yield Violation({path: config.custom_reward_function.path}, f"must be null, as {key}=null", {path: None})
+    weights = {"reward_model.rule_weight": reward.rule_weight, "reward_model.weight": reward.weight}
+    for key, weight in weights.items():
+        if not math.isfinite(weight):
+            yield Violation({key: weight}, "must be a finite number", {key: 1.0})
+    if (has_rule or reward.enable) and not (has_rule and reward.rule_weight) and not (reward.enable and reward.weight):
+        key = "reward_model.weight" if reward.enable else "reward_model.rule_weight"
+        yield Violation({key: weights[key]}, "must not be 0, as no other score counts", {key: 1.0})
 
 
 def data_problems(config: RunConfig) -> Iterable[Violation]:

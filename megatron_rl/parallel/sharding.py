@@ -131,6 +131,11 @@ def cut(name: str, segment: Segment, dim: int, rank: int, size: int) -> Interval
     raise ValueError(f"tp({size}) and the {units} units of {name}.{segment.name} do not divide each other")
 
 
+def vocab_multiple(make_vocab_size_divisible_by: int, tp_size: int) -> int:
+    """What the vocabulary of training is padded to a multiple of: as asked for, and so that TP ranks share alike."""
+    return math.lcm(make_vocab_size_divisible_by, tp_size)
+
+
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     """Rows of a vocabulary matrix after padding."""
     return -(-vocab_size // multiple) * multiple

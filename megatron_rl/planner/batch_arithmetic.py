@@ -19,7 +19,9 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     replicas = _exact(world, rollout.tensor_model_parallel_size)
 
     prompts, n = config.data.train_batch_size, rollout.n
-    mini_batch = actor.ppo_mini_batch_size * n
+    # A mini-batch cannot be larger than the step's batch.
+    mini_prompts = min(actor.ppo_mini_batch_size, prompts)
+    mini_batch = mini_prompts * n
     return [
         ("ranks", str(world), f"{trainer.nnodes} node(s) x {trainer.n_gpus_per_node}, {trainer.device}"),
         ("TP", str(tp), "ranks that share every layer"),
@@ -31,9 +33,9 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("samples per step", str(prompts * n), f"x {n} samples per prompt (rollout.n)"),
         ("prompts per replica", _per_replica(prompts * n, replicas, n), "each replica answers its own share"),
         ("samples per replica", _share(prompts * n, replicas), f"prompts per replica x {n}"),
-        ("mini-batches per epoch", _share(prompts, actor.ppo_mini_batch_size), "optimizer steps"),
+        ("mini-batches per epoch", *_mini_batches(prompts, mini_prompts)),
         ("epochs per step", str(actor.ppo_epochs), "passes over the samples"),
-        ("samples per mini-batch", str(mini_batch), f"{actor.ppo_mini_batch_size} prompts x {n}"),
+        ("samples per mini-batch", str(mini_batch), f"{mini_prompts} prompts x {n}"),
         ("samples per DP rank", _share(mini_batch, dp), "samples per mini-batch / DP"),
         ("micro-batches per rank", *_micro_batches(config, mini_batch, dp, multiple=pp if vpp > 1 else 1)),
     ]
@@ -50,6 +52,14 @@ def _share(total: int, parts: int) -> str:
         return UNDEFINED
     smallest, rest = divmod(total, parts)
     return f"{smallest} to {smallest + 1}" if rest else str(smallest)
+
+
+def _mini_batches(prompts: int, mini_batch: int) -> tuple[str, str]:
+    """Their number, and what to know of them: the last one has what is left."""
+    if mini_batch < 1:
+        return UNDEFINED, "optimizer steps"
+    rest = prompts % mini_batch
+    return str(-(-prompts // mini_batch)), f"optimizer steps, the last of {rest} prompts" if rest else "optimizer steps"
 
 
 def _per_replica(num_samples: int, replicas: int, n: int) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from megatron_rl.config.algorithms import uses_rule
 from megatron_rl.config.problems import missing_file, nearest_name
 from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, TrainerConfig, as_list
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
@@ -20,7 +21,7 @@ PROMPT_SUFFIXES = (".parquet", ".jsonl")
 
 def file_problems(config: RunConfig) -> Iterable[Violation]:
     """Every violation. Of data only the columns are read, and the user's code is parsed, never run."""
-    yield from _prompt_problems(config.data)
+    yield from _prompt_problems(config.data, needs_ground_truth=uses_rule(config))
     yield from _reward_problems(config.custom_reward_function)
     yield from _folder_problems(config.trainer)
 
@@ -31,7 +32,7 @@ def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:
     return [(key, as_list(files)) for key, files in values if is_path_or_paths(files)]
 
 
-def _prompt_problems(data: DataConfig) -> Iterable[Violation]:
+def _prompt_problems(data: DataConfig, needs_ground_truth: bool) -> Iterable[Violation]:
     tables: dict[str, dict[str, str]] = {}
     for key, paths in prompt_files(data):
         for path in paths:
@@ -55,7 +56,7 @@ def _prompt_problems(data: DataConfig) -> Iterable[Violation]:
             nearest = {key: nearest_name(column, names)} if names else {}
             yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest)
     for path, columns in tables.items():
-        if columns.get("reward_model") != "reward":
+        if needs_ground_truth and columns.get("reward_model") != "reward":
             key = next(key for key, paths in prompt_files(data) if path in paths)
             rule = f"must have a column reward_model with the field ground_truth; it has {', '.join(columns)}"
             yield Violation({key: path}, rule)
@@ -84,7 +85,7 @@ def _wrong_file(key: str, path: str, suffixes: tuple[str, ...]) -> Violation | N
 def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
     """The file, what it imports at its top, and the function in it."""
     key = "custom_reward_function.path"
-    if custom.path is None:
+    if custom.path is None or custom.name is None:
         return
     wrong = _wrong_file(key, custom.path, (".py",))
     if wrong is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class ModelSizes:
     """The numbers of config.json that a layout must fit, and the folder they come from.
 
     `num_experts` and `moe_intermediate_size`, the columns of one expert, are 0 when dense; `expert_size_key` is what
-    config.json calls the latter. `sliding_window`: positions that a token attends to; None: all before it.
+    config.json calls the latter. `padded_vocab_size`: as generation pads it. `sliding_window`: positions that a token
+    attends to; None: all before it.
     """
 
     path: str
@@ -62,18 +63,14 @@ class ModelSizes:
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
         """Name and value of everything that generation cuts over its TP ranks; experts too."""
-        sizes = self.tp_divides | {"padded_vocab_size": self.padded_to(VOCAB_PADDING).padded_vocab_size}
+        sizes = self.tp_divides | {"padded_vocab_size": self.padded_vocab_size}
         return sizes | ({self.expert_size_key: self.moe_intermediate_size} if self.num_experts else {})
-
-    def padded_to(self, vocab_multiple: int) -> ModelSizes:
-        """The same model with its vocabulary padded to a multiple; below 1 is another rule's business."""
-        return replace(self, padded_vocab_size=padded_vocab_size(self.vocab_size, max(1, vocab_multiple)))
 
     @property
     def tp_divides(self) -> dict[str, int]:
-        """Name and value of everything that is cut into TP parts; experts are cut into ETP parts instead."""
+        """Name and value of what is cut into TP parts; experts are cut into ETP parts, and the vocabulary is padded."""
         mlp = () if self.num_experts else ("intermediate_size",)
-        names = ("num_attention_heads", "num_key_value_heads", *mlp, "padded_vocab_size")
+        names = ("num_attention_heads", "num_key_value_heads", *mlp)
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -84,8 +81,8 @@ class ModelSizes:
 
     @property
     def max_tp(self) -> int:
-        """The largest TP size; all others are its divisors."""
-        return math.gcd(*self.tp_divides.values())
+        """The largest TP size to offer, all others being its divisors: one that generation can follow."""
+        return math.gcd(self.padded_vocab_size, *self.tp_divides.values())
 
 
 def read_model_folder(
@@ -125,7 +122,8 @@ def read_model_folder(
     sizes, found = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:
         labels = {"num_labels": num_labels(settings)}
-        found.append(_in_file(file, labels, "must be 1, because a critic gives one value", {"num_labels": 1}))
+        rule = f"must be 1, because {key} is to give one value"
+        found.append(_in_file(file, labels, rule, {"num_labels": 1}))
     return sizes, problems + found
 
 

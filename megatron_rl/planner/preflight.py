@@ -14,8 +14,9 @@ from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.load import follows
 from megatron_rl.config.problems import nearest_number, raise_problems, without_echoes
 from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
-from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT, value_problems
+from megatron_rl.config.validate import ACTOR, CRITIC, REF, REWARD_MODEL, ROLLOUT, value_problems
 from megatron_rl.errors import Violation, shown
+from megatron_rl.model.families import REWARD_FAMILIES
 from megatron_rl.planner.algorithm_rules import algorithm_problems
 from megatron_rl.planner.cache_rules import cache_problems
 from megatron_rl.planner.expert_layout import expert_problems
@@ -23,6 +24,7 @@ from megatron_rl.planner.file_rules import file_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planner.resume_rules import resume_problems
 from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
+from megatron_rl.planner.vocabulary import vocabulary_problems
 
 TP, PP = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.pipeline_model_parallel_size"
 
@@ -59,9 +61,9 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
 
 
 def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[ModelSizes], list[Violation]]:
-    """The sizes of the actor's and, where it is another one, the critic's model, and what is wrong with their folders.
+    """Sizes of the actor's model and of others that critic and reward model start from, and their folders' faults.
 
-    Models that cannot be read are left out. Vocabularies are padded as configured.
+    Models that cannot be read are left out.
     """
     shared, critic_path = config.actor_rollout_ref, config.critic.model.path
     model, problems = read_model_folder("actor_rollout_ref.model.path", shared.model.path, config_only=config_only)
@@ -71,8 +73,13 @@ def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[M
         model, critic_problems = read_model_folder(key, critic_path, STARTING_POINTS, config_only=config_only)
         problems += critic_problems
         models.append(model)
-    vocab_multiple = shared.actor.megatron.make_vocab_size_divisible_by
-    return [model.padded_to(vocab_multiple) for model in models if model is not None], problems
+    reward_path = config.reward_model.model.path
+    if config.reward_model.enable and reward_path is not None:
+        key = f"{REWARD_MODEL}.model.path"
+        model, reward_problems = read_model_folder(key, reward_path, REWARD_FAMILIES, config_only=config_only)
+        problems += [*reward_problems, *vocabulary_problems(shared.model.path, reward_path)]
+        models.append(model)
+    return [model for model in models if model is not None], problems
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,8 @@ def _role_problems(config: RunConfig) -> Iterable[Violation]:
         hint = f"{ROLLOUT}.drop_train_weights=true saves memory where rollout TP is below training TP"
         yield Violation({key: True}, "must be false: generation reads the actor's parameters", {key: False}, hint)
     followers = [(CRITIC, config.critic.megatron)] if uses_critic(config) else []
+    if config.reward_model.enable:
+        followers.append((REWARD_MODEL, config.reward_model.megatron))
     for role, megatron in (*followers, (REF, config.actor_rollout_ref.ref.megatron)):
         for name in LAYOUT_KEYS:
             ours, theirs = getattr(megatron, name), getattr(actor, name)
@@ -184,15 +193,6 @@ def _rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
 
 
 def _batch_problems(config: RunConfig) -> Iterable[Violation]:
-    batch = config.data.train_batch_size
-    trained = [(ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size)]
-    if uses_critic(config):
-        trained.append((CRITIC, config.critic.ppo_mini_batch_size))
-    for role, mini_batch in trained:
-        if batch >= 1 and mini_batch >= 1 and batch % mini_batch:
-            key = f"{role}.ppo_mini_batch_size"
-            nearest = {key: nearest_number(mini_batch, _divisors(batch))}
-            yield Violation({key: mini_batch}, f"must divide data.train_batch_size={batch}", nearest)
     rollout = config.actor_rollout_ref.rollout
     if 1 <= rollout.max_num_batched_tokens < rollout.max_num_seqs:
         key = f"{ROLLOUT}.max_num_batched_tokens"
@@ -202,13 +202,14 @@ def _batch_problems(config: RunConfig) -> Iterable[Violation]:
 
 def _pack_problems(config: RunConfig) -> Iterable[Violation]:
     """The longest sequence must fit into one pass."""
-    shared, critic = config.actor_rollout_ref, config.critic
+    shared, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     limits = [
         (f"{ACTOR}.ppo_max_token_len_per_gpu", shared.actor.use_dynamic_bsz),
         (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", shared.rollout.log_prob_use_dynamic_bsz),
         (f"{REF}.log_prob_max_token_len_per_gpu", shared.ref.log_prob_use_dynamic_bsz and uses_reference(config)),
         (f"{CRITIC}.ppo_max_token_len_per_gpu", critic.use_dynamic_bsz and uses_critic(config)),
         (f"{CRITIC}.forward_max_token_len_per_gpu", critic.use_dynamic_bsz and uses_critic(config)),
+        (f"{REWARD_MODEL}.forward_max_token_len_per_gpu", reward.use_dynamic_bsz and reward.enable),
     ]
     lengths = (config.data.max_prompt_length, config.data.max_response_length)
     for key, is_used in limits:
@@ -234,8 +235,21 @@ def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Vi
     if len({model.vocab_size for model in models}) > 1:
         sizes = ", ".join(f"{model.vocab_size} of {model.path}" for model in models)
         rule = f"and the actor's read the same tokens, so their vocab_size must be equal: {sizes}"
-        nearest = {"critic.model.path": config.actor_rollout_ref.model.path}
-        yield Violation({"critic.model.path": config.critic.model.path}, rule, nearest)
+        yield from _other_vocabularies(config, models, rule)
+
+
+def _other_vocabularies(config: RunConfig, models: list[ModelSizes], rule: str) -> Iterable[Violation]:
+    """One for each role whose vocabulary is not of the actor's size."""
+    actor_path, sizes = config.actor_rollout_ref.model.path, {model.path: model.vocab_size for model in models}
+    roles = {
+        "critic.model.path": config.critic.model.path,
+        f"{REWARD_MODEL}.model.path": config.reward_model.model.path,
+    }
+    for key, path in roles.items():
+        if sizes.get(path, sizes.get(actor_path)) != sizes.get(actor_path):
+            # A language model gives no rewards.
+            nearest = {key: actor_path} if key.startswith(CRITIC) else {}
+            yield Violation({key: path}, rule, nearest)
 
 
 def _divisors(number: int) -> list[int]:

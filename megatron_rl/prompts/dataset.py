@@ -33,8 +33,16 @@ class PromptDataset:
     files: what each contributes, for the order in which they are visited.
     """
 
-    def __init__(self, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig):
+    def __init__(
+        self,
+        paths: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        data_config: DataConfig,
+        needs_ground_truth: bool = True,
+    ):
         """Read and tokenise; see `DataConfig` for the columns, for templates and for prompts that are too long.
+
+        needs_ground_truth: whether every row must have one; else it is None where a row has none.
 
         Raises ConfigError for a missing or unreadable file, missing or empty columns, an empty dataset, and prompts
         that cannot be tokenised or are too long.
@@ -43,7 +51,7 @@ class PromptDataset:
         self._prompts: list[Prompt] = []
         offset = 0
         for path in paths:
-            rows = read_rows(path, data_config)
+            rows = read_rows(path, data_config, needs_ground_truth)
             prompt_ids = tokenise(path, rows, tokenizer, data_config)
             kept = short_enough(path, prompt_ids, data_config)
             prompts = [Prompt(offset + row, torch.tensor(cut(prompt_ids[row], data_config)), rows[row]) for row in kept]

@@ -30,8 +30,10 @@ class PromptRow(NamedTuple):
     extra_info: dict
 
 
-def read_rows(path: str, data_config: DataConfig) -> list[PromptRow]:
+def read_rows(path: str, data_config: DataConfig, needs_ground_truth: bool = True) -> list[PromptRow]:
     """All rows of `path`, which is JSON lines if its name ends in .jsonl, else parquet.
+
+    needs_ground_truth: whether every row must have `reward_model.ground_truth`, which is else None where it has none.
 
     Raises ConfigError, naming the row where there is one, for a missing, unreadable, damaged or empty file, and for
     rows that lack something.
@@ -42,7 +44,8 @@ def read_rows(path: str, data_config: DataConfig) -> list[PromptRow]:
         hint = nearest_hint(str(file), neighbours, "parquet or jsonl file in that folder")
         raise ConfigError(f"no prompt file at {path}: {hint}")
     read = _read_json_lines if file.suffix == ".jsonl" else _read_parquet
-    rows = [_checked(place, content, data_config) for place, content in read(path, file, data_config)]
+    keys = (data_config.prompt_key, data_config.reward_fn_key, *(("reward_model",) if needs_ground_truth else ()))
+    rows = [_checked(place, content, data_config, keys) for place, content in read(path, file, data_config, keys)]
     if not rows:
         raise ConfigError(f"{path} holds 0 rows: at least 1 prompt is needed")
     return rows
@@ -95,14 +98,14 @@ def nearest_hint(name: str, choices: Sequence[str], kind: str) -> str:
     return f"the nearest {kind} is {nearest_name(name, choices)!r}" if choices else f"there is no {kind}"
 
 
-def _read_parquet(path: str, file: Path, data_config: DataConfig) -> Iterator[tuple[str, dict]]:
-    """(place, content) per row; the place begins an error message."""
+def _read_parquet(path: str, file: Path, data_config: DataConfig, needed: Sequence[str]) -> Iterator[tuple[str, dict]]:
+    """(place, content) per row, which must have the columns `needed`; the place begins an error message."""
     try:
         parquet = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} is not a readable parquet file: {error}") from error
     with parquet:
-        _check_columns(path, parquet.schema_arrow, data_config)
+        _check_columns(path, parquet.schema_arrow, data_config, needed)
         wanted = (data_config.prompt_key, data_config.reward_fn_key, "reward_model", "extra_info")
         columns = [name for name in parquet.schema_arrow.names if name in wanted]
         batches = parquet.iter_batches(ROWS_AT_ONCE, columns=columns)
@@ -122,14 +125,16 @@ def _read_parquet(path: str, file: Path, data_config: DataConfig) -> Iterator[tu
             num_read += len(contents)
 
 
-def _check_columns(path: str, schema: pyarrow.Schema, data_config: DataConfig) -> None:
+def _check_columns(path: str, schema: pyarrow.Schema, data_config: DataConfig, needed: Sequence[str]) -> None:
     keys = {data_config.prompt_key: " (data.prompt_key)", data_config.reward_fn_key: " (data.reward_fn_key)"}
-    for column in (*keys, "reward_model"):
+    for column in needed:
         if column not in schema.names:
             raise ConfigError(
                 f"{path} has no column {column!r}{keys.get(column, '')}: its columns are {', '.join(schema.names)}; "
                 f"{nearest_hint(column, schema.names, 'column')}"
             )
+    if "reward_model" not in needed:
+        return
     reward_type = schema.field("reward_model").type
     if not pyarrow.types.is_struct(reward_type) or "ground_truth" not in [field.name for field in reward_type]:
         raise ConfigError(
@@ -137,7 +142,7 @@ def _check_columns(path: str, schema: pyarrow.Schema, data_config: DataConfig) -
         )
 
 
-def _read_json_lines(path: str, file: Path, _: DataConfig | None) -> Iterator[tuple[str, dict]]:
+def _read_json_lines(path: str, file: Path, _: DataConfig | None, __: Sequence[str] = ()) -> Iterator[tuple[str, dict]]:
     """(place, content) per line that is not blank; rows count these lines, from 0."""
     row = 0
     with file.open("rb") as lines:
@@ -155,20 +160,21 @@ def _read_json_lines(path: str, file: Path, _: DataConfig | None) -> Iterator[tu
             row += 1
 
 
-def _checked(place: str, content: dict, data_config: DataConfig) -> PromptRow:
-    for name in (data_config.prompt_key, data_config.reward_fn_key, "reward_model"):
+def _checked(place: str, content: dict, data_config: DataConfig, needed: Sequence[str]) -> PromptRow:
+    for name in needed:
         if content.get(name) is None:
             given = ", ".join(key for key, value in content.items() if value is not None)
             raise ConfigError(f"{place} has no {name!r}; every row needs one, and this one has {given}")
-    reward = content["reward_model"]
-    if not isinstance(reward, dict) or reward.get("ground_truth") is None:
+    reward = content.get("reward_model")
+    ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
+    if "reward_model" in needed and ground_truth is None:
         raise ConfigError(f"{place} has no 'ground_truth' in its 'reward_model', which is {reward!r:.200}")
     extra_info = content.get("extra_info") or {}
     if not isinstance(extra_info, dict):
         raise ConfigError(f"{place}: 'extra_info' is a {type(extra_info).__name__}; it must be an object, or absent")
     prompt = content[data_config.prompt_key]
     _check_prompt(place, prompt)
-    return PromptRow(prompt, str(content[data_config.reward_fn_key]), reward["ground_truth"], extra_info)
+    return PromptRow(prompt, str(content[data_config.reward_fn_key]), ground_truth, extra_info)
 
 
 def _check_prompt(place: str, prompt: object) -> None:

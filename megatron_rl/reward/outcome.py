@@ -32,6 +32,8 @@ class Sample(NamedTuple):
 class Outcome:
     """A finite `score` with what else the function said, or a `failure` (one of FAILURES) with its reason.
 
+    Neither where no function was asked.
+
     extras: the other entries of a returned dict that are finite numbers (as float) or strings.
     """
 
@@ -76,9 +78,10 @@ def finite_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def describe(sample: Sample, prompt: int) -> str:
-    """Which sample it is, for messages; `prompt` is its row number in the data."""
-    return f"prompt {prompt} of data source {sample.data_source!r}, answer {quote(sample.solution)}"
+def describe(sample: Sample, prompt: int | None = None) -> str:
+    """Which sample it is, for messages; `prompt` is its row number in the data, where that is known."""
+    which = "a prompt" if prompt is None else f"prompt {prompt}"
+    return f"{which} of data source {sample.data_source!r}, answer {quote(sample.solution)}"
 
 
 def quote(value: object) -> str:

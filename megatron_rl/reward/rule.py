@@ -1,10 +1,12 @@
-"""Rule rewards: decoded answers go to the reward processes, scores come back in row order."""
+"""Rule rewards: decoded answers go to the reward processes, scores come back in row order. Or there is no rule."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +19,10 @@ from megatron_rl.reward.processes import RewardProcesses
 
 @dataclass(frozen=True)
 class Scored:
-    """What the rules say of B answers: scores float32 [B], in which failed samples have the configured score."""
+    """What is said of B answers: scores float32 [B], in which failed samples have the configured score.
+
+    outcomes: the rule's; where there is no rule, neither a score nor a failure.
+    """
 
     scores: torch.Tensor
     samples: list[Sample]
@@ -32,9 +37,11 @@ class Scored:
 
     def metrics(self) -> dict[str, float]:
         """Failed samples, as a share and counted by kind; the mean of each further number over samples that have it."""
-        kinds = Counter(outcome.failure for outcome in self.outcomes)
-        metrics = {"reward/failed_ratio": 1 - kinds[""] / len(self.outcomes)}
-        metrics |= {f"reward/{kind}": float(kinds[kind]) for kind in FAILURES}
+        metrics = {}
+        if any(outcome.failure or outcome.score is not None for outcome in self.outcomes):
+            kinds = Counter(outcome.failure for outcome in self.outcomes)
+            metrics = {"reward/failed_ratio": 1 - kinds[""] / len(self.outcomes)}
+            metrics |= {f"reward/{kind}": float(kinds[kind]) for kind in FAILURES}
         for name, values in self._extras(float).items():
             known = [value for value in values if value is not None]
             metrics[f"reward/{name}/mean"] = sum(known) / len(known)
@@ -43,13 +50,15 @@ class Scored:
     def variables(self) -> dict[str, list[float | None]]:
         """What validation reports, one value per row: "reward", "acc" and each further number.
 
-        Where a result has no "acc", it is the score. A failed sample has acc 0, and None for the others.
+        Where a result has no "acc", it is the rule's score; without a rule there is none. A failed sample has acc 0,
+        and None for the others.
         """
         extras = self._extras(float)
         told = extras.pop("acc", [None] * len(self.outcomes))
-        rows = zip(told, self.scores.tolist(), self.outcomes, strict=True)
-        accuracies = [0.0 if outcome.failure else score if acc is None else acc for acc, score, outcome in rows]
-        return {"acc": accuracies, "reward": self.scores.tolist(), **extras}
+        rows = zip(told, self.outcomes, strict=True)
+        accuracies = [0.0 if outcome.failure else outcome.score if acc is None else acc for acc, outcome in rows]
+        known = {} if None in accuracies else {"acc": accuracies}
+        return {**known, "reward": self.scores.tolist(), **extras}
 
     def predictions(self) -> list[str | None]:
         """The answer as the function understood it, its "pred", per row; None where it told none."""
@@ -83,7 +92,7 @@ def join(parts: Sequence[Scored]) -> Scored:
 
 
 class RuleReward:
-    """Scores decoded answers."""
+    """Scores decoded answers. A context manager: inside it the reward processes run."""
 
     def __init__(
         self,
@@ -96,15 +105,21 @@ class RuleReward:
         self.processes, self.tokenizer = processes, tokenizer
         self.failed_score, self.stop_if_all_failed = failed_score, stop_if_all_failed
 
+    def __enter__(self) -> Self:
+        """Start the processes."""
+        self.processes.__enter__()
+        return self
+
+    def __exit__(self, *failure) -> None:
+        """End them."""
+        self.processes.__exit__(*failure)
+
     def __call__(self, prompts: Prompts, generations: Generations) -> Scored:
         """Score B answers, special tokens (EOS, padding) removed from their text; an empty answer is the text "".
 
         Raises RewardError, naming the first sample, if all of them fail, unless that is allowed.
         """
-        response_ids = [row.tolist() for row in generations.response_ids.unbind()]
-        solutions = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-        columns = (prompts.data_source, solutions, prompts.ground_truth, prompts.extra_info)
-        samples = [Sample(*row) for row in zip(*columns, strict=True)]
+        samples = read_samples(prompts, generations, self.tokenizer)
         outcomes = self.processes.score(samples)
         failures = [row for row, outcome in enumerate(outcomes) if outcome.failure]
         first_failure = None
@@ -115,3 +130,25 @@ class RuleReward:
             raise RewardError(f"none of {len(samples)} samples could be scored; the first: {first_failure}")
         scores = [self.failed_score if outcome.failure else outcome.score for outcome in outcomes]
         return Scored(torch.tensor(scores, dtype=torch.float32), samples, outcomes, first_failure)
+
+
+class NoRule(contextlib.nullcontext):
+    """What stands in the place of a rule where a reward model judges alone: every score is 0, and nobody's."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        """The tokenizer is for sample tables."""
+        super().__init__(self)
+        self.tokenizer = tokenizer
+
+    def __call__(self, prompts: Prompts, generations: Generations) -> Scored:
+        """B answers without a score."""
+        samples = read_samples(prompts, generations, self.tokenizer)
+        return Scored(torch.zeros(len(samples)), samples, [Outcome(None) for _ in samples], None)
+
+
+def read_samples(prompts: Prompts, generations: Generations, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """What a rule may know of B answers, as text without special tokens."""
+    response_ids = [row.tolist() for row in generations.response_ids.unbind()]
+    solutions = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    columns = (prompts.data_source, solutions, prompts.ground_truth, prompts.extra_info)
+    return [Sample(*row) for row in zip(*columns, strict=True)]

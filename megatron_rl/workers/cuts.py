@@ -26,11 +26,13 @@ class Cuts:
     ref_log_probs: MicroBatching
     update_critic: MicroBatching
     values: MicroBatching
+    rm_scores: MicroBatching
 
     @classmethod
     def configured(cls, config: RunConfig) -> Cuts:
         """Read the model's config.json and the keys of all roles."""
-        shared, critic = config.actor_rollout_ref, config.critic
+        shared, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+        longest = config.data.max_prompt_length + config.data.max_response_length
         actor, rollout, ref = shared.actor, shared.rollout, shared.ref
         work = sequence_work(shared.model.path)
 
@@ -54,5 +56,11 @@ class Cuts:
                 critic.use_dynamic_bsz,
                 critic.forward_max_token_len_per_gpu,
                 critic.model.use_remove_padding,
+            ),
+            cut(
+                reward.micro_batch_size_per_gpu,
+                reward.use_dynamic_bsz,
+                max(reward.forward_max_token_len_per_gpu, longest + 1),  # it reads one token more
+                reward.model.use_remove_padding,
             ),
         )

@@ -28,7 +28,7 @@ from megatron_rl.model.families import (
 )
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
 from megatron_rl.parallel.mpu import TrainGroups
-from megatron_rl.parallel.sharding import Place
+from megatron_rl.parallel.sharding import Place, vocab_multiple
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,19 @@ class ModelSource:
         return value_param_map(self.family, self.shape)
 
     @property
+    def vocab_multiple(self) -> int:
+        """What the vocabulary is padded to a multiple of."""
+        return vocab_multiple(self.megatron.make_vocab_size_divisible_by, self.groups.grid.tp_size)
+
+    @property
     def place(self) -> Place:
         """Where this rank's shards lie."""
-        return self.groups.grid.place(self.groups.rank, self.megatron.make_vocab_size_divisible_by)
+        return self.groups.grid.place(self.groups.rank, self.vocab_multiple)
 
     def language_model(self) -> UnloadedModel:
         """This rank's stage of the language model."""
         config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
-        chunks = build_language_model(self.hf_config, config, self.groups, self.megatron.make_vocab_size_divisible_by)
+        chunks = build_language_model(self.hf_config, config, self.groups, self.vocab_multiple)
         return self._unloaded(chunks, self.specs)
 
     def value_model(self, head_seed: int) -> UnloadedModel:
@@ -103,9 +108,7 @@ class ModelSource:
         The head is the classification head of a reward model's folder; after a language model's trunk it is drawn.
         """
         config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
-        chunks = build_value_model(
-            self.hf_config, config, self.groups, self.megatron.make_vocab_size_divisible_by, head_seed
-        )
+        chunks = build_value_model(self.hf_config, config, self.groups, self.vocab_multiple, head_seed)
         drawn = frozenset() if is_reward_model(self.hf_config.architectures) else frozenset({HEAD})
         return self._unloaded(chunks, self.value_specs, drawn)
 

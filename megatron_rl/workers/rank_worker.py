@@ -28,6 +28,7 @@ from megatron_rl.records import (
     RoleState,
     Sampling,
     Sequences,
+    SequenceScores,
     TokenScores,
 )
 from megatron_rl.workers.cuts import Cuts
@@ -41,13 +42,14 @@ if TYPE_CHECKING:
     from megatron_rl.workers.critic import Critic
     from megatron_rl.workers.model_source import ModelSource
     from megatron_rl.workers.policy import Actor, TokenScorer
+    from megatron_rl.workers.reward_model import RewardModel
     from megatron_rl.workers.role_checkpoint import RoleCheckpoint
     from megatron_rl.workers.saving import UnfinishedSave
     from megatron_rl.workers.training import TrainableModel
 
 
 class RankWorker:
-    """The SPMD side of actor, rollout, reference and critic on one rank.
+    """The SPMD side of actor, rollout, reference, critic and reward model on one rank.
 
     Constructing it joins the process group and creates Megatron's groups; `build_*` make the roles, in any order
     except that the rollout is built on the actor's memory. Unless a verb says otherwise all ranks must be called.
@@ -56,6 +58,7 @@ class RankWorker:
     actor: Actor
     reference: TokenScorer
     critic: Critic
+    reward_model: RewardModel
     rollout: RolloutEngine
     engine: HybridEngine
 
@@ -155,6 +158,17 @@ class RankWorker:
         self.checkpoints["critic"] = RoleCheckpoint(self.critic.trainable, source.value_specs, source.place)
         self.resting += self.critic.trainable.resting(critic.megatron)
 
+    @register(Dispatch.ONE_TO_ALL, role="reward_model")
+    def build_reward_model(self) -> None:
+        """Load the frozen reward model."""
+        from megatron_rl.hybrid_engine.offload import HostCopy
+        from megatron_rl.workers.reward_model import RewardModel
+
+        config = self.config.reward_model
+        self.reward_model = RewardModel(self._source(config.model.path))
+        if config.megatron.param_offload:
+            self.resting.append(HostCopy(self.reward_model.pipeline.parameters))
+
     @register(Dispatch.ONE_TO_ALL, role="rollout")
     def build_rollout(self) -> None:
         """Build vLLM on the actor's memory; ends in train mode: foreign stages and KV cache released."""
@@ -230,6 +244,11 @@ class RankWorker:
     def compute_values(self, sequences: Sequences) -> TokenScores | None:
         """Value before each response token."""
         return self.critic.score(sequences, self.cuts.values)
+
+    @register(Dispatch.DP, role="reward_model", balanced=True)
+    def compute_rm_scores(self, sequences: Sequences) -> SequenceScores | None:
+        """The reward model's score of each whole sequence; train mode only, as the model may rest while generating."""
+        return self.reward_model.score(sequences, self.cuts.rm_scores)
 
     # Training
 
@@ -326,7 +345,7 @@ class RankWorker:
             source.path,
             target,
             self.groups.grid,
-            source.megatron.make_vocab_size_divisible_by,
+            source.vocab_multiple,
             architecture,
             max_shard_bytes,
         )

@@ -91,7 +91,15 @@ def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
             "val_kwargs.do_sample=false ask for one greedy answer several times; nearest: actor",
         ),
         ("actor_rollout_ref.rollout.val_kwargs.top_k=0", "val_kwargs.top_k=0 must be -1 (all tokens) or >= 1"),
-        ("reward_model.enable=true", "learned reward models are not available yet; nearest: false"),
+        (
+            "reward_model.enable=true",
+            "reward_model.model.path=null must be a model folder, as reward_model.enable=true",
+        ),
+        ("reward_model.weight=.inf", "reward_model.weight=inf must be a finite number; nearest: 1"),
+        (
+            "reward_model.rule_weight=0",
+            "reward_model.rule_weight=0 must not be 0, as no other score counts; nearest: 1",
+        ),
     ],
 )
 def test_limits_by_hand(config, override, expected):
@@ -112,3 +120,34 @@ def test_built_in_rewards_are_chosen_by_name(config):
     assert value_problems(config("custom_reward_function.name=maths")) == []
     (problem,) = value_problems(config("custom_reward_function.path=null", "custom_reward_function.name=maths"))
     assert problem.endswith("must, without a path, be one of compute_score, exact_match, math; nearest: math")
+
+
+MODEL_ALONE = ("custom_reward_function.path=null", "custom_reward_function.name=null")
+WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (WITH_MODEL, []),
+        ((*WITH_MODEL, *MODEL_ALONE), []),
+        ((*WITH_MODEL, "reward_model.rule_weight=0"), []),
+        ((*WITH_MODEL, "reward_model.weight=0"), []),
+        (("reward_model.model.path=rm",), []),
+        (
+            (*WITH_MODEL, "custom_reward_function.name=null"),
+            ["custom_reward_function.path=r must be null, as custom_reward_function.name=null; nearest: null"],
+        ),
+        (
+            (*WITH_MODEL, *MODEL_ALONE, "reward_model.weight=0"),
+            ["reward_model.weight=0 must not be 0, as no other score counts; nearest: 1"],
+        ),
+        ((*WITH_MODEL, "reward_model.model.input_tokenizer=m"), ["reward_model.model.input_tokenizer=m must be null"]),
+        (MODEL_ALONE, ["custom_reward_function.name=null must be a function, as reward_model.enable=false"]),
+    ],
+)
+def test_rule_and_reward_model_together(config, overrides, expected):
+    """What either needs of the other. Would not catch weights of absurd sizes."""
+    problems = value_problems(config(*overrides))
+    assert len(problems) == len(expected)
+    assert all(problem.startswith(start) for problem, start in zip(problems, expected, strict=True))

@@ -136,3 +136,29 @@ def test_a_loss_that_is_not_finite(command_line, tmp_path) -> None:
     text = gone_on.text().replace("\n", " ")
     assert "NonFiniteUpdates: 3 update(s) of the actor in a row" in text and "pg_loss=nan" in text
     assert list(metrics(gone_on)) == [1, 2] and gone_on.left_over() == []
+
+
+def test_equal_rewards_in_every_group(command_line, tmp_path) -> None:
+    """Dynamic sampling gives up after two batches and fills the step up; no advantage, no gradient, nothing is NaN.
+
+    Would not catch a run that should have been stopped.
+    """
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.1\n")
+    run = command_line(
+        *SHORT,
+        *ONE,
+        f"custom_reward_function.path={reward}",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=false",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.max_num_gen_batches=2",
+        "trainer.total_training_steps=1",
+    )
+    assert run.wait(120) == 0, run.text()
+    step = metrics(run)[1]
+    assert (step["train/num_gen_batches"], step["train/differing_groups"]) == (2, 0)
+    assert step["critic/score/min"] == step["critic/score/max"] == pytest.approx(0.1)
+    assert step["critic/advantages/min"] == step["critic/advantages/max"] == 0
+    assert step["actor/grad_norm"] == step["actor/pg_loss"] == 0
+    assert step["actor/skipped_updates"] == step["actor/empty_updates"] == 0 and None not in step.values()

@@ -32,6 +32,11 @@ def config(tmp_path) -> RunConfig:
     critic.ppo_max_token_len_per_gpu = critic.forward_max_token_len_per_gpu = shared.actor.ppo_max_token_len_per_gpu
     shared.ref.log_prob_max_token_len_per_gpu = shared.actor.ppo_max_token_len_per_gpu
     shared.rollout.log_prob_max_token_len_per_gpu = shared.actor.ppo_max_token_len_per_gpu
+    reward = config.reward_model
+    reward.micro_batch_size_per_gpu, reward.use_dynamic_bsz = 128, False
+    reward.model.use_remove_padding = True
+    reward.forward_max_token_len_per_gpu = shared.actor.ppo_max_token_len_per_gpu
+    reward.megatron = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
     trainer.device, trainer.n_gpus_per_node = "cpu", 6
     trainer.default_local_dir = str(tmp_path / "out")
     return config

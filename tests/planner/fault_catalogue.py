@@ -5,6 +5,7 @@ Faults whose areas are disjoint do not touch each other's rules, so that what th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
 from random import Random
 
@@ -32,18 +33,16 @@ from fault import (
 )
 from model_folders import REWARD, write_model, write_prompts
 
+from megatron_rl.config.load import follows
 from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL
 
 # Layout: 6 ranks TP2 x PP3, 12 heads, 6 key/value heads, 192 columns, 128 rows, 6 layers
 values("ranks", "layout", {GPUS: 7}, (TP, "must divide the 7 ranks"), experts=False)
 values("two nodes", "layout", {GPUS: 5, "trainer.nnodes": 2}, (TP, "must divide the 10 ranks"), experts=False)
 values("kv heads", "layout", {TP: 4, GPUS: 12}, (TP, "num_key_value_heads(6)"), experts=False)
-values("vocabulary", "layout", {TP: 3, GPUS: 9}, (TP, "padded_vocab_size(128)"), experts=False)
-FIVE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "padded_vocab_size")
-values("all cuts", "layout", {TP: 5, GPUS: 15}, *((TP, f"must divide {name}") for name in FIVE), experts=False)
-values(
-    "padding", "layout", {f"{MEGATRON}.make_vocab_size_divisible_by": 35}, (TP, "padded_vocab_size(105)"), experts=False
-)
+values("vocabulary", "layout", {TP: 3, GPUS: 9}, (ROLLOUT_TP, "padded_vocab_size(128)"), experts=False)
+CUTS = [(TP, f"must divide {name}") for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
+values("all cuts", "layout", {TP: 5, GPUS: 15}, *CUTS, (ROLLOUT_TP, "padded_vocab_size(128)"), experts=False)
 values("layers", "layout", {PP: 4, GPUS: 8}, (PP, "num_hidden_layers(6)"), experts=False)
 values("chunks", "layout", {VPP: 4}, (PP, "pp(3) * vpp(4)"), experts=False)
 values("chunks of one stage", "layout", {VPP: 2, PP: 1, GPUS: 4}, (PP, "vpp(2) needs pp(1)"), experts=False)
@@ -147,13 +146,6 @@ values(
 )
 
 # Batches: 64 prompts, mini-batches of 32
-values("mini-batch", "batch", {f"{ACTOR}.ppo_mini_batch_size": 48}, (f"{ACTOR}.ppo_mini_batch_size", "must divide"))
-values(
-    "critic's mini-batch",
-    "batch critic",
-    {"critic.ppo_mini_batch_size": 24},
-    ("critic.ppo_mini_batch_size", "must divide"),
-)
 values("no batch", "batch", {"data.train_batch_size": 0}, ("data.train_batch_size", "must be >= 1"))
 values(
     "gen batch", "batch", {"data.gen_batch_size": 128}, ("data.gen_batch_size", "must equal data.train_batch_size=64")
@@ -212,6 +204,10 @@ values(
     ("data.train_file_weights", "one number for each"),
     ("data.train_file_weights", "must be > 0"),
 )
+RM = "reward_model"
+values("no reward model", RM, {f"{RM}.enable": True}, (f"{RM}.model.path", "must be a model folder"), offer=False)
+values("no reward", RM, {f"{RM}.rule_weight": 0.0}, (f"{RM}.rule_weight", "must not be 0"))
+values("weight", RM, {f"{RM}.weight": float("inf")}, (f"{RM}.weight", "finite"))
 values("score", "score", {"reward_model.failed_score": float("nan")}, ("reward_model.failed_score", "finite"))
 values(
     "no file", "train weights columns", {"data.train_files": []}, ("data.train_files", "a path or a list"), offer=False
@@ -428,8 +424,6 @@ RULED_ELSEWHERE = {
     f"{MEGATRON}.dtype",
     "trainer.logger",
     f"{ACTOR}.loss_agg_mode",
-    f"{ACTOR}.ppo_mini_batch_size",
-    "critic.ppo_mini_batch_size",
     *(key for key in (*RANGES, *RANGES_OR_NULL, *CHOICES_OR_NULL) if key.startswith((CORRECTION, "critic.megatron"))),
     *(f"{role}.optim.{name}" for role in (ACTOR, "critic") for name in ("lr", "min_lr")),
 }
@@ -447,7 +441,14 @@ def _table_fault(key: str, too_small: bool) -> None:
             case.set({key: rng.choice([-1, -2, -1000]) if kind is int else rng.choice([-0.5, -7.0, float("nan")])})
         return [(key, "must be")]
 
-    CATALOGUE.append(Fault(f"{key} {too_small}", frozenset({key}), breaks, True, None))
+    CATALOGUE.append(Fault(f"{key} {too_small}", frozenset(_with_leaders(key)), breaks, True, None))
+
+
+def _with_leaders(key: str) -> Iterator[str]:
+    """The key and those that it follows: what is wrong with several of them is said once."""
+    while key is not None:
+        yield key
+        key = follows().get(key)
 
 
 for _key in sorted((set(RANGES) | set(CHOICES)) - RULED_ELSEWHERE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.planner.batch_arithmetic import batch_table
 
 
@@ -60,6 +61,27 @@ def test_layouts(layout, expected):
     table = values(make_config(ranks, tp, pp, rollout_tp, prompts=16, n=4, mini=8))
     names = ("DP", "rollout replicas", "samples per replica", "samples per DP rank", "micro-batches per rank")
     assert tuple(table[name] for name in names) == expected
+
+
+@pytest.mark.parametrize(
+    ("mini", "expected"),
+    [
+        (25, ("3", "300", "50", "4")),  # 25, 25 and 10 prompts
+        (60, ("1", "720", "120", "8")),
+        (64, ("1", "720", "120", "8")),  # more than there are
+        (7, ("9", "84", "14", "1")),
+    ],
+)
+def test_a_smaller_last_mini_batch(mini, expected):
+    """Of 60 prompts x 12 on 6 ranks, passes of 16. Would not catch a run that counts otherwise; the loop's tests do."""
+    config = make_config(ranks=6, tp=1, pp=1, rollout_tp=2, prompts=60, n=12, mini=mini)
+    table = values(config)
+    names = ("mini-batches per epoch", "samples per mini-batch", "samples per DP rank", "micro-batches per rank")
+    assert tuple(table[name] for name in names) == expected
+    rows = [len(batch) for batch in mini_batch_rows(60 * 12, mini * 12, 1, seed=None)]
+    assert (str(len(rows)), str(rows[0])) == expected[:2]
+    notes = {name: note for name, _, note in batch_table(config)}
+    assert ("the last of 10 prompts" in notes["mini-batches per epoch"]) == (mini == 25)
 
 
 def test_broken_layouts_leave_gaps():

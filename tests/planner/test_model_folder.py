@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from model_folders import EXPERTS, problems, set_experts, write_model
 
@@ -135,8 +137,70 @@ def test_a_critic_may_start_from_a_reward_model(config, tmp_path):
     assert problems(config) == []
     path = write_model(tmp_path / "critic", **REWARD | {"id2label": None})
     assert problems(config) == [
-        f"num_labels=2 of {path}/config.json must be 1, because a critic gives one value; nearest: 1"
+        f"num_labels=2 of {path}/config.json must be 1, because critic.model.path is to give one value; nearest: 1"
     ]
+
+
+def with_reward_model(config, path: str) -> None:
+    config.reward_model.enable, config.reward_model.model.path = True, path
+
+
+def test_a_reward_model_is_a_classifier_with_one_label(config, tmp_path):
+    """A language model's folder and two labels are refused; a folder that is not there, too; all only where it is used.
+
+    Would not catch a head that was never trained.
+    """
+    language_model, path = config.actor_rollout_ref.model.path, write_model(tmp_path / "reward", **REWARD)
+    with_reward_model(config, path)
+    assert problems(config) == []
+    with_reward_model(config, language_model)
+    (problem,) = problems(config)
+    assert problem.startswith('architectures=["Qwen2ForCausalLM"] of') and "must be one of" in problem
+    assert problem.endswith('for reward_model.model.path; nearest: ["Qwen2ForSequenceClassification"]')
+    write_model(tmp_path / "reward", **REWARD | {"id2label": None})
+    with_reward_model(config, path)
+    (problem,) = problems(config)
+    assert "must be 1, because reward_model.model.path is to give one value" in problem
+    with_reward_model(config, str(tmp_path / "rewart"))
+    (problem,) = problems(config)
+    assert "there is none; nearest: " in problem
+    config.reward_model.enable = False
+    assert problems(config) == []
+
+
+def test_a_reward_model_fits_the_actor(config, tmp_path):
+    """Layout keys, heads, positions and vocabulary. Would not catch other merges of the same tokens."""
+    sizes = {"num_key_value_heads": 3, "max_position_embeddings": 63, "vocab_size": 101}
+    with_reward_model(config, write_model(tmp_path / "reward", **REWARD | sizes))
+    config.reward_model.megatron.pipeline_model_parallel_size = 1
+    text = "\n".join(problems(config))
+    assert "reward_model.megatron.pipeline_model_parallel_size=1 must equal actor_rollout_ref.actor.megatron" in text
+    assert "tp(2) must divide num_key_value_heads(3)" in text and "max_position_embeddings(63)" in text
+    assert "and the actor's read the same tokens, so their vocab_size must be equal: 100 of" in text
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "problem"),
+    [
+        ({"b": 1, "a": 0}, [], None),
+        ({"a": 0}, [{"content": "b", "id": 1}], None),
+        ([["a", -1.0], ["b", -2.0]], [], None),
+        (
+            {"a": 1, "b": 0},
+            [],
+            "2 of 2 have other numbers or are missing in its tokenizer.json, the first is 'a' (0 in",
+        ),
+        ({"a": 0}, [], "1 of 2 have other numbers or are missing in its tokenizer.json, the first is 'b' (1 in"),
+    ],
+)
+def test_a_reward_model_has_the_actors_tokens(config, tmp_path, vocabulary, added, problem):
+    """Numbers of tokens, however the file has them. Would not catch another chat template, which is no token."""
+    with_reward_model(config, write_model(tmp_path / "reward", **REWARD))
+    for folder, tokenizer in (("model", {"a": 0, "b": 1}), ("reward", vocabulary)):
+        content = {"model": {"vocab": tokenizer}, "added_tokens": added if folder == "reward" else []}
+        (tmp_path / folder / "tokenizer.json").write_text(json.dumps(content))
+    found = problems(config)
+    assert found == [] if problem is None else problem in found[0] and len(found) == 1
 
 
 def test_an_actor_may_not_start_from_a_reward_model(config, tmp_path):

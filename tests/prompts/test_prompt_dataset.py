@@ -231,3 +231,19 @@ def test_template_arguments_and_source_column(write, tokenizer):
     finally:
         tokenizer.chat_template = before
     assert batch.prompt_ids.unbind()[0].tolist() == [5, 14] and list(batch.data_source) == ["sums"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_without_a_rule_no_ground_truth_is_needed(tmp_path, write, tokenizer, suffix):
+    """No column, and a row that has one all the same. Would not catch a rule that is asked without a truth."""
+    for rows, truths in (
+        ([{"data_source": "chat", "prompt": "1"}], [None]),
+        ([row("1", "7"), {**row("2"), "reward_model": None}], ["7", None]),
+    ):
+        path = write(rows) if suffix == "parquet" else str(tmp_path / "train.jsonl")
+        if suffix == "jsonl":
+            Path(path).write_text("".join(json.dumps(content) + "\n" for content in rows))
+        dataset = PromptDataset([path], tokenizer, DataConfig(), needs_ground_truth=False)
+        assert list(dataset.batch(range(len(rows))).repeat(2).ground_truth) == [t for t in truths for _ in range(2)]
+        with pytest.raises(ConfigError, match="reward_model"):
+            PromptDataset([path], tokenizer, DataConfig())

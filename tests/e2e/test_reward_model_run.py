@@ -1,0 +1,80 @@
+"""A run in which a reward model judges alone: no rule, no ground truth, no accuracy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+from command_line import REPOSITORY
+from lives import MEGATRON, SHORT, metrics
+from transformers import AutoConfig, Qwen2ForSequenceClassification
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+DEMO = REPOSITORY / "assets/demo"
+
+
+def save_reward_model(folder: Path) -> Path:
+    """A random classifier that reads the demo's tokens."""
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(DEMO / "model")
+    config.num_labels, config.initializer_range = 1, 0.2
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    for file in (DEMO / "model").glob("*token*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def without_ground_truth(file: Path, target: Path) -> Path:
+    """The first 64 questions as JSON lines."""
+    rows = pyarrow.parquet.read_table(file).slice(0, 64).to_pylist()
+    target.write_text("".join(json.dumps({k: row[k] for k in ("data_source", "prompt")}) + "\n" for row in rows))
+    return target
+
+
+def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
+    """ReMax on PP2, whose greedy answers it scores too; it rests while generating; mini-batches are uneven.
+
+    Would not catch a wrong score; `tests/dist/test_reward_model.py` does.
+    """
+    tables = tmp_path / "tables"
+    run = command_line(
+        *SHORT,
+        "trainer.n_gpus_per_node=2",
+        f"{MEGATRON}.tensor_model_parallel_size=1",
+        f"data.train_files={without_ground_truth(DEMO / 'train.parquet', tmp_path / 'train.jsonl')}",
+        f"data.val_files={without_ground_truth(DEMO / 'test.parquet', tmp_path / 'test.jsonl')}",
+        "custom_reward_function.path=null",
+        "custom_reward_function.name=null",
+        "reward_model.enable=true",
+        f"reward_model.model.path={save_reward_model(tmp_path / 'reward')}",
+        "reward_model.weight=-0.5",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",  # 3, 3 and 2 of the 8 prompts
+        "reward_model.megatron.param_offload=true",
+        "algorithm.adv_estimator=remax",
+        "trainer.val_before_train=true",
+        "trainer.total_training_steps=2",
+        f"trainer.rollout_data_dir={tables}",
+    )
+    assert run.wait(180) == 0, run.text()
+    logged = metrics(run)
+    for step in (1, 2):
+        rows = [json.loads(line) for line in (tables / f"{step}.jsonl").read_text().splitlines()]
+        assert len(rows) == 64 and len({row["rm_score"] for row in rows}) > 8
+        assert all(row["score"] == pytest.approx(-0.5 * row["rm_score"]) and row["gts"] is None for row in rows)
+        scores, of_model = ([row[name] for row in rows] for name in ("score", "rm_score"))
+        assert logged[step]["critic/score/mean"] == pytest.approx(statistics.fmean(scores), abs=1e-5)
+        assert logged[step]["reward/rm_score/mean"] == pytest.approx(statistics.fmean(of_model), abs=1e-5)
+        assert logged[step]["critic/advantages/min"] < 0 < logged[step]["critic/advantages/max"]
+        assert "reward/failed_ratio" not in logged[step] and logged[step]["actor/grad_norm"] > 0
+    validated = {name for name in logged[2] if name.startswith("val-")}
+    assert validated == {"val-core/demo/addition/reward/mean@1", "val-aux/demo/addition/rm_score/mean@1"}
+    summary = json.loads((run.run / "summary.json").read_text())
+    assert summary["val_accuracy_before"] is summary["val_accuracy_after"] is None
+    assert summary["val_reward_after"] == pytest.approx(logged[2]["val-core/demo/addition/reward/mean@1"])
+    assert "held-out reward" in run.text() and run.left_over() == []
