@@ -246,7 +246,7 @@ def _other_vocabularies(config: RunConfig, models: list[ModelSizes], rule: str) 
         f"{REWARD_MODEL}.model.path": config.reward_model.model.path,
     }
     for key, path in roles.items():
-        if sizes.get(path, sizes.get(actor_path)) != sizes.get(actor_path):
+        if actor_path in sizes and path in sizes and sizes[path] != sizes[actor_path]:
             # A language model gives no rewards.
             nearest = {key: actor_path} if key.startswith(CRITIC) else {}
             yield Violation({key: path}, rule, nearest)
