@@ -90,6 +90,12 @@ class TrainedWeights:
         """Elements of which one rank keeps the optimizer's state."""
         return sum(buffer.numel // buffer.num_shares for buffer in self.buffers[pp_rank])
 
+    def shard_numels(self, pp_rank: int) -> dict[str, int]:
+        """Parameter -> elements of its shard, on one rank of a stage."""
+        place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
+        names = [name for buffer in self.buffers[pp_rank] for name in buffer.names]
+        return {name: shard_of(self.specs[name].tensor, place).numel for name in names}
+
     @cached_property
     def buffers(self) -> list[list[FlatBuffer]]:
         """For each stage its buffers in Megatron's order: each chunk's dense parameters, then its experts."""
