@@ -7,12 +7,11 @@ taken to be as long as they may get, and experts to be used evenly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.hybrid_engine.plan import covers_training
-from megatron_rl.hybrid_engine.schedule import make_schedule
 from megatron_rl.planner.activations import (
     CHUNKS_BACKWARD,
     CHUNKS_FORWARD,
@@ -26,9 +25,6 @@ from megatron_rl.planner.run_models import PlannedModel, RunModels
 from megatron_rl.planner.weights import TrainedWeights
 
 PHASES = ("init", "reshard", "generation", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
-NUM_SCRATCH = 4
-"""Messages under way of a transition, as in `hybrid_engine.exchange`."""
-
 Held = dict[str, int]
 """What is held -> bytes."""
 
@@ -67,6 +63,14 @@ class Passes:
 def plan_stages(models: RunModels) -> list[StageMemory]:
     """One rank of every pipeline stage; the others of a stage hold the same up to rounding."""
     return [MemoryOfStage(models, pp_rank).planned() for pp_rank in range(models.grid.pp_size)]
+
+
+def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
+    """Phase -> what the stage that needs most holds in it."""
+    return {
+        phase: max((stage.phases[phase] for stage in stages), key=lambda held: sum(held.values()))
+        for phase in stages[0].phases
+    }
 
 
 class MemoryOfStage:
@@ -140,11 +144,11 @@ class MemoryOfStage:
     # Generation
 
     def _generation_phases(self, held: Held) -> dict[str, Held]:
-        """Resting memory is away in both; the training copy goes when the exchange is done, and then the cache comes."""
+        """Resting memory is away in both; after the exchange the training copy may go, and then the cache comes."""
         resting = self._resting(held)
         staying = {name: size for name, size in held.items() if name not in resting}
-        foreign = self._foreign_bytes()
-        exchange = staying | {"foreign stages": foreign, "exchange scratch": self._scratch_bytes()}
+        foreign = self.models.foreign_bytes(self.pp_rank)
+        exchange = staying | {"foreign stages": foreign, "exchange scratch": self.models.scratch_bytes(self.pp_rank)}
         dropped = {"actor parameters": 0} if self._drops_training() else {}
         cache = self.config.actor_rollout_ref.rollout.kv_cache_memory_bytes
         woken = staying | dropped | {"foreign stages": foreign, "KV cache": cache}
@@ -160,27 +164,10 @@ class MemoryOfStage:
             found.add("reference parameters")
         return found & held.keys()
 
-    def _foreign_bytes(self) -> int:
-        plans = self.models.exchange.plans
-        return max(plans[i].foreign_numel for i in self._members()) * self.models.element
-
-    def _members(self) -> list[int]:
-        """Numbers of this stage's ranks in the exchange group."""
-        grid, members = self.models.grid, self.models.exchange.members
-        return [i for i, member in enumerate(members) if grid.pp_rank(member.rank) == self.pp_rank]
-
-    def _scratch_bytes(self) -> int:
-        """Room for packed messages; what lies as it travels needs none."""
-        bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
-        message_numel = max(1, bucket // self.models.element // NUM_SCRATCH)
-        steps = make_schedule(self.models.exchange, self._members()[0], message_numel)
-        packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
-        return NUM_SCRATCH * max(packed, default=0) * self.models.element
-
     def _drops_training(self) -> bool:
         if not self.config.actor_rollout_ref.rollout.drop_train_weights:
             return False
-        exchange, number = self.models.exchange, self._members()[0]
+        exchange, number = self.models.exchange, self.models.members_of_stage(self.pp_rank)[0]
         return covers_training(exchange.plans[number], exchange.held[number])
 
     def _rollout_memory(self) -> Held:
@@ -195,7 +182,7 @@ class MemoryOfStage:
         layer = tokens * (4 * shape.hidden_size + heads + 3 * columns) * self.models.element
         logits = 3 * rollout.max_num_seqs * shape.vocab_size * FP32
         return {
-            "foreign stages": self._foreign_bytes(),
+            "foreign stages": self.models.foreign_bytes(self.pp_rank),
             "KV cache": rollout.kv_cache_memory_bytes,
             "vLLM activations": layer + logits,
         }
@@ -307,7 +294,7 @@ class MemoryOfStage:
         return max(moments, key=lambda held: sum(held.values()))
 
     def _largest_gradient(self, weights: TrainedWeights, wanted: Callable[[str], bool]) -> int:
-        """The largest gradient that exists beside the buffers, in the model's dtype; of stacked experts the parts too."""
+        """The largest gradient beside the buffers, in the model's dtype; of stacked experts with its parts."""
         sizes = [
             shard_numel * (2 if weights.specs[name].tensor.is_expert else 1)
             for name, shard_numel in weights.shard_numels(self.pp_rank).items()

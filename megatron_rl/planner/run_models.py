@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, plan_memory
+from megatron_rl.hybrid_engine.schedule import make_schedule
 from megatron_rl.model.families import (
     VOCAB_PADDING,
     Family,
@@ -27,6 +28,8 @@ from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.weights import TrainedWeights, tensors_of
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+NUM_SCRATCH = 4
+"""Messages under way of a transition, as in `hybrid_engine.exchange`."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class RunModels:
     The configuration must have passed preflight.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, alike: RunModels | None = None) -> None:
+        """alike: of a configuration with the same models and layouts, whose exchange plan is taken over."""
         shared = config.actor_rollout_ref
         megatron = shared.actor.megatron
         self.config = config
@@ -94,6 +98,9 @@ class RunModels:
         self.critic = PlannedModel.read(config.critic.model.path) if uses_critic(config) else None
         self.has_reference = uses_reference(config)
         self.vpp_size = megatron.virtual_pipeline_model_parallel_size or 1
+        self._scratch: dict[tuple[int, int], int] = {}
+        if alike is not None:
+            self.exchange, self._scratch = alike.exchange, alike._scratch
 
     def stages(self, model: PlannedModel) -> StagePlan:
         """How the layers of a model are shared out."""
@@ -112,6 +119,26 @@ class RunModels:
             return None
         vocab = self.megatron.make_vocab_size_divisible_by
         return TrainedWeights(self.critic.value_specs, self.stages(self.critic), self.grid, vocab)
+
+    def members_of_stage(self, pp_rank: int) -> list[int]:
+        """Numbers of a stage's ranks in the exchange group."""
+        members = self.exchange.members
+        return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
+
+    def foreign_bytes(self, pp_rank: int) -> int:
+        """The largest foreign buffer of a stage's ranks."""
+        plans = self.exchange.plans
+        return max(plans[i].foreign_numel for i in self.members_of_stage(pp_rank)) * self.element
+
+    def scratch_bytes(self, pp_rank: int) -> int:
+        """Room for packed messages of a transition; what lies as it travels needs none."""
+        bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+        if (pp_rank, bucket) not in self._scratch:
+            message_numel = max(1, bucket // self.element // NUM_SCRATCH)
+            steps = make_schedule(self.exchange, self.members_of_stage(pp_rank)[0], message_numel)
+            packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
+            self._scratch[pp_rank, bucket] = NUM_SCRATCH * max(packed, default=0) * self.element
+        return self._scratch[pp_rank, bucket]
 
     @cached_property
     def exchange(self) -> ExchangePlan:

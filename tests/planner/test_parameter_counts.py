@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_ranks
 
 from megatron_rl.config.schema import MegatronConfig
@@ -58,7 +59,6 @@ def model_folder(name: str, folder: Path) -> Path:
 
 def counts_of_real_models(folder: str, world_size: int, megatron: MegatronConfig) -> dict[int, tuple[int, int]]:
     """Rank -> (parameters of the language model, of the value model), of every rank, one after the other."""
-    import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoConfig
@@ -76,34 +76,30 @@ def counts_of_real_models(folder: str, world_size: int, megatron: MegatronConfig
         groups = initialize_mpu(grid, 1, vpp_size=megatron.virtual_pipeline_model_parallel_size or 1)
         config = transformer_config(hf_config, groups, megatron, Device("cpu"))
         vocab = megatron.make_vocab_size_divisible_by
-        with torch.device("meta"):
+        with OnMeta():
             policy = build_language_model(hf_config, config, groups, vocab)
-        parameters = [parameter for chunk in policy for parameter in chunk.parameters()]
-        assert {parameter.device.type for parameter in parameters} == {"meta"}
-        critic = None
-        if groups.is_last_stage and groups.tp_rank == 0:
-            # The head is drawn on the CPU and small.
-            chunks = build_on_meta(lambda: build_value_model(hf_config, config, groups, vocab, head_seed=1))
-            critic = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-        found[rank] = (sum(parameter.numel() for parameter in parameters), critic)
+            critic = build_value_model(hf_config, config, groups, vocab, head_seed=1)
+        found[rank] = (num_parameters(policy), num_parameters(critic))
         destroy_mpu()
         dist.destroy_process_group()
     return found
 
 
-def build_on_meta(build):
-    """As above, with the head's own generator left where it is."""
-    import torch
+class OnMeta(torch.overrides.TorchFunctionMode):
+    """While active, weights are created on meta; the value head, which is drawn, and rotary frequencies are not."""
 
-    class MetaButDrawn(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            kwargs = dict(kwargs or {})
-            if function in (torch.empty, torch.ones):
-                kwargs["device"] = "meta"
-            return function(*args, **kwargs)
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in (torch.empty, torch.ones):
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
 
-    with MetaButDrawn():
-        return build()
+
+def num_parameters(chunks: list[torch.nn.Module]) -> int:
+    """Of all chunks, nearly all of them on meta."""
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    assert sum(parameter.numel() for parameter in parameters if parameter.device.type != "meta") < 10**5
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def grid_of(world_size: int, megatron: MegatronConfig) -> TrainGrid:
@@ -136,8 +132,7 @@ def test_every_rank_has_the_planned_number_of_parameters(tmp_path):
         assert real.keys() == set(range(world_size))
         for rank, (policy_params, critic_params) in real.items():
             assert policy.num_params(grid.pp_rank(rank)) == policy_params, (folder, megatron, rank)
-            if critic_params is not None:
-                assert critic.num_params(grid.pp_rank(rank)) == critic_params, (folder, megatron, rank)
+            assert critic.num_params(grid.pp_rank(rank)) == critic_params, (folder, megatron, rank)
 
 
 def all_counts(jobs) -> list[dict]:
