@@ -1,4 +1,4 @@
-"""What one GPU and its links can do, from a small file: data-sheet numbers, no measurement in them."""
+"""What one GPU and its links can do, from a small file: data-sheet numbers, and one share that is calibrated."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Hardware:
     """One GPU. Bytes, FLOP/s without sparsity, bytes/s; links and network count one direction, per GPU.
 
     memory_bytes: physical. context_bytes: what CUDA, NCCL and their kernels keep of it, which no allocator sees.
+    matmul_efficiency: share of the peak that long training reaches (see `planner.published`); all else is data sheet.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Hardware:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    matmul_efficiency: float
     context_bytes: float = 2.0e9
 
     def flops(self, dtype: str) -> float:

@@ -1,4 +1,4 @@
-"""Whether the memory plan fits a GPU, how much room it leaves for the KV cache, and what to change where it does not."""
+"""Whether the memory plan fits a GPU, what room it leaves for the KV cache, and what to change if it does not."""
 
 from __future__ import annotations
 
@@ -166,11 +166,9 @@ def _excess(stages: list[StageMemory], usable: int) -> int:
 def candidates(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """(key, value) of what could be changed next within the same layout; numbers are halved."""
     shared = config.actor_rollout_ref
-    for role, megatron in ((ACTOR, shared.actor.megatron), (CRITIC, config.critic.megatron)):
+    for role in (ACTOR, CRITIC):
         yield from ((f"{role}.megatron.{name}", True) for name in ("grad_offload", "optimizer_offload"))
-        if role == CRITIC:
-            yield f"{role}.megatron.param_offload", True
-    yield f"{REF}.megatron.param_offload", True
+    yield from ((f"{role}.megatron.param_offload", True) for role in (CRITIC, REF))
     if shared.actor.megatron.tensor_model_parallel_size > 1:
         yield f"{ACTOR}.megatron.sequence_parallel", True
     for key in (
