@@ -24,7 +24,7 @@ LINK_EFFICIENCY = 0.7
 """Share of a link's or the network's bandwidth that collectives reach; assumed."""
 COLLECTIVE_LATENCY = 10e-6
 """Seconds that a collective among the GPUs of a node takes however small; assumed."""
-RL_SHARE = 0.714
+RL_SHARE = 0.73
 """What passes over short sequences of many lengths reach of the efficiency of long training; calibrated."""
 DECODE_OVERHEAD = 6.35e-3
 """Seconds that the engine spends on a decode step beside the GPU's work; calibrated."""
