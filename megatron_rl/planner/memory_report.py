@@ -36,7 +36,7 @@ class MemoryReport:
     """The plan beside a GPU.
 
     usable: bytes that tensors may have. kv_tokens, kv_sequences: what the configured cache holds on each replica,
-    sequences at full length. room_kv_bytes: the largest cache that would fit while generating.
+    sequences at full length. room_kv_bytes: the largest cache that would fit in every phase that has one.
     """
 
     hardware: Hardware
@@ -103,7 +103,9 @@ def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> M
     usable = usable_bytes(hardware)
     stages = plan_stages(models)
     kv_bytes = config.actor_rollout_ref.rollout.kv_cache_memory_bytes
-    while_generating = max(stage.total("generation") for stage in stages)
+    beside_cache = max(
+        stage.total(phase) - kv_bytes for stage in stages for phase in stage.phases if "KV cache" in stage.phases[phase]
+    )
     model_sizes = read_models(config, config_only=True)[0][0]
     return MemoryReport(
         hardware,
@@ -112,7 +114,7 @@ def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> M
         KVCacheSize.of(config, model_sizes),
         kv_bytes,
         config.data.max_prompt_length + config.data.max_response_length,
-        max(0, usable - while_generating + kv_bytes),
+        max(0, usable - beside_cache),
     )
 
 

@@ -146,6 +146,9 @@ class RunPlan:
             rows.append((name, str(len(groups)), shown + (", ..." if len(groups) > SHOWN_GROUPS else "")))
         return rows
 
+    def _kinds(self) -> list[str]:
+        return [f"{kind} stage" for kind in self.memory.kinds]
+
     def _memory(self) -> list[Sequence[str]]:
         stages = list(self.memory.kinds.values())
         phases = stages[0].phases
@@ -167,7 +170,7 @@ class RunPlan:
             (
                 "largest KV cache",
                 f"{memory.room_kv_bytes / GB:.2f} GB",
-                f"that fits while generating: {largest} tokens",
+                f"that fits in every phase: {largest} tokens",
             ),
         ]
 
