@@ -198,7 +198,7 @@ class Estimator:
         mine = load.num_samples / self.layout.replicas
         together = min(mine, load.max_seqs)
         lengths = Lengths.with_mean(load.response, load.max_response)
-        longest = lengths.quantile(1 - 1 / load.num_samples)
+        longest = lengths.quantile(load.num_samples / (load.num_samples + 1))
         seconds = self._prefill(mine * load.prompt, load.prompt)
         # While others wait, as many as fit are decoded, each at a random point of its answer.
         waiting_steps = (mine - together) * load.response / together
