@@ -24,7 +24,9 @@ from megatron_rl.errors import ConfigError, MegatronRLError, Violation
 from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.hardware import load_hardware
 from megatron_rl.planner.preflight import preflight
+from megatron_rl.planner.run_plan import RunPlan
 
 app = typer.Typer(
     help="PPO with Megatron training and vLLM generation on one memory.",
@@ -32,6 +34,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+DEFAULT_HARDWARE = {"cpu": "cpu", "cuda": "h100"}
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as configs/demo_cpu.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: trainer.seed=2 data.shuffle=false")]
@@ -55,23 +59,51 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables and sentences.")] = False,
     without_files: Annotated[
         bool,
-        typer.Option(
-            "--without-files", help="Of the model need only config.json, and no data: plan first, download later."
-        ),
+        typer.Option("--without-files", help="Of models read config.json alone, and no data: plan, then download."),
     ] = False,
+    hardware: Annotated[
+        str | None, typer.Option(help="a100 | h100 | h200 | cpu | FILE.yaml. Default: cpu or h100, as trainer.device.")
+    ] = None,
+    prompt_length: Annotated[
+        float | None, typer.Option(help="Mean tokens of a prompt. Default: half the longest.")
+    ] = None,
+    response_length: Annotated[
+        float | None, typer.Option(help="Mean tokens of an answer. Default: half the longest.")
+    ] = None,
 ) -> None:
-    """Print the layout and batch table, and every rule the configuration breaks. Starts nothing."""
+    """Print layout, groups, memory, time and transition, and every rule the configuration breaks. Starts nothing.
+
+    Exit code 2 where a rule is broken; a plan that does not fit the GPU's memory is said to, and is no error.
+    """
     try:
         run_config, violations = checked(config, overrides, without_files)
+        gpu = (
+            None
+            if run_config is None
+            else load_hardware(hardware or DEFAULT_HARDWARE.get(run_config.trainer.device, "h100"))
+        )
     except ConfigError as error:
         if not as_json:
             raise
-        run_config, violations = None, violations_of(error)
+        run_config, gpu, violations = None, None, violations_of(error)
+    plan = None
+    if run_config is not None and gpu is not None and not violations:
+        data = run_config.data
+        prompt = prompt_length or data.max_prompt_length / 2
+        response = min(response_length or data.max_response_length / 2, data.max_response_length)
+        plan = RunPlan.of(run_config, gpu, (prompt, response))
     if as_json:
-        print_json({"valid": not violations, "violations": [violation.as_json() for violation in violations]})
+        content = {"valid": not violations, "violations": [violation.as_json() for violation in violations]}
+        print_json(content | ({"plan": plan.as_json()} if plan else {}))
         raise typer.Exit(ConfigError.exit_code if violations else 0)
-    if run_config is not None:
-        Console().print(layout_table(batch_table(run_config)))
+    console = Console()
+    if plan is not None:
+        for table in plan.tables():
+            console.print(table)
+        for note in plan.notes():
+            console.print(note, soft_wrap=True, highlight=False)
+    elif run_config is not None:
+        console.print(layout_table(batch_table(run_config)))
     raise_problems("this run cannot start", violations)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +51,11 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.set_device(self.local_rank)
 
-    def peak_memory_bytes(self) -> int:
-        """Peak bytes so far: allocated on the GPU, or this process's peak resident set on CPU."""
+    def reset_peak_memory(self) -> None:
+        """Begin a new measurement of `peak_memory_bytes`; nothing to do on CPU."""
         if self.kind == "cuda":
-            return torch.cuda.max_memory_allocated(self.local_rank)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            torch.cuda.reset_peak_memory_stats(self.local_rank)
+
+    def peak_memory_bytes(self) -> int | None:
+        """Most bytes that tensors had on the GPU since `reset_peak_memory`; None on CPU, where nobody counts."""
+        return torch.cuda.max_memory_allocated(self.local_rank) if self.kind == "cuda" else None

@@ -29,6 +29,7 @@ from megatron_rl.losses.registry import estimator, policy_loss
 from megatron_rl.losses.rows import total_rows
 from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
+from megatron_rl.observe.memory import PhaseMemory, memory_metrics
 from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.sample_tables import write_sample_table
 from megatron_rl.observe.summary import layout_table
@@ -36,7 +37,9 @@ from megatron_rl.observe.timers import PhaseTimer
 from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.observe.validation import validation_metrics
 from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.memory import plan_stages, worst_of_stages
 from megatron_rl.planner.resume_rules import configured_models
+from megatron_rl.planner.run_models import RunModels
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, row_lengths
@@ -98,6 +101,7 @@ class Run:
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
         self.start = select(config.trainer, configured_models(config))
 
+        self.planned_memory = worst_of_stages(plan_stages(RunModels(config)))
         self.transitions: list = []
         self.sampling_metrics: dict[str, float] = {}
         self.accuracies: list[float] = []
@@ -337,6 +341,10 @@ class Run:
             text = f"{skipped} update(s) of the {role} skipped in this step: gradient or loss not finite"
             self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
         return metrics
+
+    def memory_metrics(self, ranks: list[dict[str, PhaseMemory]]) -> dict[str, float]:
+        """What the ranks held in each phase since the last step, beside what was planned."""
+        return memory_metrics(ranks, self.planned_memory)
 
     def take_timings(self, *names: str) -> dict[str, float]:
         """Seconds per phase since the last call, and forget them; only `names` where some are given."""

@@ -111,6 +111,7 @@ def ppo_step(run: Run, workers: WorkerGroup, step: int) -> dict[str, float]:
         with phase("update_actor"):
             metrics |= update_actor(run, workers, experience, step)
     run.save_samples(run.config.trainer.rollout_data_dir, prompts, scored, step)
+    metrics |= run.memory_metrics(workers.take_memory().get())
     return metrics | run.data_metrics(prompts, generations, experience) | scored.metrics() | run.take_timings()
 
 

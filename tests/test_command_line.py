@@ -88,6 +88,17 @@ def test_plan_as_json_needs_no_prose(small_run):
     assert finished.returncode == 2 and "no configuration file" in json.loads(finished.stdout)["violations"][0]["text"]
 
 
+def test_plan_as_json_holds_the_whole_plan(small_run):
+    """Of a run without faults, on other hardware. Would not catch a wrong number; the planner's own tests do."""
+    arguments = ["plan", "--json", "--hardware", "a100", "--response-length", "5", "--config", DEMO, *small_run]
+    said = json.loads(megatron_rl(*arguments).stdout)
+    assert said["valid"] and said["plan"]["memory"]["hardware"] == "a100" and said["plan"]["memory"]["fits"]
+    assert said["plan"]["time"]["mean_response_length"] == 5
+    assert {"batch", "groups", "memory", "transition", "time", "lacking_files"} == set(said["plan"])
+    finished = megatron_rl("plan", "--hardware", "b10", "--config", DEMO, *small_run)
+    assert finished.returncode == 2 and "must be one of a100, cpu, h100, h200" in finished.stderr
+
+
 def test_plan_before_the_download(small_run, tmp_path):
     """Only config.json is there. Would not catch a plan that reads more of the folder."""
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.parquet", "test.parquet"):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange, Transport, copy_all, region_view
 from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
 from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
-from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, MemberPlan, covers_training, make_plan
+from megatron_rl.hybrid_engine.plan import Member, MemberPlan, plan_memory
 from megatron_rl.hybrid_engine.schedule import local_copies, make_schedule
 from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
@@ -86,9 +86,9 @@ class AllGatherPPModel:
         return self.mine.numel_lacking * self.own.buffers[0].element_size()
 
     @property
-    def scratch_bytes(self) -> int:
-        """Memory that a gather takes beside the foreign buffer while it runs."""
-        return self._exchange.scratch.num_bytes
+    def scratch(self) -> MemoryBuffer:
+        """What a gather takes beside the foreign buffer while it runs."""
+        return self._exchange.scratch
 
     @torch.no_grad()
     def gather(self) -> int:
@@ -138,27 +138,6 @@ class AllGatherPPModel:
             for slot in self.own.member.held
             for part in slot.shard.parts
         ]
-
-
-def plan_memory(
-    tensors: Mapping[str, LogicalTensor], members: list[Member], number: int, drop_train_weights: bool
-) -> tuple[ExchangePlan, bool]:
-    """The exchange plan, and whether member `number` drops its training copy while generating.
-
-    A member that shares all its shards with generation has nothing to drop, and keeps sharing them.
-    """
-    plan = make_plan(tensors, members, share_memory=[True] * len(members))
-    if not drop_train_weights:
-        return plan, False
-    sharing = [set(held) <= mine.shared for held, mine in zip(plan.held, plan.plans, strict=True)]
-    plan = make_plan(tensors, members, share_memory=sharing)
-    for member, held, mine, shares in zip(members, plan.held, plan.plans, sharing, strict=True):
-        if not shares and not covers_training(mine, held):
-            raise ValueError(
-                f"rank {member.rank} cannot drop its training weights: its shards for generation (tp_rank "
-                f"{member.wanted.tp_rank} of {member.wanted.tp_size}) do not contain them"
-            )
-    return plan, not sharing[number]
 
 
 def slot_view(buffers: Mapping[int, torch.Tensor], slot: Slot) -> torch.Tensor:

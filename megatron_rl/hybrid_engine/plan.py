@@ -237,3 +237,24 @@ def covers_training(plan: MemberPlan, held: Mapping[str, Slot]) -> bool:
         for name, slot in held.items()
         for part in slot.shard.parts
     )
+
+
+def plan_memory(
+    tensors: Mapping[str, LogicalTensor], members: Sequence[Member], number: int, drop_train_weights: bool
+) -> tuple[ExchangePlan, bool]:
+    """The exchange plan, and whether member `number` drops its training copy while generating.
+
+    A member that shares all its shards with generation has nothing to drop, and keeps sharing them.
+    """
+    plan = make_plan(tensors, members, share_memory=[True] * len(members))
+    if not drop_train_weights:
+        return plan, False
+    sharing = [set(held) <= mine.shared for held, mine in zip(plan.held, plan.plans, strict=True)]
+    plan = make_plan(tensors, members, share_memory=sharing)
+    for member, held, mine, shares in zip(members, plan.held, plan.plans, sharing, strict=True):
+        if not shares and not covers_training(mine, held):
+            raise ValueError(
+                f"rank {member.rank} cannot drop its training weights: its shards for generation (tp_rank "
+                f"{member.wanted.tp_rank} of {member.wanted.tp_size}) do not contain them"
+            )
+    return plan, not sharing[number]

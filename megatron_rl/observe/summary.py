@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,16 @@ def layout_table(rows: Iterable[tuple[str, object, str]], title: str = "Layout a
     table.add_column("how it comes about", style="dim")
     for name, value, note in rows:
         table.add_row(name, str(value), note)
+    return table
+
+
+def plain_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """One row of text each; the first column names the row, and numbers stand to the right of it."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == 0 or heading == "ranks" else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

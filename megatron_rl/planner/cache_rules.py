@@ -9,11 +9,11 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import ACTOR, CHOICES, ROLLOUT
 from megatron_rl.errors import Violation
 from megatron_rl.planner.model_folder import ModelSizes
+from megatron_rl.planner.run_models import ELEMENT_BYTES
 
 BLOCK_SIZES = {"cpu": 128, "cuda": 16}
 """Tokens of one block of vLLM's cache, by device."""
 DTYPE = f"{ACTOR}.megatron.dtype"
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ class KVCache:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
-        self._tensors = tensors
+        self.tensors = tensors
 
     @property
     def num_bytes(self) -> int:
@@ -23,7 +23,7 @@ class KVCache:
         for storage, num_bytes in self._storages:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             tensor.zero_()
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
 from megatron_rl.experience.batches import num_optimizer_steps
 from megatron_rl.model.families import VOCAB_PADDING, ParamSpec, full_attention
+from megatron_rl.observe.memory import MemoryLedger, PhaseMemory, storage_bytes
 from megatron_rl.parallel.mpu import COLLECTIVE_TIMEOUT, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import (
@@ -36,6 +37,7 @@ from megatron_rl.workers.environment import RankEnvironment
 from third_party_patches import apply_patches
 
 if TYPE_CHECKING:
+    from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
     from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
     from megatron_rl.hybrid_engine.offload import Resting
     from megatron_rl.rollout.engine import RolloutEngine
@@ -60,6 +62,7 @@ class RankWorker:
     critic: Critic
     reward_model: RewardModel
     rollout: RolloutEngine
+    weights: AllGatherPPModel
     engine: HybridEngine
 
     def __init__(self, config: RunConfig) -> None:
@@ -83,6 +86,7 @@ class RankWorker:
         )
         self.cuts = Cuts.configured(config)
         self.resting: list[Resting] = []
+        self.ledger = MemoryLedger(self.owned_memory, self.device.reset_peak_memory, self.device.peak_memory_bytes)
         self.checkpoints: dict[str, RoleCheckpoint] = {}
         self.unfinished: UnfinishedSave | None = None
 
@@ -99,6 +103,27 @@ class RankWorker:
             num_replicas=self.rollout_grid.num_replicas,
             replica_collector=self.rollout_grid.tp_rank(rank) == 0,
         )
+
+    # Memory
+
+    def owned_memory(self) -> dict[str, int]:
+        """Bytes of the tensors that this rank keeps now, under the names of the memory plan."""
+        built, found = vars(self), {}
+        for role in ("actor", "critic"):
+            if role in built:
+                found |= {f"{role} {name}": size for name, size in built[role].trainable.memory().items()}
+        if "reference" in built:
+            found["reference parameters"] = storage_bytes(self.reference.pipeline.parameters())
+        if "weights" in built:
+            found["foreign stages"] = storage_bytes([self.weights.foreign.data])
+        if "rollout" in built:
+            found["KV cache"] = self.rollout.kv_cache.num_bytes
+        return found
+
+    @register(Dispatch.ONE_TO_ALL, role="worker")
+    def take_memory(self) -> dict[str, PhaseMemory]:
+        """What this rank held in every phase since the last call."""
+        return self.ledger.take()
 
     # Building the roles
 
@@ -183,7 +208,7 @@ class RankWorker:
         source = self._source(shared.model.path)
         wanted = self.rollout_grid.place(self.groups.rank, VOCAB_PADDING)
         per_node = self.config.trainer.n_gpus_per_node
-        weights = AllGatherPPModel(
+        self.weights = weights = AllGatherPPModel(
             flat_parameters(self.actor.trainable, source.specs, source.place, wanted, per_node),
             {spec.tensor.name: spec.tensor for spec in source.specs.values()},
             Transport(self.groups.exchange_group),
@@ -206,6 +231,7 @@ class RankWorker:
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
             hf_overrides=full_attention(source.family, source.hf_config.to_dict()),
         )
+        self.ledger.note("init")
         self.rollout.sleep()
         weights.release()
         swap(train_rng)
@@ -216,7 +242,8 @@ class RankWorker:
     @register(Dispatch.ONE_TO_ALL, role="rollout")
     def enter_rollout(self) -> TransitionReport:
         """Train mode -> rollout mode: the current weights of all stages and the KV cache are present."""
-        return self.engine.enter()
+        with self.ledger.phase("reshard"):
+            return self.engine.enter()
 
     @register(Dispatch.ONE_TO_ALL, role="rollout")
     def exit_rollout(self) -> None:
@@ -226,24 +253,28 @@ class RankWorker:
     @register(Dispatch.ROLLOUT_DP, role="rollout")
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """One response per row of this replica's prompts; rollout mode only."""
-        return self.rollout.generate(prompts, sampling)
+        with self.ledger.phase("generation"):
+            return self.rollout.generate(prompts, sampling)
 
     # Scoring
 
     @register(Dispatch.DP, role="actor", balanced=True)
     def compute_log_probs(self, sequences: Sequences) -> TokenScores | None:
         """Log-prob of each response token under the actor, as the trainer computes it."""
-        return self.actor.scorer.score(sequences, self.cuts.log_probs)
+        with self.ledger.phase("old_log_prob"):
+            return self.actor.scorer.score(sequences, self.cuts.log_probs)
 
     @register(Dispatch.DP, role="ref", balanced=True)
     def compute_ref_log_probs(self, sequences: Sequences) -> TokenScores | None:
         """Log-prob of each response token under the reference."""
-        return self.reference.score(sequences, self.cuts.ref_log_probs)
+        with self.ledger.phase("ref"):
+            return self.reference.score(sequences, self.cuts.ref_log_probs)
 
     @register(Dispatch.DP, role="critic", balanced=True)
     def compute_values(self, sequences: Sequences) -> TokenScores | None:
         """Value before each response token."""
-        return self.critic.score(sequences, self.cuts.values)
+        with self.ledger.phase("values"):
+            return self.critic.score(sequences, self.cuts.values)
 
     @register(Dispatch.DP, role="reward_model", balanced=True)
     def compute_rm_scores(self, sequences: Sequences) -> SequenceScores | None:
@@ -255,12 +286,14 @@ class RankWorker:
     @register(Dispatch.DP, role="actor", balanced=True)
     def update_actor(self, batch: ActorBatch) -> dict[str, float]:
         """One optimizer step of the policy."""
-        return self.actor.update(batch)
+        with self.ledger.phase("update_actor"):
+            return self.actor.update(batch)
 
     @register(Dispatch.DP, role="critic", balanced=True)
     def update_critic(self, batch: CriticBatch) -> dict[str, float]:
         """One optimizer step of the critic."""
-        return self.critic.update(batch)
+        with self.ledger.phase("update_critic"):
+            return self.critic.update(batch)
 
     # Checkpoints
 
@@ -278,9 +311,10 @@ class RankWorker:
             "actor": self.config.actor_rollout_ref.actor.checkpoint.async_save,
             "critic": self.config.critic.checkpoint.async_save,
         }
-        self.unfinished = begin_save(
-            folder, self.checkpoints, beside, self.groups, self.engine.rollout_rng, self.device.torch_device
-        )
+        with self.ledger.phase("save"):
+            self.unfinished = begin_save(
+                folder, self.checkpoints, beside, self.groups, self.engine.rollout_rng, self.device.torch_device
+            )
         return {name: checkpoint.state for name, checkpoint in self.checkpoints.items()}
 
     @register(Dispatch.ONE_TO_ALL, role="checkpoint")

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import MegatronConfig, OptimConfig
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
 from megatron_rl.losses.aggregate import BatchTotals, counted
+from megatron_rl.observe.memory import storage_bytes
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.workers.pipeline import Loss, Pipeline
 
@@ -90,6 +91,21 @@ class TrainableModel:
     def param_buffers(self) -> list:
         """DDP's flat buffers of all chunks; each has `param_data` and `grad_data`."""
         return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of everything that is kept between steps, as it is now."""
+        params, moments = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}, []
+        for optimizer in self.optimizer.chained_optimizers:
+            states = optimizer.optimizer.state.values()
+            moments += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if name in state]
+        kept = {tensor.untyped_storage()._cdata for tensor in moments} | params
+        others = [tensor for tensor in self.optimizer_state() if tensor.untyped_storage()._cdata not in kept]
+        return {
+            "parameters": storage_bytes([buffer.param_data for buffer in self.param_buffers]),
+            "gradients": storage_bytes([buffer.grad_data for buffer in self.param_buffers]),
+            "moments": storage_bytes(moments),
+            "masters": storage_bytes(others),
+        }
 
     def optimizer_state(self) -> list[torch.Tensor]:
         """Every tensor that the optimizer keeps and the model does not: moments, and masters of bfloat16 weights."""

@@ -43,7 +43,7 @@ class Ours:
     @property
     def need_bytes(self) -> int:
         """The foreign buffer plus scratch: what the peak may be."""
-        return self.model.foreign.num_bytes + self.model.scratch_bytes
+        return self.model.foreign.num_bytes + self.model.scratch.num_bytes
 
     def run(self) -> None:
         self.received_bytes = self.model.gather()

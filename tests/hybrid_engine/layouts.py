@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import torch
@@ -13,27 +12,7 @@ from megatron_rl.model.families import FAMILIES, ModelShape, ParamSpec, param_ma
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.sharding import LogicalTensor, box_index, shard_of
 from megatron_rl.parallel.stages import StagePlan
-
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-
-
-def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -> list[list[str]]:
-    """Parameter names of each chunk of a stage, in Megatron's order: the buffer holds them last to first."""
-    chunks = stages.layers(pp_rank)
-    names: list[list[str]] = [[] for _ in chunks]
-    is_last = pp_rank == stages.pp_size - 1
-    tied = specs["embedding.word_embeddings.weight"] == specs["output_layer.weight"]
-    for name in specs:
-        layer = LAYER.match(name)
-        if layer:
-            for chunk, layers in enumerate(chunks):
-                if int(layer[1]) in layers:
-                    names[chunk].append(name)
-        elif name.startswith("embedding"):
-            names[0] += [name] if pp_rank == 0 else []
-        elif is_last and not (name == "output_layer.weight" and tied and stages.pp_size == 1):
-            names[-1].append(name)
-    return [chunk[::-1] for chunk in names]
+from megatron_rl.planner.weights import stage_params, tensors_of
 
 
 def members_of(
@@ -64,10 +43,6 @@ def members_of(
             Member(rank, rank // per_node, rollout.train.tp_rank(rank), held, rollout.place(rank, vocab_multiple=64))
         )
     return members
-
-
-def tensors_of(specs: dict[str, ParamSpec]) -> dict[str, LogicalTensor]:
-    return {spec.tensor.name: spec.tensor for spec in specs.values()}
 
 
 def numbered_model(tensors: dict[str, LogicalTensor]) -> dict[tuple[str, int], torch.Tensor]:

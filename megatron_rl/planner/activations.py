@@ -1,0 +1,125 @@
+"""What a pass through a pipeline stage keeps for its backward, and what it holds for a moment: arithmetic.
+
+The numbers per token are those of the layers that `model/gpt.py` builds (unfused norms, rotary embeddings and gates,
+no dropout, flash attention): which tensors autograd keeps was read off real layers, and a test holds them to it.
+Tokens here are those of one micro-batch on one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.model.families import Family, ModelShape, Routing
+
+FP32 = 4
+LOGITS_CHUNK_BYTES = 4 * (1 << 22)
+"""`model.log_probs.CHUNK_ELEMENTS` logits in float32; forward and backward hold a few such tensors at once."""
+CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
+
+
+@dataclass(frozen=True)
+class Block:
+    """A micro-batch: `tokens` laid end to end or padded, in attention filled up to `slots` where no kernel takes
+    segments of any length. `response_tokens`: those that are scored, whose logits are needed.
+    """
+
+    tokens: int
+    slots: int
+    response_tokens: int
+    is_packed: bool
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One decoder layer on one rank. Elements per token: hidden, q and kv columns and MLP columns of this rank.
+
+    sequence_share: 1 / TP under sequence parallelism, which splits what lies between the TP regions.
+    """
+
+    hidden: int
+    q: int
+    kv: int
+    num_heads: int
+    num_kv_heads: int
+    head: int
+    ffn: int
+    element: int
+    sequence_share: float
+    qk_norm: bool
+    routed: float
+    """Tokens that this rank's experts get per token of the micro-batch; 0 when dense."""
+    num_experts: int
+
+    @classmethod
+    def of(
+        cls, family: Family, shape: ModelShape, routing: Routing | None, tp: int, etp: int, sp: bool, element: int
+    ) -> LayerSizes:
+        """A layer under TP `tp` and expert TP `etp`; experts are taken to be used evenly."""
+        kv_heads = max(1, shape.num_kv_heads // tp)
+        share = 1 / tp if sp and tp > 1 else 1.0
+        return cls(
+            hidden=shape.hidden_size,
+            q=shape.num_heads // tp * shape.head_size,
+            kv=kv_heads * shape.head_size,
+            num_heads=shape.num_heads // tp,
+            num_kv_heads=kv_heads,
+            head=shape.head_size,
+            ffn=shape.ffn_size // (etp if routing else tp),
+            element=element,
+            sequence_share=share,
+            qk_norm=family.qk_norm,
+            routed=routing.experts_per_token * share * etp if routing else 0.0,
+            num_experts=shape.num_experts,
+        )
+
+    def saved_bytes(self, block: Block) -> float:
+        """Bytes that one layer keeps between forward and backward."""
+        residual = block.tokens * self.sequence_share * (6 * self.hidden * self.element + 2 * FP32)
+        return residual + self._attention_bytes(block) + self._mlp_bytes(block)
+
+    def _attention_bytes(self, block: Block) -> float:
+        mixed, own = self.q + 2 * self.kv, 0.0
+        rotary = 4 * self.head * block.tokens * self.element
+        statistics = block.slots * self.num_heads * FP32
+        if self.qk_norm:
+            own += block.tokens * ((self.q + self.kv) * self.element + (self.num_heads + self.num_kv_heads) * FP32)
+            own += block.tokens * mixed * self.element if block.slots != block.tokens or self._copies(block) else 0
+        if self._copies(block):
+            return (
+                own
+                + rotary
+                + statistics
+                + (block.tokens * self.q + block.slots * (2 * self.q + 2 * self.kv)) * (self.element)
+            )
+        # Values are read where the fused projection wrote them.
+        return own + rotary + statistics + block.tokens * (mixed + self.kv + 2 * self.q) * self.element
+
+    def _copies(self, block: Block) -> bool:
+        """Whether attention works on rows that are filled up, which are copies."""
+        return block.is_packed and self.element == FP32
+
+    def _mlp_bytes(self, block: Block) -> float:
+        if not self.routed:
+            return 5 * self.ffn * block.tokens * self.element
+        rows = block.tokens * self.routed
+        own = block.tokens * self.sequence_share
+        router = own * self.num_experts * (FP32 + 1) + rows * (8 + 8 + FP32)
+        return rows * (2 * self.hidden + 4 * self.ffn + 1) * self.element + router
+
+    def transient_bytes(self, block: Block, *, backward: bool) -> float:
+        """Bytes that running one layer holds for a moment: the widest step of the MLP or of attention."""
+        ffn = self.ffn * (block.tokens * self.routed if self.routed else block.tokens)
+        widest = max(ffn * (5 if backward else 4), (self.q + 2 * self.kv) * block.slots * 3)
+        return (widest + 2 * self.hidden * block.tokens) * self.element
+
+
+def in_flight(pp_size: int, pp_rank: int, vpp_size: int, num_micro_batches: int) -> int:
+    """Chunk passes of which a stage keeps activations at most: one-forward-one-backward (Narayanan et al.,
+    arXiv:2104.04473), interleaved where there are several chunks.
+    """
+    total = num_micro_batches * vpp_size
+    if vpp_size == 1:
+        return min(pp_size - pp_rank, total)
+    if num_micro_batches == pp_size:
+        return total  # Megatron runs all forward passes first
+    return min(2 * (pp_size - pp_rank - 1) + (vpp_size - 1) * pp_size + 1, total)

@@ -1,0 +1,156 @@
+"""Which parameters each rank holds in training, and how Megatron's flat buffers lie: arithmetic, no torch.
+
+The shapes are those of `model/families`, cut as `parallel/sharding` cuts them; nothing is described a second time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megatron_rl.hybrid_engine.layout import Slot
+from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
+from megatron_rl.model.families import HEAD, ParamSpec
+from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
+from megatron_rl.parallel.sharding import LogicalTensor, shard_of
+from megatron_rl.parallel.stages import StagePlan
+
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+EMBEDDING = "embedding.word_embeddings.weight"
+BUCKET_MULTIPLE = 128
+"""Elements; the end of a bucket is padded to a multiple of it and of the ranks that share the optimizer's state."""
+
+
+def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -> list[list[str]]:
+    """Parameter names of each chunk of a stage, in the order of Megatron's buffers: the model's, last to first.
+
+    A tied head is a parameter of its own where the last stage is not the first.
+    """
+    chunks = stages.layers(pp_rank)
+    names: list[list[str]] = [[] for _ in chunks]
+    is_last = pp_rank == stages.pp_size - 1
+    for name in specs:
+        layer = LAYER.match(name)
+        if layer:
+            for chunk, layers in enumerate(chunks):
+                if int(layer[1]) in layers:
+                    names[chunk].append(name)
+        elif name.startswith("embedding"):
+            names[0] += [name] if pp_rank == 0 else []
+        elif is_last and not (name == HEAD and is_tied(specs) and stages.pp_size == 1):
+            names[-1].append(name)
+    return [chunk[::-1] for chunk in names]
+
+
+def is_tied(specs: dict[str, ParamSpec]) -> bool:
+    """Whether the head's weight is the embedding's."""
+    return specs[EMBEDDING] == specs[HEAD]
+
+
+def tensors_of(specs: dict[str, ParamSpec]) -> dict[str, LogicalTensor]:
+    """Every logical tensor of a model, by name."""
+    return {spec.tensor.name: spec.tensor for spec in specs.values()}
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """One of DDP's buffers on a rank. names: parameters in order. numel: with padding, and num_params without.
+
+    num_shares: ranks among which the optimizer's state of this buffer is spread.
+    """
+
+    names: tuple[str, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    num_params: int
+    num_shares: int
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """A model's parameters under a training layout. All ranks of one stage hold shards of the same sizes."""
+
+    specs: dict[str, ParamSpec] = field(hash=False)
+    stages: StagePlan
+    grid: TrainGrid
+    vocab_multiple: int
+
+    def num_params(self, pp_rank: int) -> int:
+        """Parameters of one rank of a stage, vocabulary padding included, as Megatron counts them."""
+        return sum(buffer.num_params for buffer in self.buffers[pp_rank])
+
+    def numel(self, pp_rank: int) -> int:
+        """Elements of all buffers of one rank of a stage."""
+        return sum(buffer.numel for buffer in self.buffers[pp_rank])
+
+    def optimizer_share(self, pp_rank: int) -> int:
+        """Elements of which one rank keeps the optimizer's state."""
+        return sum(buffer.numel // buffer.num_shares for buffer in self.buffers[pp_rank])
+
+    def shard_numels(self, pp_rank: int) -> dict[str, int]:
+        """Parameter -> elements of its shard, on one rank of a stage."""
+        place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
+        names = [name for buffer in self.buffers[pp_rank] for name in buffer.names]
+        return {name: shard_of(self.specs[name].tensor, place).numel for name in names}
+
+    @cached_property
+    def buffers(self) -> list[list[FlatBuffer]]:
+        """For each stage its buffers in Megatron's order: each chunk's dense parameters, then its experts."""
+        return [self._stage_buffers(pp_rank) for pp_rank in range(self.stages.pp_size)]
+
+    def _stage_buffers(self, pp_rank: int) -> list[FlatBuffer]:
+        grid = self.grid
+        expert_shares = grid.stage_size // (grid.expert_tp_size * grid.ep_size)
+        found = []
+        for names in stage_params(self.specs, self.stages, pp_rank):
+            experts = [name for name in names if self.specs[name].tensor.is_expert]
+            dense = [name for name in names if not self.specs[name].tensor.is_expert]
+            found += [
+                self._buffer(group, shares, pp_rank)
+                for group, shares in ((dense, grid.dp_size), (experts, expert_shares))
+                if group
+            ]
+        return found
+
+    def _buffer(self, names: Sequence[str], num_shares: int, pp_rank: int) -> FlatBuffer:
+        """Starts are aligned; a tied matrix on two stages has a bucket of its own on both, and buckets end padded."""
+        place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
+        is_shared = is_tied(self.specs) and self.stages.pp_size > 1
+        multiple = math.lcm(num_shares, BUCKET_MULTIPLE)
+        offsets, end, total = [], 0, 0
+        for name in names:
+            numel = shard_of(self.specs[name].tensor, place).numel
+            alone = is_shared and name in (EMBEDDING, HEAD)
+            start = _round_up(end, ALIGNMENT)
+            if alone and end:
+                start = _round_up(start, multiple)
+            offsets.append(start)
+            end = start + numel
+            total += numel
+            if alone:
+                end = _round_up(end, multiple)
+        return FlatBuffer(tuple(names), tuple(offsets), _round_up(end, multiple), total, num_shares)
+
+    def members(self, group: Sequence[int], rollout: RolloutGrid, ranks_per_node: int, padding: int) -> list[Member]:
+        """What the ranks of an exchange group hold in training and want for generation.
+
+        padding: multiple to which the rollout engine pads the vocabulary.
+        """
+        found = []
+        for rank in group:
+            place = self.grid.place(rank, self.vocab_multiple)
+            held = [
+                Slot(self.specs[name].tensor.name, number, offset, shard_of(self.specs[name].tensor, place))
+                for number, buffer in enumerate(self.buffers[self.grid.pp_rank(rank)])
+                for name, offset in zip(buffer.names, buffer.offsets, strict=True)
+            ]
+            wanted = rollout.place(rank, padding)
+            found.append(Member(rank, rank // ranks_per_node, self.grid.tp_rank(rank), tuple(held), wanted))
+        return found
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

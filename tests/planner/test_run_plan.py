@@ -1,0 +1,186 @@
+"""Memory, advice and transition of whole configurations, from config.json alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.planner.activations import Block, LayerSizes, in_flight
+from megatron_rl.planner.hardware import load_hardware
+from megatron_rl.planner.memory import plan_stages
+from megatron_rl.planner.memory_report import advice, memory_report, put
+from megatron_rl.planner.preflight import preflight
+from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.run_plan import RunPlan
+from megatron_rl.planner.transition import TransitionPlan
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+MEGATRON = "actor_rollout_ref.actor.megatron"
+LARGE = (
+    "trainer.nnodes=8",
+    f"{MEGATRON}.tensor_model_parallel_size=8",
+    f"{MEGATRON}.pipeline_model_parallel_size=4",
+    f"{MEGATRON}.dtype=bfloat16",
+    f"{MEGATRON}.sequence_parallel=true",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def config(model: str, *overrides: str) -> RunConfig:
+        file = tmp_path / "run.yaml"
+        file.write_text("data: {train_files: a, val_files: b}\n")
+        path = f"actor_rollout_ref.model.path={MODELS / model}"
+        found = load_config(file, [path, "data.max_prompt_length=1024", "data.max_response_length=1024", *overrides])
+        assert preflight(found, config_only=True) == []
+        return found
+
+    return config
+
+
+def test_transition_of_70b_over_the_network(config):
+    """TP8 PP4 DP2 to rollout TP8 on 8 x 8 GPUs: (M / 8) * (3 / 4) = 13.2 GB a GPU, M = 141.1e9 bytes.
+
+    The ends of the pipeline hold the vocabulary's two matrices beside their layers and so lack less than the middle.
+    Would not catch bytes that an executor sends twice; the hybrid engine's own tests do.
+    """
+    plan = TransitionPlan.of(RunModels(config("llama-3-70b", *LARGE)))
+    assert plan.model_bytes == 141_107_412_992
+    assert plan.lower_bound == pytest.approx(13.229e9, rel=1e-4)
+    assert plan.mean_network == pytest.approx(plan.lower_bound, rel=2e-4)
+    assert round(plan.mean_network / 1e9, 1) == 13.2
+    assert (min(plan.network), max(plan.network)) == (13_097_238_528, 13_361_889_280)
+    # Norms are held whole by all TP ranks: a node fetches them once and passes them on.
+    assert 0 < plan.mean_link < 3e6
+    hardware = load_hardware("h100")
+    assert plan.seconds(hardware) == pytest.approx(13_361_889_280 / 50e9 / 0.7, rel=1e-3)
+
+
+def test_transition_inside_a_node(config):
+    """TP4 to rollout TP1 on one node: 3/4 of the model, all over NVLink. Would not catch a slower path."""
+    plan = TransitionPlan.of(
+        RunModels(config("llama-2-7b", f"{MEGATRON}.tensor_model_parallel_size=4", f"{MEGATRON}.dtype=bfloat16",
+                         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+                         "actor_rollout_ref.rollout.kv_cache_memory_bytes=2000000000"))
+    )  # fmt: skip
+    assert set(plan.network) == {0}
+    assert plan.mean_link == pytest.approx(plan.model_bytes * 3 / 4, rel=1e-3)
+
+
+def test_what_a_rank_of_70b_keeps(config):
+    """Counted by hand: the middle stage has 20 of 80 layers, 1 / 8 of each. Would not catch wrong activations."""
+    config = config("llama-3-70b", *LARGE, "critic.enable=true", f"{MEGATRON}.grad_offload=true")
+    stages = plan_stages(RunModels(config))
+    assert [stage.kind for stage in stages] == ["first", "middle", "middle", "last"]
+    layer = (8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672) // 8 + 2 * 8192
+    middle = stages[1].phases["update_actor"]
+    params = 20 * layer
+    assert middle["actor parameters"] == pytest.approx(2 * params, rel=1e-6)
+    assert middle["actor gradients"] == pytest.approx(4 * params, rel=1e-6)
+    assert middle["actor moments"] == pytest.approx(8 * params / 2, rel=1e-6)
+    assert middle["actor masters"] == pytest.approx(4 * params / 2, rel=1e-6)
+    assert "actor gradients" not in stages[1].phases["generation"]
+    assert stages[1].phases["generation"]["foreign stages"] == pytest.approx(13.36e9, rel=1e-3)
+    assert "logits chunk" in stages[3].phases["old_log_prob"] and "logits chunk" not in middle
+
+
+def test_cache_and_room(config):
+    """8 key/value heads on 8 ranks, 80 layers of 128: 40960 bytes a token. Would not catch vLLM's own overhead."""
+    config = config("llama-3-70b", *LARGE, "actor_rollout_ref.rollout.kv_cache_memory_bytes=20000000000")
+    report = memory_report(config, RunModels(config), load_hardware("h100"))
+    assert report.kv_cache.bytes_per_token == 2 * 80 * 128 * 2
+    assert report.kv_tokens == (20_000_000_000 // (16 * 40960) - 1) * 16
+    assert report.kv_sequences == report.kv_tokens // 2048
+    changed = dataclasses.replace(config)
+    put(changed, "actor_rollout_ref.rollout.kv_cache_memory_bytes", report.room_kv_bytes)
+    stages = plan_stages(RunModels(changed))
+    held = max(stage.total(phase) for stage in stages for phase in ("init", "generation", "reshard"))
+    assert held <= report.usable < held + 2
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_advice_makes_the_plan_fit(config, gpu):
+    """Large micro-batches and nothing offloaded: every step of the advice is valid, and in the end it fits.
+
+    Would not catch advice that costs more time than another.
+    """
+    config = config("llama-3-70b", *LARGE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16")
+    hardware, models = load_hardware(gpu), RunModels(config)
+    report = memory_report(config, models, hardware)
+    assert not report.fits
+    changes = advice(config, models, hardware)
+    for change in changes:
+        put(config, change.key, change.value)
+        assert preflight(config, config_only=True) == []
+    after = memory_report(config, RunModels(config), hardware)
+    assert after.fits and after.peak == changes[-1].peak
+
+
+def test_where_nothing_helps_that_is_said(config):
+    """A 70B model on one GPU. Would not catch a layout with more GPUs that would help."""
+    config = config("llama-3-70b", "trainer.n_gpus_per_node=1", f"{MEGATRON}.dtype=bfloat16")
+    plan = RunPlan.of(config, load_hardware("h100"))
+    notes = "\n".join(plan.notes())
+    assert "does not fit" in notes and "take more GPUs" in notes and "must hold *.safetensors files" in notes
+
+
+def test_plan_as_json_has_every_number(config):
+    """Of a mixture of experts. Would not catch a number that is wrong; the tests above do."""
+    config = config(
+        "qwen3-30b-a3b",
+        f"{MEGATRON}.expert_model_parallel_size=8",
+        f"{MEGATRON}.dtype=bfloat16",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=8",
+    )
+    plan = RunPlan.of(config, load_hardware("h200"), (128.0, 512.0))
+    said = plan.as_json()
+    assert said["groups"]["rollout TP"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert set(said["time"]["seconds"]) == {"generation", "old_log_prob", "ref", "update_actor", "reshard"}
+    assert said["time"]["step_seconds"] == pytest.approx(sum(said["time"]["seconds"].values()))
+    assert said["time"]["mean_response_length"] == 512.0
+    assert len(said["transition"]["link_bytes_per_rank"]) == 8
+    assert [table.title for table in plan.tables()][0] == "Layout and batch"
+
+
+LAYER = LayerSizes(
+    hidden=64, q=32, kv=16, num_heads=4, num_kv_heads=2, head=8, ffn=96, element=4, sequence_share=1.0, qk_norm=False,
+    routed=0.0, num_experts=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(1.0, 6 * 10752 + 2 * 168), (0.5, 6 * 5376 + 2 * 84)],
+)
+def test_saved_tensors_of_one_layer(share, expected):
+    """As they were read off a real layer at TP2, packed: 42 tokens of 4 segments in 56 slots, with and without SP.
+
+    Would not catch a kernel that keeps other tensors, as on CUDA.
+    """
+    layer = dataclasses.replace(LAYER, sequence_share=share)
+    attention = 4 * 1344 + 2 * 3584 + 2 * 7168 + 896 + 5376
+    mlp = 32256 + 3 * 16128
+    assert layer.saved_bytes(Block(42, 56, 17, is_packed=True)) == expected + attention + mlp
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "vpp_size", "blocks", "expected"),
+    [
+        (1, 1, 8, [1]),
+        (4, 1, 8, [4, 3, 2, 1]),
+        (4, 1, 2, [2, 2, 2, 1]),
+        (2, 2, 8, [5, 3]),
+        (2, 2, 2, [4, 4]),
+    ],
+)
+def test_passes_in_flight(pp_size, vpp_size, blocks, expected):
+    """Drawn by hand for one-forward-one-backward. Would not catch a schedule of a later Megatron."""
+    assert [in_flight(pp_size, rank, vpp_size, blocks) for rank in range(pp_size)] == expected
