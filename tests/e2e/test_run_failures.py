@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 from command_line import REPOSITORY
-from lives import ONE
+from lives import ONE, TP2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 LIMIT = 60
-SMALL = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.val_before_train=false")
+SMALL = (
+    *TP2,
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "trainer.val_before_train=false",
+)
 TRAIN_KEY = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
 
 
@@ -117,20 +122,23 @@ def test_damaged_prompt_file(command_line, tmp_path: Path) -> None:
     assert_clean_end(run, 2, str(damaged), "is not a readable parquet file")
 
 
-def test_raising_worker(command_line) -> None:
-    """A cache too small for one sequence, refused by vLLM itself; would not catch a failure after the first step."""
-    run = command_line(*SMALL, "actor_rollout_ref.rollout.kv_cache_memory_bytes=1024")
+def test_raising_worker(command_line, tmp_path: Path) -> None:
+    """A user's loss that raises on every rank; would not catch a rank that raises while its peers wait for it."""
+    loss = tmp_path / "loss.py"
+    loss.write_text("def broken(tokens, config):\n    raise RuntimeError('no such loss')\n")
+    key = "actor_rollout_ref.actor.policy_loss"
+    run = command_line(*SMALL, f"{key}.loss_mode=broken", f"{key}.custom.path={loss}")
     run.wait_for(lambda: "raised" in run.text(), timeout=150, may_end=True)
-    assert_clean_end(run, 3, "(rollout)", "build_rollout", "Traceback", "No available memory for the cache blocks")
+    assert_clean_end(run, 3, "(actor)", "update_actor", "Traceback", "no such loss")
 
 
 def test_killed_worker(command_line) -> None:
     """kill -9 of one rank in the middle of training; would not catch a worker that hangs without dying."""
     run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")
     run.wait_for(lambda: '"step": 2' in run.metrics(), timeout=120)
-    victim = next(process for process in run.workers() if process.environ()["RANK"] == "2")
+    victim = next(process for process in run.workers() if process.environ()["RANK"] == "1")
     victim.kill()
-    assert_clean_end(run, 3, "rank 2", "died")
+    assert_clean_end(run, 3, "rank 1", "died")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -146,7 +154,7 @@ def test_killed_controller(command_line) -> None:
     """kill -9 of the controller takes all of Ray and all workers along; would not catch files it leaves."""
     run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")
     run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=120)
-    assert len(run.workers()) == 4
+    assert len(run.workers()) == 2
     run.process.kill()
     assert run.wait(LIMIT) == -9
     assert run.left_over(patience=LIMIT) == []

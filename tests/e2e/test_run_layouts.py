@@ -12,15 +12,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 MEGATRON = "actor_rollout_ref.actor.megatron"
 LAYOUTS = {
     "one-process": (1, 1, 1, 1),
-    "TP4": (4, 4, 1, 4),
     "PP4": (4, 1, 4, 1),
     "TP2xDP2": (4, 2, 1, 2),
-    "TP2xPP2": (4, 2, 2, 2),
     "TP2xPP2-to-TP1": (4, 2, 2, 1),
     "TP4-to-TP2": (4, 4, 1, 2),
-    "TP4-to-TP1": (4, 4, 1, 1),
 }
-"""(ranks, TP, PP, rollout TP)"""
+"""(ranks, TP, PP, rollout TP). `make demo` is TP2xPP2; tests/dist has all others, without the command line."""
 SHORT = (
     "data.train_batch_size=16",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
