@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from megatron_rl.model.families import Family, ModelShape, Routing
 
 FP32 = 4
-LOGITS_CHUNK_BYTES = 4 * (1 << 22)
-"""`model.log_probs.CHUNK_ELEMENTS` logits in float32; forward and backward hold a few such tensors at once."""
 CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
+"""Tensors as large as a chunk of logits in float32 that the head's forward and backward hold at once."""
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float
         prompt=prompt,
         response=response,
         max_response=data.max_response_length,
-        mini_batch=actor.ppo_mini_batch_size * rollout.n,
+        mini_batch=min(actor.ppo_mini_batch_size, data.train_batch_size) * rollout.n,
         block_tokens=int(block),
         epochs=actor.ppo_epochs,
         max_seqs=max(1, min(rollout.max_num_seqs, fitting)),
@@ -233,6 +233,8 @@ def step_seconds(config: RunConfig, models: RunModels, hardware: Hardware, load:
     found = {"generation": actor.generate(load), "old_log_prob": actor.forward(load)}
     if models.has_reference:
         found["ref"] = actor.forward(load)
+    if models.reward is not None:
+        found["rm_scores"] = Estimator(ModelCost.of(models.reward), layout, hardware, dtype).forward(load)
     if models.critic is not None:
         critic = Estimator(ModelCost.of(models.critic), layout, hardware, dtype)
         found |= {"values": critic.forward(load), "update_critic": critic.train(load)}
