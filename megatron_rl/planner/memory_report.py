@@ -135,7 +135,7 @@ def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Cha
             break
         best = min(better, key=lambda one: one.excess)
         config, models, left = best.config, best.models, best.excess
-        found.append(best.change)
+        found = [*(change for change in found if change.key != best.change.key), best.change]
     return found
 
 

@@ -123,8 +123,9 @@ def test_advice_makes_the_plan_fit(config, gpu):
 
 
 def test_where_nothing_helps_that_is_said(config):
-    """A 70B model on one GPU. Would not catch a layout with more GPUs that would help."""
-    config = config("llama-3-70b", "trainer.n_gpus_per_node=1", f"{MEGATRON}.dtype=bfloat16")
+    """A 13B model on one GPU. Would not catch a layout with more GPUs that would help."""
+    short = ("data.max_prompt_length=128", "data.max_response_length=128")
+    config = config("llama-2-13b", "trainer.n_gpus_per_node=1", f"{MEGATRON}.dtype=bfloat16", *short)
     plan = RunPlan.of(config, load_hardware("h100"))
     notes = "\n".join(plan.notes())
     assert "does not fit" in notes and "take more GPUs" in notes and "must hold *.safetensors files" in notes
