@@ -104,7 +104,7 @@ def test_cache_and_room(config):
     assert held <= report.usable < held + 2
 
 
-@pytest.mark.parametrize("gpu", ["a100", "h100"])
+@pytest.mark.parametrize("gpu", ["h100"])
 def test_advice_makes_the_plan_fit(config, gpu):
     """Large micro-batches and nothing offloaded: every step of the advice is valid, and in the end it fits.
 
