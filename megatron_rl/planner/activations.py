@@ -76,6 +76,10 @@ class LayerSizes:
         residual = block.tokens * self.sequence_share * (6 * self.hidden * self.element + 2 * FP32)
         return residual + self._attention_bytes(block) + self._mlp_bytes(block)
 
+    def input_bytes(self, block: Block) -> float:
+        """Bytes of a layer's input: all that full recomputation of activations keeps of it."""
+        return block.tokens * self.sequence_share * self.hidden * self.element
+
     def _attention_bytes(self, block: Block) -> float:
         mixed, own = self.q + 2 * self.kv, 0.0
         rotary = 4 * self.head * block.tokens * self.element

@@ -63,9 +63,12 @@ class Passes:
     num_blocks: int
 
 
-def plan_stages(models: RunModels) -> list[StageMemory]:
-    """One rank of every pipeline stage; the others of a stage hold the same up to rounding."""
-    return [MemoryOfStage(models, pp_rank).planned() for pp_rank in range(models.grid.pp_size)]
+def plan_stages(models: RunModels, *, recompute: bool = False) -> list[StageMemory]:
+    """One rank of every pipeline stage; the others of a stage hold the same up to rounding.
+
+    recompute: as if every layer's activations were made again for its backward, which the trainer does not do yet.
+    """
+    return [MemoryOfStage(models, pp_rank, recompute).planned() for pp_rank in range(models.grid.pp_size)]
 
 
 def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
@@ -79,8 +82,9 @@ def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
 class MemoryOfStage:
     """The arithmetic of one stage."""
 
-    def __init__(self, models: RunModels, pp_rank: int) -> None:
+    def __init__(self, models: RunModels, pp_rank: int, recompute: bool) -> None:
         self.models = models
+        self.recompute = recompute
         self.pp_rank = pp_rank
         self.config = models.config
         self.is_last = pp_rank == models.grid.pp_size - 1
@@ -294,8 +298,10 @@ class MemoryOfStage:
         layer, block, stages = self._layer(model), passes.block, self.models.stages(model)
         chunks = stages.layers(self.pp_rank)
         alive = in_flight(self.models.grid.pp_size, self.pp_rank, self.models.vpp_size, passes.num_blocks)
-        hidden = block.tokens * layer.sequence_share * layer.hidden * layer.element
-        kept = alive * (max(len(chunk) for chunk in chunks) * layer.saved_bytes(block) + 2 * hidden)
+        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block)
+        num_layers = max(len(chunk) for chunk in chunks)
+        kept = alive * (num_layers * (hidden if self.recompute else saved) + 2 * hidden)
+        kept += saved if self.recompute else 0
         gradient = self._largest_gradient(weights, lambda name: "layers" in name)
         running = layer.transient_bytes(block, backward=True)
         head = self._head(block, CHUNKS_BACKWARD, has_vocab)

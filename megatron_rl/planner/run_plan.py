@@ -12,6 +12,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import Hardware
+from megatron_rl.planner.memory import plan_stages
 from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report
 from megatron_rl.planner.model_folder import lacking_files
 from megatron_rl.planner.run_models import RunModels
@@ -133,6 +134,11 @@ class RunPlan:
                 f"  change {change.key}={change.value}: the worst rank then needs {amount(change.peak)}"
                 for change in self.changes
             ]
+            recomputed = max(stage.peak for stage in plan_stages(self.models, recompute=True))
+            if recomputed < self.memory.peak:
+                found.append(
+                    f"  recomputing activations, which this version cannot, would make it {amount(recomputed)}"
+                )
             if not self.changes or self.changes[-1].peak > self.memory.usable:
                 found.append("  these are not enough: take more GPUs")
         return found

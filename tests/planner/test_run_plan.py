@@ -172,6 +172,22 @@ def test_saved_tensors_of_one_layer(share, expected):
     assert layer.saved_bytes(Block(42, 56, 17, is_packed=True)) == expected + attention + mlp
 
 
+def test_recomputation_keeps_inputs_and_one_layer(config):
+    """Half of 32 layers, two passes in flight: by hand. Would not catch what recomputing selectively would keep."""
+    config = config("llama-2-7b", "trainer.n_gpus_per_node=2", "trainer.device=cpu",
+                    f"{MEGATRON}.pipeline_model_parallel_size=2",
+                    "actor_rollout_ref.rollout.kv_cache_memory_bytes=4000000000",
+                    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2")  # fmt: skip
+    models = RunModels(config)
+    whole, less = (plan_stages(models, recompute=again)[0].phases["update_actor"] for again in (False, True))
+    hidden = 2 * 2048 * 4096 * 4
+    layer = LayerSizes.of(models.actor.family, models.actor.shape, None, 1, 1, False, 4)
+    saved = layer.saved_bytes(Block(4096, 4096, 2048, is_packed=True))
+    running = layer.transient_bytes(Block(4096, 4096, 2048, is_packed=True), backward=True)
+    assert whole["activations"] == int(2 * (16 * saved + 2 * hidden) + running)
+    assert less["activations"] == int(2 * 18 * hidden + saved + running)
+
+
 @pytest.mark.parametrize(
     ("pp_size", "vpp_size", "blocks", "expected"),
     [
