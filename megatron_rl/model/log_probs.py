@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FEWEST_LOGITS = 1 << 20
-"""Logits that may exist at once however small the model is: 4 MiB in float32."""
+from megatron_rl.model.chunks import chunk_tokens
 
 
 class HeadLogProb(torch.autograd.Function):
@@ -101,15 +100,6 @@ class LocalRows:
     def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         local = targets - self.first
         return local.clamp(0, len(self.weight) - 1), (local >= 0) & (local < len(self.weight))
-
-
-def chunk_tokens(hidden_size: int, num_rows: int) -> int:
-    """Tokens of which the logits exist at once.
-
-    H / 4, so that a chunk's logits are a quarter of the weight, yet the weight is read seldom enough to keep matrix
-    units busy; more where the logits of those would be few.
-    """
-    return max(1, hidden_size // 4, FEWEST_LOGITS // num_rows)
 
 
 def chunks(num_tokens: int, hidden_size: int, num_rows: int) -> Iterator[slice]:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from megatron_rl.model.families import Family, ModelShape, Routing
 
 FP32 = 4
-LOGITS_CHUNK_BYTES = 4 * (1 << 22)
-"""`model.log_probs.CHUNK_ELEMENTS` logits in float32; forward and backward hold a few such tensors at once."""
 CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
+"""Tensors as large as a chunk of logits in float32 that the head's forward and backward hold at once."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,10 @@ class LayerSizes:
         """Bytes that one layer keeps between forward and backward."""
         residual = block.tokens * self.sequence_share * (6 * self.hidden * self.element + 2 * FP32)
         return residual + self._attention_bytes(block) + self._mlp_bytes(block)
+
+    def input_bytes(self, block: Block) -> float:
+        """Bytes of a layer's input: all that full recomputation of activations keeps of it."""
+        return block.tokens * self.sequence_share * self.hidden * self.element
 
     def _attention_bytes(self, block: Block) -> float:
         mixed, own = self.q + 2 * self.kv, 0.0

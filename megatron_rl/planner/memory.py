@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.hybrid_engine.plan import covers_training
+from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.planner.activations import (
     CHUNKS_BACKWARD,
     CHUNKS_FORWARD,
     FP32,
-    LOGITS_CHUNK_BYTES,
     Block,
     LayerSizes,
     in_flight,
@@ -24,7 +24,10 @@ from megatron_rl.planner.activations import (
 from megatron_rl.planner.run_models import PlannedModel, RunModels
 from megatron_rl.planner.weights import TrainedWeights
 
-PHASES = ("init", "reshard", "generation", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
+PHASES = (
+    *("init", "reshard", "generation", "rm_scores", "old_log_prob", "ref", "values"),
+    *("update_critic", "update_actor", "save"),
+)
 Held = dict[str, int]
 """What is held -> bytes."""
 
@@ -60,9 +63,12 @@ class Passes:
     num_blocks: int
 
 
-def plan_stages(models: RunModels) -> list[StageMemory]:
-    """One rank of every pipeline stage; the others of a stage hold the same up to rounding."""
-    return [MemoryOfStage(models, pp_rank).planned() for pp_rank in range(models.grid.pp_size)]
+def plan_stages(models: RunModels, *, recompute: bool = False) -> list[StageMemory]:
+    """One rank of every pipeline stage; the others of a stage hold the same up to rounding.
+
+    recompute: as if every layer's activations were made again for its backward, which the trainer does not do yet.
+    """
+    return [MemoryOfStage(models, pp_rank, recompute).planned() for pp_rank in range(models.grid.pp_size)]
 
 
 def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
@@ -76,8 +82,9 @@ def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
 class MemoryOfStage:
     """The arithmetic of one stage."""
 
-    def __init__(self, models: RunModels, pp_rank: int) -> None:
+    def __init__(self, models: RunModels, pp_rank: int, recompute: bool) -> None:
         self.models = models
+        self.recompute = recompute
         self.pp_rank = pp_rank
         self.config = models.config
         self.is_last = pp_rank == models.grid.pp_size - 1
@@ -90,6 +97,9 @@ class MemoryOfStage:
             held |= self._trained("critic", self.models.critic_weights)
         if self.models.has_reference:
             held["reference parameters"] = self.models.actor_weights.num_params(self.pp_rank) * self.models.element
+        if self.models.reward_weights is not None:
+            numel = self.models.reward_weights.num_params(self.pp_rank)
+            held["reward model parameters"] = numel * self.models.element
         phases = {
             "init": {
                 **{name: size for name, size in held.items() if not name.endswith("moments")},
@@ -100,6 +110,8 @@ class MemoryOfStage:
         }
         if self.models.has_reference:
             phases["ref"] = held | self._forward(self.models.actor, self._ref_passes())
+        if self.models.reward is not None:
+            phases["rm_scores"] = held | self._forward(self.models.reward, self._rm_passes(), has_vocab=False)
         if self.models.critic is not None:
             critic, weights = self.models.critic, self.models.critic_weights
             phases["values"] = held | self._forward(critic, self._value_passes(), has_vocab=False)
@@ -162,6 +174,8 @@ class MemoryOfStage:
             found |= {f"{role} {name}" for name in _resting_kinds(megatron)}
         if shared.ref.megatron.param_offload:
             found.add("reference parameters")
+        if self.config.reward_model.megatron.param_offload:
+            found.add("reward model parameters")
         return found & held.keys()
 
     def _drops_training(self) -> bool:
@@ -203,7 +217,7 @@ class MemoryOfStage:
         return Passes(Block(tokens, tokens, rows * response, packed), -(-share // rows))
 
     def _num_samples(self, mini_batch: int) -> int:
-        return mini_batch * self.config.actor_rollout_ref.rollout.n
+        return min(mini_batch, self.config.data.train_batch_size) * self.config.actor_rollout_ref.rollout.n
 
     def _actor_passes(self) -> Passes:
         actor, model = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.model
@@ -239,6 +253,12 @@ class MemoryOfStage:
         samples = self._num_samples(self.config.data.train_batch_size)
         return self._passes(samples, critic.forward_micro_batch_size_per_gpu, limit, critic.model.use_remove_padding)
 
+    def _rm_passes(self) -> Passes:
+        reward = self.config.reward_model
+        limit = reward.forward_max_token_len_per_gpu if reward.use_dynamic_bsz else None
+        samples = self._num_samples(self.config.data.train_batch_size)
+        return self._passes(samples, reward.micro_batch_size_per_gpu, limit, reward.model.use_remove_padding)
+
     def _layer(self, model: PlannedModel) -> LayerSizes:
         grid = self.models.grid
         sequence_parallel = self.models.megatron.sequence_parallel
@@ -253,7 +273,7 @@ class MemoryOfStage:
         )
 
     def _vocab_rows(self) -> int:
-        multiple = self.models.megatron.make_vocab_size_divisible_by
+        multiple = self.models.vocab_multiple
         return -(-self.models.actor.shape.vocab_size // multiple) * multiple // self.models.grid.tp_size
 
     def _head(self, block: Block, num_chunks: int, has_vocab: bool) -> Held:
@@ -261,7 +281,8 @@ class MemoryOfStage:
         if not self.is_last or not has_vocab:
             return {}
         scored = block.response_tokens * self.models.actor.shape.hidden_size * self.models.element
-        logits = min(LOGITS_CHUNK_BYTES, block.response_tokens * self._vocab_rows() * FP32)
+        rows, hidden = self._vocab_rows(), self.models.actor.shape.hidden_size
+        logits = min(chunk_tokens(hidden, rows), block.response_tokens) * rows * FP32
         return {"logits chunk": num_chunks * logits + scored}
 
     def _forward(self, model: PlannedModel, passes: Passes, has_vocab: bool = True) -> Held:
@@ -277,8 +298,10 @@ class MemoryOfStage:
         layer, block, stages = self._layer(model), passes.block, self.models.stages(model)
         chunks = stages.layers(self.pp_rank)
         alive = in_flight(self.models.grid.pp_size, self.pp_rank, self.models.vpp_size, passes.num_blocks)
-        hidden = block.tokens * layer.sequence_share * layer.hidden * layer.element
-        kept = alive * (max(len(chunk) for chunk in chunks) * layer.saved_bytes(block) + 2 * hidden)
+        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block)
+        num_layers = max(len(chunk) for chunk in chunks)
+        kept = alive * (num_layers * (hidden if self.recompute else saved) + 2 * hidden)
+        kept += saved if self.recompute else 0
         gradient = self._largest_gradient(weights, lambda name: "layers" in name)
         running = layer.transient_bytes(block, backward=True)
         head = self._head(block, CHUNKS_BACKWARD, has_vocab)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.config.load import follows
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.validate import ACTOR, CRITIC, REF, ROLLOUT
+from megatron_rl.config.validate import ACTOR, CRITIC, REF, REWARD_MODEL, ROLLOUT
 from megatron_rl.planner.cache_rules import KVCacheSize
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import StageMemory, plan_stages
@@ -135,7 +135,7 @@ def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Cha
             break
         best = min(better, key=lambda one: one.excess)
         config, models, left = best.config, best.models, best.excess
-        found.append(best.change)
+        found = [*(change for change in found if change.key != best.change.key), best.change]
     return found
 
 
@@ -170,7 +170,7 @@ def candidates(config: RunConfig) -> Iterator[tuple[str, Any]]:
     shared = config.actor_rollout_ref
     for role in (ACTOR, CRITIC):
         yield from ((f"{role}.megatron.{name}", True) for name in ("grad_offload", "optimizer_offload"))
-    yield from ((f"{role}.megatron.param_offload", True) for role in (CRITIC, REF))
+    yield from ((f"{role}.megatron.param_offload", True) for role in (CRITIC, REF, REWARD_MODEL))
     if shared.actor.megatron.tensor_model_parallel_size > 1:
         yield f"{ACTOR}.megatron.sequence_parallel", True
     for key in (
@@ -179,6 +179,7 @@ def candidates(config: RunConfig) -> Iterator[tuple[str, Any]]:
         f"{CRITIC}.forward_micro_batch_size_per_gpu",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
         f"{REF}.log_prob_micro_batch_size_per_gpu",
+        f"{REWARD_MODEL}.micro_batch_size_per_gpu",
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         f"{ROLLOUT}.kv_cache_memory_bytes",
         f"{ROLLOUT}.max_num_batched_tokens",

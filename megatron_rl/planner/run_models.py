@@ -24,6 +24,7 @@ from megatron_rl.model.families import (
     value_param_map,
 )
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
+from megatron_rl.parallel.sharding import vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.weights import TrainedWeights, tensors_of
 
@@ -74,7 +75,7 @@ class PlannedModel:
 
 
 class RunModels:
-    """The actor, and the critic and the reference where the run has them, on the configured grids.
+    """The actor, and critic, reference and reward model where the run has them, on the configured grids.
 
     The configuration must have passed preflight.
     """
@@ -96,7 +97,10 @@ class RunModels:
         self.rollout = RolloutGrid(self.grid, shared.rollout.tensor_model_parallel_size)
         self.actor = PlannedModel.read(shared.model.path)
         self.critic = PlannedModel.read(config.critic.model.path) if uses_critic(config) else None
+        reward = config.reward_model
+        self.reward = PlannedModel.read(reward.model.path) if reward.enable and reward.model.path is not None else None
         self.has_reference = uses_reference(config)
+        self.vocab_multiple = vocab_multiple(megatron.make_vocab_size_divisible_by, self.grid.tp_size)
         self.vpp_size = megatron.virtual_pipeline_model_parallel_size or 1
         self._scratch: dict[tuple[int, int], int] = {}
         if alike is not None:
@@ -109,16 +113,22 @@ class RunModels:
     @cached_property
     def actor_weights(self) -> TrainedWeights:
         """The policy's parameters; the reference holds the same."""
-        vocab = self.megatron.make_vocab_size_divisible_by
-        return TrainedWeights(self.actor.specs, self.stages(self.actor), self.grid, vocab)
+        return TrainedWeights(self.actor.specs, self.stages(self.actor), self.grid, self.vocab_multiple)
 
     @cached_property
     def critic_weights(self) -> TrainedWeights | None:
         """The critic's parameters."""
-        if self.critic is None:
+        return self._value_weights(self.critic)
+
+    @cached_property
+    def reward_weights(self) -> TrainedWeights | None:
+        """The reward model's, a frozen model of the critic's kind."""
+        return self._value_weights(self.reward)
+
+    def _value_weights(self, model: PlannedModel | None) -> TrainedWeights | None:
+        if model is None:
             return None
-        vocab = self.megatron.make_vocab_size_divisible_by
-        return TrainedWeights(self.critic.value_specs, self.stages(self.critic), self.grid, vocab)
+        return TrainedWeights(model.value_specs, self.stages(model), self.grid, self.vocab_multiple)
 
     def members_of_stage(self, pp_rank: int) -> list[int]:
         """Numbers of a stage's ranks in the exchange group."""

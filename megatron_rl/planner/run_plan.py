@@ -12,14 +12,19 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import Hardware
+from megatron_rl.planner.memory import plan_stages
 from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report
 from megatron_rl.planner.model_folder import lacking_files
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.planner.time import Estimator, Layout, Load, ModelCost
 from megatron_rl.planner.transition import TransitionPlan
 
-GB = 1e9
 SHOWN_GROUPS = 4
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes in GB, or below 0.1 GB in MB."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class RunPlan:
             plain_table(
                 self._memory_title(), ("phase", *(f"{kind} stage" for kind in self.memory.kinds)), self._memory()
             ),
-            plain_table("Largest moment", ("what", "GB"), self._largest_moment()),
+            plain_table("Largest moment", ("what", "held"), self._largest_moment()),
             layout_table(self._cache_rows(), "Room for generation"),
             layout_table(self._time_rows(), f"One step on {self.memory.hardware.name}, estimated"),
             layout_table(self._transition_rows(), "Transition to rollout mode, per GPU"),
@@ -123,21 +128,26 @@ class RunPlan:
         """Sentences to be read after the tables."""
         found = [f"{self.config.actor_rollout_ref.model.path} {rule} before the run can start" for rule in self.lacking]
         if not self.memory.fits:
-            over = (self.memory.peak - self.memory.usable) / GB
-            found.append(f"the plan does not fit: the worst rank needs {over:.1f} GB more than {self._usable_gb()}")
+            over = amount(self.memory.peak - self.memory.usable)
+            found.append(f"the plan does not fit: the worst rank needs {over} more than {self._usable()}")
             found += [
-                f"  change {change.key}={change.value}: the worst rank then needs {change.peak / GB:.1f} GB"
+                f"  change {change.key}={change.value}: the worst rank then needs {amount(change.peak)}"
                 for change in self.changes
             ]
+            recomputed = max(stage.peak for stage in plan_stages(self.models, recompute=True))
+            if recomputed < self.memory.peak:
+                found.append(
+                    f"  recomputing activations, which this version cannot, would make it {amount(recomputed)}"
+                )
             if not self.changes or self.changes[-1].peak > self.memory.usable:
                 found.append("  these are not enough: take more GPUs")
         return found
 
-    def _usable_gb(self) -> str:
-        return f"the {self.memory.usable / GB:.1f} GB that tensors may have of a {self.memory.hardware.name}"
+    def _usable(self) -> str:
+        return f"the {amount(self.memory.usable)} that tensors may have of a {self.memory.hardware.name}"
 
     def _memory_title(self) -> str:
-        return f"Memory per GPU, GB of {self._usable_gb()}"
+        return f"Memory per GPU, of {self._usable()}"
 
     def _group_rows(self) -> list[Sequence[str]]:
         rows = []
@@ -152,24 +162,24 @@ class RunPlan:
     def _memory(self) -> list[Sequence[str]]:
         stages = list(self.memory.kinds.values())
         phases = stages[0].phases
-        return [(phase, *(f"{stage.total(phase) / GB:.2f}" for stage in stages)) for phase in phases]
+        return [(phase, *(amount(stage.total(phase)) for stage in stages)) for phase in phases]
 
     def _largest_moment(self) -> list[Sequence[str]]:
         stage = max(self.memory.stages, key=lambda stage: stage.peak)
         held = sorted(stage.phases[stage.worst_phase].items(), key=lambda item: -item[1])
         title = f"{stage.worst_phase} on the {stage.kind} stage"
-        return [(title, f"{stage.peak / GB:.2f}"), *((f"  {name}", f"{size / GB:.2f}") for name, size in held if size)]
+        return [(title, amount(stage.peak)), *((f"  {name}", amount(size)) for name, size in held if size)]
 
     def _cache_rows(self) -> list[tuple[str, object, str]]:
         memory = self.memory
         largest = memory.kv_cache.num_tokens(memory.room_kv_bytes)
         return [
-            ("KV cache", f"{memory.kv_bytes / GB:.2f} GB", "rollout.kv_cache_memory_bytes, on each rank"),
+            ("KV cache", amount(memory.kv_bytes), "rollout.kv_cache_memory_bytes, on each rank"),
             ("KV tokens", f"{memory.kv_tokens}", f"{memory.kv_cache.bytes_per_token} bytes a token and rank"),
             ("sequences at once", f"{memory.kv_sequences}", f"of {memory.longest} tokens, the longest"),
             (
                 "largest KV cache",
-                f"{memory.room_kv_bytes / GB:.2f} GB",
+                amount(memory.room_kv_bytes),
                 f"that fits in every phase: {largest} tokens",
             ),
         ]
@@ -177,22 +187,22 @@ class RunPlan:
     def _time_rows(self) -> list[tuple[str, object, str]]:
         prompt, response = self.mean_lengths
         rows: list[tuple[str, object, str]] = [
-            (phase, f"{seconds:.1f} s", f"{seconds / self.step_seconds:.0%}") for phase, seconds in self.seconds.items()
+            (phase, f"{seconds:.2f} s", f"{seconds / self.step_seconds:.0%}") for phase, seconds in self.seconds.items()
         ]
         note = f"{self.tokens_per_second:.0f} tokens/s per rank, at {prompt:g} + {response:g} tokens a sample"
-        return [*rows, ("step", f"{self.step_seconds:.1f} s", note)]
+        return [*rows, ("step", f"{self.step_seconds:.2f} s", note)]
 
     def _transition_rows(self) -> list[tuple[str, object, str]]:
         plan = self.transition
 
         def span(sizes: Sequence[int]) -> str:
-            return f"{min(sizes) / GB:.2f} to {max(sizes) / GB:.2f} GB"
+            return f"{amount(min(sizes))} to {amount(max(sizes))}"
 
         formula = "M / rollout TP - M / (TP x PP), M cut evenly"
         return [
-            ("over the network", f"{plan.mean_network / GB:.1f} GB", f"mean; {span(plan.network)}"),
-            ("inside its node", f"{plan.mean_link / GB:.1f} GB", f"mean; {span(plan.link)}"),
-            ("closed form", f"{plan.lower_bound / GB:.1f} GB", f"{formula}, M = {plan.model_bytes / GB:.1f} GB"),
+            ("over the network", amount(plan.mean_network), f"mean; {span(plan.network)}"),
+            ("inside its node", amount(plan.mean_link), f"mean; {span(plan.link)}"),
+            ("closed form", amount(plan.lower_bound), f"{formula}, M = {amount(plan.model_bytes)}"),
         ]
 
 
@@ -209,7 +219,7 @@ def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float
         prompt=prompt,
         response=response,
         max_response=data.max_response_length,
-        mini_batch=actor.ppo_mini_batch_size * rollout.n,
+        mini_batch=min(actor.ppo_mini_batch_size, data.train_batch_size) * rollout.n,
         block_tokens=int(block),
         epochs=actor.ppo_epochs,
         max_seqs=max(1, min(rollout.max_num_seqs, fitting)),
@@ -233,6 +243,8 @@ def step_seconds(config: RunConfig, models: RunModels, hardware: Hardware, load:
     found = {"generation": actor.generate(load), "old_log_prob": actor.forward(load)}
     if models.has_reference:
         found["ref"] = actor.forward(load)
+    if models.reward is not None:
+        found["rm_scores"] = Estimator(ModelCost.of(models.reward), layout, hardware, dtype).forward(load)
     if models.critic is not None:
         critic = Estimator(ModelCost.of(models.critic), layout, hardware, dtype)
         found |= {"values": critic.forward(load), "update_critic": critic.train(load)}

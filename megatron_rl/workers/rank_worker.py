@@ -114,6 +114,8 @@ class RankWorker:
                 found |= {f"{role} {name}": size for name, size in built[role].trainable.memory().items()}
         if "reference" in built:
             found["reference parameters"] = storage_bytes(self.reference.pipeline.parameters())
+        if "reward_model" in built:
+            found["reward model parameters"] = storage_bytes(self.reward_model.pipeline.parameters())
         if "weights" in built:
             found["foreign stages"] = storage_bytes([self.weights.foreign.data])
         if "rollout" in built:
@@ -279,7 +281,8 @@ class RankWorker:
     @register(Dispatch.DP, role="reward_model", balanced=True)
     def compute_rm_scores(self, sequences: Sequences) -> SequenceScores | None:
         """The reward model's score of each whole sequence; train mode only, as the model may rest while generating."""
-        return self.reward_model.score(sequences, self.cuts.rm_scores)
+        with self.ledger.phase("rm_scores"):
+            return self.reward_model.score(sequences, self.cuts.rm_scores)
 
     # Training
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_llama, save_qwen3_moe
+from tiny_models import random_experience, run_config, save_llama, save_qwen3_moe, save_reward_model
 
 from megatron_rl.planner.memory import plan_stages
 from megatron_rl.planner.run_models import RunModels
@@ -37,7 +37,8 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
     from megatron_rl.workers.rank_worker import RankWorker
 
     worker = RankWorker(config)
-    for role in ("actor", "reference", "critic", "rollout"):
+    has_reward = config.reward_model.enable
+    for role in ("actor", "reference", "critic", *(["reward_model"] if has_reward else []), "rollout"):
         getattr(worker, f"build_{role}")()
     experience = full_experience(ROWS // worker.groups.grid.dp_size)
     count = len(experience)
@@ -60,6 +61,7 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
         owned = [buffer for role in trained for b in role.param_buffers for buffer in (b.param_data, b.grad_data)]
         owned += [tensor for role in trained for tensor in role.optimizer_state()]
         owned += [*worker.reference.pipeline.parameters(), worker.weights.foreign.data]
+        owned += worker.reward_model.pipeline.parameters() if has_reward else []
         owned += worker.rollout.kv_cache.tensors
         fixed = sum(worker.owned_memory().values()) - changing(worker)
         meter = StorageMeter(owned, lambda: fixed + changing(worker))
@@ -70,6 +72,8 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
     measure("reshard", worker.enter_rollout)
     measure("generation", worker.generate, prompts, Sampling(1.0, 1.0, -1, RESPONSE, 0))
     worker.exit_rollout()
+    if has_reward:
+        measure("rm_scores", worker.compute_rm_scores, experience.sequences())
     measure("old_log_prob", worker.compute_log_probs, experience.sequences())
     measure("ref", worker.compute_ref_log_probs, experience.sequences())
     measure("values", worker.compute_values, experience.sequences())
@@ -106,6 +110,12 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
     world_size, tp_size, pp_size, changes = LAYOUTS[name]
     (tmp_path / "model").mkdir()
     path = (save_qwen3_moe if "experts" in name else save_llama)(tmp_path / "model", **SIZES)
+    if name == "one rank, packed":
+        (tmp_path / "reward").mkdir()
+        changes = {
+            "reward_model__enable": True,
+            "reward_model__model__path": save_reward_model(tmp_path / "reward", "Llama"),
+        }
     config = run_config(
         path,
         tp_size,

@@ -54,6 +54,7 @@ PURE_PARTS = (
     f"{PACKAGE}.checkpoint.manifest",
     f"{PACKAGE}.checkpoint.pickles",
     f"{PACKAGE}.checkpoint.resume",
+    f"{PACKAGE}.model.chunks",
     f"{PACKAGE}.model.families",
     f"{PACKAGE}.prompts.files",
 )

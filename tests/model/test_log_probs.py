@@ -7,8 +7,9 @@ from dense_log_probs import dense_gradients, dense_log_probs, random_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.model import log_probs
-from megatron_rl.model.log_probs import chunk_tokens, chunks, head_log_probs
+from megatron_rl.model import chunks as chunk_sizes
+from megatron_rl.model.chunks import chunk_tokens
+from megatron_rl.model.log_probs import chunks, head_log_probs
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +37,12 @@ def test_values_and_gradients_agree_with_dense(tp_group, tokens, vocab, padding,
     """
     hidden, weight, targets, mix = random_case(tokens, vocab, vocab + padding, scale, seed)
     hidden.requires_grad_(), weight.requires_grad_()
-    before, log_probs.FEWEST_LOGITS = log_probs.FEWEST_LOGITS, fewest
+    before, chunk_sizes.FEWEST_LOGITS = chunk_sizes.FEWEST_LOGITS, fewest
     try:
         log_prob, entropy = head_log_probs(hidden, weight, targets, vocab, temperature, tp_group)
         gradients = torch.autograd.grad((mix[0] * log_prob + mix[1] * entropy).sum(), (hidden, weight))
     finally:
-        log_probs.FEWEST_LOGITS = before
+        chunk_sizes.FEWEST_LOGITS = before
     assert log_prob.dtype == entropy.dtype == torch.float32
     dense = dense_log_probs((hidden @ weight.t()).detach().double() / temperature, targets, vocab)
     for found, expected in zip((log_prob, entropy), dense, strict=True):

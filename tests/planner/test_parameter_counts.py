@@ -12,6 +12,7 @@ from ranks import run_ranks
 from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
 from megatron_rl.parallel.rank_grid import TrainGrid
+from megatron_rl.parallel.sharding import vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.weights import TrainedWeights
 
@@ -26,7 +27,7 @@ LAYOUTS = [
     ("llama-2-7b", 8, 1, 8, {}),
     ("llama-2-7b", 8, 2, 4, {"virtual_pipeline_model_parallel_size": 4}),
     ("llama-2-7b", 4, 1, 4, {"num_layers_in_first_pipeline_stage": 5, "num_layers_in_last_pipeline_stage": 3}),
-    ("llama-2-7b", 4, 4, 1, {"make_vocab_size_divisible_by": 128}),
+    ("llama-2-7b", 4, 4, 1, {"make_vocab_size_divisible_by": 129}),
     ("llama-2-13b", 8, 4, 2, {}),
     ("llama-2-13b", 10, 2, 5, {}),
     ("llama-2-13b", 8, 2, 4, {"virtual_pipeline_model_parallel_size": 2}),
@@ -75,7 +76,7 @@ def counts_of_real_models(folder: str, world_size: int, megatron: MegatronConfig
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         groups = initialize_mpu(grid, 1, vpp_size=megatron.virtual_pipeline_model_parallel_size or 1)
         config = transformer_config(hf_config, groups, megatron, Device("cpu"))
-        vocab = megatron.make_vocab_size_divisible_by
+        vocab = vocab_multiple(megatron.make_vocab_size_divisible_by, grid.tp_size)
         with OnMeta():
             policy = build_language_model(hf_config, config, groups, vocab)
             critic = build_value_model(hf_config, config, groups, vocab, head_seed=1)
@@ -126,7 +127,7 @@ def test_every_rank_has_the_planned_number_of_parameters(tmp_path):
         settings = json.loads((Path(folder) / "config.json").read_text())
         family, shape = family_of(settings["architectures"]), ModelShape.from_hf(settings)
         stages, grid = StagePlan.from_config(shape.num_layers, megatron), grid_of(world_size, megatron)
-        vocab = megatron.make_vocab_size_divisible_by
+        vocab = vocab_multiple(megatron.make_vocab_size_divisible_by, grid.tp_size)
         policy = TrainedWeights(param_map(family, shape), stages, grid, vocab)
         critic = TrainedWeights(value_param_map(family, shape), stages, grid, vocab)
         assert real.keys() == set(range(world_size))
