@@ -1,6 +1,5 @@
 # make demo       install once, make the demo's model and data once, train:  make demo ARGS="trainer.seed=2"
 # make test       everything .ci/run checks; make test-fast: seconds, one process
-# make test-dist  tests/dist, which pytest leaves out of `make test` because of the folder's name
 # make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
 
 VENV ?= .venv
@@ -13,7 +12,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.
 KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo test test-dist test-fast lint clean
+.PHONY: install assets demo test test-fast lint clean
 
 install: $(STAMP)
 
@@ -35,11 +34,9 @@ assets: install
 demo: assets
 	$(BIN)/python -m megatron_rl train --config configs/demo_cpu.yaml $(ARGS)
 
+# Two at a time: what starts processes waits a good deal, and the next file can use that time.
 test: lint assets
-	$(BIN)/python -m pytest $(ARGS)
-
-test-dist: install
-	$(BIN)/python -m pytest tests/dist $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: lint
 	$(BIN)/python -m pytest -m "not dist and not slow" $(ARGS)
