@@ -24,6 +24,7 @@ CPU_PATCHES = (
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.shm_group_name",
+    "third_party_patches.vllm.shm_lifetime",
 )
 
 __all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]

@@ -6,7 +6,9 @@ On the rank's side a Ray actor holds the user's worker and reports failures as p
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import time
@@ -21,6 +23,8 @@ from ray.exceptions import RayActorError, RayError
 from megatron_rl.controller.failures import RankFailure, describe
 
 _EXIT_TIMEOUT_S = 10.0
+PORTS = range(20_000, 32_768)
+"""Above those of Ray's workers, below those that Linux gives away by itself."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,20 @@ class Call(NamedTuple):
     verb: str
 
 
+def free_port() -> int:
+    """A port that nothing listens on, of those that the system gives to nobody who asks for any.
+
+    Between this answer and its use Ray and gloo open many of the others.
+    """
+    ports = list(PORTS)
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
+
+
 class WorkerProcess:
     """One rank: created empty, then told what to construct, then called verb by verb.
 
@@ -55,10 +73,7 @@ class WorkerProcess:
     def describe_process(self) -> ProcessInfo:
         """Answer once the process is up."""
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), host, port)
+        return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), host, free_port())
 
     def construct(self, role: str, env: dict[str, str], pickled: bytes) -> RankFailure | None:
         """Build the worker from `cloudpickle.dumps((worker_class, args))`, with `env` in the environment."""

@@ -19,6 +19,7 @@ from typing import Annotated
 import torch
 import torch.multiprocessing as mp
 import typer
+from omegaconf import OmegaConf
 from resident import give_back, peak_growth
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +27,7 @@ from transformers import LlamaConfig
 
 from megatron_rl.checkpoint.hf_folder import file_names, plan_files, save_tensors, write_index
 from megatron_rl.checkpoint.hf_tensors import hf_tensors
-from megatron_rl.config.schema import MegatronConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.families import ModelShape, family_of, param_map
 from megatron_rl.workers.environment import worker_environment
 
@@ -84,16 +85,16 @@ def tiled(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def import_config(folder: str, tp_size: int, pp_size: int, dtype: str) -> RunConfig:
-    """The keys of a run that an import reads."""
-    config = RunConfig()
+    """The configuration of a run that imports a folder; the files that it names are not read."""
+    config = OmegaConf.structured(RunConfig)
     config.actor_rollout_ref.model.path = folder
-    config.actor_rollout_ref.actor.megatron = MegatronConfig(
-        tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, dtype=dtype
+    config.actor_rollout_ref.actor.megatron.merge_with(
+        {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": pp_size, "dtype": dtype}
     )
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
+    config.data.train_files = config.data.val_files = "unused"
     config.trainer.device = "cpu"
-    config.trainer.seed = 1
-    return config
+    return OmegaConf.to_object(config)
 
 
 def measure_import(config: RunConfig, load_first: bool = False) -> Growth:

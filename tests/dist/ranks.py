@@ -10,22 +10,16 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from megatron_rl.controller.worker_process import free_port
 from megatron_rl.workers.environment import worker_environment
 
 PRELOADED = ["megatron.core.models.gpt", "megatron.core.optimizer", "vllm", "megatron_rl.workers.policy"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +211,40 @@ def check_shm_group_name():
     assert names(["29500"], ranks=(2, 3)) != [first]
 
 
+def check_shm_lifetime():
+    """What a group of two leaves in /dev/shm while it lives, on rank 0: without the patch, and with it, twice over."""
+    import torch.distributed as dist
+    from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state as vllm_ps
+
+    from third_party_patches.vllm import shm_group_name, shm_lifetime
+
+    shm_group_name.PATCH.apply()
+    dist.init_process_group("gloo")
+    os.environ["VLLM_DIST_IDENT"] = "//"
+    parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+
+    def left_while_alive():
+        with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
+            vllm_ps.init_distributed_environment(2, dist.get_rank(), "env://", dist.get_rank(), "gloo")
+            vllm_ps.initialize_model_parallel(tensor_model_parallel_size=2)
+            summed = vllm_ps.get_tp_group().all_reduce(torch.tensor([1.0, 2.0]))
+            found = sorted(path.name for path in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*"))
+            dist.barrier()
+            vllm_ps.destroy_model_parallel()
+        assert summed.tolist() == [2.0, 4.0]
+        return found
+
+    without = left_while_alive()
+    if dist.get_rank() == 0:
+        for name in without:
+            (Path("/dev/shm") / name).touch()  # as after a kill
+    dist.barrier()
+    shm_lifetime.PATCH.apply()
+    shm_lifetime.PATCH.apply()
+    return without, left_while_alive()
+
+
 def check_rank_order():
     """Rollout groups of TP2 inside TP4: vLLM's TP group of this rank, with and without."""
     import torch.distributed as dist
@@ -258,6 +293,15 @@ def test_unpacked_linear():
 def test_shm_group_name():
     """Without: two jobs share a name. With: each has its own. Would not catch two jobs with one port on two nodes."""
     run_ranks(1, check_shm_group_name, timeout=100)
+
+
+def test_shm_lifetime():
+    """Without: a living group has a segment per rank. With: none has a name, old ones are gone, sums are right.
+
+    Would not catch a kill in the moment between making a segment and mapping it.
+    """
+    for without, with_patch in run_ranks(2, check_shm_lifetime, timeout=100):
+        assert len(without) == 2 and with_patch == []
 
 
 def test_rank_order():

