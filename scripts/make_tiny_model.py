@@ -1,6 +1,6 @@
 """Shrink a model's shape to a tiny one with random weights, for `SCALE=tiny bash scripts/run_70b_ppo.sh`.
 
-    python scripts/make_tiny_model.py --shape configs/models/llama-3-70b --demo assets/demo --output assets/llama3_70b_tiny
+    python scripts/make_tiny_model.py --shape configs/models/llama-3-70b --output assets/llama3_70b_tiny
 
 Architecture, activation, norms, grouped queries, untied embeddings and dtype are those of `--shape`; width, depth and
 vocabulary are the demo's, whose tokenizer is copied. It knows nothing: it exercises a layout, it does not learn much.
@@ -41,7 +41,7 @@ def build(folder: Path, shape: Path, demo: Path, seed: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    content = tiny_shape(json.loads((shape / "config.json").read_text()), json.loads((demo / "config.json").read_text()))
+    content = tiny_shape(*(json.loads((source / "config.json").read_text()) for source in (shape, demo)))
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     torch.manual_seed(seed)
     logging.disable_progress_bar()
@@ -55,7 +55,7 @@ def build(folder: Path, shape: Path, demo: Path, seed: int) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Command line: make the model unless it is there. Exits with 2 rather than replace a folder not its own."""
     parser = argparse.ArgumentParser(description="A tiny random model of a large model's architecture.")
-    parser.add_argument("--shape", type=Path, default=Path("configs/models/llama-3-70b"), help="folder with config.json")
+    parser.add_argument("--shape", type=Path, default=Path("configs/models/llama-3-70b"), help="with config.json")
     parser.add_argument("--demo", type=Path, default=Path("assets/demo"), help="made by scripts/make_demo_assets.py")
     parser.add_argument("--output", type=Path, default=Path("assets/llama3_70b_tiny"), help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
