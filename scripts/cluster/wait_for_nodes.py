@@ -39,7 +39,7 @@ def main() -> int:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             found = enough(ray.nodes(), args.resource, args.count)
         except ConnectionError as error:  # the head may still be starting
-            refusal = f": {error}"
+            refusal = f"; {error}; RAY_AUTH_MODE and the token must be those of Ray's head"
         if len(found) >= args.nodes:
             print(f"{len(found)} nodes with {args.count} {args.resource}s each at {address}: {' '.join(found)}")
             return 0
