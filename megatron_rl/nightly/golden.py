@@ -77,8 +77,12 @@ class Golden:
         return [check for metric, band in self.metrics.items() for check in self._checks_of(metric, band, recorded)]
 
     def renewed(self, recorded: Recorded) -> Golden:
-        """The same bands around what was recorded. Raises ConfigError where a step or a metric is missing."""
-        missing = [f"{check.metric} of step {check.step}" for check in self.checks(recorded) if check.found is None]
+        """The same bands around what was recorded. Raises ConfigError where a number is missing or not finite."""
+        missing = [
+            f"{check.metric} of step {check.step}"
+            for check in self.checks(recorded)
+            if check.found is None or not math.isfinite(check.found)
+        ]
         if missing:
             raise ConfigError(f"the golden file cannot be renewed: the run recorded no {', no '.join(missing)}")
         found: dict[str, list[float]] = {}

@@ -17,7 +17,7 @@ OUTPUT = "output.txt"
 
 
 def run_lives(golden: Golden, config: Path, folder: Path, overrides: Sequence[str]) -> list[Life]:
-    """One life that is stopped after `golden.stop_after_step`, and one that goes on to the end, unless the first ends ill.
+    """One life that is stopped after `golden.stop_after_step`, and, unless that ends ill, one to the end.
 
     Writes `folder`/run and what they print to `folder`/output.txt. `folder` must have no run in it yet.
     """

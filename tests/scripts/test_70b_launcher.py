@@ -44,7 +44,7 @@ def dry_run() -> subprocess.CompletedProcess:
 
 
 def test_dry_run_prints_the_plan(dry_run):
-    """Figures of the 8 x 8 GPUs, without a download. The transition is (141.1 GB / 8) x 3/4 = 13.2 GB a GPU.
+    """Figures of the 8 x 8 GPUs, without a download. The transition is (141.1 GB / 8) x 3/4 = 13.23 GB a GPU.
 
     Would not catch wrong arithmetic behind them; the planner's own tests do.
     """
@@ -53,7 +53,7 @@ def test_dry_run_prints_the_plan(dry_run):
     rows = dict(re.findall(r"│ (\S[^│]*?) +│ +(\S[^│]*?) +│", printed))
     shown = ("ranks", "TP", "PP", "DP", "rollout TP", "samples per step", "samples per DP rank")
     assert [rows[name] for name in shown] == ["64", "8", "4", "2", "8", "1024", "128"]
-    assert rows["over the network"] == "13.2 GB"
+    assert rows["over the network"] == "13.23 GB"
     assert rows["training DP"] == "32" and rows["micro-DP"] == "64" and "[0, 8], [1, 9]" in printed
     assert {"generation", "update_critic", "update_actor", "save", "step"} <= rows.keys()
     assert "does not fit" not in printed
