@@ -106,6 +106,8 @@ def test_renewed_golden_passes_and_survives_the_file(tmp_path):
     assert all(check.passed for check in renewed.checks(worse))
     with pytest.raises(ConfigError, match="score of step 3"):
         GOLDEN.renewed({1: GOOD[1], 2: GOOD[2]})
+    with pytest.raises(ConfigError, match="length of step 2"):
+        GOLDEN.renewed({**GOOD, 2: GOOD[2] | {"length": math.nan}})
 
 
 def test_wrong_golden_files_are_refused(tmp_path):
