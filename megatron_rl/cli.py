@@ -1,4 +1,4 @@
-"""The command line: megatron-rl train | plan | export.
+"""The command line: megatron-rl train | plan | export | nightly.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -6,6 +6,9 @@ Configuration mistakes are reported before torch, Ray or vLLM is imported; exit 
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -21,6 +24,10 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, MegatronRLError, Violation
+from megatron_rl.nightly.golden import read_golden, read_metrics, write_golden
+from megatron_rl.nightly.lives import OUTPUT, run_lives
+from megatron_rl.nightly.outcome import Outcome, outcome_of
+from megatron_rl.nightly.report import markdown
 from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
@@ -146,6 +153,42 @@ def export_command(
 
     export_saved(folder, role.value, target)
     Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True)
+
+
+@app.command("nightly")
+def nightly_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    golden: Annotated[Path, typer.Option(help="Golden metrics and their bands.")] = Path("configs/nightly_golden.json"),
+    folder: Annotated[Path, typer.Option(help="Emptied first where it is a nightly's own.")] = Path("outputs/nightly"),
+    renew: Annotated[bool, typer.Option("--renew", help="Put what this run reaches into the golden file.")] = False,
+) -> None:
+    """Train, stop in the middle, go on, compare with golden metrics; FOLDER/report.md.
+
+    Exit codes: 0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang.
+    """
+    bands = read_golden(golden)
+    report = folder / "report.md"
+    _, violations = checked(config, overrides)
+    raise_problems("this run cannot start", violations)
+    if folder.exists() and any(folder.iterdir()) and not (folder / OUTPUT).is_file():
+        raise ConfigError(f"--folder {folder} holds files of something else; nearest: --folder {folder}/nightly")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that training ends, too
+    save = ("trainer.save_freq=1000000",)  # a run that never saves is not saved when it is stopped, either
+    lives = run_lives(bands, config, folder, [*save, *(overrides or ())])
+    recorded = read_metrics(folder / "run" / "metrics.jsonl")
+    checks = bands.checks(recorded)
+    outcome = outcome_of(lives, checks)
+    command = shlex.join(["megatron-rl", *sys.argv[1:]])
+    report.write_text(markdown(outcome, command, lives, checks, (folder / OUTPUT).read_text(errors="replace")))
+    if renew and outcome in (Outcome.PASS, Outcome.REGRESSION):
+        write_golden(bands.renewed(recorded), golden)
+        Console().print(f"{golden} renewed; it was a {outcome.name.lower()} before", soft_wrap=True)
+        outcome = Outcome.PASS
+    Console().print(f"nightly: {outcome.name.lower()}; {report}", soft_wrap=True)
+    raise typer.Exit(outcome.value)
 
 
 def main() -> None:

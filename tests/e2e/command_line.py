@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,18 +22,25 @@ class CommandLine:
     Several in one `folder`, one after the other, are lives of the same run, whose own folder is `run`.
     """
 
-    def __init__(self, folder: Path, *overrides: str, config: str = "configs/demo_cpu.yaml") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        config: str = "configs/demo_cpu.yaml",
+        command: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`command`: what takes the overrides, instead of `megatron_rl train`; `variables`: its environment."""
         self.tag = uuid.uuid4().hex
         self.folder = folder
         self.run = folder / "run"
         self.output = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
         self.started = time.monotonic()
-        command = [sys.executable, "-m", "megatron_rl", "train", "--config", config, *overrides]
-        command.append(f"trainer.default_local_dir={self.run}")
+        command = command or (sys.executable, "-m", "megatron_rl", "train", "--config", config)
         self.process = subprocess.Popen(
-            command,
+            [*command, *overrides, f"trainer.default_local_dir={self.run}"],
             cwd=REPOSITORY,
-            env=os.environ | {TAG: self.tag, "COLUMNS": "200"},
+            env=os.environ | {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {}),
             stdout=self.output.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,

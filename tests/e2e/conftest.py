@@ -13,11 +13,11 @@ def command_line(tmp_path: Path):
         pytest.fail("the demo assets are missing: run `make assets` (make test does)")
     started: list[CommandLine] = []
 
-    def start(*overrides: str, folder: Path | None = None) -> CommandLine:
-        """A run of its own, or the next life of the one in `folder`."""
+    def start(*overrides: str, folder: Path | None = None, **how) -> CommandLine:
+        """A run of its own, or the next life of the one in `folder`; `how`: keywords of CommandLine."""
         folder = folder or tmp_path / str(len(started))
         folder.mkdir(exist_ok=True)
-        started.append(CommandLine(folder, *overrides))
+        started.append(CommandLine(folder, *overrides, **how))
         return started[-1]
 
     yield start

@@ -37,7 +37,8 @@ ROOMS: dict[str, set[str]] = {
     "controller": GROUND,
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
     **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"workers", "controller", "planner"}),
-    "cli": GROUND | LOOP | {"planner", "controller", "workers", "checkpoint"},
+    "nightly": {"errors"},
+    "cli": GROUND | LOOP | {"planner", "controller", "workers", "checkpoint", "nightly"},
     "__main__": {"cli"},
 }
 """Room -> rooms it may import."""
@@ -68,7 +69,7 @@ LIBRARIES: dict[str, set[str]] = {
 }
 """Library -> rooms (or single files) that may import it."""
 
-WITHOUT_TORCH = ("errors", "balance", "dispatch", "config", "planner", "cli", "__main__")
+WITHOUT_TORCH = ("errors", "balance", "dispatch", "config", "planner", "nightly", "cli", "__main__")
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "observe"),
     *("losses", "prompts", "reward", "planner", "experience"),

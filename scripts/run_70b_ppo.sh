@@ -1,0 +1,169 @@
+#!/usr/bin/env bash
+# PPO on Llama-3-70B, 8 nodes x 8 GPUs (docs/launching.md). Arguments are overrides: trainer.total_training_steps=50
+#
+#   MODEL_PATH=... TRAIN_FILES=... VAL_FILES=... HOSTS="node0 ... node7" bash scripts/run_70b_ppo.sh   start Ray over ssh
+#   RAY_ADDRESS=node0:6379 MODEL_PATH=... bash scripts/run_70b_ppo.sh                    join a Ray cluster
+#   DRY_RUN=1 bash scripts/run_70b_ppo.sh       the whole plan and the commands of every node; starts nothing
+#   SCALE=tiny bash scripts/run_70b_ppo.sh      the same configuration on 8 CPU processes, TP2 x PP2 x DP2, rollout TP1
+#
+# The same command again goes on from the newest checkpoint. Exit codes are megatron-rl's; 2: this cannot work.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+SCALE="${SCALE:-70b}"           # 70b | tiny
+DRY_RUN="${DRY_RUN:-0}"         # 1: print, start nothing
+CONFIG="${CONFIG:-configs/llama3_70b_ppo.yaml}"
+PYTHON="${PYTHON:-$([[ -x .venv/bin/python ]] && echo "$PWD/.venv/bin/python" || echo python3)}" # the same on all nodes
+MODEL_PATH="${MODEL_PATH:-}"    # Hugging Face folder, at the same place on all nodes; empty: the shape, DRY_RUN only
+TRAIN_FILES="${TRAIN_FILES:-}"  # one file, or [a.parquet,b.parquet]
+VAL_FILES="${VAL_FILES:-}"
+OUTPUT_DIR="${OUTPUT_DIR:-}"    # on a file system that all nodes share; empty: the configuration's
+RAY_ADDRESS="${RAY_ADDRESS:-}"  # host:port of a running Ray cluster; empty: start one on HOSTS, or on this machine
+HOSTS="${HOSTS:-}"              # names of all nodes, this one first
+RAY_PORT="${RAY_PORT:-6379}"
+REMOTE_SHELL="${REMOTE_SHELL:-ssh -o BatchMode=yes}" # runs "$REMOTE_SHELL HOST COMMAND"
+NODES_TIMEOUT="${NODES_TIMEOUT:-600}"                # seconds for all nodes to join
+HARDWARE="${HARDWARE:-}"        # a100 | h100 | h200 | cpu | FILE.yaml, for the memory and time plan
+
+case "$SCALE" in
+70b)
+    NNODES="${NNODES:-8}" GPUS_PER_NODE="${GPUS_PER_NODE:-8}" TP="${TP:-8}" PP="${PP:-4}" ROLLOUT_TP="${ROLLOUT_TP:-8}"
+    HARDWARE="${HARDWARE:-h100}"
+    RESOURCE=GPU
+    SHRUNK=()
+    ;;
+tiny)
+    NNODES="${NNODES:-1}" GPUS_PER_NODE="${GPUS_PER_NODE:-8}" TP="${TP:-2}" PP="${PP:-2}" ROLLOUT_TP="${ROLLOUT_TP:-1}"
+    HARDWARE="${HARDWARE:-cpu}"
+    RESOURCE=CPU
+    MODEL_PATH="${MODEL_PATH:-assets/llama3_70b_tiny}"
+    TRAIN_FILES="${TRAIN_FILES:-assets/demo/train.parquet}"
+    VAL_FILES="${VAL_FILES:-assets/demo/test.parquet}"
+    OUTPUT_DIR="${OUTPUT_DIR:-outputs/llama3_70b_tiny}"
+    SHRUNK=(
+        trainer.device=cpu
+        data.train_batch_size=32
+        data.max_prompt_length=16
+        data.max_response_length=8
+        actor_rollout_ref.actor.ppo_mini_batch_size=16
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128
+        actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256
+        actor_rollout_ref.rollout.max_num_batched_tokens=2048
+        actor_rollout_ref.rollout.kv_cache_memory_bytes=8388608
+        actor_rollout_ref.rollout.update_weights_bucket_megabytes=1
+        custom_reward_function.path=scripts/demo_reward.py
+        trainer.total_training_steps=4
+        trainer.test_freq=0
+        trainer.val_before_train=false
+        trainer.save_freq=1
+    )
+    ;;
+*)
+    echo "SCALE=$SCALE must be 70b or tiny; nearest: SCALE=70b" >&2
+    exit 2
+    ;;
+esac
+
+LAYOUT=(
+    trainer.nnodes="$NNODES"
+    trainer.n_gpus_per_node="$GPUS_PER_NODE"
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size="$TP"
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size="$PP"
+    actor_rollout_ref.rollout.tensor_model_parallel_size="$ROLLOUT_TP"
+)
+PLACES=()
+[[ -z "$MODEL_PATH" ]] || PLACES+=(actor_rollout_ref.model.path="$MODEL_PATH")
+[[ -z "$TRAIN_FILES" ]] || PLACES+=(data.train_files="$TRAIN_FILES")
+[[ -z "$VAL_FILES" ]] || PLACES+=(data.val_files="$VAL_FILES")
+[[ -z "$OUTPUT_DIR" ]] || PLACES+=(trainer.default_local_dir="$OUTPUT_DIR")
+
+SETTINGS=("${SHRUNK[@]}" "${LAYOUT[@]}" "${PLACES[@]}" "$@")
+PLAN=("$PYTHON" -m megatron_rl plan --config "$CONFIG" --hardware "$HARDWARE" "${SETTINGS[@]}")
+TRAIN=("$PYTHON" -m megatron_rl train --config "$CONFIG" "${SETTINGS[@]}")
+[[ "$DRY_RUN" == 1 && -z "$MODEL_PATH" ]] && PLAN+=(--without-files)
+
+if [[ -n "$HOSTS" ]]; then
+    read -r -a NODES <<<"$HOSTS"
+    if [[ "${#NODES[@]}" != "$NNODES" ]]; then
+        echo "HOSTS names ${#NODES[@]} machines and NNODES=$NNODES; nearest: NNODES=${#NODES[@]}" >&2
+        exit 2
+    fi
+else
+    NODES=()
+    for ((node = 0; node < NNODES; node++)); do NODES+=("node$node"); done
+fi
+[[ "$RESOURCE" == GPU ]] && HAS=(--num-gpus="$GPUS_PER_NODE") || HAS=(--num-cpus="$GPUS_PER_NODE")
+RAY=(env RAY_USAGE_STATS_ENABLED=0 PYTHONPATH="$PWD")
+for name in RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH; do # of Ray's token authentication, which all nodes must agree on
+    [[ -z "${!name:-}" ]] || RAY+=("$name=${!name}")
+done
+RAY+=("$PYTHON" -m ray.scripts.scripts)
+CLUSTER="${RAY_ADDRESS:-${NODES[0]}:$RAY_PORT}"
+RAY_HEAD=("${RAY[@]}" start --head --port="$RAY_PORT" --include-dashboard=false "${HAS[@]}")
+RAY_WORKER=("${RAY[@]}" start --address="$CLUSTER" "${HAS[@]}")
+WAIT=("$PYTHON" scripts/cluster/wait_for_nodes.py
+    --nodes "$NNODES" --resource "$RESOURCE" --count "$GPUS_PER_NODE" --timeout "$NODES_TIMEOUT")
+
+quoted() { printf '%q ' "$@"; }
+
+print_commands() {
+    echo "Commands, in $PWD on every node:"
+    if [[ -n "$RAY_ADDRESS" ]]; then
+        echo "# ${NODES[0]}, or any machine that reaches the running Ray cluster $RAY_ADDRESS"
+    elif ((NNODES > 1)); then
+        echo "# ${NODES[0]}"
+        echo "$(quoted "${RAY_HEAD[@]}")"
+        for node in "${NODES[@]:1}"; do
+            echo "# $node"
+            echo "$(quoted "${RAY_WORKER[@]}")"
+        done
+        echo "# ${NODES[0]}, when all have been given"
+    else
+        echo "# ${NODES[0]}; Ray is started on it, for this run"
+    fi
+    if [[ -n "$RAY_ADDRESS" ]] || ((NNODES > 1)); then
+        echo "export RAY_ADDRESS=$CLUSTER"
+        echo "$(quoted "${WAIT[@]}")"
+    fi
+    echo "$(quoted "${TRAIN[@]}")"
+}
+
+start_ray() { # head here, then the others; what is there already is joined
+    if (exec 3<>"/dev/tcp/${NODES[0]}/$RAY_PORT") 2>/dev/null; then
+        echo "joining the Ray cluster that runs at $CLUSTER"
+        return
+    fi
+    "${RAY_HEAD[@]}"
+    local -a remote
+    read -r -a remote <<<"$REMOTE_SHELL"
+    for node in "${NODES[@]:1}"; do
+        "${remote[@]}" "$node" "cd $(quoted "$PWD") && $(quoted "${RAY_WORKER[@]}")"
+    done
+    echo "Ray goes on running when training has ended; to end it, on every node: $(quoted "${RAY[@]}" stop)"
+}
+
+if [[ "$SCALE" == tiny ]]; then
+    "$PYTHON" scripts/make_demo_assets.py
+    "$PYTHON" scripts/make_tiny_model.py
+fi
+"${PLAN[@]}" # ends here with code 2 when something cannot work
+if [[ "$DRY_RUN" == 1 ]]; then
+    print_commands
+    exit 0
+fi
+if [[ -z "$RAY_ADDRESS" ]] && ((NNODES > 1)); then
+    if [[ -z "$HOSTS" ]]; then
+        echo "NNODES=$NNODES needs HOSTS=\"node0 node1 ...\" (this machine first) or RAY_ADDRESS=host:port;" \
+            "DRY_RUN=1 prints the commands of every node" >&2
+        exit 2
+    fi
+    start_ray
+    RAY_ADDRESS="$CLUSTER"
+fi
+if [[ -n "$RAY_ADDRESS" ]]; then
+    export RAY_ADDRESS
+    "${WAIT[@]}"
+else
+    unset RAY_ADDRESS # an empty one is no address
+fi
+exec "${TRAIN[@]}"

@@ -1,0 +1,149 @@
+"""The nightly gate's comparison, exit codes and report, on recorded metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.nightly.golden import Band, Golden, read_golden, read_metrics, write_golden
+from megatron_rl.nightly.outcome import Life, Outcome, outcome_of
+from megatron_rl.nightly.report import markdown
+
+REPOSITORY = Path(__file__).parents[2]
+GOLDEN = Golden(
+    3, 1, 600.0, 60.0,
+    {
+        "score": Band((0.5, 0.6, 0.7), below=0.1),
+        "length": Band((4.0, 4.0, 4.0), below=0.25, above=0.5),
+        "speed": Band((100.0,), below=0.3, relative=True, over="median"),
+    },
+)  # fmt: skip
+GOOD = {
+    1: {"score": 0.5, "length": 4.0, "speed": 10.0},
+    2: {"score": 0.9, "length": 4.5, "speed": 90.0},
+    3: {"score": 0.61, "length": 3.75, "speed": 95.0},
+}
+WELL = [Life(20, 9.0, 1, to_stop=True), Life(0, 9.0, 3)]
+
+
+def failed(recorded) -> list[tuple[str, int | None]]:
+    return [(check.metric, check.step) for check in GOLDEN.checks(recorded) if not check.passed]
+
+
+def test_inside_all_bands_is_a_pass():
+    """Far above an open side, on the edge of a closed one, and a slow first step that the median forgives."""
+    assert failed(GOOD) == []
+    assert outcome_of(WELL, GOLDEN.checks(GOOD)) is Outcome.PASS
+
+
+@pytest.mark.parametrize(
+    ("step", "metric", "value", "expected"),
+    [
+        (3, "score", 0.59, [("score", 3)]),
+        (1, "length", 4.51, [("length", 1)]),
+        (1, "length", 3.74, [("length", 1)]),
+        (2, "score", math.nan, [("score", 2)]),
+        (2, "speed", 69.0, [("speed", None)]),
+    ],
+)
+def test_outside_one_band_is_a_regression(step, metric, value, expected):
+    """Each names metric and step. By hand: 0.7 - 0.1, 4 + 0.5, 4 - 0.25; a median of 69 is below 100 - 30%."""
+    recorded = {**GOOD, step: GOOD[step] | {metric: value}}
+    assert failed(recorded) == expected
+    assert outcome_of(WELL, GOLDEN.checks(recorded)) is Outcome.REGRESSION
+
+
+def test_what_was_not_recorded_fails():
+    """A step that is missing, and a metric that is nowhere."""
+    assert failed({1: GOOD[1], 2: GOOD[2]})[:2] == [("score", 3), ("length", 3)]
+    assert ("speed", None) in failed({step: {"score": 1.0, "length": 4.0} for step in (1, 2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("lives", "expected"),
+    [
+        ([Life(21, 1, 1, to_stop=True), Life(0, 1, 3)], Outcome.PASS),
+        ([Life(0, 1, 3, to_stop=True)], Outcome.PASS),  # it ended before it saw the signal
+        ([Life(0, 1, 3)], Outcome.PASS),
+        ([Life(-9, 1, 1, hung_after_s=60.0)], Outcome.HANG),
+        ([Life(20, 1, 1, to_stop=True), Life(-9, 1, 1, hung_after_s=60.0)], Outcome.HANG),
+        ([Life(2, 1, 0)], Outcome.INVALID_CONFIG),
+        ([Life(3, 1, 1)], Outcome.CRASH),
+        ([Life(-9, 1, 1)], Outcome.CRASH),
+        ([Life(20, 1, 1)], Outcome.CRASH),  # somebody else stopped it
+        ([Life(22, 1, 1, to_stop=True)], Outcome.CRASH),  # it could not save in time
+        ([Life(20, 1, 1, to_stop=True), Life(1, 1, 2)], Outcome.CRASH),
+        ([Life(20, 1, 1, to_stop=True)], Outcome.CRASH),  # it never went on
+        ([], Outcome.CRASH),
+    ],
+)
+def test_how_lives_end_decides_first(lives, expected):
+    """Even where every metric is right."""
+    assert outcome_of(lives, GOLDEN.checks(GOOD)) is expected
+
+
+def test_exit_codes_are_distinct_and_documented():
+    """Would not catch a code that documentation explains wrongly."""
+    codes = [outcome.value for outcome in Outcome]
+    assert codes == [0, 2, 10, 11, 12]
+    page = (REPOSITORY / "docs/nightly.md").read_text()
+    assert all(f"| {code} | {outcome.name.lower()}" in page for code, outcome in zip(codes, Outcome, strict=True))
+
+
+def test_renewed_golden_passes_and_survives_the_file(tmp_path):
+    """What was a regression is a pass once it is golden, with the same bands; a missing metric is refused."""
+    worse = {step: values | {"score": 0.1 * step} for step, values in GOOD.items()}
+    assert failed(worse)
+    renewed = GOLDEN.renewed(worse)
+    write_golden(renewed, tmp_path / "golden.json")
+    assert read_golden(tmp_path / "golden.json") == renewed
+    assert renewed.metrics["score"] == Band((0.1, 0.2, 0.3), below=0.1)
+    assert renewed.metrics["speed"].values == (90.0,)
+    assert all(check.passed for check in renewed.checks(worse))
+    with pytest.raises(ConfigError, match="score of step 3"):
+        GOLDEN.renewed({1: GOOD[1], 2: GOOD[2]})
+    with pytest.raises(ConfigError, match="length of step 2"):
+        GOLDEN.renewed({**GOOD, 2: GOOD[2] | {"length": math.nan}})
+
+
+def test_wrong_golden_files_are_refused(tmp_path):
+    """Missing, no JSON, an unknown key, too few values, no such step."""
+    file = tmp_path / "golden.json"
+    with pytest.raises(ConfigError, match=r"configs/nightly_golden.json"):
+        read_golden(file)
+    good = json.loads((REPOSITORY / "configs/nightly_golden.json").read_text())
+    for wrong, says in (
+        ("{", "no golden file"),
+        (json.dumps(good | {"stop_after": 1}), "stop_after"),
+        (json.dumps(good | {"steps": 9}), "needs 9"),
+        (json.dumps(good | {"stop_after_step": 4}), "stop_after_step=4"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=says):
+            read_golden(file)
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    """Would not catch a torn line in the middle, which is an error."""
+    file = tmp_path / "metrics.jsonl"
+    assert read_metrics(file) == {}
+    file.write_text('{"step": 1, "a": 2.0, "b": null}\n{"step": 2, "a"')
+    assert read_metrics(file) == {1: {"step": 1, "a": 2.0}}
+
+
+def test_report_says_what_failed_first():
+    """One page: outcome, lives, the failed comparison above the others, the end of the output."""
+    recorded = {**GOOD, 3: GOOD[3] | {"length": 9.0}}
+    checks = GOLDEN.checks(recorded)
+    text = markdown(Outcome.REGRESSION, "megatron-rl nightly", WELL, checks, "first\n" * 100 + "last\n")
+    assert text.startswith("# Nightly: regression (exit code 10)")
+    assert "| 1 | 9 | 1 | SIGTERM, then exit code 20 |" in text
+    rows = [line for line in text.splitlines() if line.startswith(("| score", "| length", "| speed"))]
+    assert rows[0] == "| length | 3 | 9 | 4 | 3.75 to 4.5 | **out** |" and len(rows) == 7
+    assert "last" in text and text.count("first") < 30
+    killed = markdown(Outcome.HANG, "x", [Life(-9, 70, 1, hung_after_s=60.0)], [], "")
+    assert "killed after 60 s without a step" in killed

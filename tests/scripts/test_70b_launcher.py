@@ -1,0 +1,142 @@
+"""DRY_RUN of scripts/run_70b_ppo.sh: what it prints, what it refuses. No process of Ray or torch is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.config.load import load_config
+from megatron_rl.planner.preflight import preflight
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = "scripts/run_70b_ppo.sh"
+CONFIG = "configs/llama3_70b_ppo.yaml"
+NODES = [f"node{node}" for node in range(8)]
+
+
+def launcher(*overrides: str, **variables: str) -> subprocess.CompletedProcess:
+    """One call of the script, with no variables of the caller's but what Python needs."""
+    keep = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
+    environment = keep | {"PYTHON": sys.executable, "COLUMNS": "200"} | variables
+    command = ["bash", SCRIPT, *overrides]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def commands_of(printed: str) -> list[list[str]]:
+    """The commands that were printed, as words, each after the comment that names its node."""
+    lines = printed[printed.index("Commands, in") :].splitlines()[1:]
+    return [["#", *line[2:].split()] if line.startswith("#") else shlex.split(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def dry_run() -> subprocess.CompletedProcess:
+    return launcher("trainer.seed=7", DRY_RUN="1")
+
+
+def test_dry_run_prints_the_plan(dry_run):
+    """Figures of the 8 x 8 GPUs, without a download. The transition is (141.1 GB / 8) x 3/4 = 13.23 GB a GPU.
+
+    Would not catch wrong arithmetic behind them; the planner's own tests do.
+    """
+    assert (dry_run.returncode, dry_run.stderr) == (0, "")
+    printed = dry_run.stdout
+    rows = dict(re.findall(r"│ (\S[^│]*?) +│ +(\S[^│]*?) +│", printed))
+    shown = ("ranks", "TP", "PP", "DP", "rollout TP", "samples per step", "samples per DP rank")
+    assert [rows[name] for name in shown] == ["64", "8", "4", "2", "8", "1024", "128"]
+    assert rows["over the network"] == "13.23 GB"
+    assert rows["training DP"] == "32" and rows["micro-DP"] == "64" and "[0, 8], [1, 9]" in printed
+    assert {"generation", "update_critic", "update_actor", "save", "step"} <= rows.keys()
+    assert "does not fit" not in printed
+
+
+def test_dry_run_prints_the_commands_of_every_node(dry_run):
+    """Ray's head, seven that join it, and training with the overrides given. Would not catch one that fails there."""
+    commands = commands_of(dry_run.stdout)
+    places = [words[1].rstrip(",") for words in commands if words[0] == "#"]
+    assert places == [*NODES, "node0"]
+    starts = [words for words in commands if "start" in words]
+    assert ["--head" in words for words in starts] == [True, *[False] * 7]
+    assert all("--address=node0:6379" in words and "--num-gpus=8" in words for words in starts[1:])
+    *_, address, wait, train = commands
+    assert address == ["export", "RAY_ADDRESS=node0:6379"]
+    assert wait[1:4] == ["scripts/cluster/wait_for_nodes.py", "--nodes", "8"]
+    assert train[1:6] == ["-m", "megatron_rl", "train", "--config", CONFIG] and train[-1] == "trainer.seed=7"
+
+
+def test_what_is_printed_is_what_is_run():
+    """Names, ports and an override with blanks come through whole. Would not catch another quoting than the shell's."""
+    hosts = " ".join(f"gpu-{node}" for node in range(8))
+    finished = launcher("trainer.experiment_name=two words", DRY_RUN="1", HOSTS=hosts, RAY_PORT="7000", ROLLOUT_TP="4",
+                        MODEL_PATH="")  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    commands = commands_of(finished.stdout)
+    assert ["export", "RAY_ADDRESS=gpu-0:7000"] in commands
+    assert commands[-1][-1] == "trainer.experiment_name=two words"
+    assert "actor_rollout_ref.rollout.tensor_model_parallel_size=4" in commands[-1]
+    assert "the plan does not fit" in finished.stdout  # with this cache, generating at TP4
+
+
+@pytest.mark.parametrize("dry", ["0", "1"])
+def test_bad_override_is_refused_before_anything_starts(dry):
+    """Code 2 and the nearest key, with and without DRY_RUN. Would not catch a fault that only a GPU shows."""
+    finished = launcher("trainer.seeed=2", DRY_RUN=dry)
+    assert finished.returncode == 2
+    assert "nearest: trainer.seed=2" in finished.stderr and "Commands" not in finished.stdout
+
+
+def test_faults_of_a_launch_exit_with_2():
+    """Each named with its value: an unknown scale, too few hosts, a layout, files that are not there."""
+    wrong_scale = launcher(SCALE="small")
+    assert wrong_scale.returncode == 2 and "SCALE=small must be 70b or tiny" in wrong_scale.stderr
+    few_hosts = launcher(DRY_RUN="1", HOSTS="a b")
+    assert few_hosts.returncode == 2 and "HOSTS names 2 machines and NNODES=8" in few_hosts.stderr
+    layout = launcher(DRY_RUN="1", PP="3")
+    assert layout.returncode == 2 and "nearest: actor_rollout_ref.actor.megatron.pipeline" in layout.stderr
+    no_files = launcher()
+    assert no_files.returncode == 2 and "there is none" in no_files.stderr and "*.safetensors" in no_files.stderr
+
+
+def test_scripts_parse():
+    """`bash -n`, and the job's YAML with eight workers of eight GPUs. Would not catch what SLURM or KubeRay refuse."""
+    for script in (SCRIPT, "scripts/cluster/slurm_70b.sbatch"):
+        subprocess.run(["bash", "-n", script], cwd=REPOSITORY, check=True)
+        assert "set -euo pipefail" in (REPOSITORY / script).read_text()
+    [workers] = yaml.safe_load((REPOSITORY / "scripts/cluster/rayjob_70b.yaml").read_text())["spec"]["rayClusterSpec"][
+        "workerGroupSpecs"
+    ]
+    [container] = workers["template"]["spec"]["containers"]
+    assert (workers["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (8, "8")
+
+
+def test_tiny_shape_keeps_the_architecture():
+    """All keys of the 70B shape but sizes and tokens. Would not catch a key that only the library knows."""
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    try:
+        from make_tiny_model import SHRUNK, TOKEN_KEYS, tiny_shape
+    finally:
+        sys.path.pop(0)
+    shape = json.loads((REPOSITORY / "configs/models/llama-3-70b/config.json").read_text())
+    demo = dict.fromkeys(TOKEN_KEYS, 3) | {"architectures": ["Other"], "tie_word_embeddings": True}
+    tiny = tiny_shape(shape, demo)
+    assert {key: tiny[key] for key in shape if key not in {*SHRUNK, *TOKEN_KEYS}} == {
+        key: value for key, value in shape.items() if key not in {*SHRUNK, *TOKEN_KEYS}
+    }
+    assert tiny["architectures"] == ["LlamaForCausalLM"] and not tiny["tie_word_embeddings"]
+    assert tiny["vocab_size"] == 3 and tiny["num_attention_heads"] > tiny["num_key_value_heads"]
+
+
+def test_configuration_is_valid_by_itself():
+    """Without the script, which only repeats its layout. Would not catch a value that is valid and unwise."""
+    config = load_config(REPOSITORY / CONFIG, [f"actor_rollout_ref.model.path={REPOSITORY}/configs/models/llama-3-70b"])
+    assert preflight(config, config_only=True) == []
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (8, 8)
