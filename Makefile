@@ -34,9 +34,9 @@ assets: install
 demo: assets
 	$(BIN)/python -m megatron_rl train --config configs/demo_cpu.yaml $(ARGS)
 
-# Two at a time: what starts processes waits a good deal, and the next file can use that time.
+# Two files at a time, in their order: what starts processes waits a good deal, and the next file can use that time.
 test: lint assets
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: lint
 	$(BIN)/python -m pytest -m "not dist and not slow" $(ARGS)

@@ -216,9 +216,11 @@ def check_shm_lifetime():
     import torch.distributed as dist
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state as vllm_ps
+    from vllm.platforms import current_platform
 
     from third_party_patches.vllm import shm_group_name, shm_lifetime
 
+    current_platform.import_kernels()  # an engine does, and without them groups have no shared memory
     shm_group_name.PATCH.apply()
     dist.init_process_group("gloo")
     os.environ["VLLM_DIST_IDENT"] = "//"
@@ -238,7 +240,8 @@ def check_shm_lifetime():
     without = left_while_alive()
     if dist.get_rank() == 0:
         for name in without:
-            (Path("/dev/shm") / name).touch()  # as after a kill
+            (Path("/dev/shm") / name).unlink(missing_ok=True)
+            (Path("/dev/shm") / name.replace("tp:0", "tp:1")).touch()  # the next group's, as after a kill
     dist.barrier()
     shm_lifetime.PATCH.apply()
     shm_lifetime.PATCH.apply()
