@@ -1,6 +1,6 @@
 """Run a function on N gloo ranks, each in its own process, with a time limit; the answers come back in rank order.
 
-Ranks are forked from one server process that has imported the engines once, which saves each rank their 8 s.
+Ranks are forked from one server process that has imported the engines once (`preloaded.py`).
 """
 
 from __future__ import annotations
@@ -10,30 +10,40 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.controller.worker_process import free_port
 from megatron_rl.workers.environment import worker_environment
 
-PRELOADED = ["megatron.core.models.gpt", "megatron.core.optimizer", "vllm", "megatron_rl.workers.policy"]
-
 
 @functools.cache
 def fork_server() -> ForkServerContext:
-    """The server is started by its first process, with the environment of that moment."""
+    """Started here, for the environment of this moment is the server's."""
     os.environ |= worker_environment("cpu", ranks_per_node=os.cpu_count())
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["preloaded"])
+    # The server knows no other way to this folder, and passes over what it cannot import.
+    others = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [others])])
+    forkserver.ensure_running()
+    if others is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = others
     return context
 
 
 def enter(rank: int, variables: dict[str, str], function: Callable, arguments: tuple, answers) -> None:
     os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     try:
+        assert "preloaded" in sys.modules, "the server of ranks could not: import preloaded"
         # Pickled by value here: a tensor put on the queue itself would need this process to outlive its reader.
         answers.put((rank, None, pickle.dumps(function(*arguments))))
     except BaseException:

@@ -256,6 +256,7 @@ def check_rank_order():
 
     from third_party_patches.vllm import rank_order
 
+    os.environ["VLLM_DIST_IDENT"] = "test"  # vLLM's worker sets it before it makes groups
     dist.init_process_group("gloo")
     parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="external_launcher")
 
