@@ -23,6 +23,7 @@ CPU_PATCHES = (
     "third_party_patches.megatron_core.uneven_gather",
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",
+    "third_party_patches.vllm.cpu_partial_prompts",
     "third_party_patches.vllm.shm_group_name",
     "third_party_patches.vllm.shm_lifetime",
 )
