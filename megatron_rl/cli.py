@@ -24,14 +24,15 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, MegatronRLError, Violation
-from megatron_rl.nightly.golden import read_golden, read_metrics, write_golden
+from megatron_rl.lives.metrics_file import read_metrics
+from megatron_rl.nightly.golden import read_golden, write_golden
 from megatron_rl.nightly.lives import OUTPUT, run_lives
 from megatron_rl.nightly.outcome import Outcome, outcome_of
 from megatron_rl.nightly.report import markdown
 from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
-from megatron_rl.planner.hardware import load_hardware
+from megatron_rl.planner.hardware import default_hardware, load_hardware
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_plan import RunPlan
 
@@ -41,8 +42,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-DEFAULT_HARDWARE = {"cpu": "cpu", "cuda": "h100"}
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as configs/demo_cpu.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: trainer.seed=2 data.shuffle=false")]
@@ -87,7 +86,7 @@ def plan_command(
         gpu = (
             None
             if run_config is None
-            else load_hardware(hardware or DEFAULT_HARDWARE.get(run_config.trainer.device, "h100"))
+            else load_hardware(hardware or default_hardware(run_config.trainer.device))
         )
     except ConfigError as error:
         if not as_json:

@@ -75,10 +75,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunCon
     for a file that cannot be read.
     """
     violations: list[Violation] = []
-    settings = list(_read_file(Path(path)))
+    settings = list(read_file(Path(path)))
     for text in overrides:
         try:
-            settings += _read_override(text)
+            settings += read_override(text)
         except ConfigError as error:
             violations += violations_of(error)
     config = OmegaConf.structured(RunConfig)
@@ -118,7 +118,7 @@ def flat_settings(tree: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _read_file(path: Path) -> Iterator[Setting]:
+def read_file(path: Path) -> Iterator[Setting]:
     if not path.is_file():
         neighbours = [str(file) for file in path.parent.glob("*.y*ml")]
         hint = f"the nearest is {nearest_name(str(path), neighbours)}" if neighbours else "there is none beside it"
@@ -135,7 +135,7 @@ def _read_file(path: Path) -> Iterator[Setting]:
         yield from _flatten(str(name), value, str(path))
 
 
-def _read_override(text: str) -> Iterator[Setting]:
+def read_override(text: str) -> Iterator[Setting]:
     key, equals, value = text.partition("=")
     if not equals:
         nearest = nearest_name(key, KEYS)

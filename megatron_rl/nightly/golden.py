@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,21 +129,6 @@ def write_golden(golden: Golden, path: Path) -> None:
     head = [f'  "{name}": {json.dumps(value)},' for name, value in content.items()]
     bands = ",\n".join(f"    {json.dumps(metric)}: {json.dumps(band)}" for metric, band in metrics.items())
     path.write_text("\n".join(["{", *head, '  "metrics": {', bands, "  }", "}"]) + "\n")
-
-
-def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """The steps of a run's metrics.jsonl: empty where there is none. A last line that is being written is left out."""
-    found: dict[int, dict[str, float]] = {}
-    lines: Sequence[str] = path.read_text().splitlines() if path.is_file() else ()
-    for number, line in enumerate(lines, start=1):
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines):
-                break  # it is being written
-            raise
-        found[values["step"]] = {name: value for name, value in values.items() if value is not None}
-    return found
 
 
 def _problems(golden: Golden) -> Iterator[str]:

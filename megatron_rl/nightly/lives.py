@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.nightly.golden import Golden, read_metrics
+from megatron_rl.lives.metrics_file import read_metrics
+from megatron_rl.lives.process import living
+from megatron_rl.nightly.golden import Golden
 from megatron_rl.nightly.outcome import Life
 
 POLL_S = 0.2
@@ -36,26 +37,22 @@ def live(command: Sequence[str], golden: Golden, folder: Path, stop_after: int) 
     metrics = folder / "run" / "metrics.jsonl"
     started = moved = time.monotonic()
     first = last = _last_step(metrics)
-    to_stop = False
-    with (folder / OUTPUT).open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while process.poll() is None:
-                time.sleep(POLL_S)
-                now, step = time.monotonic(), _last_step(metrics)
-                if step > last:
-                    moved, last = now, step
-                if stop_after and step >= stop_after and not to_stop:
-                    process.send_signal(signal.SIGTERM)
-                    to_stop = True
-                patience = golden.first_step_within_s if last == first else golden.step_within_s
-                if now - moved > patience:
-                    process.kill()
-                    return Life(process.wait(), now - started, last, to_stop, now - moved)
-        finally:
-            if process.poll() is None:
-                process.kill()  # its Ray processes end themselves when it is gone
-    return Life(process.returncode, time.monotonic() - started, _last_step(metrics), to_stop)
+    to_stop, hung_after_s = False, None
+    with living(command, folder / OUTPUT) as process:
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            now, step = time.monotonic(), _last_step(metrics)
+            if step > last:
+                moved, last = now, step
+            if stop_after and step >= stop_after and not to_stop:
+                process.send_signal(signal.SIGTERM)
+                to_stop = True
+            patience = golden.first_step_within_s if last == first else golden.step_within_s
+            if now - moved > patience:
+                hung_after_s = now - moved
+                process.kill()
+                break
+    return Life(process.returncode, time.monotonic() - started, _last_step(metrics), to_stop, hung_after_s)
 
 
 def _last_step(metrics: Path) -> int:

@@ -42,6 +42,11 @@ def known_hardware() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
+def default_hardware(device: str) -> str:
+    """What a plan is made for where nothing else is said. device: trainer.device."""
+    return "cpu" if device == "cpu" else "h100"
+
+
 def load_hardware(name: str) -> Hardware:
     """By name, or from a YAML file of the user's. Raises ConfigError when there is none or it lacks a number."""
     file = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"

@@ -7,7 +7,8 @@ import sys
 import pytest
 from lives import ONE, SHORT
 
-from megatron_rl.nightly.golden import Band, Golden, read_metrics, write_golden
+from megatron_rl.lives.metrics_file import read_metrics
+from megatron_rl.nightly.golden import Band, Golden, write_golden
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 

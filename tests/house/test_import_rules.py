@@ -37,8 +37,10 @@ ROOMS: dict[str, set[str]] = {
     "controller": GROUND,
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
     **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"workers", "controller", "planner"}),
-    "nightly": {"errors"},
-    "cli": GROUND | LOOP | {"planner", "controller", "workers", "checkpoint", "nightly"},
+    "lives": {"errors"},
+    "nightly": {"errors", "lives"},
+    "ablation": {"errors", "config", "observe", "planner", "lives"},
+    "cli": GROUND | LOOP | {"planner", "controller", "workers", "checkpoint", "lives", "nightly", "ablation"},
     "__main__": {"cli"},
 }
 """Room -> rooms it may import."""
@@ -69,7 +71,10 @@ LIBRARIES: dict[str, set[str]] = {
 }
 """Library -> rooms (or single files) that may import it."""
 
-WITHOUT_TORCH = ("errors", "balance", "dispatch", "config", "planner", "nightly", "cli", "__main__")
+WITHOUT_TORCH = (
+    *("errors", "balance", "dispatch", "config", "planner"),
+    *("lives", "nightly", "ablation", "cli", "__main__"),
+)
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "observe"),
     *("losses", "prompts", "reward", "planner", "experience"),

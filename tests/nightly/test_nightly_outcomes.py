@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.nightly.golden import Band, Golden, read_golden, read_metrics, write_golden
+from megatron_rl.lives.metrics_file import read_metrics
+from megatron_rl.nightly.golden import Band, Golden, read_golden, write_golden
 from megatron_rl.nightly.outcome import Life, Outcome, outcome_of
 from megatron_rl.nightly.report import markdown
 

@@ -1,0 +1,168 @@
+"""The file that describes an ablation, checked: every name, type and key in it, before anything else happens.
+
+configs/ablation.yaml is one, with a comment for each key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_rl.config.load import GROUPS, KEYS, OPEN_KEYS, read_override
+from megatron_rl.config.problems import nearest_name, raise_problems, violations_of
+from megatron_rl.errors import ConfigError, Violation
+
+NAME = "name"
+"""What an explicit point may have beside dotted keys."""
+
+OWN_KEYS = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
+"""Keys that the ablation sets, as every point has a folder of its own and starts anew."""
+
+Settings = dict[str, Any]
+"""Dotted key of the run's configuration -> value."""
+
+
+@dataclass(frozen=True)
+class AblationConfig:
+    """One file's content.
+
+    config: the base configuration's file. overrides: for all points. grid: key -> values, all combinations of which
+    are points. points: further ones. exclude: combinations that are left out: all that agree with one of these.
+    baseline: name of the point that ratios refer to. warmup_steps: steps at the start that do not count.
+    time_limit_s: of one run. hardware, prompt_length, response_length: what `megatron-rl plan` takes.
+    """
+
+    config: str
+    folder: str = "outputs/ablation"
+    overrides: Settings = field(default_factory=dict)
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+    points: list[Settings] = field(default_factory=list)
+    exclude: list[Settings] = field(default_factory=list)
+    baseline: str | None = None
+    warmup_steps: int = 1
+    time_limit_s: float = 1800.0
+    hardware: str | None = None
+    prompt_length: float | None = None
+    response_length: float | None = None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_settings(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list_of_settings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) and item for item in value)
+
+
+def _is_grid(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(values, list) and values for values in value.values())
+
+
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "config": (_is_text, "must name a configuration file"),
+    "folder": (_is_text, "must name a folder"),
+    "overrides": (_is_settings, "must map dotted keys to values"),
+    "grid": (_is_grid, "must map dotted keys to lists of values"),
+    "points": (_is_list_of_settings, "must be a list of maps from dotted keys to values"),
+    "exclude": (_is_list_of_settings, "must be a list of maps from dotted keys to values"),
+    "baseline": (_is_text, "must be the name of a point"),
+    "warmup_steps": (_is_count, "must be a whole number, 0 or more"),
+    "time_limit_s": (_is_number, "must be a number above 0"),
+    "hardware": (_is_text, "must be a name or a file"),
+    "prompt_length": (_is_number, "must be a number above 0"),
+    "response_length": (_is_number, "must be a number above 0"),
+}
+MAY_BE_NULL = {field.name for field in dataclasses.fields(AblationConfig) if field.default is None}
+
+
+def read_ablation(path: Path, overrides: Sequence[str] = ()) -> AblationConfig:
+    """The file, with `key=value` overrides of the runs' configuration for all points.
+
+    Raises ConfigError that lists everything wrong with names, types and keys; values are for each point's preflight.
+    """
+    tree = _read(path)
+    names = [item.name for item in dataclasses.fields(AblationConfig)]
+    violations = []
+    for name, value in tree.items():
+        if name not in names:
+            nearest = {nearest_name(name, names): value}
+            violations.append(Violation({name: value}, f"({path})", nearest, subject=f"unknown key {name}"))
+        elif not (value is None and name in MAY_BE_NULL) and not RULES[name][0](value):
+            violations.append(Violation({name: value}, f"({path}) {RULES[name][1]}"))
+    if "config" not in tree:
+        violations.append(Violation({}, f"{path} must name the base configuration: config: configs/demo_cpu.yaml"))
+    raise_problems(f"cannot use {path}", violations)
+    ablation = AblationConfig(**tree)
+    raise_problems(f"cannot use {path}", [*_key_problems(ablation, path)])
+    return dataclasses.replace(ablation, overrides=ablation.overrides | _parsed(overrides))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"no ablation file at {path}; the one of this repository is configs/ablation.yaml")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; it must hold keys: {', '.join(RULES)}")
+    return {str(name): value for name, value in tree.items()}
+
+
+def _key_problems(ablation: AblationConfig, path: Path) -> Iterator[Violation]:
+    """Keys of the runs' configuration that there are not, or that are not for the ablation to vary."""
+    places = [("overrides", ablation.overrides), ("grid", ablation.grid)]
+    places += [(f"points[{number}]", point) for number, point in enumerate(ablation.points)]
+    places += [(f"exclude[{number}]", point) for number, point in enumerate(ablation.exclude)]
+    for place, settings in places:
+        for key, value in settings.items():
+            where = f"({place} of {path})"
+            if key == NAME and place.startswith("points"):
+                if not _is_text(value):
+                    yield Violation({NAME: value}, f"{where} must be a text")
+            elif key in GROUPS:
+                inner = nearest_name(key, [name for name in KEYS if name.startswith(f"{key}.")])
+                yield Violation({key: value}, f"{where} is a group of keys; write one with dots, as {inner}")
+            elif key not in KEYS and not any(str(key).startswith(f"{open_key}.") for open_key in OPEN_KEYS):
+                nearest = {nearest_name(str(key), KEYS): value}
+                yield Violation({key: value}, where, nearest, subject=f"unknown key {key}")
+            elif key in OWN_KEYS:
+                yield Violation({key: value}, f"{where} is set by the ablation: leave it out")
+
+
+def _parsed(overrides: Sequence[str]) -> Settings:
+    """Overrides of the command line. Keys are checked with everything else of a run, by its preflight."""
+    settings: Settings = {}
+    violations: list[Violation] = []
+    for text in overrides:
+        try:
+            settings |= {setting.key: setting.value for setting in read_override(text)}
+        except ConfigError as error:
+            violations += violations_of(error)
+    for key in settings:
+        if key not in KEYS and not any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS):
+            nearest = {nearest_name(key, KEYS): settings[key]}
+            violations.append(Violation({key: settings[key]}, "(override)", nearest, subject=f"unknown key {key}"))
+        elif key in OWN_KEYS:
+            violations.append(Violation({key: settings[key]}, "(override) is set by the ablation: leave it out"))
+    raise_problems("cannot use the overrides", violations)
+    return settings

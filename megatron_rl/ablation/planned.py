@@ -1,0 +1,133 @@
+"""What is known of a point before it runs: whether it can, why not, and what the planner expects of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.ablation.config import AblationConfig
+from megatron_rl.ablation.grid import LAYOUT, Point, points_of, short_names
+from megatron_rl.config.load import read_config, read_file
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import Violation, shown
+from megatron_rl.planner.hardware import default_hardware, load_hardware
+from megatron_rl.planner.preflight import preflight
+from megatron_rl.planner.run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a run's groups."""
+
+    tp: int
+    pp: int
+    dp: int
+    rollout_tp: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        return f"TP{self.tp} PP{self.pp} DP{self.dp} \N{RIGHTWARDS ARROW} TP{self.rollout_tp}"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The planner's numbers of one run, of the rank that it is worst for.
+
+    step_s: of one step. peak_bytes: at the worst moment. received_bytes: in one transition to rollout mode.
+    """
+
+    step_s: float
+    peak_bytes: int
+    received_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class PlannedPoint:
+    """A point with either violations, and then it is never started, or a layout and expectations.
+
+    options: what it sets beside its layout, as text.
+    """
+
+    point: Point
+    options: str
+    violations: list[Violation]
+    layout: Layout | None = None
+    expected: Expected | None = None
+
+    @property
+    def label(self) -> str:
+        """How reports call it."""
+        return " ".join(part for part in (str(self.layout or self.point.name), self.options) if part)
+
+    @property
+    def reason(self) -> str:
+        """All that is wrong with it."""
+        return "; ".join(map(str, self.violations))
+
+
+RUN = "run"
+"""A point's folder of its run, beside its record and output."""
+
+
+def run_overrides(point: Point, folder: Path) -> list[str]:
+    """All that a point's run is told. folder: the ablation's."""
+    return [*point.overrides, "trainer.resume_mode=disable", f"trainer.default_local_dir={folder / point.name / RUN}"]
+
+
+def plan_points(ablation: AblationConfig, folder: Path) -> list[PlannedPoint]:
+    """Every point, through the preflight and the planner of a single run. Raises ConfigError as `points_of`."""
+    base = {setting.key: setting.value for setting in read_file(Path(ablation.config))}
+    points = points_of(ablation, base)
+    short = short_names({key for point in points for key in point.own})
+    return [_planned(point, short, ablation, folder) for point in points]
+
+
+def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, folder: Path) -> PlannedPoint:
+    others = {short[key]: value for key, value in point.own.items() if key not in LAYOUT}
+    options = " ".join(f"{name}={shown(value)}" for name, value in others.items())
+    config, violations = read_config(ablation.config, run_overrides(point, folder))
+    if config is not None:
+        violations = [*violations, *preflight(config), *_recording_problems(config, ablation)]
+    if config is None or violations:
+        return PlannedPoint(point, options, violations)
+    hardware = load_hardware(ablation.hardware or default_hardware(config.trainer.device))
+    plan = RunPlan.of(config, hardware, _lengths(config, ablation))
+    grid = plan.models.grid
+    return PlannedPoint(
+        point,
+        options,
+        [],
+        Layout(grid.tp_size, grid.pp_size, grid.dp_size, plan.models.rollout.tp_size),
+        Expected(
+            plan.step_seconds,
+            plan.memory.peak,
+            max(map(sum, zip(plan.transition.network, plan.transition.link, strict=True))),
+            plan.memory.fits,
+        ),
+    )
+
+
+def _lengths(config: RunConfig, ablation: AblationConfig) -> tuple[float, float]:
+    """Mean tokens of prompt and answer, as `megatron-rl plan` takes them."""
+    data = config.data
+    prompt = ablation.prompt_length or data.max_prompt_length / 2
+    return prompt, min(ablation.response_length or data.max_response_length / 2, data.max_response_length)
+
+
+def _recording_problems(config: RunConfig, ablation: AblationConfig) -> Sequence[Violation]:
+    """Rules that hold only for runs whose records are read afterwards."""
+    found = []
+    steps, logger = config.trainer.total_training_steps, list(config.trainer.logger)
+    if steps <= ablation.warmup_steps:
+        rule = f"must be more than the ablation's warmup_steps={ablation.warmup_steps}, which do not count"
+        key = "trainer.total_training_steps"
+        found.append(Violation({key: steps}, rule, {key: ablation.warmup_steps + 1}))
+    if "jsonl" not in logger:
+        rule = "must have jsonl, from which the ablation reads what it reports"
+        found.append(Violation({"trainer.logger": logger}, rule, {"trainer.logger": [*logger, "jsonl"]}))
+    return found

@@ -1,0 +1,93 @@
+"""What is kept of a point that ran: one JSON file, written at one instant, and what it means for the next start."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.ablation.grid import Point
+from megatron_rl.ablation.outcome import FAILED, Outcome
+from megatron_rl.lives.metrics_file import read_metrics
+from megatron_rl.observe.summary import finite_or_null
+
+RECORD, OUTPUT, METRICS, SUMMARY = "record.json", "output.txt", "metrics.jsonl", "summary.json"
+KEPT = ("timing_s/", "perf/", "reshard/", "critic/score/mean")
+"""Beginnings of the metrics that reports are made from."""
+NUM_TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """One attempt at a point. key: the point's. steps: step -> metric -> value. tail: the end of what it printed.
+
+    received_bytes, bound_bytes: of the last transition to rollout mode, per rank, and the least that is possible.
+    """
+
+    name: str
+    key: str
+    outcome: Outcome
+    reason: str = ""
+    exit_code: int | None = None
+    seconds: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    received_bytes: list[int] = field(default_factory=list)
+    bound_bytes: list[int] = field(default_factory=list)
+    tail: list[str] = field(default_factory=list)
+
+
+def is_current(record: Record | None, point: Point) -> bool:
+    """Whether a record is of this point as it is configured."""
+    return record is not None and record.key == point.key
+
+
+def must_run(record: Record | None, point: Point, retry_failed: bool) -> bool:
+    """Whether a point is to be started: what finished never again, what was interrupted always, failures on demand."""
+    if record is None or not is_current(record, point):
+        return True
+    if record.outcome is Outcome.FINISHED:
+        return False
+    return retry_failed or record.outcome not in (*FAILED, Outcome.INVALID)
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record in a point's folder; None where there is none, or one that another version wrote."""
+    file = folder / RECORD
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text())
+        steps = {int(step): metrics for step, metrics in content["steps"].items()}
+        return Record(**(content | {"outcome": Outcome(content["outcome"]), "steps": steps}))
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Replace the record in a point's folder at one instant."""
+    unfinished = folder / f"{RECORD}.unfinished"
+    with unfinished.open("w") as file:
+        json.dump(finite_or_null(asdict(record)), file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(folder / RECORD)
+
+
+def recorded_numbers(run: Path) -> dict[str, Any]:
+    """The fields `steps`, `received_bytes` and `bound_bytes` of a record, from a run's folder, as far as it came."""
+    steps = read_metrics(run / METRICS)
+    kept = {step: _kept(metrics) for step, metrics in steps.items() if step > 0}  # step 0 is before training
+    summary = json.loads((run / SUMMARY).read_text()) if (run / SUMMARY).is_file() else {}
+    return {
+        "steps": kept,
+        "received_bytes": summary.get("transition_bytes_received_per_rank", []),
+        "bound_bytes": summary.get("transition_bytes_lower_bound_per_rank", []),
+    }
+
+
+def _kept(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith(KEPT)}

@@ -1,0 +1,101 @@
+"""One process in a session of its own, and none of its family after it.
+
+Killing a process group is not enough: Ray's workers and the reward's processes leave it for groups and sessions of
+their own. So while a life lasts this process adopts all orphans below it (Linux's child subreaper), which makes the
+whole family its descendants, and at the end it kills and waits for whatever of them is left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
+POLL_S = 0.05
+UNKILLABLE_AFTER_S = 30.0
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def living(command: Sequence[str], output: Path, grace_s: float = 10.0) -> Iterator[subprocess.Popen]:
+    """Start `command` in a session of its own, what it prints appended to `output`; the body watches it.
+
+    When the body is left, however it is, a process that still runs gets SIGTERM and `grace_s` seconds to end by itself
+    (a second signal to this process cuts them short); then whatever is left of its family is killed and waited for. It
+    gets SIGKILL when this process dies. Raises RuntimeError when a process cannot be killed.
+    """
+    before = _descendants()
+    with _adopting_orphans(), output.open("ab") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        try:
+            yield process
+        finally:
+            try:
+                if process.poll() is None:
+                    process.terminate()
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(grace_s)
+            finally:
+                _kill_family(process, before)
+
+
+def _kill_family(process: subprocess.Popen, before: set[psutil.Process]) -> None:
+    """Kill and wait for all descendants that were not there `before`. Signals wait until that is done."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + UNKILLABLE_AFTER_S
+        while family := _descendants() - before:
+            for member in family:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+                with suppress(ChildProcessError):  # only those that this process has adopted are its to wait for
+                    os.waitpid(member.pid, os.WNOHANG)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes that cannot be killed: {sorted(member.pid for member in family)}")
+            time.sleep(POLL_S)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Make this process the parent of every descendant that loses its own, instead of the machine's first process."""
+    was = ctypes.c_int()
+    _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was))
+    _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+    try:
+        yield
+    finally:
+        _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(was.value))
+
+
+def _die_with_parent() -> None:
+    _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+
+
+def _prctl(option: int, argument: object) -> None:
+    unused = (ctypes.c_ulong(0),) * 3
+    if _LIBC.prctl(option, argument, *unused):
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
