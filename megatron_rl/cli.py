@@ -1,4 +1,4 @@
-"""The command line: megatron-rl train | plan | export | nightly.
+"""The command line: megatron-rl train | plan | ablate | export | nightly.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -19,6 +19,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_rl.ablation.config import read_ablation
+from megatron_rl.ablation.outcome import FAILED
+from megatron_rl.ablation.outcome import Outcome as PointOutcome
+from megatron_rl.ablation.planned import plan_points
+from megatron_rl.ablation.run import Ablation, only_ablation
+from megatron_rl.ablation.table import dry_run_tables
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, violations_of
@@ -42,6 +48,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+SOME_POINTS_FAILED = 11
+"""Exit code of an ablation some of whose valid points have no result."""
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as configs/demo_cpu.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: trainer.seed=2 data.shuffle=false")]
@@ -83,11 +92,7 @@ def plan_command(
     """
     try:
         run_config, violations = checked(config, overrides, without_files)
-        gpu = (
-            None
-            if run_config is None
-            else load_hardware(hardware or default_hardware(run_config.trainer.device))
-        )
+        gpu = None if run_config is None else load_hardware(hardware or default_hardware(run_config.trainer.device))
     except ConfigError as error:
         if not as_json:
             raise
@@ -188,6 +193,48 @@ def nightly_command(
         outcome = Outcome.PASS
     Console().print(f"nightly: {outcome.name.lower()}; {report}", soft_wrap=True)
     raise typer.Exit(outcome.value)
+
+
+@app.command("ablate")
+def ablate_command(
+    config: Annotated[Path, typer.Option("--config", help="An ablation's file, such as configs/ablation.yaml.")],
+    overrides: Overrides = None,
+    folder: Annotated[Path | None, typer.Option(help="Instead of the file's `folder`.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points and what is planned, no more.")] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Also run again what crashed, timed out or ran out of memory.")
+    ] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the report of what has run.")] = False,
+) -> None:
+    """Run every point of a grid of layouts and options; a table and a picture in FOLDER. Goes on where it was stopped.
+
+    Exit codes: 0 all valid points finished, 2 nothing can run, 11 some failed, 130 and 143 interrupted.
+    """
+    ablation = read_ablation(config, overrides or ())
+    folder = folder or Path(ablation.folder)
+    planned = plan_points(ablation, folder)
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    if dry_run:
+        for table in dry_run_tables(Ablation(ablation, folder, planned, say).rows()):
+            console.print(table)
+    if all(point.violations for point in planned):
+        raise_problems("no point can run", [violation for point in planned for violation in point.violations])
+    if dry_run:
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with only_ablation(folder):
+            work = Ablation(ablation, folder, planned, say)
+            rows = work.write_report() if report_only else work.run(retry_failed)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    say(f"{sum(row.result is not None for row in rows)} of {len(rows)} points have results; report in {folder}")
+    if any(row.outcome in FAILED or (row.outcome is PointOutcome.INVALID and row.seconds) for row in rows):
+        raise typer.Exit(SOME_POINTS_FAILED)
 
 
 def main() -> None:

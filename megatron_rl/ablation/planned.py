@@ -74,9 +74,15 @@ RUN = "run"
 """A point's folder of its run, beside its record and output."""
 
 
+def point_folder(folder: Path, point: Point) -> Path:
+    """Where a point's record, output and run are. folder: the ablation's."""
+    return folder / "points" / point.name
+
+
 def run_overrides(point: Point, folder: Path) -> list[str]:
     """All that a point's run is told. folder: the ablation's."""
-    return [*point.overrides, "trainer.resume_mode=disable", f"trainer.default_local_dir={folder / point.name / RUN}"]
+    run = point_folder(folder, point) / RUN
+    return [*point.overrides, "trainer.resume_mode=disable", f"trainer.default_local_dir={run}"]
 
 
 def plan_points(ablation: AblationConfig, folder: Path) -> list[PlannedPoint]:

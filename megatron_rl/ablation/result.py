@@ -28,8 +28,8 @@ REST = "rest"
 class Result:
     """One finished run. Seconds, bytes, tokens per second of all ranks together.
 
-    step_s: median, smallest, largest. phases_s: of the columns, in order. memory_bytes: of the rank and phase with most,
-    as measured and as planned for the same tensors. scores: mean reward of every step, the first ones too.
+    step_s: median, smallest, largest. phases_s: of the columns, in order. memory_bytes: of the rank and phase with
+    most, as measured and as planned for the same tensors. scores: mean reward of every step, the first ones too.
     """
 
     num_steps: int
@@ -112,9 +112,7 @@ def result_of(record: Record, num_ranks: int, warmup_steps: int) -> Result:
     )
 
 
-def rows_of(
-    planned: Sequence[PlannedPoint], records: Mapping[str, Record | None], warmup_steps: int
-) -> list[Row]:
+def rows_of(planned: Sequence[PlannedPoint], records: Mapping[str, Record | None], warmup_steps: int) -> list[Row]:
     """One for each point, in their order. records: by name; of another configuration they count as none."""
     return [_row(point, records.get(point.point.name), warmup_steps) for point in planned]
 

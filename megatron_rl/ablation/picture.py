@@ -1,0 +1,117 @@
+"""The picture of an ablation: a line for each point that ran, the fastest at the top, in four panels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megatron_rl.ablation.outcome import FAILED
+from megatron_rl.ablation.result import PHASES, REST, Result, Row, by_step_time
+from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
+
+PHASE_COLORS = dict(zip((*PHASES, REST), ("#edae49", "#30638e", "#0b7a75", "#d1495b", "#c3cad3"), strict=True))
+WIDTHS = (3.6, 1.6, 1.6, 1.6)
+BAR = 0.68
+SMALL = 8.5
+GB = 1e9
+
+
+def draw_ablation(rows: Sequence[Row], baseline: str | None, output_png: Path) -> bool:
+    """Write the picture; False, and nothing, where no point has finished."""
+    finished = by_step_time(rows)
+    if not finished:
+        return False
+    failed = [row for row in rows if row.outcome in FAILED]
+    shown = [*finished, *failed]
+    figure = Figure(figsize=(14.0, 1.9 + 0.42 * len(shown)), dpi=130, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 4, sharey=True, width_ratios=WIDTHS)
+    results = [row.result for row in finished if row.result is not None]
+    _draw_phases(panels[0], results)
+    _draw_bars(
+        panels[1], "Tokens/s per rank", [result.tokens_per_s_per_rank for result in results], COLORS[0], "{:.0f}"
+    )
+    unit, name = (GB, "GB") if max(result.memory_bytes for result in results) >= GB else (1e6, "MB")
+    received = [result.received_bytes / unit for result in results]
+    _draw_bars(panels[2], f"Received per transition ({name})", received, COLORS[4], "{:.2f}")
+    memory = [result.memory_bytes / unit for result in results]
+    _draw_bars(panels[3], f"Memory, worst rank ({name})", memory, COLORS[3], "{:.1f}")
+    _mark_planned(panels[3], [result.planned_memory_bytes / unit for result in results])
+    for place, row in enumerate(failed, start=len(finished)):
+        panels[0].text(0, place, f" {row.outcome}", va="center", fontsize=SMALL, color=COLORS[1], style="italic")
+    base = next((row.result for row in finished if row.name == baseline), None)
+    if base is not None:
+        panels[0].axvline(base.step_s[0], color=INK, linestyle=(0, (3, 3)), linewidth=1, zorder=0)
+    _name_lines(panels[0], shown, baseline)
+    for axes in panels:
+        _dress(axes)
+    panels[0].legend(ncols=5, frameon=False, fontsize=SMALL, loc="upper left", bbox_to_anchor=(0, -0.9 / len(shown)))
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output_png)
+    return True
+
+
+def _draw_phases(axes: Axes, results: Sequence[Result]) -> None:
+    """Stacked medians of the phases; a whisker from the fastest to the slowest step."""
+    places = range(len(results))
+    left = [0.0] * len(results)
+    for phase, color in PHASE_COLORS.items():
+        widths = [max(0.0, result.phases_s[phase]) for result in results]
+        axes.barh(places, widths, BAR, left=left, color=color, label=phase, linewidth=0)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, result in zip(places, results, strict=True):
+        median, low, high = result.step_s
+        axes.plot([low, high], [place, place], color=INK, linewidth=1, solid_capstyle="butt")
+        axes.plot([low, high], [place, place], "|", color=INK, markersize=5)
+        axes.annotate(
+            f"{median:.2f}",
+            (max(high, left[place]), place),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=SMALL,
+            color=INK,
+        )
+    axes.set_title("Seconds per step, by phase", **TITLE)
+
+
+def _draw_bars(axes: Axes, title: str, values: Sequence[float], color: str, form: str) -> None:
+    bars = axes.barh(range(len(values)), values, BAR, color=color, linewidth=0)
+    axes.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize=SMALL, color=INK)
+    axes.set_title(title, **TITLE)
+
+
+def _mark_planned(axes: Axes, values: Sequence[float]) -> None:
+    """What was planned, as a tick in each bar."""
+    axes.plot(values, range(len(values)), "|", color="white", markersize=12, markeredgewidth=3)
+    axes.plot(values, range(len(values)), "|", color=INK, markersize=12, markeredgewidth=1.2, label="planned")
+    axes.legend(frameon=False, fontsize=SMALL, loc="upper left", bbox_to_anchor=(0, -0.9 / max(1, len(values))))
+
+
+def _name_lines(axes: Axes, rows: Sequence[Row], baseline: str | None) -> None:
+    axes.set_yticks(range(len(rows)), [_label(row, baseline) for row in rows])
+    axes.invert_yaxis()
+    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
+        tick.set_fontweight("bold" if row.name == baseline else "normal")
+
+
+def _label(row: Row, baseline: str | None) -> str:
+    return f"baseline  {row.planned.label}" if row.name == baseline else row.planned.label
+
+
+def _dress(axes: Axes) -> None:
+    """The look all panels share."""
+    axes.grid(axis="x", color=FAINT, alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=SMALL, length=0)
+    axes.margins(x=0.16)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5))

@@ -1,0 +1,188 @@
+"""The report's table, as csv with every number and as markdown for people. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+from megatron_rl.ablation.config import AblationConfig
+from megatron_rl.ablation.outcome import Outcome
+from megatron_rl.ablation.result import PHASES, REST, Row, by_step_time, ratios
+from megatron_rl.observe.summary import plain_table
+from megatron_rl.planner.run_plan import amount
+
+MB, GB = 1e6, 1e9
+COLUMNS = (*PHASES, REST)
+LEGEND = """\
+- step s: median, smallest to largest of the steps that count; the five columns after it are medians, too, so they need
+  not add up to it exactly. log-probs: of policy and reference, and values; update: critic and actor; reshard: to
+  rollout mode and back.
+- tokens/s: of prompts and answers, all ranks together, and of one rank.
+- received: by the rank that receives most in one transition to rollout mode, and the least that is possible.
+  exchange: the part of reshard in which these bytes travel.
+- memory: of the worst rank in its worst phase; planned: for the same tensors. On CPU ranks these are the tensors that
+  are kept, as no allocator counts the rest; on GPUs the allocator's peak.
+- planned step s: the planner's estimate, and how many times as long the measured step took.
+- reward: mean of the first and of the last step; layouts differ in it by rounding alone.
+- x: over the baseline's."""
+
+
+def as_csv(rows: Sequence[Row], baseline: str | None) -> str:
+    """One line for each point, in the order of the file; an empty cell where there is no number."""
+    text = io.StringIO()
+    lines = [_csv_cells(row, rows, baseline) for row in rows]
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _plain(value) for name, value in line.items()} for line in lines)
+    return text.getvalue()
+
+
+def as_markdown(rows: Sequence[Row], ablation: AblationConfig, picture: str | None) -> str:
+    """What finished, the fastest first; then what did not, with its reason; then what cannot run."""
+    finished = by_step_time(rows)
+    counts = ", ".join(f"{count} {outcome}" for outcome in Outcome if (count := _count(rows, outcome)))
+    lines = [f"# Ablation of {ablation.config}", "", f"{len(rows)} points: {counts}. {_baseline_text(rows, ablation)}"]
+    if finished:
+        steps = sorted({row.result.num_steps for row in finished if row.result is not None})
+        span = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+        lines += ["", f"Medians over {span} steps; {ablation.warmup_steps} before them do not count.", ""]
+        lines += [*([f"![seconds by phase, tokens per second, bytes, memory]({picture})", ""] if picture else [])]
+        lines += [*_results_table(finished, rows, ablation.baseline), "", LEGEND]
+    other = [row for row in rows if row.outcome not in (Outcome.FINISHED, Outcome.INVALID)]
+    if other:
+        lines += ["", "## Not finished", "", "| point | outcome | seconds | reason |", "|---|---|---|---|"]
+        lines += [_line(row.planned.label, row.outcome, _number(row.seconds, "{:.0f}"), row.reason) for row in other]
+        for row in other:
+            if row.tail and row.outcome is not Outcome.INTERRUPTED:
+                lines += ["", f"The end of what {row.name} printed:", "", "```", *row.tail, "```"]
+    invalid = [row for row in rows if row.outcome is Outcome.INVALID]
+    if invalid:
+        lines += ["", "## Invalid", "", "| point | rule |", "|---|---|"]
+        lines += [_line(row.planned.label, row.reason) for row in invalid]
+    return "\n".join(lines) + "\n"
+
+
+def dry_run_tables(rows: Sequence[Row]) -> list[Table]:
+    """What an ablation will do: points that can run with what is planned, and those that cannot with the reasons."""
+    valid = [row for row in rows if row.planned.expected is not None]
+    invalid = [row for row in rows if row.planned.expected is None]
+    planned = [
+        (
+            row.name,
+            row.planned.label,
+            f"{row.planned.expected.step_s:.3g} s",
+            amount(row.planned.expected.peak_bytes) + ("" if row.planned.expected.fits else ", does not fit"),
+            amount(row.planned.expected.received_bytes),
+            row.outcome,
+        )
+        for row in valid
+        if row.planned.expected is not None
+    ]
+    headings = ("point", "layout", "step", "memory", "received", "so far")
+    tables = [plain_table(f"{len(valid)} points can run; planned, of the worst rank", headings, planned)]
+    if invalid:
+        reasons = [(row.name, row.planned.reason) for row in invalid]
+        tables.append(plain_table(f"{len(invalid)} points cannot", ("point", "rule"), reasons))
+    return tables
+
+
+def _results_table(finished: Sequence[Row], rows: Sequence[Row], baseline: str | None) -> list[str]:
+    largest = max(row.result.memory_bytes for row in finished if row.result is not None)
+    unit, name = (GB, "GB") if largest >= GB else (MB, "MB")
+    headings = ["layout", "step s", "x", *COLUMNS, "tokens/s", "per rank", "x"]
+    headings += [f"received / least {name}", "exchange ms", f"memory / planned {name}", "x"]
+    headings += ["planned step s", "measured / planned", "reward"]
+    rule = "|" + "|".join(["---", *("---:" for _ in headings[1:])]) + "|"
+    return [_line(*headings), rule, *(_line(*_cells(row, rows, baseline, unit)) for row in finished)]
+
+
+def _cells(row: Row, rows: Sequence[Row], baseline: str | None, unit: float) -> Iterable[str]:
+    result, ratio = row.result, ratios(row, rows, baseline)
+    if result is None or row.planned.expected is None:
+        raise ValueError(f"{row.name} has no result")
+    median, low, high = result.step_s
+    label = f"**{row.planned.label}** (baseline)" if row.name == baseline else row.planned.label
+    return (
+        label,
+        f"{median:.2f} ({low:.2f} to {high:.2f})",
+        _number(ratio and ratio.step_s, "{:.2f}"),
+        *(f"{result.phases_s[column]:.2f}" for column in COLUMNS),
+        f"{result.tokens_per_s:.0f}",
+        f"{result.tokens_per_s_per_rank:.0f}",
+        _number(ratio and ratio.tokens_per_s_per_rank, "{:.2f}"),
+        f"{result.received_bytes / unit:.3f} / {result.bound_bytes / unit:.3f}",
+        f"{result.exchange_s * 1e3:.1f}",
+        f"{result.memory_bytes / unit:.1f} / {result.planned_memory_bytes / unit:.1f}",
+        _number(ratio and ratio.memory_bytes, "{:.2f}"),
+        f"{row.planned.expected.step_s:.2f}",
+        _number(row.measured_over_planned, "{:.1f}"),
+        f"{result.scores[0]:.4f}, {result.scores[-1]:.4f}",
+    )
+
+
+def _csv_cells(row: Row, rows: Sequence[Row], baseline: str | None) -> dict[str, object]:
+    planned, result, ratio = row.planned, row.result, ratios(row, rows, baseline)
+    layout, expected = planned.layout, planned.expected
+    return {
+        "name": row.name,
+        "tp": layout and layout.tp,
+        "pp": layout and layout.pp,
+        "dp": layout and layout.dp,
+        "rollout_tp": layout and layout.rollout_tp,
+        "options": planned.options,
+        "baseline": int(row.name == baseline),
+        "outcome": row.outcome,
+        "reason": row.reason,
+        "run_s": row.seconds,
+        "steps": result and result.num_steps,
+        "step_s": result and result.step_s[0],
+        "step_s_min": result and result.step_s[1],
+        "step_s_max": result and result.step_s[2],
+        "step_s_ratio": ratio and ratio.step_s,
+        **{f"{column.replace('-', '_')}_s": result and result.phases_s[column] for column in COLUMNS},
+        "tokens_per_s": result and result.tokens_per_s,
+        "tokens_per_s_per_rank": result and result.tokens_per_s_per_rank,
+        "tokens_per_s_per_rank_ratio": ratio and ratio.tokens_per_s_per_rank,
+        "received_bytes": result and result.received_bytes,
+        "least_received_bytes": result and result.bound_bytes,
+        "planned_received_bytes": expected and expected.received_bytes,
+        "exchange_s": result and result.exchange_s,
+        "memory_bytes": result and result.memory_bytes,
+        "planned_memory_bytes": result and result.planned_memory_bytes,
+        "memory_ratio": ratio and ratio.memory_bytes,
+        "planned_peak_bytes": expected and expected.peak_bytes,
+        "planned_step_s": expected and expected.step_s,
+        "measured_over_planned_step_s": row.measured_over_planned,
+        "first_reward": result and result.scores[0],
+        "last_reward": result and result.scores[-1],
+    }
+
+
+def _baseline_text(rows: Sequence[Row], ablation: AblationConfig) -> str:
+    if ablation.baseline is None:
+        return "No point is the baseline, so there are no ratios."
+    base = next(row for row in rows if row.name == ablation.baseline)
+    if base.result is None:
+        return f"The baseline {base.name} has no result ({base.outcome}), so there are no ratios."
+    return f"Ratios are to {base.name}."
+
+
+def _count(rows: Sequence[Row], outcome: Outcome) -> int:
+    return sum(row.outcome is outcome for row in rows)
+
+
+def _line(*cells: object) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value.replace("\n", " ") if isinstance(value, str) else value
