@@ -119,6 +119,7 @@ def flat_settings(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> Iterator[Setting]:
+    """One setting for each leaf of a configuration file, unchecked. Raises ConfigError where it cannot be read."""
     if not path.is_file():
         neighbours = [str(file) for file in path.parent.glob("*.y*ml")]
         hint = f"the nearest is {nearest_name(str(path), neighbours)}" if neighbours else "there is none beside it"
@@ -136,6 +137,7 @@ def read_file(path: Path) -> Iterator[Setting]:
 
 
 def read_override(text: str) -> Iterator[Setting]:
+    """The settings of one `key=value`, unchecked. Raises ConfigError where it is none."""
     key, equals, value = text.partition("=")
     if not equals:
         nearest = nearest_name(key, KEYS)

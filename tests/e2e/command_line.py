@@ -29,8 +29,12 @@ class CommandLine:
         config: str = "configs/demo_cpu.yaml",
         command: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
+        names_folder: bool = True,
     ) -> None:
-        """`command`: what takes the overrides, instead of `megatron_rl train`; `variables`: its environment."""
+        """`command`: what takes the overrides, instead of `megatron_rl train`; `variables`: its environment.
+
+        names_folder: tell it where its run goes.
+        """
         self.tag = uuid.uuid4().hex
         self.folder = folder
         self.run = folder / "run"
@@ -38,7 +42,7 @@ class CommandLine:
         self.started = time.monotonic()
         command = command or (sys.executable, "-m", "megatron_rl", "train", "--config", config)
         self.process = subprocess.Popen(
-            [*command, *overrides, f"trainer.default_local_dir={self.run}"],
+            [*command, *overrides, *([f"trainer.default_local_dir={self.run}"] if names_folder else [])],
             cwd=REPOSITORY,
             env=os.environ | {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {}),
             stdout=self.output.open("w"),

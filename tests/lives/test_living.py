@@ -1,0 +1,82 @@
+"""Processes that try to outlive the one that started them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.lives.process import living
+
+pytestmark = pytest.mark.timeout(60)
+
+FAMILY = """
+import os, subprocess, sys, time
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True)"
+for start_new_session in (False, True):
+    subprocess.run([sys.executable, "-c", child], start_new_session=start_new_session)
+print("two orphans", flush=True)
+"""
+HOLD = """
+import sys, time, pathlib
+from megatron_rl.lives.process import living
+with living([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"],
+            pathlib.Path(sys.argv[1])):
+    time.sleep(600)
+"""
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("end", ["", "time.sleep(600)"], ids=["ended by itself", "ended by us"])
+def test_orphans_of_other_sessions_end_too(tmp_path: Path, end: str) -> None:
+    """Two that ignore SIGTERM, in sessions of their own, whose parents have gone.
+
+    Would not catch a process that was told to run by a service outside of the family.
+    """
+    before, output = children(), tmp_path / "output.txt"
+    with living([sys.executable, "-c", FAMILY + end], output, grace_s=5.0) as process:
+        wait_for(lambda: "two orphans" in output.read_text())
+        wait_for(lambda: len(children() - before) >= 2)
+    assert children() == before
+    assert process.returncode == (-signal.SIGTERM if end else 0)
+
+
+def test_a_process_gets_time_to_end_well(tmp_path: Path) -> None:
+    """It says what it does on SIGTERM; one that does nothing is killed when the time is over."""
+    polite = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nprint(1, flush=True)\n"
+    deaf = polite.replace("lambda *_: sys.exit(7)", "signal.SIG_IGN")
+    for source, code in ((polite, 7), (deaf, -signal.SIGKILL)):
+        output = tmp_path / f"{code}.txt"
+        with living([sys.executable, "-c", source + "time.sleep(600)"], output, grace_s=1.0) as process:
+            wait_for(lambda output=output: output.read_text())
+        assert process.returncode == code
+
+
+def test_a_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
+    """SIGKILL to the one that holds it, which cannot clean up. Would not catch what it had started itself."""
+    output = tmp_path / "output.txt"
+    output.touch()
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(output)])
+    try:
+        wait_for(lambda: output.read_text().strip())
+        held = psutil.Process(int(output.read_text()))
+    finally:
+        holder.kill()
+        holder.wait()
+    held.wait(10)
