@@ -15,6 +15,7 @@ from megatron_rl.ablation.result import PHASES, REST, Result, Row, by_step_time
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
 
 PHASE_COLORS = dict(zip((*PHASES, REST), ("#edae49", "#30638e", "#0b7a75", "#d1495b", "#c3cad3"), strict=True))
+PLAIN_COLOR, BASELINE_COLOR = "#9fb0bf", "#4d6173"
 WIDTHS = (3.6, 1.6, 1.6, 1.6)
 BAR = 0.68
 SMALL = 8.5
@@ -34,24 +35,25 @@ def draw_ablation(rows: Sequence[Row], baseline: str | None, output_png: Path) -
     panels = figure.subplots(1, 4, sharey=True, width_ratios=WIDTHS)
     results = [row.result for row in finished if row.result is not None]
     _draw_phases(panels[0], results)
-    _draw_bars(
-        panels[1], "Tokens/s per rank", [result.tokens_per_s_per_rank for result in results], COLORS[0], "{:.0f}"
-    )
+    speeds = [result.tokens_per_s_per_rank for result in results]
+    colors = [BASELINE_COLOR if row.name == baseline else PLAIN_COLOR for row in finished]
+    _draw_bars(panels[1], "Tokens/s per rank", speeds, colors, "{:.0f}")
     unit, name = (GB, "GB") if max(result.memory_bytes for result in results) >= GB else (1e6, "MB")
     received = [result.received_bytes / unit for result in results]
-    _draw_bars(panels[2], f"Received per transition ({name})", received, COLORS[4], "{:.2f}")
+    _draw_bars(panels[2], f"Received ({name})", received, colors, "{:.2f}")
     memory = [result.memory_bytes / unit for result in results]
-    _draw_bars(panels[3], f"Memory, worst rank ({name})", memory, COLORS[3], "{:.1f}")
+    _draw_bars(panels[3], f"Memory ({name})", memory, colors, "{:.1f}")
     _mark_planned(panels[3], [result.planned_memory_bytes / unit for result in results])
     for place, row in enumerate(failed, start=len(finished)):
         panels[0].text(0, place, f" {row.outcome}", va="center", fontsize=SMALL, color=COLORS[1], style="italic")
     base = next((row.result for row in finished if row.name == baseline), None)
     if base is not None:
-        panels[0].axvline(base.step_s[0], color=INK, linestyle=(0, (3, 3)), linewidth=1, zorder=0)
+        line = {"color": INK, "linestyle": (0, (3, 3)), "linewidth": 1, "zorder": 0}
+        panels[0].axvline(base.step_s[0], label="baseline's step", **line)
     _name_lines(panels[0], shown, baseline)
     for axes in panels:
         _dress(axes)
-    panels[0].legend(ncols=5, frameon=False, fontsize=SMALL, loc="upper left", bbox_to_anchor=(0, -0.9 / len(shown)))
+    figure.legend(ncols=7, frameon=False, fontsize=SMALL, loc="outside lower center")
     output_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output_png)
     return True
@@ -81,8 +83,8 @@ def _draw_phases(axes: Axes, results: Sequence[Result]) -> None:
     axes.set_title("Seconds per step, by phase", **TITLE)
 
 
-def _draw_bars(axes: Axes, title: str, values: Sequence[float], color: str, form: str) -> None:
-    bars = axes.barh(range(len(values)), values, BAR, color=color, linewidth=0)
+def _draw_bars(axes: Axes, title: str, values: Sequence[float], colors: list[str], form: str) -> None:
+    bars = axes.barh(range(len(values)), values, BAR, color=colors, linewidth=0)
     axes.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize=SMALL, color=INK)
     axes.set_title(title, **TITLE)
 
@@ -90,8 +92,7 @@ def _draw_bars(axes: Axes, title: str, values: Sequence[float], color: str, form
 def _mark_planned(axes: Axes, values: Sequence[float]) -> None:
     """What was planned, as a tick in each bar."""
     axes.plot(values, range(len(values)), "|", color="white", markersize=12, markeredgewidth=3)
-    axes.plot(values, range(len(values)), "|", color=INK, markersize=12, markeredgewidth=1.2, label="planned")
-    axes.legend(frameon=False, fontsize=SMALL, loc="upper left", bbox_to_anchor=(0, -0.9 / max(1, len(values))))
+    axes.plot(values, range(len(values)), "|", color=INK, markersize=12, markeredgewidth=1.2, label="planned memory")
 
 
 def _name_lines(axes: Axes, rows: Sequence[Row], baseline: str | None) -> None:

@@ -62,7 +62,7 @@ class PlannedPoint:
     @property
     def label(self) -> str:
         """How reports call it."""
-        return " ".join(part for part in (str(self.layout or self.point.name), self.options) if part)
+        return self.point.name if self.layout is None else f"{self.layout} {self.options}".rstrip()
 
     @property
     def reason(self) -> str:

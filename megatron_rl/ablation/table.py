@@ -25,7 +25,8 @@ LEGEND = """\
   exchange: the part of reshard in which these bytes travel.
 - memory: of the worst rank in its worst phase; planned: for the same tensors. On CPU ranks these are the tensors that
   are kept, as no allocator counts the rest; on GPUs the allocator's peak.
-- planned step s: the planner's estimate, and how many times as long the measured step took.
+- planned step s: the planner's estimate, and how many times as long the measured step took. On CPU ranks it means
+  little: small models are ruled by overheads that the planner does not know, and ranks share the machine's cores.
 - reward: mean of the first and of the last step; layouts differ in it by rounding alone.
 - x: over the baseline's."""
 
@@ -60,8 +61,9 @@ def as_markdown(rows: Sequence[Row], ablation: AblationConfig, picture: str | No
                 lines += ["", f"The end of what {row.name} printed:", "", "```", *row.tail, "```"]
     invalid = [row for row in rows if row.outcome is Outcome.INVALID]
     if invalid:
-        lines += ["", "## Invalid", "", "| point | rule |", "|---|---|"]
-        lines += [_line(row.planned.label, row.reason) for row in invalid]
+        lines += ["", "## Invalid", "", "| points | rule |", "|---|---|"]
+        for reason in dict.fromkeys(row.reason for row in invalid):
+            lines.append(_line(", ".join(row.name for row in invalid if row.reason == reason), reason))
     return "\n".join(lines) + "\n"
 
 
