@@ -222,7 +222,7 @@ def ablate_command(
         for table in dry_run_tables(Ablation(ablation, folder, planned, say).rows()):
             console.print(table)
     if all(point.violations for point in planned):
-        raise_problems("no point can run", [violation for point in planned for violation in point.violations])
+        raise_problems("no point can run", [Violation({}, f"{one.point.name}: {one.reason}") for one in planned])
     if dry_run:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -16,7 +16,8 @@ from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
 
 PHASE_COLORS = dict(zip((*PHASES, REST), ("#edae49", "#30638e", "#0b7a75", "#d1495b", "#c3cad3"), strict=True))
 PLAIN_COLOR, BASELINE_COLOR = "#9fb0bf", "#4d6173"
-WIDTHS = (3.6, 1.6, 1.6, 1.6)
+WIDTHS = (3.6, 1.5, 1.9, 1.5)
+ROOM = (0.12, 0.22, 0.65, 0.22)
 BAR = 0.68
 SMALL = 8.5
 GB = 1e9
@@ -37,12 +38,13 @@ def draw_ablation(rows: Sequence[Row], baseline: str | None, output_png: Path) -
     _draw_phases(panels[0], results)
     speeds = [result.tokens_per_s_per_rank for result in results]
     colors = [BASELINE_COLOR if row.name == baseline else PLAIN_COLOR for row in finished]
-    _draw_bars(panels[1], "Tokens/s per rank", speeds, colors, "{:.0f}")
+    _draw_bars(panels[1], "Tokens/s per rank", speeds, colors, [f"{speed:.0f}" for speed in speeds])
     unit, name = (GB, "GB") if max(result.memory_bytes for result in results) >= GB else (1e6, "MB")
     received = [result.received_bytes / unit for result in results]
-    _draw_bars(panels[2], f"Received ({name})", received, colors, "{:.2f}")
+    times = [f"{size:.2f} in {result.exchange_s * 1e3:.0f} ms" for size, result in zip(received, results, strict=True)]
+    _draw_bars(panels[2], f"Received ({name})", received, colors, times)
     memory = [result.memory_bytes / unit for result in results]
-    _draw_bars(panels[3], f"Memory ({name})", memory, colors, "{:.1f}")
+    _draw_bars(panels[3], f"Memory ({name})", memory, colors, [f"{size:.1f}" for size in memory])
     _mark_planned(panels[3], [result.planned_memory_bytes / unit for result in results])
     for place, row in enumerate(failed, start=len(finished)):
         panels[0].text(0, place, f" {row.outcome}", va="center", fontsize=SMALL, color=COLORS[1], style="italic")
@@ -51,8 +53,8 @@ def draw_ablation(rows: Sequence[Row], baseline: str | None, output_png: Path) -
         line = {"color": INK, "linestyle": (0, (3, 3)), "linewidth": 1, "zorder": 0}
         panels[0].axvline(base.step_s[0], label="baseline's step", **line)
     _name_lines(panels[0], shown, baseline)
-    for axes in panels:
-        _dress(axes)
+    for axes, room in zip(panels, ROOM, strict=True):
+        _dress(axes, room)
     figure.legend(ncols=7, frameon=False, fontsize=SMALL, loc="outside lower center")
     output_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output_png)
@@ -83,9 +85,9 @@ def _draw_phases(axes: Axes, results: Sequence[Result]) -> None:
     axes.set_title("Seconds per step, by phase", **TITLE)
 
 
-def _draw_bars(axes: Axes, title: str, values: Sequence[float], colors: list[str], form: str) -> None:
+def _draw_bars(axes: Axes, title: str, values: Sequence[float], colors: list[str], labels: list[str]) -> None:
     bars = axes.barh(range(len(values)), values, BAR, color=colors, linewidth=0)
-    axes.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize=SMALL, color=INK)
+    axes.bar_label(bars, labels, padding=4, fontsize=SMALL, color=INK)
     axes.set_title(title, **TITLE)
 
 
@@ -97,7 +99,9 @@ def _mark_planned(axes: Axes, values: Sequence[float]) -> None:
 
 def _name_lines(axes: Axes, rows: Sequence[Row], baseline: str | None) -> None:
     axes.set_yticks(range(len(rows)), [_label(row, baseline) for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    style = {"ha": "right", "va": "bottom", "fontsize": SMALL, "color": FAINT, "transform": axes.transAxes}
+    axes.text(-0.01, 1.01, "training \N{RIGHTWARDS ARROW} rollout", **style)
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_fontweight("bold" if row.name == baseline else "normal")
 
@@ -106,13 +110,12 @@ def _label(row: Row, baseline: str | None) -> str:
     return f"baseline  {row.planned.label}" if row.name == baseline else row.planned.label
 
 
-def _dress(axes: Axes) -> None:
-    """The look all panels share."""
+def _dress(axes: Axes, room: float) -> None:
+    """The look all panels share. room: for labels, as a share of the longest bar."""
     axes.grid(axis="x", color=FAINT, alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=SMALL, length=0)
-    axes.margins(x=0.16)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, max(axes.dataLim.x1, 1e-9) * (1 + room))
     axes.xaxis.set_major_locator(MaxNLocator(5))
