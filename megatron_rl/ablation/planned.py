@@ -82,7 +82,8 @@ def point_folder(folder: Path, point: Point) -> Path:
 def run_overrides(point: Point, folder: Path) -> list[str]:
     """All that a point's run is told. folder: the ablation's."""
     run = point_folder(folder, point) / RUN
-    return [*point.overrides, "trainer.resume_mode=disable", f"trainer.default_local_dir={run}"]
+    anew = ("trainer.resume_mode=disable", "trainer.resume_from_path=null")
+    return [*point.overrides, *anew, f"trainer.default_local_dir={run}"]
 
 
 def plan_points(ablation: AblationConfig, folder: Path) -> list[PlannedPoint]:
