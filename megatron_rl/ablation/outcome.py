@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_rl.errors import ConfigError, WorkerFailure
+from megatron_rl.errors import ConfigError, MegatronRLError, WorkerFailure
 
 
 class Outcome(StrEnum):
@@ -34,6 +34,9 @@ OUT_OF_MEMORY = re.compile(
     re.MULTILINE,
 )
 """What is printed where memory was lacking. Not "OOM killer": Ray offers that as a cause of every SIGKILL."""
+
+OUR_ERRORS = tuple(f"{kind.__name__}: " for kind in MegatronRLError.__subclasses__())
+"""How a line begins that says why a run ended; a worker's traceback may follow it."""
 
 KILLED = (WorkerFailure.exit_code, -signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a run one of whose processes the kernel may have killed."""
@@ -64,7 +67,7 @@ def outcome_of(ending: Ending) -> Outcome:
 
 
 def reason_of(ending: Ending, outcome: Outcome, time_limit_s: float) -> str:
-    """One sentence for the report; empty for a run that finished."""
+    """One line for the report; empty for a run that finished."""
     if outcome is Outcome.FINISHED:
         return ""
     if outcome is Outcome.TIMED_OUT:
@@ -73,8 +76,9 @@ def reason_of(ending: Ending, outcome: Outcome, time_limit_s: float) -> str:
     found = OUT_OF_MEMORY.search(ending.output)
     if outcome is Outcome.OUT_OF_MEMORY and found is None:
         return f"{signed}, and the kernel killed {ending.oom_kills} process(es) for memory meanwhile"
-    lines = [line.strip() for line in ending.output.splitlines() if line.strip()]
     if outcome is Outcome.OUT_OF_MEMORY and found is not None:
         line = ending.output[: found.end()].count("\n")
         return f"{signed}: {ending.output.splitlines()[line].strip()}"
-    return f"{signed}: {lines[-1]}" if lines else signed
+    lines = [line.strip() for line in ending.output.splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith(OUR_ERRORS)] or lines
+    return f"{signed}: {said[-1]}" if said else signed

@@ -100,8 +100,8 @@ class Ablation:
         try:
             ending = live([*command, *run_overrides(point, self.folder)], folder / OUTPUT, self.config.time_limit_s)
         except (KeyboardInterrupt, SystemExit):
-            interrupted = Record(point.name, point.key, Outcome.INTERRUPTED, seconds=time.monotonic() - started)
-            write_record(folder, interrupted)
+            seconds = round(time.monotonic() - started, 1)
+            write_record(folder, Record(point.name, point.key, Outcome.INTERRUPTED, seconds=seconds))
             self.write_report()
             self.say(f"  interrupted; the report is in {self.folder}, and the same command goes on from here")
             raise

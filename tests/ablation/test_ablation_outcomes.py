@@ -48,6 +48,8 @@ def test_outcomes(ending, expected):
     [
         (Ending(0, 9.0, "well"), ""),
         (Ending(3, 9.0, "a\nWorkerFailure: rank 1 \n\n"), "exit code 3: WorkerFailure: rank 1"),
+        (Ending(3, 9.0, "WorkerFailure: rank 1\nTraceback\nValueError: x"), "exit code 3: WorkerFailure: rank 1"),
+        (Ending(1, 9.0, "Traceback\nValueError: x"), "exit code 1: ValueError: x"),
         (Ending(-9, 9.0, ""), "signal 9"),
         (Ending(3, 9.0, "a\n  MemoryError: x\nb"), "exit code 3: MemoryError: x"),
         (Ending(-9, 9.0, "", oom_kills=2), "signal 9, and the kernel killed 2 process(es) for memory meanwhile"),
