@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import statistics
 from collections.abc import Iterable, Sequence
 
 from rich.table import Table
@@ -27,7 +28,8 @@ LEGEND = """\
   are kept, as no allocator counts the rest; on GPUs the allocator's peak.
 - planned step s: the planner's estimate, and how many times as long the measured step took. On CPU ranks it means
   little: small models are ruled by overheads that the planner does not know, and ranks share the machine's cores.
-- reward: mean of the first and of the last step; layouts differ in it by rounding alone.
+- reward: mean of all steps, the first ones too. Samples do not depend on the layout, so where points differ in layout
+  alone, rewards differ by rounding alone.
 - x: over the baseline's."""
 
 
@@ -47,9 +49,12 @@ def as_markdown(rows: Sequence[Row], ablation: AblationConfig, picture: str | No
     counts = ", ".join(f"{count} {outcome}" for outcome in Outcome if (count := _count(rows, outcome)))
     lines = [f"# Ablation of {ablation.config}", "", f"{len(rows)} points: {counts}. {_baseline_text(rows, ablation)}"]
     if finished:
+        apart = largest_difference([row.result.scores for row in finished if row.result is not None])
         steps = sorted({row.result.num_steps for row in finished if row.result is not None})
         span = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         lines += ["", f"Medians over {span} steps; {ablation.warmup_steps} before them do not count.", ""]
+        if apart is not None:
+            lines[-2] += f" Rewards of the same step differ between points by at most {apart:.3g}."
         lines += [*([f"![seconds by phase, tokens per second, bytes, memory]({picture})", ""] if picture else [])]
         lines += [*_results_table(finished, rows, ablation.baseline), "", LEGEND]
     other = [row for row in rows if row.outcome not in (Outcome.FINISHED, Outcome.INVALID)]
@@ -65,6 +70,13 @@ def as_markdown(rows: Sequence[Row], ablation: AblationConfig, picture: str | No
         for reason in dict.fromkeys(row.reason for row in invalid):
             lines.append(_line(", ".join(row.name for row in invalid if row.reason == reason), reason))
     return "\n".join(lines) + "\n"
+
+
+def largest_difference(scores: Sequence[Sequence[float]]) -> float | None:
+    """Between two runs in the same step, over the steps that all have; None where there are not two runs."""
+    if len(scores) < 2:
+        return None
+    return max((max(step) - min(step) for step in zip(*scores, strict=False)), default=None)
 
 
 def dry_run_tables(rows: Sequence[Row]) -> list[Table]:
@@ -121,7 +133,7 @@ def _cells(row: Row, rows: Sequence[Row], baseline: str | None, unit: float) -> 
         _number(ratio and ratio.memory_bytes, "{:.2f}"),
         f"{row.planned.expected.step_s:.2f}",
         _number(row.measured_over_planned, "{:.1f}"),
-        f"{result.scores[0]:.4f}, {result.scores[-1]:.4f}",
+        f"{statistics.mean(result.scores):.4f}",
     )
 
 
@@ -158,8 +170,8 @@ def _csv_cells(row: Row, rows: Sequence[Row], baseline: str | None) -> dict[str,
         "planned_peak_bytes": expected and expected.peak_bytes,
         "planned_step_s": expected and expected.step_s,
         "measured_over_planned_step_s": row.measured_over_planned,
-        "first_reward": result and result.scores[0],
-        "last_reward": result and result.scores[-1],
+        "mean_reward": result and statistics.mean(result.scores),
+        "rewards": result and " ".join(f"{score:.6g}" for score in result.scores),
     }
 
 
