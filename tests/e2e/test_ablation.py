@@ -7,8 +7,10 @@ import json
 import signal
 import sys
 
+import pyarrow.parquet
 import pytest
 import yaml
+from command_line import REPOSITORY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(280)]
 
@@ -28,6 +30,7 @@ OVERRIDES = {
     "trainer.val_before_train": False,
     "trainer.test_freq": 0,
     "trainer.export_hf": False,
+    "trainer.logger": ["console", "jsonl"],
     "data.train_batch_size": 8,
     "actor_rollout_ref.rollout.n": 2,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
@@ -45,7 +48,10 @@ def ablate(command_line, tmp_path):
         {"name": "invalid", f"{MEGATRON}.tensor_model_parallel_size": 3},
         {"name": "last", "actor_rollout_ref.actor.use_dynamic_bsz": True},
     ]
-    config = {"config": "configs/demo_cpu.yaml", "overrides": OVERRIDES, "points": points, "baseline": "first"}
+    rows = pyarrow.parquet.read_table(REPOSITORY / "assets/demo/test.parquet").slice(0, 8)
+    pyarrow.parquet.write_table(rows, tmp_path / "test.parquet")
+    overrides = OVERRIDES | {"data.val_files": str(tmp_path / "test.parquet")}
+    config = {"config": "configs/demo_cpu.yaml", "overrides": overrides, "points": points, "baseline": "first"}
     config |= {"warmup_steps": 0, "time_limit_s": 200}
     (tmp_path / "ablation.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     variables = {"PYTHON": sys.executable, "CONFIG": str(tmp_path / "ablation.yaml"), "FOLDER": str(tmp_path / "out")}
