@@ -88,6 +88,19 @@ class OptimConfig:
 
 
 @dataclass
+class OverrideTransformerConfig:
+    recompute_granularity: str | None = None
+    """full: of some layers keep only what goes in and run their forward pass once more for the backward pass, which
+    costs time for memory; null: keep all activations. Of no effect where nothing is trained. selective is refused."""
+    recompute_method: str | None = None
+    """Which layers. uniform: all, in runs of recompute_num_layers | block: the first recompute_num_layers ones."""
+    recompute_num_layers: int | None = None
+    """uniform: layers of a run, of which only the input is kept | block: layers of each chunk of a stage."""
+    recompute_modules: list[str] | None = None
+    """Only null: these are parts of a layer for selective."""
+
+
+@dataclass
 class MegatronConfig:
     tensor_model_parallel_size: int = 1
     """TP: ranks that share every layer."""
@@ -116,6 +129,7 @@ class MegatronConfig:
     """Give the gradient buffers' memory back while generating."""
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory while generating."""
+    override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
 
 
 LAYOUT_KEYS = (

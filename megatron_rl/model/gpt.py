@@ -36,6 +36,7 @@ def transformer_config(
     dtype = getattr(torch, megatron.dtype)
     family, settings = family_of(hf_config.architectures), hf_config.to_dict()
     stages = StagePlan.from_config(hf_config.num_hidden_layers, megatron)
+    override = megatron.override_transformer_config
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -61,6 +62,9 @@ def transformer_config(
         qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        recompute_granularity=override.recompute_granularity,
+        recompute_method=override.recompute_method,
+        recompute_num_layers=override.recompute_num_layers,
         # Weights always come from a checkpoint, so none are drawn; the caller moves the model to its device.
         perform_initialization=False,
         use_cpu_initialization=True,

@@ -5,6 +5,7 @@ Engines are imported where they are built, so that the controller can name this 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
 from megatron_rl.checkpoint.manifest import FileRecord
-from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, OverrideTransformerConfig, RunConfig
 from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
 from megatron_rl.experience.batches import num_optimizer_steps
@@ -129,10 +130,13 @@ class RankWorker:
 
     # Building the roles
 
-    def _source(self, path: str) -> ModelSource:
+    def _source(self, path: str, override: OverrideTransformerConfig | None = None) -> ModelSource:
+        """The layout is the same for all roles; `override` is that of a trained one."""
         from megatron_rl.workers.model_source import ModelSource
 
-        return ModelSource.open(path, self.groups, self.device, self.config.actor_rollout_ref.actor.megatron)
+        shared = self.config.actor_rollout_ref.actor.megatron
+        megatron = replace(shared, override_transformer_config=override or OverrideTransformerConfig())
+        return ModelSource.open(path, self.groups, self.device, megatron)
 
     def _num_run_steps(self, role: ActorConfig | CriticConfig) -> int:
         steps, batch_size = self.config.trainer.total_training_steps, self.config.data.train_batch_size
@@ -148,7 +152,8 @@ class RankWorker:
         from megatron_rl.workers.role_checkpoint import RoleCheckpoint
 
         shared = self.config.actor_rollout_ref
-        source, num_run_steps = self._source(shared.model.path), self._num_run_steps(shared.actor)
+        source = self._source(shared.model.path, shared.actor.megatron.override_transformer_config)
+        num_run_steps = self._num_run_steps(shared.actor)
         self.actor = Actor(
             source,
             shared.actor,
@@ -178,7 +183,8 @@ class RankWorker:
         from megatron_rl.workers.role_checkpoint import RoleCheckpoint
 
         critic = self.config.critic
-        source, num_run_steps = self._source(critic.model.path), self._num_run_steps(critic)
+        source = self._source(critic.model.path, critic.megatron.override_transformer_config)
+        num_run_steps = self._num_run_steps(critic)
         self.critic = Critic(
             source, critic, self.cuts.update_critic, num_run_steps, self.config.trainer.seed, self._loss_scale(critic)
         )
