@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from megatron_rl.config.algorithms import uses_critic
 from megatron_rl.config.schema import RunConfig
 
 UNDEFINED = "-"
@@ -38,7 +41,23 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("samples per mini-batch", str(mini_batch), f"{mini_prompts} prompts x {n}"),
         ("samples per DP rank", _share(mini_batch, dp), "samples per mini-batch / DP"),
         ("micro-batches per rank", *_micro_batches(config, mini_batch, dp, multiple=pp if vpp > 1 else 1)),
+        *_recomputed(config),
     ]
+
+
+def _recomputed(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """A row for each trained role that runs layers forward once more for their backward."""
+    roles = {"actor": config.actor_rollout_ref.actor.megatron}
+    if uses_critic(config):
+        roles["critic"] = config.critic.megatron
+    for role, megatron in roles.items():
+        override = megatron.override_transformer_config
+        number = override.recompute_num_layers
+        if override.recompute_granularity is not None:
+            meaning = f"activations of all layers are made again, {number} layer(s) at a time"
+            if override.recompute_method == "block":
+                meaning = f"activations of the first {number} layer(s) of each chunk are made again"
+            yield f"{role} recomputes", f"{override.recompute_method} {number}", meaning
 
 
 def _exact(total: int, parts: int) -> int:

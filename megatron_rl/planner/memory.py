@@ -21,6 +21,7 @@ from megatron_rl.planner.activations import (
     LayerSizes,
     in_flight,
 )
+from megatron_rl.planner.recompute import Recompute
 from megatron_rl.planner.run_models import PlannedModel, RunModels
 from megatron_rl.planner.weights import TrainedWeights
 
@@ -63,12 +64,9 @@ class Passes:
     num_blocks: int
 
 
-def plan_stages(models: RunModels, *, recompute: bool = False) -> list[StageMemory]:
-    """One rank of every pipeline stage; the others of a stage hold the same up to rounding.
-
-    recompute: as if every layer's activations were made again for its backward, which the trainer does not do yet.
-    """
-    return [MemoryOfStage(models, pp_rank, recompute).planned() for pp_rank in range(models.grid.pp_size)]
+def plan_stages(models: RunModels) -> list[StageMemory]:
+    """One rank of every pipeline stage; the others of a stage hold the same up to rounding."""
+    return [MemoryOfStage(models, pp_rank).planned() for pp_rank in range(models.grid.pp_size)]
 
 
 def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
@@ -82,9 +80,8 @@ def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
 class MemoryOfStage:
     """The arithmetic of one stage."""
 
-    def __init__(self, models: RunModels, pp_rank: int, recompute: bool) -> None:
+    def __init__(self, models: RunModels, pp_rank: int) -> None:
         self.models = models
-        self.recompute = recompute
         self.pp_rank = pp_rank
         self.config = models.config
         self.is_last = pp_rank == models.grid.pp_size - 1
@@ -115,8 +112,12 @@ class MemoryOfStage:
         if self.models.critic is not None:
             critic, weights = self.models.critic, self.models.critic_weights
             phases["values"] = held | self._forward(critic, self._value_passes(), has_vocab=False)
-            phases["update_critic"] = held | self._update(critic, weights, self._critic_passes(), has_vocab=False)
-        phases["update_actor"] = held | self._update(self.models.actor, self.models.actor_weights, self._actor_passes())
+            again = Recompute.of(self.config.critic.megatron)
+            passes = self._critic_passes()
+            phases["update_critic"] = held | self._update(critic, weights, passes, again, has_vocab=False)
+        actor, weights = self.models.actor, self.models.actor_weights
+        again = Recompute.of(self.config.actor_rollout_ref.actor.megatron)
+        phases["update_actor"] = held | self._update(actor, weights, self._actor_passes(), again)
         phases["save"] = held | self._checkpoint_copy()
         kind = "only" if self.is_first and self.is_last else "first" if self.is_first else "middle"
         kind = "last" if self.is_last and not self.is_first else kind
@@ -293,17 +294,23 @@ class MemoryOfStage:
         running = layer.transient_bytes(block, backward=False)
         return {"activations": int(max(hidden + running - sum(head.values()), hidden)), **head}
 
-    def _update(self, model: PlannedModel, weights: TrainedWeights, passes: Passes, has_vocab: bool = True) -> Held:
+    def _update(
+        self,
+        model: PlannedModel,
+        weights: TrainedWeights,
+        passes: Passes,
+        recompute: Recompute,
+        has_vocab: bool = True,
+    ) -> Held:
         """The worst of three moments: the head's backward, a layer's backward, the optimizer's step."""
         layer, block, stages = self._layer(model), passes.block, self.models.stages(model)
         chunks = stages.layers(self.pp_rank)
         alive = in_flight(self.models.grid.pp_size, self.pp_rank, self.models.vpp_size, passes.num_blocks)
         hidden, saved = layer.input_bytes(block), layer.saved_bytes(block)
         num_layers = max(len(chunk) for chunk in chunks)
-        kept = alive * (num_layers * (hidden if self.recompute else saved) + 2 * hidden)
-        kept += saved if self.recompute else 0
+        kept = alive * (recompute.kept_bytes(num_layers, hidden, saved) + 2 * hidden)
         gradient = self._largest_gradient(weights, lambda name: "layers" in name)
-        running = layer.transient_bytes(block, backward=True)
+        running = recompute.made_bytes(num_layers, saved) + layer.transient_bytes(block, backward=True)
         head = self._head(block, CHUNKS_BACKWARD, has_vocab)
         moments = [{"activations": int(kept + running), "weight gradient": gradient}]
         if head:

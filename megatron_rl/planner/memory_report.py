@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from megatron_rl.config.algorithms import uses_critic
 from megatron_rl.config.load import follows
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, REWARD_MODEL, ROLLOUT
+from megatron_rl.errors import shown
 from megatron_rl.planner.cache_rules import KVCacheSize
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import StageMemory, plan_stages
@@ -24,11 +26,13 @@ MOST_CHANGES = 16
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that needs less memory, and what the worst rank would then need."""
+    """Settings (key -> value) that need less memory, and what the worst rank would then need."""
 
-    key: str
-    value: Any
+    settings: dict[str, Any]
     peak: int
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={shown(value)}" for key, value in self.settings.items())
 
 
 @dataclass(frozen=True)
@@ -121,22 +125,33 @@ def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> M
 def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Change]:
     """Changes that, one after the other, make the plan fit; as far as they go, where none of them is enough.
 
-    Each is the one that takes most off what is too much, over all phases; another layout is the last resort.
+    Each is the one that takes most off what is too much, over all phases. Recomputing, which costs up to a third of
+    training's time, comes where nothing cheaper helps, and another layout last.
     """
     usable, found = usable_bytes(hardware), []
     left = _excess(plan_stages(models), usable)
     while left and len(found) < MOST_CHANGES:
-        tried = [_tried(config, models, change, usable) for change in candidates(config)]
-        better = [one for one in tried if one is not None and one.excess < left]
-        if not better:
-            tried = [_tried(config, None, change, usable) for change in other_layouts(config)]
+        for choices, alike in ((candidates, models), (recomputing, models), (other_layouts, None)):
+            tried = [_tried(config, alike, settings, usable) for settings in choices(config)]
             better = [one for one in tried if one is not None and one.excess < left]
-        if not better:
+            if better:
+                break
+        else:
             break
         best = min(better, key=lambda one: one.excess)
         config, models, left = best.config, best.models, best.excess
-        found = [*(change for change in found if change.key != best.change.key), best.change]
+        found = [*(change for change in found if change.settings.keys() != best.change.settings.keys()), best.change]
     return found
+
+
+def recomputing_everything(config: RunConfig, models: RunModels, hardware: Hardware) -> Change | None:
+    """What recomputing all layers of all trained models would come to by itself; None where it saves nothing."""
+    settings: dict[str, Any] = {}
+    for changes in recomputing(config):
+        settings |= changes
+    tried = _tried(config, models, settings, usable_bytes(hardware)) if settings else None
+    now = max(stage.peak for stage in plan_stages(models))
+    return tried.change if tried is not None and tried.change.peak < now else None
 
 
 @dataclass(frozen=True)
@@ -147,17 +162,17 @@ class _Tried:
     excess: int
 
 
-def _tried(config: RunConfig, models: RunModels | None, setting: tuple[str, Any], usable: int) -> _Tried | None:
-    """What one changed setting comes to; None where preflight refuses it. models: None for another layout."""
-    key, value = setting
+def _tried(config: RunConfig, models: RunModels | None, settings: dict[str, Any], usable: int) -> _Tried | None:
+    """What changed settings come to; None where preflight refuses them. models: None for another layout."""
     changed = copy.deepcopy(config)
-    put(changed, key, value)
+    for key, value in settings.items():
+        put(changed, key, value)
     if preflight(changed, config_only=True):
         return None
     planned = RunModels(changed, alike=models)
     stages = plan_stages(planned)
     peak = max(stage.peak for stage in stages)
-    return _Tried(Change(key, value, peak), changed, planned, _excess(stages, usable))
+    return _Tried(Change(settings, peak), changed, planned, _excess(stages, usable))
 
 
 def _excess(stages: list[StageMemory], usable: int) -> int:
@@ -165,14 +180,14 @@ def _excess(stages: list[StageMemory], usable: int) -> int:
     return sum(max(0, stage.total(phase) - usable) for stage in stages for phase in stage.phases)
 
 
-def candidates(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """(key, value) of what could be changed next within the same layout; numbers are halved."""
+def candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Key -> value of what could be changed next within the same layout; numbers are halved."""
     shared = config.actor_rollout_ref
     for role in (ACTOR, CRITIC):
-        yield from ((f"{role}.megatron.{name}", True) for name in ("grad_offload", "optimizer_offload"))
-    yield from ((f"{role}.megatron.param_offload", True) for role in (CRITIC, REF, REWARD_MODEL))
+        yield from ({f"{role}.megatron.{name}": True} for name in ("grad_offload", "optimizer_offload"))
+    yield from ({f"{role}.megatron.param_offload": True} for role in (CRITIC, REF, REWARD_MODEL))
     if shared.actor.megatron.tensor_model_parallel_size > 1:
-        yield f"{ACTOR}.megatron.sequence_parallel", True
+        yield {f"{ACTOR}.megatron.sequence_parallel": True}
     for key in (
         f"{ACTOR}.ppo_micro_batch_size_per_gpu",
         f"{CRITIC}.ppo_micro_batch_size_per_gpu",
@@ -186,15 +201,25 @@ def candidates(config: RunConfig) -> Iterator[tuple[str, Any]]:
     ):
         value = attrgetter(key)(config)
         if value > 1:
-            yield key, value // 2
+            yield {key: value // 2}
 
 
-def other_layouts(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """(key, value) of what changes where weights lie."""
+def recomputing(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """The settings of each trained role that has activations of every layer made again."""
+    for role in (ACTOR, CRITIC) if uses_critic(config) else (ACTOR,):
+        group = f"{role}.megatron.override_transformer_config"
+        wanted = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        override = attrgetter(group)(config)
+        if any(getattr(override, name) != value for name, value in wanted.items()):
+            yield {f"{group}.{name}": value for name, value in wanted.items()}
+
+
+def other_layouts(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Key -> value of what changes where weights lie."""
     megatron = config.actor_rollout_ref.actor.megatron
-    yield f"{ROLLOUT}.drop_train_weights", True
+    yield {f"{ROLLOUT}.drop_train_weights": True}
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        yield f"{ACTOR}.megatron.{name}", 2 * attrgetter(name)(megatron)
+        yield {f"{ACTOR}.megatron.{name}": 2 * attrgetter(name)(megatron)}
 
 
 def put(config: RunConfig, key: str, value: Any) -> None:

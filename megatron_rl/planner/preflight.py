@@ -22,6 +22,7 @@ from megatron_rl.planner.cache_rules import cache_problems
 from megatron_rl.planner.expert_layout import expert_problems
 from megatron_rl.planner.file_rules import file_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
+from megatron_rl.planner.recompute_rules import recompute_problems
 from megatron_rl.planner.resume_rules import resume_problems
 from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
 from megatron_rl.planner.vocabulary import vocabulary_problems
@@ -48,6 +49,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
             *problems,
             *_layout_problems(config, models),
             *expert_problems(config, models),
+            *recompute_problems(config, models),
             *_role_problems(config),
             *_rollout_problems(config, models),
             *_batch_problems(config),

@@ -98,7 +98,7 @@ def _foundry() -> Iterable[Point]:
             max_response=2048,
             mini_batch=batch,
             block_tokens=micro * 2048,
-            recompute=recompute,
+            recompute=float(recompute),
             efficiency_share=1.0,
             overlaps_dp=True,
         )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import MegatronConfig, RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import Hardware
-from megatron_rl.planner.memory import plan_stages
-from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report
+from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report, recomputing_everything
 from megatron_rl.planner.model_folder import lacking_files
-from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.recompute import Recompute
+from megatron_rl.planner.run_models import PlannedModel, RunModels
 from megatron_rl.planner.time import Estimator, Layout, Load, ModelCost
 from megatron_rl.planner.transition import TransitionPlan
 
@@ -29,12 +29,16 @@ def amount(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of one run. seconds: phase -> time of one step. mean_lengths: prompt and answer, as assumed."""
+    """The plan of one run. seconds: phase -> time of one step. mean_lengths: prompt and answer, as assumed.
+
+    changes: what would make it fit, one after the other. recomputing: what recomputed activations would do alone.
+    """
 
     config: RunConfig
     models: RunModels
     memory: MemoryReport
     changes: list[Change]
+    recomputing: Change | None
     transition: TransitionPlan
     seconds: dict[str, float]
     num_tokens: float
@@ -55,6 +59,7 @@ class RunPlan:
             models,
             memory,
             [] if memory.fits else advice(config, models, hardware),
+            None if memory.fits else recomputing_everything(config, models, hardware),
             transition,
             step_seconds(config, models, hardware, load) | {"reshard": transition.seconds(hardware)},
             load.num_tokens,
@@ -90,8 +95,7 @@ class RunPlan:
         return {
             "batch": {name: value for name, value, _ in batch_table(self.config)},
             "groups": self.groups,
-            "memory": self.memory.as_json()
-            | {"changes": [{c.key: c.value, "peak_bytes": c.peak} for c in self.changes]},
+            "memory": self.memory.as_json() | {"changes": [{**c.settings, "peak_bytes": c.peak} for c in self.changes]},
             "transition": {
                 "network_bytes_per_rank": list(transition.network),
                 "link_bytes_per_rank": list(transition.link),
@@ -130,14 +134,12 @@ class RunPlan:
         if not self.memory.fits:
             over = amount(self.memory.peak - self.memory.usable)
             found.append(f"the plan does not fit: the worst rank needs {over} more than {self._usable()}")
-            found += [
-                f"  change {change.key}={change.value}: the worst rank then needs {amount(change.peak)}"
-                for change in self.changes
-            ]
-            recomputed = max(stage.peak for stage in plan_stages(self.models, recompute=True))
-            if recomputed < self.memory.peak:
+            found += [f"  change {change}: the worst rank then needs {amount(change.peak)}" for change in self.changes]
+            alone = self.recomputing
+            if alone is not None and alone.peak <= self.memory.usable:
                 found.append(
-                    f"  recomputing activations, which this version cannot, would make it {amount(recomputed)}"
+                    f"  or recompute activations, with {alone}: that alone makes it {amount(alone.peak)}, and updates "
+                    "take up to a third longer"
                 )
             if not self.changes or self.changes[-1].peak > self.memory.usable:
                 found.append("  these are not enough: take more GPUs")
@@ -247,5 +249,14 @@ def step_seconds(config: RunConfig, models: RunModels, hardware: Hardware, load:
         found["rm_scores"] = Estimator(ModelCost.of(models.reward), layout, hardware, dtype).forward(load)
     if models.critic is not None:
         critic = Estimator(ModelCost.of(models.critic), layout, hardware, dtype)
-        found |= {"values": critic.forward(load), "update_critic": critic.train(load)}
-    return found | {"update_actor": actor.train(load)}
+        again = recomputed_share(models, models.critic, config.critic.megatron)
+        found |= {"values": critic.forward(load), "update_critic": critic.train(replace(load, recompute=again))}
+    again = recomputed_share(models, models.actor, config.actor_rollout_ref.actor.megatron)
+    return found | {"update_actor": actor.train(replace(load, recompute=again))}
+
+
+def recomputed_share(models: RunModels, model: PlannedModel, megatron: MegatronConfig) -> float:
+    """Share of a trained model's layers that run their forward pass twice."""
+    stages = models.stages(model)
+    sizes = [len(chunk) for pp_rank in range(stages.pp_size) for chunk in stages.layers(pp_rank)]
+    return Recompute.of(megatron).share(sizes)

@@ -1,7 +1,7 @@
 """Seconds of each phase of a step, from FLOPs, bytes and what a GPU can do: a roofline with a few calibrated shares.
 
 Legend: t, p, d: TP, PP, DP; P matrix parameters; L layers; H hidden size.
-    training     3 forward passes of work (4 with recomputed activations) over peak * efficiency, stretched by the
+    training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, stretched by the
                  pipeline's bubble, (m + (p - 1) / v) / m for m micro-batches (Narayanan et al., arXiv:2104.04473)
     generation   every decode step reads the weights and the cache once, or computes if that takes longer, and costs
                  the engine a fixed overhead; lengths follow the least-assuming distribution with their mean and bound
@@ -104,7 +104,8 @@ class Load:
     """One step. Samples and tokens are of all ranks; `response` is the mean length, `max_response` the bound.
 
     mini_batch: samples of an optimizer step. block_tokens: tokens of one pass. max_seqs: sequences that a replica
-    decodes at once. efficiency_share: of the hardware's, in training. overlaps_dp: data-parallel traffic is hidden.
+    decodes at once. recompute: share of the layers that training runs forward twice. efficiency_share: of the
+    hardware's, in training. overlaps_dp: data-parallel traffic is hidden.
     """
 
     num_samples: int
@@ -115,7 +116,7 @@ class Load:
     block_tokens: int
     epochs: int = 1
     max_seqs: int = 256
-    recompute: bool = False
+    recompute: float = 0.0
     efficiency_share: float = RL_SHARE
     decode_overhead: float = DECODE_OVERHEAD
     overlaps_dp: bool = False
@@ -142,15 +143,14 @@ class Estimator:
         """Seconds of all forward and backward passes and optimizer steps of a step."""
         steps = load.epochs * max(1, round(load.num_samples / load.mini_batch))
         tokens = load.num_tokens * load.epochs / steps
-        passes, all_reduces = (4, 6) if load.recompute else (3, 4)
-        seconds = self._passes(load, tokens, passes, all_reduces)
+        seconds = self._passes(load, tokens, passes=3 + load.recompute, all_reduces=4 + 2 * load.recompute)
         return steps * (seconds + self._optimizer_step(load))
 
     def forward(self, load: Load) -> float:
         """Seconds of one forward pass over all tokens: log-probs, or values."""
         return self._passes(load, load.num_tokens, passes=1, all_reduces=2)
 
-    def _passes(self, load: Load, tokens: float, passes: int, all_reduces: int) -> float:
+    def _passes(self, load: Load, tokens: float, passes: float, all_reduces: float) -> float:
         """Work of `passes` forward passes, tensor- and expert-parallel traffic in it, stretched by the bubble."""
         layout, gpu = self.layout, self.hardware
         rate = gpu.flops(self.dtype) * gpu.matmul_efficiency * load.efficiency_share

@@ -17,9 +17,12 @@ from fault import (
     ETP,
     FIRST,
     GPUS,
+    GRANULARITY,
     LAST,
     MEGATRON,
+    METHOD,
     MODEL,
+    NUMBER,
     PP,
     ROLLOUT,
     ROLLOUT_TP,
@@ -48,6 +51,8 @@ values("chunks", "layout", {VPP: 4}, (PP, "pp(3) * vpp(4)"), experts=False)
 values("chunks of one stage", "layout", {VPP: 2, PP: 1, GPUS: 4}, (PP, "vpp(2) needs pp(1)"), experts=False)
 values("first stage", "layout", {FIRST: 3}, (PP, "first(3)"), experts=False)
 values("both ends", "layout", {FIRST: 2, LAST: 3, PP: 2, GPUS: 4}, (PP, "must add up"), experts=False)
+values("layers of a run", "layout", {GRANULARITY: "full", METHOD: "uniform", NUMBER: 4}, (NUMBER, "divide the layers"))
+values("selective", "layout", {GRANULARITY: "selective"}, (GRANULARITY, "must be full or null"))
 values("no tp", "layout", {TP: 0}, (TP, "must be >= 1"))
 values("negative pp", "layout", {PP: -3}, (PP, "must be >= 1"))
 values("no chunks", "layout", {VPP: 0}, (VPP, "must be >= 1"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import OverrideTransformerConfig, RunConfig
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.planner.batch_arithmetic import batch_table
 
@@ -43,6 +43,14 @@ def test_sixty_prompts_on_six_ranks():
         "samples per DP rank": "120",
         "micro-batches per rank": "8",
     }
+
+
+def test_recomputing_roles_are_shown():
+    """The critic alone. Would not catch a role that does not do what the table says; `test_recompute.py` does."""
+    config = make_config(ranks=6, tp=1, pp=1, rollout_tp=2, prompts=60, n=12, mini=60)
+    config.critic.megatron.override_transformer_config = OverrideTransformerConfig("full", "block", 2)
+    shown = {name: value for name, value in values(config).items() if "recomputes" in name}
+    assert shown == {"critic recomputes": "block 2"}
 
 
 @pytest.mark.parametrize(

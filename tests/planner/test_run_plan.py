@@ -116,7 +116,8 @@ def test_advice_makes_the_plan_fit(config, gpu):
     assert not report.fits
     changes = advice(config, models, hardware)
     for change in changes:
-        put(config, change.key, change.value)
+        for key, value in change.settings.items():
+            put(config, key, value)
         assert preflight(config, config_only=True) == []
     after = memory_report(config, RunModels(config), hardware)
     assert after.fits and after.peak == changes[-1].peak
@@ -172,20 +173,58 @@ def test_saved_tensors_of_one_layer(share, expected):
     assert layer.saved_bytes(Block(42, 56, 17, is_packed=True)) == expected + attention + mlp
 
 
-def test_recomputation_keeps_inputs_and_one_layer(config):
-    """Half of 32 layers, two passes in flight: by hand. Would not catch what recomputing selectively would keep."""
+RECOMPUTE = f"{MEGATRON}.override_transformer_config.recompute"
+FULL = (f"{RECOMPUTE}_granularity=full", f"{RECOMPUTE}_method=uniform", f"{RECOMPUTE}_num_layers=1")
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "inputs", "layers", "made"),
+    [(None, None, 0, 16, 0), ("uniform", 1, 16, 0, 1), ("uniform", 4, 4, 0, 4), ("block", 16, 16, 0, 1),
+     ("block", 10, 10, 6, 0)],
+)  # fmt: skip
+def test_recomputation_keeps_inputs_and_what_is_made_again(config, method, number, inputs, layers, made):
+    """Of the actor, half of 32 layers and two passes in flight: by hand. The critic keeps all.
+
+    Would not catch what backward holds for a moment; `test_memory_plan.py` measures it.
+    """
+    again = () if method is None else (*FULL, f"{RECOMPUTE}_method={method}", f"{RECOMPUTE}_num_layers={number}")
     config = config("llama-2-7b", "trainer.n_gpus_per_node=2", "trainer.device=cpu",
                     f"{MEGATRON}.pipeline_model_parallel_size=2",
                     "actor_rollout_ref.rollout.kv_cache_memory_bytes=4000000000",
-                    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2")  # fmt: skip
+                    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", *again)  # fmt: skip
     models = RunModels(config)
-    whole, less = (plan_stages(models, recompute=again)[0].phases["update_actor"] for again in (False, True))
-    hidden = 2 * 2048 * 4096 * 4
+    phases = plan_stages(models)[0].phases
+    hidden, block = 2 * 2048 * 4096 * 4, Block(4096, 4096, 2048, is_packed=True)
     layer = LayerSizes.of(models.actor.family, models.actor.shape, None, 1, 1, False, 4)
-    saved = layer.saved_bytes(Block(4096, 4096, 2048, is_packed=True))
-    running = layer.transient_bytes(Block(4096, 4096, 2048, is_packed=True), backward=True)
-    assert whole["activations"] == int(2 * (16 * saved + 2 * hidden) + running)
-    assert less["activations"] == int(2 * 18 * hidden + saved + running)
+    saved, running = layer.saved_bytes(block), layer.transient_bytes(block, backward=True)
+    kept = 2 * (inputs * hidden + layers * saved + 2 * hidden)
+    assert phases["update_actor"]["activations"] == int(kept + made * saved + running)
+    assert phases["update_critic"]["activations"] == int(2 * (16 * saved + 2 * hidden) + running)
+
+
+def test_recomputing_is_offered_where_it_makes_the_plan_fit(config):
+    """The keys that are offered are valid and come to what is said, in the actor's and the critic's time too.
+
+    Would not catch a plan that is wrong about both.
+    """
+    sizes = (*LARGE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", f"{MEGATRON}.grad_offload=true",
+             "critic.megatron.grad_offload=true", f"{MEGATRON}.optimizer_offload=true",
+             "critic.megatron.optimizer_offload=true")  # fmt: skip
+    hardware = load_hardware("h100")
+    plan = RunPlan.of(config("llama-3-70b", *sizes), hardware)
+    assert not plan.memory.fits and plan.recomputing is not None
+    overrides = str(plan.recomputing).split()
+    assert {FULL[0], FULL[0].replace("actor_rollout_ref.actor", "critic")} < set(overrides)
+    assert f"recompute activations, with {plan.recomputing}: that alone" in "\n".join(plan.notes())
+    after = RunPlan.of(config("llama-3-70b", *sizes, *overrides), hardware)
+    assert after.memory.fits and after.memory.peak == plan.recomputing.peak
+    for phase in ("update_actor", "update_critic"):
+        assert 1.25 < after.seconds[phase] / plan.seconds[phase] < 1.4
+    half = RunPlan.of(config("llama-3-70b", *sizes, *FULL, f"{RECOMPUTE}_method=block", f"{RECOMPUTE}_num_layers=10"),
+                      hardware)  # fmt: skip
+    seconds = [run.seconds["update_actor"] for run in (plan, half, after)]
+    assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
+    assert half.seconds["update_critic"] == plan.seconds["update_critic"]
 
 
 @pytest.mark.parametrize(

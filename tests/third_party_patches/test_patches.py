@@ -126,10 +126,23 @@ def check_cpu_rng():
     def stream(number, length):
         return torch.rand(length, generator=torch.Generator().manual_seed(number)).tolist()
 
-    # The tracker's seeds are left behind in the process's own stream, and forking needs CUDA.
+    def dropped_again():
+        """(what dropout in a checkpoint left of ones, the gradient that its second run gave), inside of a fork."""
+        ones = torch.ones(64, requires_grad=True)
+        with megatron_random.get_cuda_rng_tracker().fork():
+            left = megatron_random.checkpoint(F.dropout, False, ones)
+        torch.rand(3)  # the stream goes on between forward and backward
+        before = torch.get_rng_state()
+        left.sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)
+        return left.tolist(), ones.grad.tolist()
+
+    # The tracker's seeds are left behind in the process's own stream; forking and checkpointing need CUDA.
     assert seed() != stream(7, 1)[0]
     with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
         draw()
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+        megatron_random.checkpoint(F.dropout, False, torch.ones(2, requires_grad=True))
 
     cpu_rng.PATCH.apply()
     assert seed() == stream(7, 1)[0]
@@ -137,6 +150,8 @@ def check_cpu_rng():
     assert [numbers[0], numbers[3]] == stream(0, 2)
     # Megatron derives the model-parallel seed as seed + 2718 + tp_rank.
     assert [*numbers[1:3], numbers[4]] == stream(7 + 2718, 3)
+    left, gradient = dropped_again()
+    assert left == gradient and set(left) == {0.0, 2.0}
 
 
 def vllm_linear():
@@ -285,7 +300,10 @@ def test_cpu_torch():
 
 
 def test_cpu_rng():
-    """Without: streams mix, forking asks for CUDA. With: two streams. Would not catch checkpointed states."""
+    """Without: streams mix, forking asks for CUDA. With: two streams, and a checkpoint draws again what it drew.
+
+    Would not catch states that megatron-core keeps on the device for CUDA graphs.
+    """
     run_ranks(1, check_cpu_rng, timeout=100)
 
 

@@ -1,0 +1,94 @@
+"""Whether the keys of recomputed activations go together and with the layers of every stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from megatron_rl.config.algorithms import uses_critic, uses_reference
+from megatron_rl.config.problems import nearest_name, nearest_number
+from megatron_rl.config.schema import MegatronConfig, RunConfig
+from megatron_rl.config.validate import ACTOR, CRITIC, REF, REWARD_MODEL
+from megatron_rl.errors import Violation
+from megatron_rl.parallel.stages import StagePlan
+from megatron_rl.planner.model_folder import ModelSizes
+
+GROUP = "megatron.override_transformer_config"
+GRANULARITY, METHOD, NUMBER, MODULES = (
+    f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")
+)
+METHODS = ("uniform", "block")
+
+
+def recompute_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
+    """Of all roles that the run has."""
+    shared, reward = config.actor_rollout_ref, config.reward_model
+    roles = [(ACTOR, shared.actor.megatron, shared.model.path)]
+    if uses_critic(config):
+        roles.append((CRITIC, config.critic.megatron, config.critic.model.path))
+    if uses_reference(config):
+        roles.append((REF, shared.ref.megatron, shared.model.path))
+    if reward.enable:
+        roles.append((REWARD_MODEL, reward.megatron, reward.model.path))
+    for role, megatron, path in roles:
+        model = next((model for model in models if model.path == path), None)
+        yield from _role_problems(role, megatron, model)
+
+
+def _role_problems(role: str, megatron: MegatronConfig, model: ModelSizes | None) -> Iterable[Violation]:
+    override = megatron.override_transformer_config
+    granularity, method, number = (getattr(override, name) for name in (GRANULARITY, METHOD, NUMBER))
+    sizes = [] if model is None else chunk_sizes(model, megatron)
+    valid_method = method if method in METHODS else nearest_name(method or "", METHODS)
+    valid_number = nearest_number_of_layers(valid_method, number or 1, sizes)
+    given = {GRANULARITY: granularity, METHOD: method, NUMBER: number}
+    valid = {GRANULARITY: "full", METHOD: valid_method, NUMBER: valid_number}
+
+    def violation(names: Sequence[str], rule: str, changed: Sequence[str]) -> Violation:
+        nearest = {f"{role}.{GROUP}.{name}": valid[name] for name in changed if valid[name] != given[name]}
+        return Violation({f"{role}.{GROUP}.{name}": given[name] for name in names}, rule, nearest)
+
+    if override.recompute_modules is not None:
+        key = f"{role}.{GROUP}.{MODULES}"
+        rule = f"must be null: parts of a layer are for {GRANULARITY}=selective, which is not there; full takes layers"
+        yield Violation({key: override.recompute_modules}, rule, {key: None})
+    if granularity is None:
+        settings = [name for name in (METHOD, NUMBER) if given[name] is not None]
+        if settings:
+            yield violation(settings, f"must be null, or {GRANULARITY} full", [*valid])
+    elif granularity != "full":
+        rule = "must be full or null: whole layers are recomputed, or nothing"
+        yield violation([GRANULARITY], rule, [*valid])
+    else:
+        if method not in METHODS:
+            yield violation([METHOD], f"must be one of {', '.join(METHODS)}, as {GRANULARITY}=full", [METHOD])
+        if number is None or number < 1:
+            yield violation([NUMBER], f"must be >= 1, as {GRANULARITY}=full", [NUMBER])
+        elif model is not None and number != valid_number:
+            layers = ", ".join(map(str, sorted(set(sizes))))
+            fits = "divide" if valid_method == "uniform" else "be <="
+            rule = f"must, as {METHOD}={valid_method}, {fits} the layers of a stage's chunks({layers}) of {model.path}"
+            yield violation([NUMBER], rule, [NUMBER])
+
+
+def chunk_sizes(model: ModelSizes, megatron: MegatronConfig) -> list[int]:
+    """Layers of every chunk of all stages; none where the layers do not spread over the stages."""
+    try:
+        stages = StagePlan.from_config(model.num_hidden_layers, megatron)
+    except ValueError:
+        return []
+    return [len(chunk) for pp_rank in range(stages.pp_size) for chunk in stages.layers(pp_rank)]
+
+
+def nearest_number_of_layers(method: str, number: int, sizes: Sequence[int]) -> int:
+    """The number of layers nearest to `number` that goes with chunks of these sizes.
+
+    Runs of a uniform method must come out even in all chunks, or Megatron asks for layers that are not there; of a
+    block the largest chunk must have as many.
+    """
+    if not sizes:
+        return max(1, number)
+    if method == "block":
+        return nearest_number(number, range(1, max(sizes) + 1))
+    common = math.gcd(*sizes)
+    return nearest_number(number, [size for size in range(1, common + 1) if common % size == 0])
