@@ -9,7 +9,8 @@ import torch
 from ranks import run_ranks
 from tiny_models import random_experience, run_config, save_llama, save_qwen3_moe, save_reward_model
 
-from megatron_rl.planner.memory import plan_stages
+from megatron_rl.config.schema import OverrideTransformerConfig
+from megatron_rl.planner.memory import StageMemory, plan_stages
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.records import non_tensor, ragged, ragged_from_lengths
 
@@ -93,11 +94,19 @@ def changing(worker) -> int:
     return sum(buffer.num_bytes for buffer in buffers if buffer.is_allocated) + worker.rollout.kv_cache.num_bytes
 
 
+def recomputed(megatron: str, method: str, num_layers: int) -> dict[str, object]:
+    """Keys of a role that makes activations again."""
+    group = f"{megatron}override_transformer_config__recompute_"
+    return {f"{group}granularity": "full", f"{group}method": method, f"{group}num_layers": num_layers}
+
+
 SP = {f"{MEGATRON}sequence_parallel": True}
+RECOMPUTED = recomputed(MEGATRON, "uniform", 1) | recomputed("critic__megatron__", "block", 1)
 LAYOUTS = {
     "one rank, packed": (1, 1, 1, {}),
     "TP2 x PP2, padded, SP": (4, 2, 2, SP | {"actor_rollout_ref__model__use_remove_padding": False}),
     "experts, EP2, DP2": (2, 1, 1, {f"{MEGATRON}expert_model_parallel_size": 2}),
+    "PP2, recomputed": (2, 1, 2, RECOMPUTED),
 }
 
 
@@ -108,6 +117,7 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
     Would not catch memory that never is a tensor's, such as gloo's, nor how CUDA's allocator rounds.
     """
     world_size, tp_size, pp_size, changes = LAYOUTS[name]
+    is_recomputed = changes == RECOMPUTED
     (tmp_path / "model").mkdir()
     path = (save_qwen3_moe if "experts" in name else save_llama)(tmp_path / "model", **SIZES)
     if name == "one rank, packed":
@@ -142,6 +152,27 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
         wrong += owned_otherwise_than_planned(ledger, plan[stage].phases)
     print("\n".join(told))
     assert not wrong, "\n".join(wrong)
+    if is_recomputed:
+        check_savings([peaks for stage, peaks, _ in ranks if stage == 0][0], config)
+
+
+def check_savings(peaks: dict[str, int], config) -> None:
+    """Of the first stage, which has no head: what each role saves is what it was said to save, within 10%.
+
+    Actor and critic hold the same there, so that the critic's second layer, which it keeps, is all that differs; and
+    without recomputing both would hold what the plan then says, which the other layouts measure.
+    """
+    again = plan_stages(RunModels(config))[0]
+    for megatron in (config.actor_rollout_ref.actor.megatron, config.critic.megatron):
+        megatron.override_transformer_config = OverrideTransformerConfig()
+    kept = plan_stages(RunModels(config))[0]
+    assert peaks["update_actor"] < 0.6 * kept.total("update_actor")
+    measured, planned = (of["update_critic"] - of["update_actor"] for of in (peaks, totals(again)))
+    assert measured == pytest.approx(planned, rel=0.1)
+
+
+def totals(stage: StageMemory) -> dict[str, int]:
+    return {phase: stage.total(phase) for phase in stage.phases}
 
 
 def owned_otherwise_than_planned(ledger: dict[str, dict[str, int]], phases: dict[str, dict[str, int]]) -> list[str]:
