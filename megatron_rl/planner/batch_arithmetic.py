@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_rl.config.algorithms import uses_critic
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.planner.recompute import Recompute
 
 UNDEFINED = "-"
 
@@ -51,13 +52,12 @@ def _recomputed(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if uses_critic(config):
         roles["critic"] = config.critic.megatron
     for role, megatron in roles.items():
-        override = megatron.override_transformer_config
-        number = override.recompute_num_layers
-        if override.recompute_granularity is not None:
-            meaning = f"activations of all layers are made again, {number} layer(s) at a time"
-            if override.recompute_method == "block":
-                meaning = f"activations of the first {number} layer(s) of each chunk are made again"
-            yield f"{role} recomputes", f"{override.recompute_method} {number}", meaning
+        again = Recompute.of(megatron)
+        if again.method is not None:
+            meaning = f"activations of all layers are made again, {again.num_layers} at a time"
+            if again.method == "block":
+                meaning = f"activations of the first {again.num_layers} of each chunk's layers are made again"
+            yield f"{role} recomputes", f"{again.method} {again.num_layers}", meaning
 
 
 def _exact(total: int, parts: int) -> int:

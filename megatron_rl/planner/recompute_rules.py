@@ -50,7 +50,7 @@ def _role_problems(role: str, megatron: MegatronConfig, model: ModelSizes | None
 
     if override.recompute_modules is not None:
         key = f"{role}.{GROUP}.{MODULES}"
-        rule = f"must be null: parts of a layer are for {GRANULARITY}=selective, which is not there; full takes layers"
+        rule = f"must be null: parts of a layer are what {GRANULARITY}=selective would recompute, which is not there"
         yield Violation({key: override.recompute_modules}, rule, {key: None})
     if granularity is None:
         settings = [name for name in (METHOD, NUMBER) if given[name] is not None]

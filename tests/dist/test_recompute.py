@@ -78,6 +78,8 @@ def compare(config, choices: list[tuple[str, int]]) -> tuple[list, dict[tuple[st
         different = [name for name, value in found.items() if not name.endswith("runs") and not same(value, kept[name])]
         told[method, number] = (found["actor runs"], found["critic runs"], different)
     assert kept["actor runs"] == kept["critic runs"]
+    worker.build_reference()
+    assert worker.reference.pipeline.chunks[0].config.recompute_granularity is None  # frozen, so nothing to make again
     return kept["actor runs"], told
 
 

@@ -2,7 +2,7 @@
 
 Reason: `_get_cuda_rng_state` and `_set_cuda_rng_state` read and write CUDA generators through private bindings that
 need an initialised CUDA context. Without one, setting is silently put off, so the tracker's seeds stay behind in the
-process's own generator, and forking fails.
+process's own generator, and forking and recomputing activations, which restores states, fail.
 What it does: both use the CPU's default generator.
 """
 
