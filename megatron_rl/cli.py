@@ -31,6 +31,7 @@ from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, MegatronRLError, Violation
 from megatron_rl.lives.metrics_file import read_metrics
+from megatron_rl.loading import without_collections
 from megatron_rl.nightly.golden import read_golden, write_golden
 from megatron_rl.nightly.lives import OUTPUT, run_lives
 from megatron_rl.nightly.outcome import Outcome, outcome_of
@@ -62,7 +63,8 @@ def train_command(config: ConfigPath, overrides: Overrides = None) -> None:
     run_config, violations = checked(config, overrides)
     raise_problems("this run cannot start", violations)
     quiet_libraries()
-    from megatron_rl.train import train
+    with without_collections():
+        from megatron_rl.train import train
 
     train(run_config)
 

@@ -21,6 +21,7 @@ from ray import ObjectRef, cloudpickle
 from ray.exceptions import RayActorError, RayError
 
 from megatron_rl.controller.failures import RankFailure, describe
+from megatron_rl.loading import without_collections
 
 _EXIT_TIMEOUT_S = 10.0
 PORTS = range(20_000, 32_768)
@@ -79,8 +80,9 @@ class WorkerProcess:
         """Build the worker from `cloudpickle.dumps((worker_class, args))`, with `env` in the environment."""
 
         def build() -> None:
-            worker_class, args = cloudpickle.loads(pickled)
-            self._worker = worker_class(*args)
+            with without_collections():
+                worker_class, args = cloudpickle.loads(pickled)
+                self._worker = worker_class(*args)
 
         os.environ.update(env)
         failure, _ = self._attempt(role, "__init__", build)

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 
-for module in (
+from megatron_rl.loading import without_collections
+
+MODULES = (
     "megatron.core.dist_checkpointing",
     "megatron_rl.report",
     "megatron_rl.rollout.engine",
@@ -25,9 +26,9 @@ for module in (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
-):
-    importlib.import_module(module)
+)
 
-# vLLM collects garbage three times when an engine starts. What is frozen is not looked at.
-gc.collect()
-gc.freeze()
+# What is there at the end is not looked at again either: vLLM collects three times when an engine starts.
+with without_collections():
+    for module in MODULES:
+        importlib.import_module(module)

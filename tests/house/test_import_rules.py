@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = "megatron_rl"
 SOURCES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 
-GROUND = {"errors", "balance", "dispatch", "device", "records", "config", "observe"}
+GROUND = {"errors", "balance", "dispatch", "device", "loading", "records", "config", "observe"}
 PARTS = GROUND | {"parallel", "losses", "prompts", "reward"}
 STAGES = {"rollout", "experience", "checkpoint"}
 LOOP = {"train", "sampling", "run", "report", "checkpoints"}
@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "balance": set(),
     "dispatch": set(),
     "device": set(),
+    "loading": set(),
     "records": set(),
     "config": {"errors"},
     "observe": {"errors"},
@@ -72,7 +73,7 @@ LIBRARIES: dict[str, set[str]] = {
 """Library -> rooms (or single files) that may import it."""
 
 WITHOUT_TORCH = (
-    *("errors", "balance", "dispatch", "config", "planner"),
+    *("errors", "balance", "dispatch", "loading", "config", "planner"),
     *("lives", "nightly", "ablation", "cli", "__main__"),
 )
 PURE = (
