@@ -54,7 +54,7 @@ def test_raising_reward_function(command_line, tmp_path: Path) -> None:
         f"    pathlib.Path({str(reached)!r}).touch()\n"
         "    raise KeyError('no such rule')\n"
     )
-    run = command_line(*SMALL, f"custom_reward_function.path={reward}")
+    run = command_line(*SMALL, *ONE, f"custom_reward_function.path={reward}")
     run.wait_for(reached.exists, timeout=150, may_end=True)
     assert_clean_end(run, 4, "KeyError", "no such rule", "demo/addition")
 
@@ -144,7 +144,7 @@ def test_killed_worker(command_line) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_controller(command_line, number: int, code: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM; would not catch a signal that arrives before the run has begun."""
-    run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")
+    run = command_line(*SMALL, *ONE, "trainer.total_training_steps=1000", "trainer.test_freq=0")
     run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=120)
     run.process.send_signal(number)
     assert_clean_end(run, code)

@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 MEGATRON = "actor_rollout_ref.actor.megatron"
 LAYOUTS = {
     "one-process": (1, 1, 1, 1),
-    "PP4": (4, 1, 4, 1),
     "TP2xDP2": (4, 2, 1, 2),
     "TP2xPP2-to-TP1": (4, 2, 2, 1),
     "TP4-to-TP2": (4, 4, 1, 2),

@@ -269,9 +269,12 @@ def check_rank_order():
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state as vllm_ps
 
-    from third_party_patches.vllm import rank_order
+    from third_party_patches.vllm import rank_order, shm_group_name, shm_lifetime
 
-    os.environ["VLLM_DIST_IDENT"] = "test"  # vLLM's worker sets it before it makes groups
+    # Groups have shared memory here: under a name of this job, of which nothing is left.
+    shm_group_name.PATCH.apply()
+    shm_lifetime.PATCH.apply()
+    os.environ["VLLM_DIST_IDENT"] = "//"
     dist.init_process_group("gloo")
     parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="external_launcher")
 
