@@ -53,6 +53,7 @@ def test_orphans_of_other_sessions_end_too(tmp_path: Path, end: str) -> None:
     with living([sys.executable, "-c", FAMILY + end], output, grace_s=5.0) as process:
         wait_for(lambda: "two orphans" in output.read_text())
         wait_for(lambda: len(children() - before) >= 2)
+        wait_for(lambda: end or process.poll() is not None)
     assert children() == before
     assert process.returncode == (-signal.SIGTERM if end else 0)
 
