@@ -5,7 +5,6 @@ A panel for each run: the task's mean reward at every step, and held-out accurac
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
 
 PICTURE = Path(__file__).parents[1] / "docs" / "recipe_curves.png"
@@ -24,13 +24,12 @@ REWARD, ACCURACY = "critic/score/mean", "/acc/mean@1"
 def read(run: Path) -> tuple[dict[int, float], dict[int, float]]:
     """Step -> mean reward, step -> held-out accuracy."""
     rewards, accuracies = {}, {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        values = json.loads(line)
+    for step, values in read_metrics(run / "metrics.jsonl").items():
         for name, value in values.items():
             if name == REWARD:
-                rewards[values["step"]] = value
+                rewards[step] = value
             elif name.endswith(ACCURACY):
-                accuracies[values["step"]] = value
+                accuracies[step] = value
     return rewards, accuracies
 
 

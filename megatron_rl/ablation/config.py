@@ -11,11 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from megatron_rl.config.load import GROUPS, KEYS, OPEN_KEYS, read_override
+from megatron_rl.config.load import GROUPS, KEYS, read_override, read_tree, unknown_key
 from megatron_rl.config.problems import nearest_name, raise_problems, violations_of
 from megatron_rl.errors import ConfigError, Violation
 
@@ -119,13 +115,7 @@ def read_ablation(path: Path, overrides: Sequence[str] = ()) -> AblationConfig:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"no ablation file at {path}; the one of this repository is configs/ablation.yaml")
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds a {type(tree).__name__}; it must hold keys: {', '.join(RULES)}")
-    return {str(name): value for name, value in tree.items()}
+    return read_tree(path, f"keys: {', '.join(RULES)}")
 
 
 def _key_problems(ablation: AblationConfig, path: Path) -> Iterator[Violation]:
@@ -142,11 +132,17 @@ def _key_problems(ablation: AblationConfig, path: Path) -> Iterator[Violation]:
             elif key in GROUPS:
                 inner = nearest_name(key, [name for name in KEYS if name.startswith(f"{key}.")])
                 yield Violation({key: value}, f"{where} is a group of keys; write one with dots, as {inner}")
-            elif key not in KEYS and not any(str(key).startswith(f"{open_key}.") for open_key in OPEN_KEYS):
-                nearest = {nearest_name(str(key), KEYS): value}
-                yield Violation({key: value}, where, nearest, subject=f"unknown key {key}")
-            elif key in OWN_KEYS:
-                yield Violation({key: value}, f"{where} is set by the ablation: leave it out")
+            else:
+                yield from _run_key_problems(str(key), value, where)
+
+
+def _run_key_problems(key: str, value: Any, where: str) -> Iterator[Violation]:
+    """Of one key of the runs' configuration that is no group."""
+    unknown = unknown_key(key, value, where)
+    if unknown is not None:
+        yield unknown
+    elif key in OWN_KEYS:
+        yield Violation({key: value}, f"{where} is set by the ablation: leave it out")
 
 
 def _parsed(overrides: Sequence[str]) -> Settings:
@@ -158,11 +154,7 @@ def _parsed(overrides: Sequence[str]) -> Settings:
             settings |= {setting.key: setting.value for setting in read_override(text)}
         except ConfigError as error:
             violations += violations_of(error)
-    for key in settings:
-        if key not in KEYS and not any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS):
-            nearest = {nearest_name(key, KEYS): settings[key]}
-            violations.append(Violation({key: settings[key]}, "(override)", nearest, subject=f"unknown key {key}"))
-        elif key in OWN_KEYS:
-            violations.append(Violation({key: settings[key]}, "(override) is set by the ablation: leave it out"))
+    for key, value in settings.items():
+        violations += _run_key_problems(key, value, "(override)")
     raise_problems("cannot use the overrides", violations)
     return settings

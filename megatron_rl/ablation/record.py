@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from megatron_rl.ablation.grid import Point
 from megatron_rl.ablation.outcome import FAILED, Outcome
+from megatron_rl.checkpoint.durable import write_text
 from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.observe.summary import finite_or_null
 
@@ -69,12 +69,7 @@ def read_record(folder: Path) -> Record | None:
 
 def write_record(folder: Path, record: Record) -> None:
     """Replace the record in a point's folder at one instant."""
-    unfinished = folder / f"{RECORD}.unfinished"
-    with unfinished.open("w") as file:
-        json.dump(finite_or_null(asdict(record)), file, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(folder / RECORD)
+    write_text(folder / RECORD, json.dumps(finite_or_null(asdict(record)), indent=1, allow_nan=False))
 
 
 def recorded_numbers(run: Path) -> dict[str, Any]:

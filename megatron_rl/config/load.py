@@ -124,6 +124,12 @@ def read_file(path: Path) -> Iterator[Setting]:
         neighbours = [str(file) for file in path.parent.glob("*.y*ml")]
         hint = f"the nearest is {nearest_name(str(path), neighbours)}" if neighbours else "there is none beside it"
         raise ConfigError(f"no configuration file at {path}: {hint}")
+    for name, value in read_tree(path, f"groups of keys: {_top_groups()}").items():
+        yield from _flatten(name, value, str(path))
+
+
+def read_tree(path: Path, content: str) -> dict[str, Any]:
+    """The mapping in a YAML file that is there. Raises ConfigError, with the `content` it must hold, for another."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
@@ -131,9 +137,8 @@ def read_file(path: Path) -> Iterator[Setting]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds a {type(tree).__name__}; it must hold groups of keys: {_top_groups()}")
-    for name, value in tree.items():
-        yield from _flatten(str(name), value, str(path))
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; it must hold {content}")
+    return {str(name): value for name, value in tree.items()}
 
 
 def read_override(text: str) -> Iterator[Setting]:
@@ -160,6 +165,13 @@ def _flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
         yield Setting(key, value, origin)
 
 
+def unknown_key(key: str, value: Any, where: str) -> Violation | None:
+    """What is wrong with a key that no configuration has, with the nearest that there is; None for a known one."""
+    if key in KEYS or any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS):
+        return None
+    return Violation({key: value}, where, {nearest_name(key, KEYS): value}, subject=f"unknown key {key}")
+
+
 def _apply(config: Any, setting: Setting) -> Violation | None:
     """Put one setting into the config; returns what is wrong with it, or None."""
     key, given = setting.key, {setting.key: setting.value}
@@ -167,9 +179,9 @@ def _apply(config: Any, setting: Setting) -> Violation | None:
         inner = ", ".join(sorted(name for name in KEYS if name.startswith(f"{key}.")))
         rule = f"({setting.origin}): {key} is a group of keys, not a value; set {inner}"
         return Violation(given, rule, subject=_said(setting))
-    if key not in KEYS and not any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS):
-        nearest = nearest_name(key, KEYS)
-        return Violation(given, f"({setting.origin})", {nearest: setting.value}, subject=f"unknown key {key}")
+    unknown = unknown_key(key, setting.value, f"({setting.origin})")
+    if unknown is not None:
+        return unknown
     try:
         OmegaConf.update(config, key, setting.value)
     except OmegaConfBaseException as error:

@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"workers", "controller", "planner"}),
     "lives": {"errors"},
     "nightly": {"errors", "lives"},
-    "ablation": {"errors", "config", "observe", "planner", "lives"},
+    "ablation": {"errors", "config", "observe", "checkpoint", "planner", "lives"},
     "cli": GROUND | LOOP | {"planner", "controller", "workers", "checkpoint", "lives", "nightly", "ablation"},
     "__main__": {"cli"},
 }
