@@ -41,7 +41,7 @@ from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import default_hardware, load_hardware
 from megatron_rl.planner.preflight import preflight
-from megatron_rl.planner.run_plan import RunPlan
+from megatron_rl.planner.run_plan import RunPlan, mean_lengths
 
 app = typer.Typer(
     help="PPO with Megatron training and vLLM generation on one memory.",
@@ -101,10 +101,7 @@ def plan_command(
         run_config, gpu, violations = None, None, violations_of(error)
     plan = None
     if run_config is not None and gpu is not None and not violations:
-        data = run_config.data
-        prompt = prompt_length or data.max_prompt_length / 2
-        response = min(response_length or data.max_response_length / 2, data.max_response_length)
-        plan = RunPlan.of(run_config, gpu, (prompt, response))
+        plan = RunPlan.of(run_config, gpu, mean_lengths(run_config.data, prompt_length, response_length))
     if as_json:
         content = {"valid": not violations, "violations": [violation.as_json() for violation in violations]}
         print_json(content | ({"plan": plan.as_json()} if plan else {}))

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron_rl.ablation.outcome import FAILED
-from megatron_rl.ablation.result import PHASES, REST, Result, Row, by_step_time
+from megatron_rl.ablation.result import PHASES, REST, Result, Row, by_step_time, memory_unit
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
 
 PHASE_COLORS = dict(zip((*PHASES, REST), ("#edae49", "#30638e", "#0b7a75", "#d1495b", "#c3cad3"), strict=True))
@@ -20,7 +20,6 @@ WIDTHS = (3.6, 1.5, 1.9, 1.5)
 ROOM = (0.12, 0.22, 0.65, 0.22)
 BAR = 0.68
 SMALL = 8.5
-GB = 1e9
 
 
 def draw_ablation(rows: Sequence[Row], baseline: str | None, output_png: Path) -> bool:
@@ -39,7 +38,7 @@ def draw_ablation(rows: Sequence[Row], baseline: str | None, output_png: Path) -
     speeds = [result.tokens_per_s_per_rank for result in results]
     colors = [BASELINE_COLOR if row.name == baseline else PLAIN_COLOR for row in finished]
     _draw_bars(panels[1], "Tokens/s per rank", speeds, colors, [f"{speed:.0f}" for speed in speeds])
-    unit, name = (GB, "GB") if max(result.memory_bytes for result in results) >= GB else (1e6, "MB")
+    unit, name = memory_unit(finished)
     received = [result.received_bytes / unit for result in results]
     times = [f"{size:.2f} in {result.exchange_s * 1e3:.0f} ms" for size, result in zip(received, results, strict=True)]
     _draw_bars(panels[2], f"Received ({name})", received, colors, times)

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
 from megatron_rl.planner.hardware import default_hardware, load_hardware
 from megatron_rl.planner.preflight import preflight
-from megatron_rl.planner.run_plan import RunPlan
+from megatron_rl.planner.run_plan import RunPlan, mean_lengths
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, fold
     if config is None or violations:
         return PlannedPoint(point, options, violations)
     hardware = load_hardware(ablation.hardware or default_hardware(config.trainer.device))
-    plan = RunPlan.of(config, hardware, _lengths(config, ablation))
+    lengths = mean_lengths(config.data, ablation.prompt_length, ablation.response_length)
+    plan = RunPlan.of(config, hardware, lengths)
     grid = plan.models.grid
     return PlannedPoint(
         point,
@@ -117,13 +118,6 @@ def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, fold
             plan.memory.fits,
         ),
     )
-
-
-def _lengths(config: RunConfig, ablation: AblationConfig) -> tuple[float, float]:
-    """Mean tokens of prompt and answer, as `megatron-rl plan` takes them."""
-    data = config.data
-    prompt = ablation.prompt_length or data.max_prompt_length / 2
-    return prompt, min(ablation.response_length or data.max_response_length / 2, data.max_response_length)
 
 
 def _recording_problems(config: RunConfig, ablation: AblationConfig) -> Sequence[Violation]:

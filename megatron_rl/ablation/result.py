@@ -135,6 +135,12 @@ def by_step_time(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in rows if row.result is not None), key=lambda row: row.result.step_s[0])
 
 
+def memory_unit(finished: Sequence[Row]) -> tuple[float, str]:
+    """Bytes of the unit that suits their sizes, and its name."""
+    largest = max(row.result.memory_bytes for row in finished if row.result is not None)
+    return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+
+
 def _row(planned: PlannedPoint, record: Record | None, warmup_steps: int) -> Row:
     if planned.layout is None:
         return Row(planned, Outcome.INVALID, planned.reason)

@@ -11,11 +11,10 @@ from rich.table import Table
 
 from megatron_rl.ablation.config import AblationConfig
 from megatron_rl.ablation.outcome import Outcome
-from megatron_rl.ablation.result import PHASES, REST, Row, by_step_time, ratios
+from megatron_rl.ablation.result import PHASES, REST, Row, by_step_time, memory_unit, ratios
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.planner.run_plan import amount
 
-MB, GB = 1e6, 1e9
 COLUMNS = (*PHASES, REST)
 LEGEND = """\
 - step s: median, smallest to largest of the steps that count; the five columns after it are medians, too, so they need
@@ -104,8 +103,7 @@ def dry_run_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _results_table(finished: Sequence[Row], rows: Sequence[Row], baseline: str | None) -> list[str]:
-    largest = max(row.result.memory_bytes for row in finished if row.result is not None)
-    unit, name = (GB, "GB") if largest >= GB else (MB, "MB")
+    unit, name = memory_unit(finished)
     headings = ["layout", "step s", "x", *COLUMNS, "tokens/s", "per rank", "x"]
     headings += [f"received / least {name}", "exchange ms", f"memory / planned {name}", "x"]
     headings += ["planned step s", "measured / planned", "reward"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.config.schema import MegatronConfig, RunConfig
+from megatron_rl.config.schema import DataConfig, MegatronConfig, RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import Hardware
@@ -25,6 +25,14 @@ SHOWN_GROUPS = 4
 def amount(num_bytes: float) -> str:
     """Bytes in GB, or below 0.1 GB in MB."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+
+
+def mean_lengths(data: DataConfig, prompt: float | None, response: float | None) -> tuple[float, float]:
+    """Tokens of prompt and answer that a plan assumes: as told, else half of what is allowed; no answer exceeds that."""
+    return (
+        prompt or data.max_prompt_length / 2,
+        min(response or data.max_response_length / 2, data.max_response_length),
+    )
 
 
 @dataclass(frozen=True)
