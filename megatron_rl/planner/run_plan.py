@@ -28,7 +28,7 @@ def amount(num_bytes: float) -> str:
 
 
 def mean_lengths(data: DataConfig, prompt: float | None, response: float | None) -> tuple[float, float]:
-    """Tokens of prompt and answer that a plan assumes: as told, else half of what is allowed; no answer exceeds that."""
+    """Tokens of prompt and answer that a plan assumes: as told, else half of the limit; no answer exceeds its own."""
     return (
         prompt or data.max_prompt_length / 2,
         min(response or data.max_response_length / 2, data.max_response_length),
