@@ -56,6 +56,16 @@ class Coordinates:
     replica_collector: bool
 
 
+def is_collector(dispatch: Dispatch, place: Coordinates) -> bool:
+    """Whether the answer of the rank at `place` counts; those of all others are dropped where they are made."""
+    match dispatch:
+        case Dispatch.DP:
+            return place.dp_collector
+        case Dispatch.ROLLOUT_DP:
+            return place.replica_collector
+    return True
+
+
 def register(dispatch: Dispatch, *, role: str, balanced: bool = False) -> Callable:
     """Mark a worker method as callable from the controller with the given dispatch, acting for `role` (see `Verb`)."""
 

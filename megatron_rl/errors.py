@@ -86,6 +86,10 @@ class WorkerFailure(MegatronRLError):
     exit_code = 3
 
 
+class WorkerStall(WorkerFailure):
+    """A worker stopped answering, or its verb stopped getting on; message and note say where it was."""
+
+
 class RewardError(MegatronRLError):
     """The reward function scored none of a step's samples or cannot be called any more, or a reward model gives NaN."""
 

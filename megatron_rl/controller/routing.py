@@ -18,10 +18,9 @@ import torch
 from tensordict import is_tensor_collection
 
 from megatron_rl.balance import SequenceWork, share_out
+from megatron_rl.controller.messages import Payload
 from megatron_rl.dispatch import Coordinates, Dispatch
 from megatron_rl.records import row_lengths
-
-Payload = tuple[tuple, dict[str, Any]]
 
 
 @dataclass(frozen=True)

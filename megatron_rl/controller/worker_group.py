@@ -5,9 +5,9 @@
         ...
         log_probs.get()                                 # waits; raises what went wrong on any rank
 
-A call splits its records into chunks and stores each once, starts the verb on every rank, waits for the report of
-all ranks and joins the collectors' answers. A failure on one rank ends the group, because the other ranks would wait
-for that one in their next collective.
+A call splits its records into chunks and stores each once, sends every rank one message, waits for one answer of each
+and joins those of the collectors (the others are empty). A failure on one rank ends the group, because the other ranks
+would wait for that one in their next collective; so does a rank that stops answering or getting on (`watch`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from megatron_rl.balance import SequenceWork
 from megatron_rl.controller.failures import RankFailure, to_error
+from megatron_rl.controller.messages import pack
 from megatron_rl.controller.resource_pool import ResourcePool
-from megatron_rl.controller.routing import Split, join_answers, route_call, split_call
-from megatron_rl.controller.worker_process import Call, ProcessInfo, WorkerProcess, read_report, wait_until_gone
+from megatron_rl.controller.routing import Route, Split, join_answers, route_call, split_call
+from megatron_rl.controller.trouble import failures_of
+from megatron_rl.controller.watch import Limits, Watch
+from megatron_rl.controller.worker_process import Call, ProcessInfo, read_failure, wait_until_gone, with_verbs
 from megatron_rl.dispatch import Coordinates, Dispatch, Verb
 from megatron_rl.errors import MegatronRLError, WorkerFailure
 
 _START_TIMEOUT_S = 300.0  # generous: only a pool that is occupied by another group waits in vain
+_LOOK_S = 1.0
+"""Between two looks at the heartbeat while a call is waited for."""
 
 
 class Future:
@@ -65,6 +70,7 @@ class WorkerGroup:
     their environment, along with `env`, before their class is imported, and import from where the driver does.
 
     `work` evens out what data-parallel ranks get of the rows of balanced verbs; without it rows keep their order.
+    `limits`: when a rank that neither raises nor dies has failed.
 
     After a rank failed, its peers get `grace_s` seconds to report what they saw before all processes are killed.
     """
@@ -76,6 +82,7 @@ class WorkerGroup:
         *args: Any,
         env: dict[str, str] | None = None,
         work: SequenceWork | None = None,
+        limits: Limits | None = None,
         grace_s: float = 3.0,
     ) -> None:
         methods = _registered_methods(worker_class)
@@ -87,11 +94,13 @@ class WorkerGroup:
         self._args = args
         self._env = env or {}
         self._work = work
+        self._limits = limits or Limits()
         self._grace_s = grace_s
+        self._watch: Watch | None = None
         self._handles: list[ActorHandle] = []
         self._processes: list[ProcessInfo] = []
-        self._coordinates: tuple[Coordinates, ...] = ()
-        self._unread: dict[ObjectRef, Call] = {}  # reports of calls that nobody has looked at yet
+        self._routes: dict[Dispatch, Route] = {}
+        self._open: dict[ObjectRef, Call] = {}  # answers of calls that nobody has waited for yet
         self._ended: MegatronRLError | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +116,7 @@ class WorkerGroup:
         """Shut down; when leaving without an error, calls still running are waited for and may raise first."""
         try:
             if kind is None and self._ended is None:
-                self._wait("the calls still running", list(self._unread), timeout=None)
+                self._wait("the calls still running", list(self._open), timeout=None)
         finally:
             self.shutdown()
 
@@ -125,16 +134,19 @@ class WorkerGroup:
         self._raise_if_ended()
         if self._handles:
             raise RuntimeError("the worker group was started before")
-        role = self._worker_class.__name__
+        role, world_size = self._worker_class.__name__, self._pool.world_size
         try:
-            self._handles = [self._spawn(rank) for rank in range(self._pool.world_size)]
+            process_class = with_verbs(role, self.verbs)
+            self._handles = [self._spawn(process_class, rank) for rank in range(world_size)]
             self._processes = self._wait_for_processes()
             master = {"MASTER_ADDR": self._processes[0].host, "MASTER_PORT": str(self._processes[0].free_port)}
             pickled = ray.put(cloudpickle.dumps((self._worker_class, self._args)))
-            reports = [handle.construct.remote(role, master, pickled) for handle in self._handles]
-            self._unread |= {report: Call(rank, role, "__init__") for rank, report in enumerate(reports)}
-            self._wait("__init__", reports, timeout=None)
-            self._coordinates = tuple(self.coordinates().get())
+            self._watch = Watch(ray.util.get_node_ip_address(), world_size, self._limits)
+            self._watch.expect(range(world_size))
+            answers = [handle.construct.remote(role, master, pickled, self._watch.address) for handle in self._handles]
+            self._open |= {answer: Call(rank, role, "__init__") for rank, answer in enumerate(answers)}
+            coordinates: list[Coordinates] = self._wait("__init__", answers, timeout=None)
+            self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
         except BaseException:
             self.shutdown()
             raise
@@ -143,12 +155,13 @@ class WorkerGroup:
         """Kill all processes and wait until those on this node are gone. Later calls raise; repeating it is free."""
         if self._ended is None:
             self._ended = WorkerFailure("the worker group was shut down")
-        handles, self._handles, self._unread = self._handles, [], {}
+        if self._watch is not None:
+            self._watch.close()
+        handles, self._handles, self._open = self._handles, [], {}
         if handles and ray.is_initialized():  # without Ray they are gone, and ray.kill would start it again
             for handle in handles:
                 ray.kill(handle)
-            node = ray.get_runtime_context().get_node_id()
-            wait_until_gone([process.pid for process in self._processes if process.node_id == node])
+            wait_until_gone([process.pid for process in self._processes if process.is_local])
 
     def _bind(self, name: str, method: Callable) -> Callable[..., Future]:
         @functools.wraps(method)
@@ -157,7 +170,7 @@ class WorkerGroup:
 
         return types.MethodType(call, self)
 
-    def _spawn(self, rank: int) -> ActorHandle:
+    def _spawn(self, process_class: type, rank: int) -> ActorHandle:
         env = {
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             **self._env,
@@ -167,7 +180,7 @@ class WorkerGroup:
             "LOCAL_WORLD_SIZE": str(self._pool.num_ranks_per_node),
         }
         options = self._pool.actor_options(rank) | {"max_restarts": 0, "max_concurrency": 1}
-        return ray.remote(WorkerProcess).options(**options, runtime_env={"env_vars": env}).remote(rank)
+        return ray.remote(process_class).options(**options, runtime_env={"env_vars": env}).remote(rank)
 
     def _wait_for_processes(self) -> list[ProcessInfo]:
         answers = [handle.describe_process.remote() for handle in self._handles]
@@ -183,67 +196,81 @@ class WorkerGroup:
             raise WorkerFailure(f"the worker processes did not come up: {error}") from error
 
     def _submit(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Future:
-        if self._ended is None and self._unread:
-            self._read_reports(count=len(self._unread), timeout=0)
         self._raise_if_ended()
+        self._raise_if_failed_unseen()
         if not self._handles:
             raise RuntimeError(f"start the worker group before calling {name}")
         verb = self.verbs[name]
         splits = verb.dispatch in (Dispatch.DP, Dispatch.ROLLOUT_DP)
-        route = route_call(verb.dispatch, self._pool.world_size, self._coordinates)
+        route = self._routes[verb.dispatch]
         work = self._work if verb.balanced else None
         split = split_call(args, kwargs, len(route.collectors), work) if splits else Split([(args, kwargs)])
-        boxes = [ray.put(payload) for payload in split.payloads]
-        reports, answers = [], {}
-        for rank, chunk in route.chunk_of_rank.items():
-            wanted = rank in route.collectors
-            answers[rank], report = self._handles[rank].call.remote(verb.role, name, wanted, boxes[chunk])
-            self._unread[report] = Call(rank, verb.role, name)
-            reports.append(report)
+        # Chunks of a call without records are one and the same payload.
+        different = {id(payload): payload for payload in split.payloads}
+        packed = {key: pack(payload, split.sizes is not None) for key, payload in different.items()}
+        messages = [packed[id(payload)] for payload in split.payloads]
+        answers = {
+            rank: getattr(self._handles[rank], name).remote(*messages[chunk])
+            for rank, chunk in route.chunk_of_rank.items()
+        }
+        self._open |= {answer: Call(rank, verb.role, name) for rank, answer in answers.items()}
 
         def fetch(timeout: float | None) -> Any:
-            collected = self._fetch(name, reports, [answers[rank] for rank in route.collectors], timeout)
+            self._raise_if_ended()
+            got = dict(zip(answers, self._wait(name, list(answers.values()), timeout), strict=True))
+            collected = [got[rank] for rank in route.collectors]
             if splits:
                 return join_answers(collected, split)
             return collected[0] if verb.dispatch is Dispatch.RANK_ZERO else collected
 
         return Future(fetch)
 
-    def _fetch(
-        self, verb: str, reports: Sequence[ObjectRef], answers: Sequence[ObjectRef], timeout: float | None
-    ) -> list[Any]:
-        self._raise_if_ended()
-        try:
-            self._wait(verb, reports, timeout)
-            return ray.get(answers)
-        except (KeyboardInterrupt, SystemExit):
-            self.shutdown()
-            raise
-
-    def _wait(self, what: str, reports: Sequence[ObjectRef], timeout: float | None) -> None:
-        """Return when all `reports` are in. Any rank's failure raises, also one of another call that is still open."""
+    def _wait(self, what: str, answers: Sequence[ObjectRef], timeout: float | None) -> list[Any]:
+        """All `answers`. Any rank's failure raises, also one in another call that is still open."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while missing := [self._unread[report].rank for report in reports if report in self._unread]:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._read_reports(count=1, timeout=left):
-                raise TimeoutError(f"{what}: no report from ranks {missing} in {timeout:g} s")
+        while True:
+            left = _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - time.monotonic()))
+            try:
+                got = ray.get(list(answers), timeout=left)  # raises as soon as one of them has failed
+            except GetTimeoutError:
+                self._raise_if_in_trouble()
+                if deadline is not None and time.monotonic() >= deadline:
+                    ready, missing = ray.wait(list(answers), num_returns=len(answers), timeout=0)
+                    ranks = sorted(self._open[answer].rank for answer in missing)
+                    raise TimeoutError(f"{what}: no report from ranks {ranks} in {timeout:g} s") from None
+            except RayError:
+                self._end(self._read_failures(self._grace_s))
+            except (KeyboardInterrupt, SystemExit):
+                self.shutdown()
+                raise
+            else:
+                for answer in answers:
+                    self._open.pop(answer, None)
+                return got
 
-    def _read_reports(self, count: int, timeout: float | None) -> int:
-        """Wait for up to `count` unread reports and read them; the number read. Ends the group on a failure."""
-        ready, _ = ray.wait(list(self._unread), num_returns=count, timeout=timeout)
-        failures = self._take_failures(ready)
-        if failures:
-            if self._unread:
-                late, _ = ray.wait(list(self._unread), num_returns=len(self._unread), timeout=self._grace_s)
-                failures += self._take_failures(late)
-            self._ended = to_error(failures)
-            self.shutdown()
-            self._raise_if_ended()
-        return len(ready)
+    def _raise_if_failed_unseen(self) -> None:
+        """Raise what went wrong in calls that are still open and that nobody may ever wait for."""
+        if self._open:
+            self._raise_if_in_trouble()
+            failures = self._read_failures(timeout=0)
+            if failures:
+                self._end(failures + self._read_failures(self._grace_s))
 
-    def _take_failures(self, reports: Sequence[ObjectRef]) -> list[RankFailure]:
-        read = [read_report(report, self._unread.pop(report)) for report in reports]
-        return [failure for failure in read if failure is not None]
+    def _raise_if_in_trouble(self) -> None:
+        """Raise what the heartbeat says, if it says something."""
+        if trouble := dict(self._watch.trouble):
+            self._end(failures_of(trouble, self._watch, self._processes, list(self._open.values())))
+
+    def _read_failures(self, timeout: float) -> list[RankFailure]:
+        """Failures among the open answers that are there after `timeout`, or as soon as all are."""
+        ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=timeout, fetch_local=False)
+        read = [(answer, read_failure(answer, self._open[answer])) for answer in ready]
+        return [failure for _, failure in read if failure is not None]
+
+    def _end(self, failures: Sequence[RankFailure]) -> None:
+        self._ended = to_error(failures)
+        self.shutdown()
+        self._raise_if_ended()
 
     def _raise_if_ended(self) -> None:
         if self._ended is not None:

@@ -1,7 +1,7 @@
 """The process of one rank, and what the driver hears from it.
 
 On the rank's side a Ray actor holds the user's worker and reports failures as plain values; on the driver's side
-`read_report` speaks in the name of a process that can no longer report.
+`read_failure` speaks in the name of a process that can no longer report.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import psutil
 import ray
 from ray import ObjectRef, cloudpickle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 
 from megatron_rl.controller.failures import RankFailure, describe
+from megatron_rl.controller.messages import Payload, unpack
+from megatron_rl.controller.pulse import Pulse, WatchAddress
+from megatron_rl.dispatch import Coordinates, Verb, is_collector
 from megatron_rl.loading import without_collections
 
 _EXIT_TIMEOUT_S = 10.0
@@ -36,6 +39,11 @@ class ProcessInfo:
     node_id: str
     host: str
     free_port: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs on this process's node."""
+        return self.node_id == ray.get_runtime_context().get_node_id()
 
 
 class Call(NamedTuple):
@@ -60,68 +68,93 @@ def free_port() -> int:
     raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
+class RankFailed(Exception):
+    """A failure on its way through Ray: raised on the rank, found as the `cause` of Ray's own error on the driver."""
+
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+    def __reduce__(self) -> tuple:
+        return RankFailed, (self.failure,)
+
+
 class WorkerProcess:
-    """One rank: created empty, then told what to construct, then called verb by verb.
+    """One rank: created empty, then told what to construct, then called verb by verb (`with_verbs` adds the verbs).
 
     The worker class is imported in `construct`, not on creation, so that a failing import is reported like any other
-    failure. Nothing raised by the worker leaves this class as an exception.
+    failure. Whatever the worker raises leaves this class as `RankFailed`; after that every call raises the same.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._worker: Any = None
+        self._pulse: Pulse | None = None
+        self._place: Coordinates | None = None
+        self._failure: RankFailure | None = None
 
     def describe_process(self) -> ProcessInfo:
         """Answer once the process is up."""
         host = ray.util.get_node_ip_address()
         return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), host, free_port())
 
-    def construct(self, role: str, env: dict[str, str], pickled: bytes) -> RankFailure | None:
-        """Build the worker from `cloudpickle.dumps((worker_class, args))`, with `env` in the environment."""
+    def construct(self, role: str, env: dict[str, str], pickled: bytes, watch: WatchAddress) -> Coordinates:
+        """Build the worker from `cloudpickle.dumps((worker_class, args))`, with `env` in the environment; its place."""
 
-        def build() -> None:
+        def build() -> Coordinates:
             with without_collections():
                 worker_class, args = cloudpickle.loads(pickled)
                 self._worker = worker_class(*args)
+            return self._worker.coordinates()
 
         os.environ.update(env)
-        failure, _ = self._attempt(role, "__init__", build)
-        return failure
+        self._pulse = Pulse(self._rank, watch)
+        self._place = self._attempt(role, "__init__", build)
+        return self._place
 
-    @ray.method(num_returns=2)
-    def call(self, role: str, verb: str, wanted: bool, payload: tuple) -> tuple[Any, RankFailure | None]:
-        """Run a verb on `payload` (args, kwargs): (its answer, kept only where it is `wanted`; failure or None).
+    def _run(self, name: str, verb: Verb, message: Sequence[bytes | Payload]) -> Any:
+        """A verb's answer, or None where this rank's does not count."""
+        args, kwargs = unpack(message)
+        answer = self._attempt(verb.role, name, getattr(self._worker, name), *args, **kwargs)
+        return answer if self._place is None or is_collector(verb.dispatch, self._place) else None
 
-        The answer comes first because Ray stores the parts in order: one that cannot be pickled fails both.
-        """
-        args, kwargs = payload
-        failure, answer = self._attempt(role, verb, getattr(self._worker, verb), *args, **kwargs)
-        return (answer if wanted else None), failure
-
-    def _attempt(
-        self, role: str, verb: str, body: Callable, /, *args: Any, **kwargs: Any
-    ) -> tuple[RankFailure | None, Any]:
-        try:
-            return None, body(*args, **kwargs)
-        except (Exception, SystemExit) as error:
-            return describe(error, rank=self._rank, role=role, verb=verb), None
+    def _attempt(self, role: str, verb: str, body: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        if self._failure is None:
+            try:
+                with self._pulse.during(role, verb):
+                    return body(*args, **kwargs)
+            except (Exception, SystemExit) as error:
+                self._failure = describe(error, rank=self._rank, role=role, verb=verb)
+        raise RankFailed(self._failure) from None
 
 
-def read_report(report: ObjectRef, call: Call) -> RankFailure | None:
-    """The worker's own report, or one in its name when its process died or Ray could not carry its answer."""
+def with_verbs(name: str, verbs: Mapping[str, Verb]) -> type[WorkerProcess]:
+    """A WorkerProcess called `name` with one method for each verb, which takes what `messages.pack` made.
+
+    A verb is a method of its own, and not an argument, so that a call without arguments carries nothing; `ps` shows
+    it, too.
+    """
+
+    def method(verb_name: str, verb: Verb) -> Callable:
+        def run(self: WorkerProcess, *message: bytes | Payload) -> Any:
+            return self._run(verb_name, verb, message)
+
+        run.__name__ = run.__qualname__ = verb_name
+        return run
+
+    return type(name, (WorkerProcess,), {name: method(name, verb) for name, verb in verbs.items()})
+
+
+def read_failure(answer: ObjectRef, call: Call) -> RankFailure | None:
+    """Why an answer, which must be ready, is none; in the name of its process where that cannot say so itself.
+
+    None if it is one.
+    """
     try:
-        return ray.get(report)
-    except RayActorError as error:
-        details = [line for line in str(error).splitlines()[1:] if not line.startswith("\t")]
-        return RankFailure(
-            *call,
-            error_type=type(error).__name__,
-            message="\n".join(details),
-            traceback="",
-            wall_time=time.time(),
-            died=True,
-        )
-    except RayError as error:
+        ray.get(answer)
+    except RayTaskError as error:
+        if isinstance(error.cause, RankFailed):
+            return error.cause.failure
         return RankFailure(
             *call,
             error_type=type(error).__name__,
@@ -129,22 +162,39 @@ def read_report(report: ObjectRef, call: Call) -> RankFailure | None:
             traceback=str(error),
             wall_time=time.time(),
         )
+    except RayError as error:
+        details = [line for line in str(error).splitlines()[1:] if not line.startswith("\t")]
+        return RankFailure(
+            *call,
+            error_type=type(error).__name__,
+            message="\n".join(details) or str(error),
+            traceback="",
+            wall_time=time.time(),
+            died=True,
+        )
+    return None
 
 
 def wait_until_gone(pids: Sequence[int]) -> None:
-    """Return when no process of this node has one of `pids`; those that outlive the time-out are killed."""
+    """Return when no process of this node has one of `pids`; those that outlive the time-out are killed.
+
+    So are those that are stopped, at once: they cannot end by themselves.
+    """
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
-    while pids := [pid for pid in pids if _exists(pid)]:
-        if time.monotonic() > deadline:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+    while processes := _running(pids):
+        is_late = time.monotonic() > deadline
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if is_late or process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
+        if is_late:
             return
         time.sleep(0.02)
 
 
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _running(pids: Sequence[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
