@@ -21,6 +21,7 @@ from megatron_rl.config.algorithms import needs_of, uses_critic, uses_reference,
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig, as_list
 from megatron_rl.controller.signals import StopRequest
+from megatron_rl.controller.watch import STACKS_FILE, Limits
 from megatron_rl.controller.worker_group import Future
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import add_rewards, assemble
@@ -40,6 +41,7 @@ from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.memory import plan_stages, worst_of_stages
 from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.stall import stall_timeout_s
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, row_lengths
@@ -371,6 +373,12 @@ def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
 def stop_grace_s(trainer: TrainerConfig) -> float | None:
     """Seconds that a signal leaves a run to stop in; None, at once, where nothing is saved."""
     return trainer.stop_grace_s if trainer.save_freq > 0 else None
+
+
+def watch_limits(config: RunConfig) -> Limits:
+    """When a rank counts as hung, and where the run's folder keeps the stacks of all ranks then."""
+    trainer = config.trainer
+    return Limits(stall_timeout_s(config), trainer.heartbeat_timeout_s, Path(trainer.default_local_dir) / STACKS_FILE)
 
 
 def rule_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase, data_sources: set[str]) -> RuleReward | NoRule:

@@ -18,7 +18,7 @@ from megatron_rl.experience.assemble import add_advantages, add_rollout_correcti
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.records import Experience
 from megatron_rl.report import finish_run
-from megatron_rl.run import Run, is_validation_step, stop_grace_s
+from megatron_rl.run import Run, is_validation_step, stop_grace_s, watch_limits
 from megatron_rl.sampling import generate, sample, start_rm_scores
 from megatron_rl.workers.cuts import sequence_work
 from megatron_rl.workers.environment import worker_environment
@@ -35,7 +35,8 @@ def train(config: RunConfig) -> dict:
     pool = ResourcePool(trainer.nnodes, trainer.n_gpus_per_node, trainer.device)
     env = worker_environment(trainer.device, trainer.n_gpus_per_node)
     work = sequence_work(config.actor_rollout_ref.model.path) if trainer.balance_batch else None
-    workers = WorkerGroup(pool, RankWorker, config, env=env, work=work)
+    limits = watch_limits(config)
+    workers = WorkerGroup(pool, RankWorker, config, limits.collective_timeout, env=env, work=work, limits=limits)
     with graceful_signals(stop_grace_s(trainer)) as stop, Run(config, stop) as run, pool, workers:
         build_roles(run, workers)
         checkpoints = Checkpoints(run, workers)

@@ -26,6 +26,7 @@ from megatron_rl.checkpoint.hf_folder import (
 )
 from megatron_rl.checkpoint.hf_tensors import HFTensor, Piece, hf_tensors, pieces, put_together
 from megatron_rl.model.families import ParamSpec
+from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import Place
 
@@ -147,6 +148,7 @@ def gather_file(
         return received
 
     for name in file.tensors:
+        made_progress()
         tensor = tensors[name]
         parts = pieces(tensor, file.holders[name], places)
         if rank == file.writer:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec
+from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.sharding import Box, Place, box_index, shard_of
 
 MAX_MAPPED_ELEMENTS = 16 << 20
@@ -60,6 +61,7 @@ class HFFolder:
         for first in range(start, stop, num_rows):
             last = min(first + num_rows, stop)
             into[first - start : last - start].copy_(self._slice(name)[(slice(first, last), *rest)])
+            made_progress()
             self._account((last - first) * row)
 
     def _slice(self, name: str):

@@ -460,6 +460,11 @@ class TrainerConfig:
     stop_grace_s: float = 300.0
     """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM or
     Ctrl-C; a second signal ends it at once."""
+    stall_timeout_s: float | None = None
+    """Seconds after which a verb of a rank that makes no progress (no micro-batch, no step of the engine, no message)
+    ends the run (exit code 3). null: ten times the longest phase that the planner expects, at least 1800."""
+    heartbeat_timeout_s: float = 30.0
+    """Seconds after which a rank whose process gives no sign of life ends the run (exit code 3)."""
     rollout_data_dir: str | None = None
     """Folder for a table of the samples of every step, STEP.jsonl; null: none."""
     validation_data_dir: str | None = None

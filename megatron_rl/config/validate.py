@@ -132,6 +132,7 @@ class Interval:
 NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
 RANGES_OR_NULL: dict[str, Interval] = {
     **dict.fromkeys(AT_LEAST_ONE_OR_NULL, Interval(1)),
+    "trainer.stall_timeout_s": Interval(0, nearest_low=1800.0),
     f"{CORRECTION}.rollout_rs_threshold": Interval(1, nearest_low=2.0),
     f"{CORRECTION}.rollout_rs_threshold_lower": UNIT,
     f"{CORRECTION}.rollout_token_veto_threshold": Interval(0, 1, nearest_low=1e-4),
@@ -144,6 +145,7 @@ RANGES: dict[str, Interval] = {
     "trainer.test_freq": NOT_NEGATIVE,
     "trainer.max_skipped_updates": NOT_NEGATIVE,
     "trainer.stop_grace_s": NOT_NEGATIVE,
+    "trainer.heartbeat_timeout_s": Interval(10),
     f"{ROLLOUT}.verify_weights_every": NOT_NEGATIVE,
     "algorithm.gamma": UNIT,
     "algorithm.lam": UNIT,

@@ -51,10 +51,7 @@ def _message(trouble: Trouble, process: ProcessInfo, idle_s: float, silence_s: f
         case Trouble.GONE:
             return f"{who} closed its connection {silence_s:.0f} s ago and did not come back: it or its node is gone"
         case Trouble.SILENT:
-            return (
-                f"{who} has given no sign of life for {silence_s:.0f} s "
-                f"(trainer.heartbeat_timeout_s={limits.heartbeat_timeout_s:g}){_state(process)}"
-            )
+            return f"{who} has given no sign of life for {silence_s:.0f} s{_state(process)}"
         case Trouble.STALLED:
             return (
                 f"{who} has made no progress for {idle_s + silence_s:.0f} s "

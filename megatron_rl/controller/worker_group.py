@@ -142,7 +142,6 @@ class WorkerGroup:
             master = {"MASTER_ADDR": self._processes[0].host, "MASTER_PORT": str(self._processes[0].free_port)}
             pickled = ray.put(cloudpickle.dumps((self._worker_class, self._args)))
             self._watch = Watch(ray.util.get_node_ip_address(), world_size, self._limits)
-            self._watch.expect(range(world_size))
             answers = [handle.construct.remote(role, master, pickled, self._watch.address) for handle in self._handles]
             self._open |= {answer: Call(rank, role, "__init__") for rank, answer in enumerate(answers)}
             coordinates: list[Coordinates] = self._wait("__init__", answers, timeout=None)

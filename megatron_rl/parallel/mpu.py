@@ -5,15 +5,14 @@ Everything else receives a `TrainGroups` and asks it, so that no code path depen
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from megatron_rl.parallel.rank_grid import TrainGrid
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""A collective that takes longer ends the run: some rank is not coming."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,16 @@ class TrainGroups:
         return self.is_last_stage and self.tp_rank == 0
 
 
-def initialize_mpu(grid: TrainGrid, seed: int, vpp_size: int = 1) -> TrainGroups:
+def initialize_mpu(grid: TrainGrid, seed: int, vpp_size: int = 1, timeout: timedelta | None = None) -> TrainGroups:
     """Create Megatron's groups and RNG tracker; every rank must call, once, after `init_process_group`.
 
     vpp_size: model chunks per stage, which decides the pipeline schedule of every role.
+    timeout: of every collective, in whole minutes for Megatron's; None: torch's own, which is 30 minutes.
     Raises RuntimeError if Megatron's idea of this rank's place differs from the grid's.
     """
     from megatron.core import parallel_state, tensor_parallel
 
+    timeout = timeout or default_pg_timeout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp_size,
         pipeline_model_parallel_size=grid.pp_size,
@@ -72,10 +73,10 @@ def initialize_mpu(grid: TrainGrid, seed: int, vpp_size: int = 1) -> TrainGroups
         expert_model_parallel_size=grid.ep_size,
         expert_tensor_parallel_size=grid.expert_tp_size,
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
     )
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
-    exchange_group, _ = dist.new_subgroups_by_enumeration(grid.exchange_groups(), timeout=COLLECTIVE_TIMEOUT)
+    exchange_group, _ = dist.new_subgroups_by_enumeration(grid.exchange_groups(), timeout=timeout)
     groups = TrainGroups(
         grid=grid,
         rank=dist.get_rank(),

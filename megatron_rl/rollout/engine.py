@@ -10,6 +10,7 @@ from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.outputs import CompletionOutput
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.records import Generations, Prompts, Sampling, ragged
@@ -69,6 +70,7 @@ class RolloutEngine:
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.model: torch.nn.Module = runner.model
+        self.model.register_forward_hook(lambda *_: made_progress())
         self.kv_cache = KVCache(list(runner.kv_caches))
 
     def wake(self) -> None:

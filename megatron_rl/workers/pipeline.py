@@ -22,6 +22,7 @@ from megatron_rl.experience.micro_batches import (
     round_up,
 )
 from megatron_rl.model.segments import Segments
+from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths, row_lengths
 
@@ -128,6 +129,7 @@ class Pipeline:
         return [*blocks, *[blocks[0].neutral()] * (-len(blocks) % self._round_size)]
 
     def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:
+        made_progress()
         positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
         segments = None if block.segments is None else Segments.of(block.segments, self.device)
         return model(block.input_ids, positions, None, packed_seq_params=segments)

@@ -6,6 +6,7 @@ Engines are imported where they are built, so that the controller can name this 
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from megatron_rl.dispatch import Coordinates, Dispatch, register
 from megatron_rl.experience.batches import num_optimizer_steps
 from megatron_rl.model.families import VOCAB_PADDING, ParamSpec, full_attention
 from megatron_rl.observe.memory import MemoryLedger, PhaseMemory, storage_bytes
-from megatron_rl.parallel.mpu import COLLECTIVE_TIMEOUT, initialize_mpu
+from megatron_rl.parallel.mpu import initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import (
     ActorBatch,
@@ -66,14 +67,14 @@ class RankWorker:
     weights: AllGatherPPModel
     engine: HybridEngine
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, collective_timeout: timedelta) -> None:
         environment = RankEnvironment.read()
         megatron = config.actor_rollout_ref.actor.megatron
         self.config = config
         self.device = Device(config.trainer.device, environment.local_rank)
         self.device.activate()
         apply_patches(self.device.kind)
-        dist.init_process_group(self.device.backend, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(self.device.backend, timeout=collective_timeout)
         grid = TrainGrid(
             environment.world_size,
             tp_size=megatron.tensor_model_parallel_size,
@@ -82,9 +83,8 @@ class RankWorker:
             etp_size=megatron.expert_tensor_parallel_size,
         )
         self.rollout_grid = RolloutGrid(grid, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-        self.groups = initialize_mpu(
-            grid, config.trainer.seed, vpp_size=megatron.virtual_pipeline_model_parallel_size or 1
-        )
+        vpp_size = megatron.virtual_pipeline_model_parallel_size or 1
+        self.groups = initialize_mpu(grid, config.trainer.seed, vpp_size, collective_timeout)
         self.cuts = Cuts.configured(config)
         self.resting: list[Resting] = []
         self.ledger = MemoryLedger(self.owned_memory, self.device.reset_peak_memory, self.device.peak_memory_bytes)

@@ -1,0 +1,25 @@
+"""How long a verb of a rank may go without progress before the run counts as hung."""
+
+from __future__ import annotations
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.planner.hardware import default_hardware, load_hardware
+from megatron_rl.planner.memory_report import memory_report
+from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.run_plan import step_load, step_seconds
+
+SHORTEST_S = 1800.0
+"""Starting engines, reading and writing of files are not planned and can take that long on a slow file system."""
+
+PHASES = 10.0
+"""Verbs make progress many times in a phase, so that ten whole phases without any are no slow machine."""
+
+
+def stall_timeout_s(config: RunConfig) -> float:
+    """Seconds: `trainer.stall_timeout_s`, or where that is null what follows from the planned times of this run."""
+    if config.trainer.stall_timeout_s is not None:
+        return config.trainer.stall_timeout_s
+    hardware, models = load_hardware(default_hardware(config.trainer.device)), RunModels(config)
+    longest = (float(config.data.max_prompt_length), float(config.data.max_response_length))
+    load = step_load(config, memory_report(config, models, hardware), longest)
+    return max(SHORTEST_S, PHASES * max(step_seconds(config, models, hardware, load).values()))

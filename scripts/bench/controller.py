@@ -1,0 +1,183 @@
+"""What a call from the controller costs: nothing to do, and a batch of 40 MiB out and one column back.
+
+    python scripts/bench/controller.py [--ranks 2 4 16 64] [--rounds 200] [--json FILE]
+
+No-op: a verb of a WorkerGroup beside a bare Ray call of an actor that does nothing, on as many ranks. Round trip: a
+batch split over as many data-parallel ranks as there are ranks, beside bare Ray calls that each get the whole batch as
+one stored object. The arms take turns within one run; figures are medians, with the quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+from tensordict import TensorClass
+
+from megatron_rl.controller.resource_pool import ResourcePool
+from megatron_rl.controller.worker_group import WorkerGroup
+from megatron_rl.dispatch import Coordinates, Dispatch, register
+
+MIB = 1 << 20
+ROWS, BATCH_MIB = 512, 40
+MOST_ROUND_TRIP_RANKS = 4
+"""More ranks would each import torch, 230 MB a process."""
+CALLS_PER_STEP = 20
+LARGE_WORLD = 1000
+
+
+class Batch(TensorClass):
+    """tokens float32 [B, n]; column float32 [B]."""
+
+    tokens: torch.Tensor
+    column: torch.Tensor
+
+
+class Column(TensorClass):
+    """column float32 [B]."""
+
+    column: torch.Tensor
+
+
+def coordinates() -> Coordinates:
+    """Every rank is a data-parallel rank of its own."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return Coordinates(rank, rank, size, True, rank, size, True)
+
+
+class NoOpWorker:
+    """Does nothing, in a process without torch."""
+
+    @register(Dispatch.ONE_TO_ALL, role="bench")
+    def coordinates(self) -> Coordinates:
+        return coordinates()
+
+    @register(Dispatch.ONE_TO_ALL, role="bench")
+    def noop(self) -> None:
+        """Nothing."""
+
+
+class BatchWorker(NoOpWorker):
+    """Answers a batch with its column."""
+
+    @register(Dispatch.DP, role="bench")
+    def column(self, batch: Batch) -> Column:
+        """The column of this rank's rows, and one touch of every page of the rest."""
+        batch.tokens[:, ::1024].sum()
+        return Column(batch.column + 1, batch_size=batch.batch_size)
+
+
+class BareActor:
+    """The same without any of this package."""
+
+    def noop(self) -> None:
+        """Nothing."""
+
+    def column(self, batch: Batch, rank: int, size: int) -> Column:
+        """The column of one rank's rows."""
+        rows = slice(rank * len(batch) // size, (rank + 1) * len(batch) // size)
+        batch.tokens[rows, ::1024].sum()
+        return Column(batch.column[rows] + 1, batch_size=[rows.stop - rows.start])
+
+
+def bare_actors(num: int) -> list:
+    """Actors beside those of the group, without resources of their own."""
+    actors = [ray.remote(BareActor).options(num_cpus=0, max_concurrency=1).remote() for _ in range(num)]
+    ray.get([actor.noop.remote() for actor in actors])
+    return actors
+
+
+def interleaved(arms: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every call of every arm, the arms taking turns, and turns in going first."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for number in range(rounds + 3):
+        for name in names if number % 2 else reversed(names):
+            start = time.perf_counter()
+            arms[name]()
+            if number >= 3:  # the first ones make connections
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def measure(num_ranks: int, rounds: int, worker: type, arms_of: Callable) -> dict[str, list[float]]:
+    """Both arms on `num_ranks` processes each."""
+    env = {"OMP_NUM_THREADS": "1"}
+    with ResourcePool(1, num_ranks, "cpu", ready_timeout_s=60) as pool, WorkerGroup(pool, worker, env=env) as group:
+        return interleaved(arms_of(group, bare_actors(num_ranks)), rounds)
+
+
+def noop_arms(group: WorkerGroup, actors: list) -> dict[str, Callable[[], object]]:
+    """A call of every rank that does nothing."""
+    return {"ours": lambda: group.noop().get(), "ray": lambda: ray.get([actor.noop.remote() for actor in actors])}
+
+
+def round_trip_arms(group: WorkerGroup, actors: list) -> dict[str, Callable[[], object]]:
+    """40 MiB to the ranks and a column back."""
+    torch.manual_seed(0)
+    width = BATCH_MIB * MIB // (4 * ROWS)
+    batch = Batch(torch.rand(ROWS, width), torch.arange(ROWS, dtype=torch.float32), batch_size=[ROWS])
+
+    def ours() -> torch.Tensor:
+        return group.column(batch).get().column
+
+    def whole() -> torch.Tensor:
+        stored = ray.put(batch)
+        parts = ray.get([actor.column.remote(stored, rank, len(actors)) for rank, actor in enumerate(actors)])
+        return torch.cat(parts).column
+
+    assert torch.equal(ours(), whole()), "the arms must do the same"
+    return {"ours": ours, "ray": whole}
+
+
+def row(seconds: list[float], scale: float) -> str:
+    low, middle, high = (quartile * scale for quartile in statistics.quantiles(seconds, n=4))
+    return f"{middle:9.2f} ({low:.2f} to {high:.2f})"
+
+
+def slope(medians: Mapping[int, float]) -> tuple[float, float]:
+    """(seconds per rank, seconds at no rank) of the straight line through the medians."""
+    per_rank, fixed = np.polyfit(list(medians), list(medians.values()), 1)
+    return float(per_rank), float(fixed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 16, 64])
+    parser.add_argument("--rounds", type=int, default=200, help="no-op calls on 2 ranks; fewer on more ranks")
+    parser.add_argument("--json", type=Path, help="write the medians there")
+    options = parser.parse_args()
+    found: dict[str, dict] = {"noop": {}, "roundtrip": {}}
+    medians: dict[int, float] = {}
+    print("no-op, us: median (quartiles)")
+    for ranks in options.ranks:
+        seconds = measure(ranks, max(20, options.rounds * 2 // ranks), NoOpWorker, noop_arms)
+        ours, bare = (statistics.median(seconds[arm]) for arm in ("ours", "ray"))
+        medians[ranks] = ours
+        found["noop"][str(ranks)] = {"ours_us": ours * 1e6, "ray_us": bare * 1e6, "ratio": ours / bare}
+        print(f"{ranks:3} ranks  ours {row(seconds['ours'], 1e6)}  ray {row(seconds['ray'], 1e6)}  {ours / bare:.2f}")
+    print(f"round trip of {BATCH_MIB} MiB, ms: median (quartiles)")
+    for ranks in [ranks for ranks in options.ranks if ranks <= MOST_ROUND_TRIP_RANKS]:
+        seconds = measure(ranks, max(10, options.rounds // 10), BatchWorker, round_trip_arms)
+        ours, bare = (statistics.median(seconds[arm]) for arm in ("ours", "ray"))
+        found["roundtrip"][str(ranks)] = {"ours_ms": ours * 1e3, "ray_ms": bare * 1e3, "ratio": ours / bare}
+        print(f"{ranks:3} ranks  ours {row(seconds['ours'], 1e3)}  ray {row(seconds['ray'], 1e3)}  {ours / bare:.2f}")
+    if len(medians) > 1:
+        per_rank, fixed = slope(medians)
+        cost = CALLS_PER_STEP * (per_rank * LARGE_WORLD + fixed)
+        found["at_1000_ranks_s"] = cost
+        print(f"{per_rank * 1e6:.0f} us per rank: {CALLS_PER_STEP} calls at {LARGE_WORLD} ranks cost {cost:.1f} s")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
