@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -29,6 +28,7 @@ from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.signals import exit_on_signals
 from megatron_rl.errors import ConfigError, MegatronRLError, Violation
 from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.loading import without_collections
@@ -178,7 +178,7 @@ def nightly_command(
         raise ConfigError(f"--folder {folder} holds files of something else; nearest: --folder {folder}/nightly")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that training ends, too
+    exit_on_signals()  # so that training ends, too
     save = ("trainer.save_freq=1000000",)  # a run that never saves is not saved when it is stopped, either
     lives = run_lives(bands, config, folder, [*save, *(overrides or ())])
     recorded = read_metrics(folder / "run" / "metrics.jsonl")
@@ -207,7 +207,7 @@ def ablate_command(
 ) -> None:
     """Run every point of a grid of layouts and options; a table and a picture in FOLDER. Goes on where it was stopped.
 
-    Exit codes: 0 all valid points finished, 2 nothing can run, 11 some failed, 130 and 143 interrupted.
+    Exit codes: 0 all valid points finished, 2 nothing can run, 11 some failed, 129, 130 and 143 interrupted.
     """
     ablation = read_ablation(config, overrides or ())
     folder = folder or Path(ablation.folder)
@@ -224,7 +224,7 @@ def ablate_command(
         raise_problems("no point can run", [Violation({}, f"{one.point.name}: {one.reason}") for one in planned])
     if dry_run:
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_signals()
     try:
         with only_ablation(folder):
             work = Ablation(ablation, folder, planned, say)

@@ -3,7 +3,7 @@
 #   bash scripts/ablate_parallelism.sh --dry-run                      the points, valid or not, and what is planned
 #   bash scripts/ablate_parallelism.sh                                run them; the same command again goes on
 #   CONFIG=my_ablation.yaml FOLDER=outputs/mine bash scripts/ablate_parallelism.sh --retry-failed trainer.seed=2
-# Exit codes: 0 all valid points finished, 2 nothing can run, 11 some failed, 130 and 143 interrupted.
+# Exit codes: 0 all valid points finished, 2 nothing can run, 11 some failed, 129, 130 and 143 interrupted.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

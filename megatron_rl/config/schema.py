@@ -458,8 +458,8 @@ class TrainerConfig:
     resume_from_path: str | None = None
     """The `global_step_N` folder that resume_mode=resume_path goes on from."""
     stop_grace_s: float = 300.0
-    """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM or
-    Ctrl-C; a second signal ends it at once."""
+    """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM,
+    Ctrl-C or SIGHUP; a second signal ends it at once."""
     stall_timeout_s: float | None = None
     """Seconds after which a verb of a rank that makes no progress (no micro-batch, no step of the engine, no message)
     ends the run (exit code 3). null: ten times the longest phase that the planner expects, at least 1800."""

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C in the driver: a request to stop where the run can save, else an ordinary exit.
+"""SIGTERM, Ctrl-C and SIGHUP in the driver: a request to stop where the run can save, else an ordinary exit.
 
 Either way `with` blocks close what they opened. Signals reach the main thread only, between two of its instructions
 and also while it waits in a Ray call.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 
 from megatron_rl.errors import GraceOver
 
-SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a process to end, beside Ctrl-C."""
 STDERR = 2
 SHORTEST_TIMER_S = 1e-6
 """A timer of 0 s would never ring."""
@@ -43,22 +45,22 @@ class StopRequest:
         return max(0.0, self.deadline - time.monotonic())
 
     def fulfil(self) -> None:
-        """All is saved: neither the deadline nor a further SIGTERM may interrupt the cleaning up."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        """All is saved: neither the deadline nor a further signal of `ENDING` may interrupt the cleaning up."""
+        _ignore_ending()
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextmanager
 def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
-    """What SIGTERM and SIGINT do inside this block; the main thread must enter it, outside every other block.
+    """What SIGTERM, SIGHUP and SIGINT do inside this block; the main thread must enter it, outside every other block.
 
-    grace_s: None: the first SIGTERM raises `SystemExit(143)`, and SIGINT KeyboardInterrupt, as always in Python.
-    Otherwise the first of either is noted in the request that is yielded, a second one raises these, and so many
-    seconds after the first the block is left with GraceOver. Further SIGTERMs are ignored: they would interrupt the
-    cleaning up that the earlier one asked for.
+    grace_s: None: the first SIGTERM raises `SystemExit(143)`, SIGHUP `SystemExit(129)`, and SIGINT KeyboardInterrupt,
+    as always in Python. Otherwise the first of them is noted in the request that is yielded, a second SIGTERM or SIGINT
+    raises these, and so many seconds after the first the block is left with GraceOver. Further SIGTERMs are ignored:
+    they would interrupt the cleaning up that the earlier one asked for. A SIGHUP that `nohup` ignores stays ignored.
     """
     request = StopRequest()
-    signals = (signal.SIGTERM,) if grace_s is None else (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    signals = _ending_signals() if grace_s is None else (*_ending_signals(), signal.SIGINT, signal.SIGALRM)
     previous = {number: signal.getsignal(number) for number in signals}
     reason: BaseException | None = None
 
@@ -68,19 +70,24 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
         if grace_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGINT, previous[signal.SIGINT])
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _ignore_ending()
         # Ray lets these two alone out of its calls, SystemExit with another code; what was meant is in `reason`.
         raise error if isinstance(error, KeyboardInterrupt | SystemExit) else SystemExit
 
     def receive(number: int, frame: object) -> None:
-        if grace_s is None or request.is_set:
-            leave(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(SIGTERM_EXIT_CODE))
-        request.signal, request.deadline = signal.Signals(number), time.monotonic() + grace_s
-        signal.setitimer(signal.ITIMER_REAL, max(grace_s, SHORTEST_TIMER_S))
-        _say(
-            f"{request.signal.name}: the run saves and stops within {grace_s:g} s (trainer.stop_grace_s); "
-            "a second signal ends it at once"
-        )
+        if grace_s is None:
+            leave(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        first = not request.is_set
+        if not first and number == signal.SIGHUP:
+            return  # a closing terminal signals twice, by the system and by the shell
+        if not first and request.signal is not signal.SIGHUP:  # a closing login adds a SIGTERM: no second wish either
+            leave(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        request.signal = signal.Signals(number)
+        if first:
+            request.deadline = time.monotonic() + grace_s
+            signal.setitimer(signal.ITIMER_REAL, max(grace_s, SHORTEST_TIMER_S))
+        second = "" if number == signal.SIGHUP else "; a second signal ends it at once"
+        _say(f"{request.signal.name}: the run saves and stops within {grace_s:g} s (trainer.stop_grace_s){second}")
 
     def ring(number: int, frame: object) -> None:
         leave(
@@ -103,6 +110,29 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def exit_on_signals() -> None:
+    """Make SIGTERM, and SIGHUP unless it is ignored, raise `SystemExit(128 + signal)`: for programs that only wait."""
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closing terminal signals twice
+        sys.exit(128 + number)
+
+    for number in _ending_signals():
+        signal.signal(number, leave)
+
+
+def _ending_signals() -> tuple[signal.Signals, ...]:
+    """Those of `ENDING` that this process listens to: `nohup` has SIGHUP ignored."""
+    return tuple(
+        number for number in ENDING if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    )
+
+
+def _ignore_ending() -> None:
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _say(text: str) -> None:

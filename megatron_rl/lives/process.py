@@ -57,7 +57,7 @@ def living(command: Sequence[str], output: Path, grace_s: float = 10.0) -> Itera
 
 def _kill_family(process: subprocess.Popen, before: set[psutil.Process]) -> None:
     """Kill and wait for all descendants that were not there `before`. Signals wait until that is done."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         process.kill()
         process.wait()
