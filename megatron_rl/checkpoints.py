@@ -77,7 +77,7 @@ class Checkpoints:
             yield
         except StepAbandoned:
             self._save_now(before)
-            self.run.stop.fulfil()
+            self.run.stop.fulfil(StoppedBeforeStep.exit_code)
             raise StoppedBeforeStep(f"stopped in step {step}, which was given up; step {step - 1} is saved") from None
         stopping = self.run.stop.is_set
         last = self.run.config.trainer.total_training_steps
@@ -85,7 +85,7 @@ class Checkpoints:
             self._begin(self.run.state_dict(step))
         if stopping:
             self.settle()
-            self.run.stop.fulfil()
+            self.run.stop.fulfil(StoppedAfterStep.exit_code)
             raise StoppedAfterStep(f"stopped after step {step}, which is saved")
 
     def settle(self) -> None:

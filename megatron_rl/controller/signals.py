@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from megatron_rl.errors import GraceOver
+from megatron_rl.controller.last_resort import CLEANUP_S, LastResort
+from megatron_rl.errors import GraceOver, MegatronRLError
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a process to end, beside Ctrl-C."""
@@ -32,6 +33,7 @@ class StopRequest:
     deadline: of `time.monotonic()`, infinite before the signal.
     """
 
+    last_resort: LastResort
     signal: signal.Signals | None = None
     deadline: float = math.inf
 
@@ -44,8 +46,12 @@ class StopRequest:
         """Seconds until the deadline, never below 0."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def fulfil(self) -> None:
-        """All is saved: neither the deadline nor a further signal of `ENDING` may interrupt the cleaning up."""
+    def fulfil(self, exit_code: int) -> None:
+        """All is saved: neither the deadline nor a further signal of `ENDING` may interrupt the cleaning up.
+
+        exit_code: of a process that does not get through with it.
+        """
+        self.last_resort.arm(CLEANUP_S, exit_code)
         _ignore_ending()
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -58,8 +64,11 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
     as always in Python. Otherwise the first of them is noted in the request that is yielded, a second SIGTERM or SIGINT
     raises these, and so many seconds after the first the block is left with GraceOver. Further SIGTERMs are ignored:
     they would interrupt the cleaning up that the earlier one asked for. A SIGHUP that `nohup` ignores stays ignored.
+
+    Where the block is not left CLEANUP_S after it should be, because its main thread hangs in a library, the process
+    ends all the same, with the code it would have had.
     """
-    request = StopRequest()
+    request = StopRequest(LastResort())
     signals = _ending_signals() if grace_s is None else (*_ending_signals(), signal.SIGINT, signal.SIGALRM)
     previous = {number: signal.getsignal(number) for number in signals}
     reason: BaseException | None = None
@@ -67,6 +76,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
     def leave(error: BaseException) -> None:
         nonlocal reason
         reason = error
+        request.last_resort.arm(CLEANUP_S, exit_code_of(error))
         if grace_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGINT, previous[signal.SIGINT])
@@ -85,6 +95,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
         request.signal = signal.Signals(number)
         if first:
             request.deadline = time.monotonic() + grace_s
+            request.last_resort.arm(grace_s + CLEANUP_S, GraceOver.exit_code)
             signal.setitimer(signal.ITIMER_REAL, max(grace_s, SHORTEST_TIMER_S))
         second = "" if number == signal.SIGHUP else "; a second signal ends it at once"
         _say(f"{request.signal.name}: the run saves and stops within {grace_s:g} s (trainer.stop_grace_s){second}")
@@ -106,10 +117,23 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
             raise reason from None
         raise
     finally:
+        request.last_resort.stand_down()
         if grace_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a process ends with that this exception ends."""
+    match error:
+        case MegatronRLError():
+            return error.exit_code
+        case SystemExit(code=int(code)):
+            return code
+        case KeyboardInterrupt():
+            return 128 + signal.SIGINT
+    return MegatronRLError.exit_code
 
 
 def exit_on_signals() -> None:

@@ -18,19 +18,21 @@ STACKS_TIMEOUT_S = 5.0
 
 
 def failures_of(
-    trouble: Mapping[int, Trouble], watch: Watch, processes: Sequence[ProcessInfo], open_calls: Sequence[Call]
+    trouble: Mapping[int, Trouble], watch: Watch, processes: Sequence[ProcessInfo], running: Sequence[Call]
 ) -> list[RankFailure]:
     """One failure for each rank in `trouble`, the one to look at first dated first.
 
-    Asks all ranks for their stacks and writes them to `limits.stacks_file`. open_calls: in the order they were made.
+    Asks all ranks for their stacks and writes them to `limits.stacks_file`. running: calls without an answer, in the
+    order they were made.
     """
     stacks = watch.stacks(STACKS_TIMEOUT_S)
     where = _write(stacks, watch.limits)
-    calls = {call.rank: call for call in reversed(open_calls)}
+    # The first call that a rank has not answered is the verb it is in: the last sign of a silent one is older.
+    calls = {call.rank: call for call in reversed(running)}
     signs, now, failures = watch.signs, time.monotonic(), []
     for rank in sorted(trouble, key=lambda rank: (waits_for_peers(stacks.get(rank, "")), -signs[rank].idle_s)):
         sign, process = signs[rank], processes[rank]
-        call = Call(rank, sign.role, sign.verb) if sign.verb else calls.get(rank, Call(rank, "worker", "no verb"))
+        call = calls.get(rank, Call(rank, "worker", "no verb"))
         message = _message(trouble[rank], process, sign.idle_s, now - sign.heard_at, watch.limits)
         failures.append(
             RankFailure(

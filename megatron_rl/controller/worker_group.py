@@ -258,7 +258,8 @@ class WorkerGroup:
     def _raise_if_in_trouble(self) -> None:
         """Raise what the heartbeat says, if it says something."""
         if trouble := dict(self._watch.trouble):
-            self._end(failures_of(trouble, self._watch, self._processes, list(self._open.values())))
+            _, running = ray.wait(list(self._open), num_returns=len(self._open), timeout=0, fetch_local=False)
+            self._end(failures_of(trouble, self._watch, self._processes, [self._open[answer] for answer in running]))
 
     def _read_failures(self, timeout: float) -> list[RankFailure]:
         """Failures among the open answers that are there after `timeout`, or as soon as all are."""

@@ -17,7 +17,7 @@ def run(stop: StopRequest, step_s: float, cleaning_s: float) -> None:
             time.sleep(step_s)
             if stop.is_set:
                 print(stop.signal.name, round(stop.remaining_s()), flush=True)
-                stop.fulfil()
+                stop.fulfil(StoppedAfterStep.exit_code)
                 raise StoppedAfterStep("saved")
     finally:
         time.sleep(cleaning_s)

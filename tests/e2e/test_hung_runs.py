@@ -1,0 +1,90 @@
+"""A rank of a real run is stopped while it generates, exchanges weights or updates; and a signal comes meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from megatron_rl.controller.watch import STACKS_FILE
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+STALL_S = 60
+"""Longer than imports take on a busy machine."""
+TWO = (
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "trainer.val_before_train=false",
+    "trainer.total_training_steps=50",
+    f"trainer.stall_timeout_s={STALL_S}",
+)
+"""PP2 -> TP1: generation alone waits for nobody, so the other rank goes on there."""
+
+
+def stop_rank_in(run, verb: str) -> psutil.Process:
+    """Wait until a rank is in a verb, as Ray shows it in the process title, and stop it there."""
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline:
+        assert run.process.poll() is None, run.text()
+        with suppress(psutil.Error):  # a process that has just ended
+            ranks = run.workers()
+            until = time.monotonic() + 10
+            while ranks and time.monotonic() < until:
+                process = ranks[0]
+                if is_in(process, verb):
+                    process.suspend()
+                    if is_in(process, verb):
+                        return process
+                    process.resume()
+                time.sleep(0.001)
+    raise AssertionError(f"no rank was seen in {verb}: {run.text()}")
+
+
+def is_in(process: psutil.Process, verb: str) -> bool:
+    return process.cmdline()[:1] == [f"ray::RankWorker.{verb}"]
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "update_actor",
+        pytest.param("generate", marks=pytest.mark.exhaustive),
+        pytest.param("enter_rollout", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_stopped_rank_is_named(command_line, verb: str) -> None:
+    """Would not catch a rank that is stopped for less than the limit and then goes on."""
+    run = command_line(*TWO, "trainer.heartbeat_timeout_s=15")
+    stopped = stop_rank_in(run, verb)
+    rank, stopped_at = stopped.environ()["RANK"], time.monotonic()
+    code = run.wait(STALL_S + 60)
+    assert code == 3 and time.monotonic() - stopped_at < STALL_S + 30, run.text()
+    text = " ".join(run.text().split())
+    assert f"rank {rank} (" in text and f"in {verb}: process {stopped.pid} on node " in text, text
+    assert "no sign of life" in text and "was stopped by a signal" in text, text
+    assert "thread MainThread" in (run.run / STACKS_FILE).read_text()
+    assert run.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        (("trainer.save_freq=1000", "trainer.stop_grace_s=5"), 22),
+        pytest.param((), 128 + signal.SIGTERM, marks=pytest.mark.exhaustive),
+    ],
+    ids=["saving", "not saving"],
+)
+def test_a_signal_ends_a_run_with_a_stopped_rank(command_line, keys: tuple[str, ...], code: int) -> None:
+    """The grace is over before the rank is missed. Would not catch a driver that is stopped itself."""
+    run = command_line(*TWO, "trainer.heartbeat_timeout_s=300", "trainer.stall_timeout_s=300", *keys)
+    stop_rank_in(run, "update_actor")
+    run.process.send_signal(signal.SIGTERM)
+    signalled_at = time.monotonic()
+    assert run.wait(60) == code, run.text()
+    assert time.monotonic() - signalled_at < 30, run.text()
+    assert run.left_over() == []
