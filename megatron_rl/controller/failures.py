@@ -10,7 +10,8 @@ import re
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron_rl import errors
 
@@ -39,6 +40,16 @@ class RankFailure:
     wall_time: float
     died: bool = False
     error_class: type[errors.MegatronRLError] = errors.WorkerFailure
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; the class by its name."""
+        return asdict(self) | {"error_class": self.error_class.__name__}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> RankFailure:
+        """From `as_json`. Raises KeyError or TypeError when that is something else."""
+        classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+        return cls(**(content | {"error_class": classes[content["error_class"]]}))
 
     @property
     def looks_secondary(self) -> bool:

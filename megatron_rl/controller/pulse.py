@@ -4,6 +4,7 @@ One JSON object a line over one TCP connection, which the rank opens and the tok
 
     rank -> driver   {"rank": 3, "token": ...}, then every INTERVAL_S {"role": .., "verb": .., "idle_s": ..}
     driver -> rank   any line asks for {"stacks": "..."}
+    rank -> driver   {"failure": {...}} at once, where the rank's answer goes to another rank first
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Pulse:
         self._num_verbs = 0
         self._mark: tuple[int, int] = (0, 0)
         self._changed_at = time.monotonic()
+        self._failure: dict[str, object] | None = None
+        self._woken, self._waking = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         self._thread.start()
 
@@ -61,6 +64,11 @@ class Pulse:
             yield
         finally:
             self._doing = None
+
+    def tell_failure(self, failure: dict[str, object]) -> None:
+        """Tell the driver now why this rank has failed."""
+        self._failure = failure
+        self._waking.send(b"!")
 
     def _run(self) -> None:
         while True:
@@ -79,7 +87,11 @@ class Pulse:
         _send(connection, self._sign())
         until = time.monotonic() + INTERVAL_S
         while (left := until - time.monotonic()) > 0:
-            if select.select([connection], [], [], left)[0]:
+            readable, _, _ = select.select([connection, self._woken], [], [], left)
+            if self._woken in readable:
+                self._woken.recv(1)
+                _send(connection, {"failure": self._failure})
+            if connection in readable:
                 if not connection.recv(1024):
                     return False
                 _send(connection, {"stacks": stacks_of_threads(leave_out=self._thread)})

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.controller.failures import RankFailure
 from megatron_rl.controller.pulse import INTERVAL_S, WatchAddress
 
 RECONNECT_S = 10.0
@@ -123,12 +124,13 @@ def waits_for_peers(stacks: str) -> bool:
 class Watch:
     """Listens on `host` for the signs of life of `num_ranks` ranks, in a thread, until `close`.
 
-    trouble: what `judge` found last, a second ago at most.
+    trouble: what `judge` found last, a second ago at most. failures: what ranks said that they failed with.
     """
 
     def __init__(self, host: str, num_ranks: int, limits: Limits) -> None:
         self.limits = limits
         self.trouble: dict[int, Trouble] = {}
+        self.failures: list[RankFailure] = []
         self.token = secrets.token_hex(16)
         now = time.monotonic()
         self._signs = {rank: Sign(now) for rank in range(num_ranks)}
@@ -181,6 +183,8 @@ class Watch:
         """A rank said something."""
         if "stacks" in content:
             self._stacks[rank] = str(content["stacks"])
+        elif "failure" in content:
+            self.failures.append(RankFailure.from_json(content["failure"]))
         else:
             doing, idle_s = (str(content["role"]), str(content["verb"])), float(content["idle_s"])
             self._signs[rank] = Sign(time.monotonic(), Connection.OPEN, *doing, idle_s)

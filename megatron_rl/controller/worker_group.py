@@ -16,7 +16,6 @@ import functools
 import inspect
 import os
 import sys
-import time
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,19 +26,17 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
 from megatron_rl.balance import SequenceWork
+from megatron_rl.controller.calls import CallsFailed, RankCalls
 from megatron_rl.controller.failures import RankFailure, to_error
 from megatron_rl.controller.messages import pack
 from megatron_rl.controller.resource_pool import ResourcePool
 from megatron_rl.controller.routing import Route, Split, join_answers, route_call, split_call
-from megatron_rl.controller.trouble import failures_of
 from megatron_rl.controller.watch import Limits, Watch
-from megatron_rl.controller.worker_process import Call, ProcessInfo, read_failure, wait_until_gone, with_verbs
+from megatron_rl.controller.worker_process import ProcessInfo, wait_until_gone, with_verbs
 from megatron_rl.dispatch import Coordinates, Dispatch, Verb
 from megatron_rl.errors import MegatronRLError, WorkerFailure
 
 _START_TIMEOUT_S = 300.0  # generous: only a pool that is occupied by another group waits in vain
-_LOOK_S = 1.0
-"""Between two looks at the heartbeat while a call is waited for."""
 
 
 class Future:
@@ -73,6 +70,7 @@ class WorkerGroup:
     `limits`: when a rank that neither raises nor dies has failed.
 
     After a rank failed, its peers get `grace_s` seconds to report what they saw before all processes are killed.
+    `direct_ranks`: a larger world is called through one rank of each node.
     """
 
     def __init__(
@@ -84,6 +82,7 @@ class WorkerGroup:
         work: SequenceWork | None = None,
         limits: Limits | None = None,
         grace_s: float = 3.0,
+        direct_ranks: int = 128,
     ) -> None:
         methods = _registered_methods(worker_class)
         self.verbs: dict[str, Verb] = {name: method.verb for name, method in methods.items()}
@@ -96,11 +95,12 @@ class WorkerGroup:
         self._work = work
         self._limits = limits or Limits()
         self._grace_s = grace_s
+        self._direct_ranks = direct_ranks
         self._watch: Watch | None = None
         self._handles: list[ActorHandle] = []
         self._processes: list[ProcessInfo] = []
         self._routes: dict[Dispatch, Route] = {}
-        self._open: dict[ObjectRef, Call] = {}  # answers of calls that nobody has waited for yet
+        self._calls: RankCalls | None = None  # once the processes are up
         self._ended: MegatronRLError | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -116,7 +116,9 @@ class WorkerGroup:
         """Shut down; when leaving without an error, calls still running are waited for and may raise first."""
         try:
             if kind is None and self._ended is None:
-                self._wait("the calls still running", list(self._open), timeout=None)
+                self._calls.wait_for_all()
+        except CallsFailed as error:
+            self._end(error.failures)
         finally:
             self.shutdown()
 
@@ -142,9 +144,10 @@ class WorkerGroup:
             master = {"MASTER_ADDR": self._processes[0].host, "MASTER_PORT": str(self._processes[0].free_port)}
             pickled = ray.put(cloudpickle.dumps((self._worker_class, self._args)))
             self._watch = Watch(ray.util.get_node_ip_address(), world_size, self._limits)
-            answers = [handle.construct.remote(role, master, pickled, self._watch.address) for handle in self._handles]
-            self._open |= {answer: Call(rank, role, "__init__") for rank, answer in enumerate(answers)}
-            coordinates: list[Coordinates] = self._wait("__init__", answers, timeout=None)
+            node_size = self._pool.num_ranks_per_node if world_size > self._direct_ranks else 1
+            self._calls = RankCalls(self._handles, self._processes, self._watch, node_size, self._grace_s)
+            answers = self._calls.construct(role, master, pickled, self._watch.address)
+            coordinates: list[Coordinates] = self._collect("__init__", answers, timeout=None)
             self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
         except BaseException:
             self.shutdown()
@@ -156,7 +159,7 @@ class WorkerGroup:
             self._ended = WorkerFailure("the worker group was shut down")
         if self._watch is not None:
             self._watch.close()
-        handles, self._handles, self._open = self._handles, [], {}
+        handles, self._handles = self._handles, []
         if handles and ray.is_initialized():  # without Ray they are gone, and ray.kill would start it again
             for handle in handles:
                 ray.kill(handle)
@@ -196,9 +199,12 @@ class WorkerGroup:
 
     def _submit(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Future:
         self._raise_if_ended()
-        self._raise_if_failed_unseen()
-        if not self._handles:
+        if self._calls is None:
             raise RuntimeError(f"start the worker group before calling {name}")
+        try:
+            self._calls.raise_if_failed()
+        except CallsFailed as error:
+            self._end(error.failures)
         verb = self.verbs[name]
         splits = verb.dispatch in (Dispatch.DP, Dispatch.ROLLOUT_DP)
         route = self._routes[verb.dispatch]
@@ -207,16 +213,12 @@ class WorkerGroup:
         # Chunks of a call without records are one and the same payload.
         different = {id(payload): payload for payload in split.payloads}
         packed = {key: pack(payload, split.sizes is not None) for key, payload in different.items()}
-        messages = [packed[id(payload)] for payload in split.payloads]
-        answers = {
-            rank: getattr(self._handles[rank], name).remote(*messages[chunk])
-            for rank, chunk in route.chunk_of_rank.items()
-        }
-        self._open |= {answer: Call(rank, verb.role, name) for rank, answer in answers.items()}
+        chunks = [packed[id(payload)] for payload in split.payloads]
+        ranks = sorted(route.chunk_of_rank)
+        answers = self._calls.send(verb.role, name, {rank: chunks[route.chunk_of_rank[rank]] for rank in ranks})
 
         def fetch(timeout: float | None) -> Any:
-            self._raise_if_ended()
-            got = dict(zip(answers, self._wait(name, list(answers.values()), timeout), strict=True))
+            got = dict(zip(ranks, self._collect(name, answers, timeout), strict=True))
             collected = [got[rank] for rank in route.collectors]
             if splits:
                 return join_answers(collected, split)
@@ -224,48 +226,16 @@ class WorkerGroup:
 
         return Future(fetch)
 
-    def _wait(self, what: str, answers: Sequence[ObjectRef], timeout: float | None) -> list[Any]:
-        """All `answers`. Any rank's failure raises, also one in another call that is still open."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - time.monotonic()))
-            try:
-                got = ray.get(list(answers), timeout=left)  # raises as soon as one of them has failed
-            except GetTimeoutError:
-                self._raise_if_in_trouble()
-                if deadline is not None and time.monotonic() >= deadline:
-                    ready, missing = ray.wait(list(answers), num_returns=len(answers), timeout=0)
-                    ranks = sorted(self._open[answer].rank for answer in missing)
-                    raise TimeoutError(f"{what}: no report from ranks {ranks} in {timeout:g} s") from None
-            except RayError:
-                self._end(self._read_failures(self._grace_s))
-            except (KeyboardInterrupt, SystemExit):
-                self.shutdown()
-                raise
-            else:
-                for answer in answers:
-                    self._open.pop(answer, None)
-                return got
-
-    def _raise_if_failed_unseen(self) -> None:
-        """Raise what went wrong in calls that are still open and that nobody may ever wait for."""
-        if self._open:
-            self._raise_if_in_trouble()
-            failures = self._read_failures(timeout=0)
-            if failures:
-                self._end(failures + self._read_failures(self._grace_s))
-
-    def _raise_if_in_trouble(self) -> None:
-        """Raise what the heartbeat says, if it says something."""
-        if trouble := dict(self._watch.trouble):
-            _, running = ray.wait(list(self._open), num_returns=len(self._open), timeout=0, fetch_local=False)
-            self._end(failures_of(trouble, self._watch, self._processes, [self._open[answer] for answer in running]))
-
-    def _read_failures(self, timeout: float) -> list[RankFailure]:
-        """Failures among the open answers that are there after `timeout`, or as soon as all are."""
-        ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=timeout, fetch_local=False)
-        read = [(answer, read_failure(answer, self._open[answer])) for answer in ready]
-        return [failure for _, failure in read if failure is not None]
+    def _collect(self, what: str, answers: Sequence[ObjectRef], timeout: float | None) -> list[Any]:
+        """`RankCalls.wait`, where a failure or an interrupt ends the group."""
+        self._raise_if_ended()
+        try:
+            return self._calls.wait(what, answers, timeout)
+        except CallsFailed as error:
+            self._end(error.failures)
+        except (KeyboardInterrupt, SystemExit):
+            self.shutdown()
+            raise
 
     def _end(self, failures: Sequence[RankFailure]) -> None:
         self._ended = to_error(failures)

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 from ray import ObjectRef, cloudpickle
+from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from megatron_rl.controller.failures import RankFailure, describe
-from megatron_rl.controller.messages import Payload, unpack
+from megatron_rl.controller.messages import Message, Payload, unpack
 from megatron_rl.controller.pulse import Pulse, WatchAddress
 from megatron_rl.dispatch import Coordinates, Verb, is_collector
 from megatron_rl.loading import without_collections
@@ -92,6 +93,7 @@ class WorkerProcess:
         self._pulse: Pulse | None = None
         self._place: Coordinates | None = None
         self._failure: RankFailure | None = None
+        self._peers: list[ActorHandle] = []
 
     def describe_process(self) -> ProcessInfo:
         """Answer once the process is up."""
@@ -112,6 +114,27 @@ class WorkerProcess:
         self._place = self._attempt(role, "__init__", build)
         return self._place
 
+    def meet(self, peers: list[ActorHandle]) -> None:
+        """Become the rank that `relay`s calls to these, the other ranks of its node."""
+        self._peers = peers
+
+    def relay(self, role: str, name: str, messages: Sequence[Message]) -> list[Any]:
+        """Run a verb here and on the peers, whose messages come after this rank's own; answers in the same order.
+
+        Raises RankFailed for a peer, too. A peer that fails while this rank waits for it in the verb tells the driver
+        itself.
+        """
+        own, *others = messages
+        answers = [getattr(peer, name).remote(*message) for peer, message in zip(self._peers, others, strict=True)]
+        mine = getattr(self, name)(*[ray.get(part) if isinstance(part, ObjectRef) else part for part in own])
+        try:
+            return [mine, *ray.get(answers)]
+        except RayError:
+            ready, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
+            calls = {answer: Call(self._rank + 1 + number, role, name) for number, answer in enumerate(answers)}
+            failures = [read_failure(answer, calls[answer]) for answer in ready]
+            raise RankFailed(next(failure for failure in failures if failure is not None)) from None
+
     def _run(self, name: str, verb: Verb, message: Sequence[bytes | Payload]) -> Any:
         """A verb's answer, or None where this rank's does not count."""
         args, kwargs = unpack(message)
@@ -125,6 +148,7 @@ class WorkerProcess:
                     return body(*args, **kwargs)
             except (Exception, SystemExit) as error:
                 self._failure = describe(error, rank=self._rank, role=role, verb=verb)
+                self._pulse.tell_failure(self._failure.as_json())
         raise RankFailed(self._failure) from None
 
 
