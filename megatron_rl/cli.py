@@ -29,13 +29,14 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.signals import exit_on_signals
-from megatron_rl.errors import ConfigError, MegatronRLError, Violation
+from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Violation
 from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.loading import without_collections
 from megatron_rl.nightly.golden import read_golden, write_golden
 from megatron_rl.nightly.lives import OUTPUT, run_lives
 from megatron_rl.nightly.outcome import Outcome, outcome_of
 from megatron_rl.nightly.report import markdown
+from megatron_rl.observe.output import drop_unread_output, lost_output
 from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
@@ -105,15 +106,17 @@ def plan_command(
     if as_json:
         content = {"valid": not violations, "violations": [violation.as_json() for violation in violations]}
         print_json(content | ({"plan": plan.as_json()} if plan else {}))
+        refuse_to_lose_output()
         raise typer.Exit(ConfigError.exit_code if violations else 0)
     console = Console()
     if plan is not None:
         for table in plan.tables():
             console.print(table)
         for note in plan.notes():
-            console.print(note, soft_wrap=True, highlight=False)
+            console.print(note, soft_wrap=True, highlight=False, markup=False)
     elif run_config is not None:
         console.print(layout_table(batch_table(run_config)))
+    refuse_to_lose_output()
     raise_problems("this run cannot start", violations)
 
 
@@ -130,6 +133,13 @@ def checked(
 def print_json(content: dict[str, Any]) -> None:
     """To stdout, indented, with null for numbers that JSON does not have."""
     sys.stdout.write(json.dumps(finite_or_null(content), indent=2, allow_nan=False) + "\n")
+
+
+def refuse_to_lose_output() -> None:
+    """For a command whose product is what it prints. Raises StorageError where its file could not take it."""
+    error = lost_output(sys.stdout)
+    if error is not None:
+        raise StorageError(f"what was to be printed could not be written to stdout: {error.strerror}")
 
 
 class Role(StrEnum):
@@ -155,7 +165,7 @@ def export_command(
     from megatron_rl.checkpoint.export_saved import export_saved
 
     export_saved(folder, role.value, target)
-    Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True)
+    Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
 
 
 @app.command("nightly")
@@ -188,9 +198,9 @@ def nightly_command(
     report.write_text(markdown(outcome, command, lives, checks, (folder / OUTPUT).read_text(errors="replace")))
     if renew and outcome in (Outcome.PASS, Outcome.REGRESSION):
         write_golden(bands.renewed(recorded), golden)
-        Console().print(f"{golden} renewed; it was a {outcome.name.lower()} before", soft_wrap=True)
+        Console().print(f"{golden} renewed; it was a {outcome.name.lower()} before", soft_wrap=True, markup=False)
         outcome = Outcome.PASS
-    Console().print(f"nightly: {outcome.name.lower()}; {report}", soft_wrap=True)
+    Console().print(f"nightly: {outcome.name.lower()}; {report}", soft_wrap=True, markup=False)
     raise typer.Exit(outcome.value)
 
 
@@ -238,6 +248,7 @@ def ablate_command(
 
 def main() -> None:
     """Run the command line; an error we raise on purpose becomes one message and its exit code, without a traceback."""
+    drop_unread_output()
     try:
         app()
     except MegatronRLError as error:

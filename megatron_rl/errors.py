@@ -108,6 +108,12 @@ class NonFiniteUpdates(MegatronRLError):
     exit_code = 6
 
 
+class StorageError(MegatronRLError):
+    """Files could not be written: the disk is full, read-only or broken, or a folder has gone."""
+
+    exit_code = 7
+
+
 class StoppedAfterStep(MegatronRLError):
     """A signal asked the run to stop; the step it was in is finished and saved."""
 

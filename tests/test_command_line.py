@@ -108,6 +108,32 @@ def test_plan_before_the_download(small_run, tmp_path):
     assert (finished.returncode, finished.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("plan --config configs/demo_cpu.yaml {small} | head -1", 0),
+        ("plan --config configs/demo_cpu.yaml {small} data.max_response_length=17 2>&1 | head -1", 2),
+        ("ablate --config configs/ablation.yaml --dry-run --folder {folder} | head -1", 0),
+        ("plan --config configs/demo_cpu.yaml {small} > /dev/full", 7),
+        ("plan --config configs/demo_cpu.yaml --json {small} > /dev/full", 7),
+    ],
+)
+def test_commands_keep_their_exit_code_when_nobody_reads(small_run, tmp_path, command, code):
+    """`head` has gone when the table comes; a plan that its file lost is an error. Would not catch a slow reader."""
+    command = command.format(small=" ".join(small_run), folder=tmp_path / "none")
+    finished = subprocess.run(
+        ["bash", "-c", f'"$0" -m megatron_rl {command}; exit "${{PIPESTATUS[0]}}"', sys.executable],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == code, finished.stderr
+    lost = "StorageError: what was to be printed could not be written to stdout: No space left on device\n"
+    assert finished.stderr == (lost if code == 7 else "")
+
+
 def test_train_refuses_a_violation_before_it_loads_anything(small_run):
     """Would not catch rules that only a worker can check."""
     finished = megatron_rl("train", "--config", DEMO, *small_run, "data.max_response_length=17")

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 
 import psutil
 
+from megatron_rl.observe.output import drop_unread_output
 from megatron_rl.reward.function import RewardSource
 from megatron_rl.reward.outcome import Outcome, Sample, failed
 from megatron_rl.reward.worker import READY, work
@@ -252,6 +253,7 @@ def keep(driver: Connection) -> None:
 
     What prevents every score is answered with a str.
     """
+    drop_unread_output()  # a reward function may print
     # It ends with the driver, which has its own way to stop.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
