@@ -28,10 +28,11 @@ from megatron_rl.checkpoint.folders import (
     unfinished_folder,
 )
 from megatron_rl.checkpoint.manifest import FORMAT, FileRecord, Manifest, digest_files
+from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.algorithms import trained_roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.worker_group import WorkerGroup
-from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep
+from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
 from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.records import RoleState
 from megatron_rl.run import RUN_FILE, Run, StepAbandoned
@@ -41,7 +42,10 @@ MODEL_FILES = (".json", ".jinja", ".model", ".txt")
 
 
 class Checkpoints:
-    """The checkpoints of one run. `restore` comes first, after the roles were built; `settle` last."""
+    """The checkpoints of one run. `restore` comes first, after the roles were built; `settle` last.
+
+    All methods raise StorageError where files cannot be written.
+    """
 
     def __init__(self, run: Run, workers: WorkerGroup) -> None:
         trainer = run.config.trainer
@@ -53,7 +57,8 @@ class Checkpoints:
     def restore(self) -> None:
         """Bring the workers to where the run goes on; checkpoints of a past that this leaves are set aside."""
         start = self.run.start
-        sweep(self.root)
+        with storing("the checkpoints", self.root):
+            sweep(self.root)
         if start.path is not None:
             saved = self.run.saved
             states = {role: RoleState(**state) for role, state in saved["roles"].items()}
@@ -61,8 +66,10 @@ class Checkpoints:
             self.run.say_resumed(saved["config"], same_layout)
         # From the beginning, or from another run's folder: then nothing that is here belongs to this past.
         goes_on = start.path is not None and start.path.resolve().parent == self.root
-        for old, new in set_aside(self.root, after_step=start.step if goes_on else -1):
-            self.run.console.print(f"{old.name} is of a past that this run has left; it is now {new.name}")
+        with storing("the checkpoints", self.root):
+            renamed = set_aside(self.root, after_step=start.step if goes_on else -1)
+        for old, new in renamed:
+            self.run.say(f"{old.name} is of a past that this run has left; it is now {new.name}")
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -102,8 +109,9 @@ class Checkpoints:
     def _begin(self, state: dict[str, Any]) -> None:
         """Start to save; where no role saves beside training this is all but the last moment of it."""
         self.settle()
+        self.run.keep_folder()
         started = time.monotonic()
-        with self.run.phase("save_checkpoint"):
+        with self.run.phase("save_checkpoint"), self._storing(state["step"]):
             folder = unfinished_folder(self.root, state["step"])
             shutil.rmtree(folder, ignore_errors=True)
             for role in trained_roles(self.run.config):
@@ -121,7 +129,7 @@ class Checkpoints:
         self.run.save_seconds = time.monotonic() - started
 
     def _try_to_finish(self, wait: bool) -> None:
-        with self.run.phase("save_checkpoint"):
+        with self.run.phase("save_checkpoint"), self._storing(self._under_way.step):
             reports = self.workers.finish_save(wait).get()
             if None in reports:
                 return
@@ -131,6 +139,16 @@ class Checkpoints:
             names = [RUN_FILE, *copy_model_files(self.run.config, folder)]
             commit(folder, dataclasses.replace(manifest, files=files | digest_files(folder, names)))
             remove_old(self.root, self.keep)
+
+    @contextmanager
+    def _storing(self, step: int) -> Iterator[None]:
+        """Round what writes the checkpoint of `step`: StorageError where that fails, and no unfinished folder."""
+        try:
+            with storing(step_folder(self.root, step).name, self.root):
+                yield
+        except StorageError:
+            shutil.rmtree(unfinished_folder(self.root, step), ignore_errors=True)
+            raise
 
 
 def copy_model_files(config: RunConfig, folder: Path) -> list[str]:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.checkpoint.hf_folder import removing_unfinished
+from megatron_rl.checkpoint.storage import storing
 from megatron_rl.errors import ParityError
 from megatron_rl.observe.curves import plot_curves
+from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.summary import before_after_table, write_summary
 from megatron_rl.records import Sequences
 
@@ -23,20 +26,30 @@ EXPORT_LOGIT_BOUND = 1e-4
 
 
 def finish_run(run: Run, workers: WorkerGroup) -> dict:
-    """Write everything a user takes home from a run; returns the summary."""
+    """Write everything a user takes home from a run; returns the summary. Raises ParityError, StorageError."""
+    run.keep_folder()
     export_diff = export_and_compare(run, workers) if run.config.trainer.export_hf else None
-    if "jsonl" in run.config.trainer.logger:
-        plot_curves(run.directory / "metrics.jsonl", run.directory / "curves.png")
     summary = summarise(run, export_diff)
-    write_summary(run.directory / "summary.json", summary)
+    with storing("summary.json", run.directory):
+        write_summary(run.directory / "summary.json", summary)
+    if "jsonl" in run.config.trainer.logger:
+        draw(run)
     names = {"held-out accuracy": "val_accuracy"} | ({"held-out reward": "val_reward"} if run.has_reward_model else {})
     rows = [(name, summary[f"{key}_before"], summary[f"{key}_after"]) for name, key in names.items()]
     rows = [row for row in rows if None not in row]
     if rows:
         run.console.print(before_after_table(rows))
     names = sorted(path.name for path in run.directory.iterdir() if not path.name.startswith("."))
-    run.console.print(f"written to {run.directory}: {', '.join(names)}")
+    run.say(f"written to {run.directory}: {', '.join(names)}")
     return summary
+
+
+def draw(run: Run) -> None:
+    """Curves of the whole run; a picture that cannot be written is no reason to end without a summary."""
+    try:
+        plot_curves(run.directory / METRICS_FILE, run.directory / "curves.png")
+    except OSError as error:
+        run.warn(f"curves.png could not be written: {error}")
 
 
 def summarise(run: Run, export_diff: float | None) -> dict:
@@ -78,11 +91,13 @@ def before_and_after(name: str, validations: list[float], val_before_train: bool
 def export_and_compare(run: Run, workers: WorkerGroup) -> float:
     """Export the actor; largest logit difference to the trainer on held-out answers, 0 where those have no token.
 
-    Raises ParityError when a float32 model differs by more than EXPORT_LOGIT_BOUND.
+    Raises ParityError when a float32 model differs by more than EXPORT_LOGIT_BOUND, StorageError when it cannot be
+    written, and then nothing of it is left.
     """
     target = run.directory / "hf_model"
     with run.phase("export"):
-        workers.export_hf(target.resolve()).get()
+        with storing(target.name, run.directory), removing_unfinished(target):
+            workers.export_hf(target.resolve()).get()
         trainer_logits = torch.cat(workers.response_logits(run.parity_rows).get())
     differences = (hf_response_logits(target, run.parity_rows) - trainer_logits).abs()
     largest = float(differences.max()) if differences.numel() else 0.0

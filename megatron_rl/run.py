@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.folders import only_writer
 from megatron_rl.checkpoint.resume import select
+from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.algorithms import needs_of, uses_critic, uses_reference, uses_rule
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig, as_list
@@ -120,15 +121,17 @@ class Run:
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Run:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._resources.enter_context(only_writer(self.directory))
+        """Raises ConfigError when another run is in the folder, StorageError when it cannot be written to."""
+        with storing("the files of a run", self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = self._resources.enter_context(only_writer(self.directory))
+            resumed_step = None if self.start.path is None else self.start.step
+            self.logger = self._resources.enter_context(
+                MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)
+            )
         self.console.print(layout_table(batch_table(self.config)))
         for reason in self.start.skipped:
-            self.console.print(f"[yellow]skipped[/] {reason}", soft_wrap=True)
-        resumed_step = None if self.start.path is None else self.start.step
-        self.logger = self._resources.enter_context(
-            MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)
-        )
+            self.warn(f"skipped {reason}")
         self._resources.enter_context(self.rules)
         self._resources.enter_context(self.progress)
         return self
@@ -136,15 +139,38 @@ class Run:
     def __exit__(self, *failure) -> None:
         self._resources.close()
 
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print a line as it is: names and values may have brackets, which would be markup."""
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print a line that nobody should miss."""
+        self.say(text, style="yellow")
+
+    def keep_folder(self) -> None:
+        """Make the run's folder again, and say so, where it has vanished.
+
+        Raises ConfigError where another run has taken it, StorageError where it cannot be made.
+        """
+        with storing("the files of a run", self.directory):
+            if self._lock.hold_again():
+                self.warn(
+                    f"{self.directory} was deleted or emptied while the run went on; it is there again, without the "
+                    "checkpoints and tables that were in it"
+                )
+
     def say_resumed(self, saved_config: dict[str, Any], same_layout: bool) -> None:
         """Tell where the run goes on, and every key that has another value than it had when that was saved."""
-        self.console.print(f"going on after step {self.start.step}, from {self.start.path}", soft_wrap=True)
+        self.say(f"going on after step {self.start.step}, from {self.start.path}")
         before, now = flat_settings(saved_config), flat_settings(dataclasses.asdict(self.config))
         for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key) and key not in MAY_CHANGE:
-                self.console.print(f"  {key} was {before.get(key)}, is {now.get(key)}", soft_wrap=True)
+            if before.get(key) != now.get(key) and key not in RUN_FILE = "run.json"
+"""The controller's part of a checkpoint."""
+
+MAY_CHANGE:
+                self.say(f"  {key} was {before.get(key)}, is {now.get(key)}")
         if not same_layout:
-            self.console.print("  random generators start anew: they were saved for another layout")
+            self.say("  random generators start anew: they were saved for another layout")
 
     # Data and sampling
 
@@ -231,8 +257,8 @@ class Run:
         scored, config = self.rules(prompts, generations), self.config.reward_model
         if scored.first_failure is not None:
             failed = sum(outcome.failure != "" for outcome in scored.outcomes)
-            text = f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {scored.first_failure}"
-            self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            first = scored.first_failure
+            self.warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
         of_model = None if rm_scores is None else rm_scores.get().scores
         return combine(scored, of_model, config.rule_weight, config.weight)
 
@@ -329,7 +355,10 @@ class Run:
         if folder is not None:
             prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
             questions = self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
-            write_sample_table(Path(folder), step, scored.table(questions, step))
+            try:
+                write_sample_table(Path(folder), step, scored.table(questions, step))
+            except OSError as error:
+                self.warn(f"{folder} lacks the table of step {step}: {error}")
 
     def update_metrics(self, role: str, updates: Iterable[dict[str, float]]) -> dict[str, float]:
         """Means over the optimizer steps that a role took, and how many it skipped; says so when there are some.
@@ -340,8 +369,7 @@ class Run:
         metrics = update_means(role, noted)
         skipped = int(metrics[f"{role}/skipped_updates"])
         if skipped:
-            text = f"{skipped} update(s) of the {role} skipped in this step: gradient or loss not finite"
-            self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            self.warn(f"{skipped} update(s) of the {role} skipped in this step: gradient or loss not finite")
         return metrics
 
     def memory_metrics(self, ranks: list[dict[str, PhaseMemory]]) -> dict[str, float]:
@@ -360,9 +388,11 @@ class Run:
             trainer, seconds = self.config.trainer, metrics["timing_s/step"]
             num_ranks = trainer.nnodes * trainer.n_gpus_per_node
             metrics |= throughput_metrics(int(metrics["perf/total_num_tokens"]), seconds, num_ranks)
+        self.keep_folder()
+        self.logger.log(metrics, step)
+        if step:
             accuracy = self.accuracies[-1] if self.accuracies else None
             self.progress.step(step, metrics["critic/score/mean"], accuracy, seconds)
-        self.logger.log(metrics, step)
 
 
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:

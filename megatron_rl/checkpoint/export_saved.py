@@ -8,17 +8,20 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.checkpoint.folders import HF_FOLDER
-from megatron_rl.checkpoint.hf_folder import Description, write_hf_folder
+from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.keys import checkpoint_key
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
+from megatron_rl.checkpoint.storage import free_space, writing
+from megatron_rl.errors import StorageError
 from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
 
 
 def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     """Write the actor's language model, or the critic as a reward model, of a complete checkpoint to `target`.
 
-    The tensors keep the dtype they were trained in. An existing `target` is replaced.
+    The tensors keep the dtype they were trained in. An existing `target` is replaced. Raises StorageError where it
+    cannot be written, and then nothing of it is left.
     """
     source = checkpoint / role / HF_FOLDER
     settings = AutoConfig.from_pretrained(source).to_dict()
@@ -28,12 +31,13 @@ def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
     reader = _Reader(SavedTensors(checkpoint / role))
     dtype = reader.saved.dtype(reader.saved.weights[0])
-    write_hf_folder(
-        target,
-        {name: tensor.numel * dtype.itemsize for name, tensor in tensors.items()},
-        lambda name: reader.read(tensors[name]),
-        Description(source, family.reward_architecture if is_critic else family.architecture, dtype),
-    )
+    description = Description(source, family.reward_architecture if is_critic else family.architecture, dtype)
+    sizes = {name: tensor.numel * dtype.itemsize for name, tensor in tensors.items()}
+    try:
+        with writing(), removing_unfinished(target):
+            write_hf_folder(target, sizes, lambda name: reader.read(tensors[name]), description)
+    except StorageError as error:
+        raise StorageError(f"{target} could not be written: {error}; {free_space(target)}") from error
 
 
 class _Reader:

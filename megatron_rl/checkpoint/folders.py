@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -45,21 +46,50 @@ class StepFolder:
     path: Path
 
 
-@contextmanager
-def only_writer(root: Path) -> Iterator[None]:
-    """Keep other runs out of a run's folder until this block, or the process, ends.
+class FolderLock:
+    """A run's claim to its folder: held until it is closed, or the process ends."""
 
-    Raises ConfigError when another one is in it: each would take the other's checkpoints for its own.
-    """
-    with (root / LOCK).open("w") as file:
+    def __init__(self, root: Path) -> None:
+        """Raises ConfigError when another run is in the folder: each would take the other's checkpoints for its own."""
+        self.root = root
+        self._file = (root / LOCK).open("w")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._file.close()
             raise ConfigError(
                 f"trainer.default_local_dir={root} must be one run's, and another run is writing to it; "
                 f"nearest: {root}-2"
             ) from None
-        yield
+
+    def hold_again(self) -> bool:
+        """Make the folder, and claim it, where it has been deleted or emptied; whether that was so.
+
+        Raises ConfigError when another run has claimed it since, OSError.
+        """
+        try:
+            if os.path.samestat((self.root / LOCK).stat(), os.fstat(self._file.fileno())):
+                return False
+        except FileNotFoundError:
+            self.root.mkdir(parents=True, exist_ok=True)
+        again = FolderLock(self.root)
+        self.close()
+        self._file = again._file
+        return True
+
+    def close(self) -> None:
+        """Let other runs in."""
+        self._file.close()
+
+
+@contextmanager
+def only_writer(root: Path) -> Iterator[FolderLock]:
+    """Keep other runs out of a run's folder until this block, or the process, ends. Raises ConfigError, OSError."""
+    lock = FolderLock(root)
+    try:
+        yield lock
+    finally:
+        lock.close()
 
 
 def step_folder(root: Path, step: int) -> Path:

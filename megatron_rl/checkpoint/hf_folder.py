@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +67,23 @@ def unfinished_folder(target: Path) -> Path:
     return target.with_name(target.name + ".unfinished")
 
 
+@contextmanager
+def removing_unfinished(target: Path) -> Iterator[None]:
+    """Where the body fails, delete what it has written of `target`: on a full disk it is in the way of all else."""
+    try:
+        yield
+    except Exception:
+        shutil.rmtree(unfinished_folder(target), ignore_errors=True)
+        raise
+
+
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     """Write one file of weights; tensors must not share memory."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    file.touch()
+    mode = file.stat().st_mode  # by the umask, as of all files; safetensors makes its own for the owner alone
     save_file(contiguous, file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def write_index(folder: Path, files: dict[str, list[str]], num_bytes: int) -> None:

@@ -17,6 +17,9 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.checkpoint.storage import storage_reason
+from megatron_rl.errors import StorageError
+
 
 class CheckpointWriter:
     """Saves of one rank that are under way; all ranks must call every method together."""
@@ -43,7 +46,7 @@ class CheckpointWriter:
     def finish(self, wait: bool) -> bool:
         """Phase 3 of every save, if all ranks have written their files; whether that is so.
 
-        wait: until it is. Raises OSError on all ranks when any could not write.
+        wait: until it is. Raises StorageError on all ranks when any could not write.
         """
         if wait:
             for thread, _ in self._under_way:
@@ -58,8 +61,23 @@ class CheckpointWriter:
                 for finalize in request.finalize_fns:
                     finalize()
             except CheckpointException as error:  # a BaseException, which nobody between here and the driver expects
-                raise OSError(f"the checkpoint could not be written: {error}") from error
+                raise self._failure(error) from error
         return True
+
+    def _failure(self, error: CheckpointException) -> Exception:
+        """The same on all ranks: only rank 0 knows what happened on which."""
+        told = [failed_write(error)]
+        dist.broadcast_object_list(told, src=0, device=self._device)
+        return told[0]
+
+
+def failed_write(error: CheckpointException) -> Exception:
+    """What to raise for a save that failed on some ranks: StorageError when all say that files could not be written."""
+    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+    reasons = {rank: storage_reason(failure) for rank, failure in failures.items()}
+    if None in reasons.values():
+        return RuntimeError(f"the checkpoint could not be written: {error}")
+    return StorageError("; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items())))
 
 
 def read(state: dict[str, ShardedTensor], folder: Path) -> None:

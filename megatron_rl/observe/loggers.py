@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
+from rich.markup import escape
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.appended_file import AppendedFile
 from megatron_rl.observe.summary import finite_or_null
 
+if TYPE_CHECKING:
+    from megatron_rl.observe.tensorboard import EventFile
+
 BACKENDS = ("console", "jsonl", "tensorboard")
+METRICS_FILE = "metrics.jsonl"
 VALIDATION_PREFIX = "val-core/"
 CONSOLE_FIELDS = (
     ("critic/score/mean", "reward", ".3f"),
@@ -31,16 +38,6 @@ CONSOLE_FIELDS = (
 )
 
 
-class Backend(Protocol):
-    """One destination of metrics."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics of `step`."""
-
-    def close(self) -> None:
-        """Write out what is buffered and release files."""
-
-
 class ConsoleBackend:
     """One line per step with the metrics a reader looks at first; absent ones are left out."""
 
@@ -53,37 +50,49 @@ class ConsoleBackend:
         parts = [f"[bold]step {step:>4}[/]"]
         for name, value in metrics.items():
             if name.startswith(VALIDATION_PREFIX) and not name.endswith("/std"):
-                parts.append(f"[green]{name.removeprefix(VALIDATION_PREFIX)} {value:.3f}[/]")
+                parts.append(f"[green]{escape(name.removeprefix(VALIDATION_PREFIX))} {value:.3f}[/]")
         for name, label, form in CONSOLE_FIELDS:
             if name in metrics:
                 parts.append(f"[dim]{label}[/] {metrics[name]:{form}}")
         self._console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
-        """Nothing to release."""
-
 
 class JsonlBackend:
-    """One JSON object per line, with "step" first; a line is on disk as soon as it is logged."""
+    """One JSON object per line, with "step" first; a line is on disk as soon as it is logged.
+
+    Lines that cannot be written wait for the next one: then, or at the end, they are written with it.
+    """
 
     def __init__(self, file: Path, resumed_step: int | None = None):
-        """Start `file` anew, or after its lines of steps <= `resumed_step`: a run that goes on repeats the others."""
+        """Start `file` anew, or after its lines of steps <= `resumed_step`: a run that goes on repeats the others.
+
+        Raises OSError.
+        """
         kept = [] if resumed_step is None or not file.exists() else _lines_until(file, resumed_step)
         # At one instant, so that a kill loses no line.
         unfinished = file.with_name(file.name + ".unfinished")
         unfinished.write_text("".join(line + "\n" for line in kept))
         unfinished.replace(file)
-        self._file = file.open("a")
+        self._file = AppendedFile(file)
+        self._waiting = b""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append the line of `step`; floats that are not finite become null."""
+        """Append the line of `step`; floats that are not finite become null. Raises OSError where it must wait."""
         line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(finite_or_null(line), allow_nan=False) + "\n")
-        self._file.flush()
+        self._waiting += json.dumps(finite_or_null(line), allow_nan=False).encode() + b"\n"
+        self._write()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Raises OSError where lines still could not be written."""
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        if self._waiting:
+            self._file.append(self._waiting)
+            self._waiting = b""
 
 
 def _lines_until(file: Path, last_step: int) -> list[str]:
@@ -97,25 +106,6 @@ def _lines_until(file: Path, last_step: int) -> list[str]:
         if step <= last_step:
             kept.append(line)
     return kept
-
-
-class TensorBoardBackend:
-    """Scalars for TensorBoard."""
-
-    def __init__(self, folder: Path, resumed_step: int | None = None):
-        """Write events to `folder`; those of an earlier run there are hidden, but not of steps <= `resumed_step`."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only this backend needs it
-
-        self._writer = SummaryWriter(str(folder), purge_step=0 if resumed_step is None else resumed_step + 1)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the scalars of `step`."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Write the events out."""
-        self._writer.close()
 
 
 class MetricLogger:
@@ -132,7 +122,7 @@ class MetricLogger:
 
         Pass the progress bar's `console` so that lines appear above it. resumed_step: the step whose state the run goes
         on from; what was logged until then is kept, later steps are dropped. None: all is started anew. Raises
-        ConfigError for an unknown backend.
+        ConfigError for an unknown backend, OSError where metrics.jsonl cannot be written.
         """
         for name in backends:
             if name not in BACKENDS:
@@ -141,23 +131,65 @@ class MetricLogger:
                     f"trainer.logger names {name!r}: choose among {', '.join(BACKENDS)}; the nearest is {close[0]!r}"
                 )
         directory.mkdir(parents=True, exist_ok=True)
-        self._backends: list[Backend] = []
-        if "console" in backends:
-            self._backends.append(ConsoleBackend(console or Console()))
-        if "jsonl" in backends:
-            self._backends.append(JsonlBackend(directory / "metrics.jsonl", resumed_step))
+        self._console = console or Console()
+        self._waiting_since: int | None = None
+        # Files come first: what is on the disk does not depend on who reads what is printed.
+        self._jsonl = JsonlBackend(directory / METRICS_FILE, resumed_step) if "jsonl" in backends else None
+        self._tensorboard: EventFile | None = None
         if "tensorboard" in backends:
-            self._backends.append(TensorBoardBackend(directory / "tensorboard", resumed_step))
+            from megatron_rl.observe.tensorboard import EventFile  # slow to import, and only needed here
+
+            with self._dropping_tensorboard():
+                first_step = 0 if resumed_step is None else resumed_step + 1
+                self._tensorboard = EventFile(directory / "tensorboard", first_step)
+        self._lines = ConsoleBackend(self._console) if "console" in backends else None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record `metrics` (verl's names) of `step`; step 0 is the state before training."""
-        for backend in self._backends:
-            backend.log(metrics, step)
+        """Record `metrics` (verl's names) of `step`; step 0 is the state before training.
+
+        A file that cannot be written does not end the run: it is said once, metrics.jsonl catches up as soon as it can,
+        and TensorBoard is dropped.
+        """
+        if self._jsonl is not None:
+            self._log_line(metrics, step)
+        if self._tensorboard is not None:
+            with self._dropping_tensorboard():
+                self._tensorboard.log(metrics, step)
+        if self._lines is not None:
+            self._lines.log(metrics, step)
 
     def close(self) -> None:
         """Write out and release everything."""
-        for backend in self._backends:
-            backend.close()
+        if self._jsonl is not None:
+            try:
+                self._jsonl.close()
+            except OSError as error:
+                self._warn(f"{METRICS_FILE} lacks the lines from step {self._waiting_since} on: {error}")
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _log_line(self, metrics: Mapping[str, float], step: int) -> None:
+        try:
+            self._jsonl.log(metrics, step)
+        except OSError as error:
+            if self._waiting_since is None:
+                self._waiting_since = step
+                self._warn(f"{METRICS_FILE} cannot be written: {error}; training goes on, and lines wait until it can")
+            return
+        if self._waiting_since is not None:
+            self._warn(f"{METRICS_FILE} is written again, with all lines from step {self._waiting_since} on")
+            self._waiting_since = None
+
+    @contextmanager
+    def _dropping_tensorboard(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._tensorboard = None
+            self._warn(f"TensorBoard gets no more events of this run: {error}")
+
+    def _warn(self, text: str) -> None:
+        self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         """Return self."""

@@ -359,7 +359,10 @@ class RankWorker:
 
     @register(Dispatch.ONE_TO_ALL, role="actor")
     def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        """Write the actor as a Hugging Face folder, in files of at most `max_shard_bytes`."""
+        """Write the actor as a Hugging Face folder, in files of at most `max_shard_bytes`.
+
+        Raises StorageError when a file of this rank could not be written.
+        """
         source = self._source(self.config.actor_rollout_ref.model.path)
         self._export(self.actor.trainable, source, source.specs, source.family.architecture, target, max_shard_bytes)
 
@@ -380,18 +383,14 @@ class RankWorker:
         max_shard_bytes: int,
     ) -> None:
         from megatron_rl.checkpoint.hf_export import export_hf
+        from megatron_rl.checkpoint.storage import writing
         from megatron_rl.workers.model_source import named_parameters
 
-        export_hf(
-            named_parameters(trainable.models),
-            specs,
-            source.path,
-            target,
-            self.groups.grid,
-            source.vocab_multiple,
-            architecture,
-            max_shard_bytes,
-        )
+        parameters, grid = named_parameters(trainable.models), self.groups.grid
+        with writing():
+            export_hf(
+                parameters, specs, source.path, target, grid, source.vocab_multiple, architecture, max_shard_bytes
+            )
 
 
 def eos_token_ids(model_path: str) -> list[int]:

@@ -2,8 +2,10 @@
 
 import io
 import json
+import shutil
 
 import pytest
+from full_disk import full_disk
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -96,3 +98,87 @@ def test_unknown_backend_names_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match="names 'tensorbord': .* nearest is 'tensorboard'"):
         MetricLogger(["jsonl", "tensorbord"], tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_costs_no_line(tmp_path):
+    """The lines of two steps wait for the third; said twice in all. Would not catch a disk that is full at the end."""
+    output = io.StringIO()
+    with MetricLogger(["jsonl", "console"], tmp_path, Console(file=output, width=20)) as logger:
+        logger.log({"a": 1.0}, 1)
+        with full_disk(30):
+            logger.log({"a": 1.0}, 2)
+            logger.log({"a": 1.0}, 3)
+            assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 1.0}\n'
+        logger.log({"a": 1.0}, 4)
+        logger.log({"a": 1.0}, 5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": step, "a": 1.0} for step in (1, 2, 3, 4, 5)]
+    said = [line for line in output.getvalue().splitlines() if not line.startswith("step")]
+    assert said == [
+        "metrics.jsonl cannot be written: [Errno 27] File too large; training goes on, and lines wait until it can",
+        "metrics.jsonl is written again, with all lines from step 2 on",
+    ]
+
+
+def test_lines_that_are_lost_at_the_end_are_named(tmp_path):
+    """Would not catch a run that is killed while lines wait."""
+    output = io.StringIO()
+    logger = MetricLogger(["jsonl"], tmp_path, Console(file=output, width=20))
+    with full_disk(0):
+        logger.log({"a": 1.0}, 7)
+        logger.log({"a": 1.0}, 8)
+        logger.close()
+    assert output.getvalue().endswith("metrics.jsonl lacks the lines from step 7 on: [Errno 27] File too large\n")
+
+
+def test_tensorboard_is_dropped_when_it_cannot_be_written(tmp_path, capfd):
+    """Said once, without a traceback, and what was written stays. Would not catch a disk that is slow."""
+    output = io.StringIO()
+    with MetricLogger(["tensorboard"], tmp_path, Console(file=output, width=20)) as logger:
+        logger.log({"a": 1.0}, 1)
+        with full_disk(0):
+            logger.log({"a": 2.0}, 2)
+        logger.log({"a": 3.0}, 3)
+    assert output.getvalue() == "TensorBoard gets no more events of this run: [Errno 27] File too large\n"
+    assert capfd.readouterr() == ("", "")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a")] == [(1, 1.0)]
+
+
+def test_files_that_are_deleted_come_back_whole(tmp_path):
+    """The whole folder, then one file. Would not catch a folder that is deleted after the last step."""
+    with MetricLogger(["jsonl", "tensorboard"], tmp_path / "run") as logger:
+        logger.log({"a": 1.0}, 1)
+        shutil.rmtree(tmp_path / "run")
+        logger.log({"a": 2.0}, 2)
+        (tmp_path / "run/metrics.jsonl").unlink()
+        logger.log({"a": 3.0}, 3)
+    expected = [(1, 1.0), (2, 2.0), (3, 3.0)]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["a"]) for line in lines] == expected
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a")] == expected
+
+
+def test_a_file_that_was_edited_is_gone_on_with(tmp_path):
+    """Editors put another file in its place. Would not catch an editor that has it open all the time."""
+    with MetricLogger(["jsonl"], tmp_path) as logger:
+        logger.log({"a": 1.0}, 1)
+        (tmp_path / "edited").write_text('{"step": 1, "a": 9.0}\n')
+        (tmp_path / "edited").replace(tmp_path / "metrics.jsonl")
+        logger.log({"a": 2.0}, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 9.0}\n{"step": 2, "a": 2.0}\n'
+
+
+def test_files_come_before_what_is_printed(tmp_path):
+    """A console that ends the program. Would not catch a console that hangs."""
+
+    class Ending(io.StringIO):
+        def write(self, text: str) -> int:
+            raise SystemExit
+
+    with pytest.raises(SystemExit), MetricLogger(["console", "jsonl"], tmp_path, Console(file=Ending())) as logger:
+        logger.log({"a": 1.0}, 1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 1.0}\n'

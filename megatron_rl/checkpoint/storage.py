@@ -1,0 +1,97 @@
+"""Files that cannot be written: recognised on whatever process it happens, told by the driver in one sentence.
+
+Needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_rl.checkpoint.folders import find
+from megatron_rl.checkpoint.manifest import ManifestError, broken_files, read_manifest
+from megatron_rl.errors import MegatronRLError, StorageError
+
+CUT_SHORT = re.compile(r"iostream error|inline_container\.cc|PytorchStreamWriter failed writing|file write failed")
+"""How torch says that the system took only a part of a file; it does not say why."""
+_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOENT, errno.EACCES, errno.EPERM)
+TOLD = re.compile(rf"(\[Errno |\(os error )({'|'.join(map(str, _NUMBERS))})[\])]")
+"""How megatron-core and safetensors quote the system's answer in errors that are no OSError."""
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """On any process: raises StorageError with the reason alone when the body could not write a file."""
+    try:
+        yield
+    except Exception as error:
+        reason = storage_reason(error)
+        if reason is None:
+            raise
+        raise StorageError(reason) from error
+
+
+@contextmanager
+def storing(what: str, root: Path) -> Iterator[None]:
+    """On the driver, round what ranks or itself write for a run: raises StorageError with all that a user needs.
+
+    what: the subject of the sentence. root: the run's folder, whose free bytes and last checkpoint are named.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = storage_reason(error)
+        if reason is None:
+            raise
+        raise StorageError(
+            f"{what} could not be written to {root}: {reason}; {free_space(root)}; {last_checkpoint(root)}"
+        ) from error
+
+
+def storage_reason(error: BaseException) -> str | None:
+    """Why a file could not be written, in one line; None where that is not what `error` says."""
+    if isinstance(error, StorageError | ManifestError):
+        return _first_line(error)
+    if isinstance(error, MegatronRLError):
+        return None
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+        if error.strerror is None:
+            return _first_line(error)
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if CUT_SHORT.search(str(error)):
+        cause = error.__context__
+        return (isinstance(cause, OSError) and storage_reason(cause)) or "a file could not be written in full"
+    return _first_line(error) if TOLD.search(str(error)) else None
+
+
+def free_space(root: Path) -> str:
+    """A clause that says how many bytes are free where `root` is, or would be."""
+    for folder in (root, *root.absolute().parents):
+        try:
+            usage = shutil.disk_usage(folder)
+        except OSError:
+            continue
+        return f"{usage.free:,} of {usage.total:,} bytes are free there"
+    return "its free bytes are not known"
+
+
+def last_checkpoint(root: Path) -> str:
+    """A clause that says from where the run can go on."""
+    try:
+        for found in find(root):
+            try:
+                if not broken_files(found.path, read_manifest(found.path), checksums=False):
+                    return f"the last complete checkpoint is {found.path.name}, from which the same command goes on"
+            except ManifestError:
+                continue
+    except OSError as error:
+        return f"its checkpoints cannot be read: {error}"
+    return "there is no complete checkpoint"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].removeprefix("Worker failure: ")  # megatron-core's
