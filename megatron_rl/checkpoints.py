@@ -2,8 +2,8 @@
 
 global_step_N/  manifest.json          every file's size and checksum; written last
                 run.json               step, prompt cursor, KL controller, books, configuration
-                actor/ critic/         megatron-core's sharded files, `huggingface/` with config and tokenizer;
-                                       no critic/ where none is trained
+                actor/ critic/         megatron-core's sharded files, role.json, `huggingface/` with config and
+                                       tokenizer; no critic/ where none is trained
                 rng_R.json             random states of rank R
 """
 
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.contents import ROLE_FILE, RUN_FILE, write_role_file
 from megatron_rl.checkpoint.folders import (
     HF_FOLDER,
     commit,
@@ -35,7 +36,7 @@ from megatron_rl.controller.worker_group import WorkerGroup
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
 from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.records import RoleState
-from megatron_rl.run import RUN_FILE, Run, StepAbandoned
+from megatron_rl.run import Run, StepAbandoned
 
 MODEL_FILES = (".json", ".jinja", ".model", ".txt")
 """Kinds of files, beside weights, of which a Hugging Face folder consists."""
@@ -123,6 +124,8 @@ class Checkpoints:
                 "config": dataclasses.asdict(self.run.config),
             }
             (folder / RUN_FILE).write_text(json.dumps(content, indent=1))
+            for role in roles:
+                write_role_file(folder, role, state["step"])
             self._under_way = Manifest(FORMAT, state["step"], configured_models(self.run.config), files={})
         if not self.run.saves_beside_training:
             self.settle()
@@ -136,7 +139,8 @@ class Checkpoints:
             manifest, self._under_way = self._under_way, None
             folder = unfinished_folder(self.root, manifest.step)
             files: dict[str, FileRecord] = {name: record for report in reports for name, record in report.items()}
-            names = [RUN_FILE, *copy_model_files(self.run.config, folder)]
+            owners = [f"{role}/{ROLE_FILE}" for role in trained_roles(self.run.config)]
+            names = [RUN_FILE, *owners, *copy_model_files(self.run.config, folder)]
             commit(folder, dataclasses.replace(manifest, files=files | digest_files(folder, names)))
             remove_old(self.root, self.keep)
 

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import only_writer
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.checkpoint.storage import storing
@@ -58,9 +59,6 @@ VALIDATION_SALT = -1
 
 NUM_PARITY_ROWS = 32
 """Held-out rows on which the exported model is compared with the trainer."""
-
-RUN_FILE = "run.json"
-"""The controller's part of a checkpoint."""
 
 MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps")
 """Keys whose new values are no news in a run that goes on."""
@@ -164,10 +162,7 @@ class Run:
         self.say(f"going on after step {self.start.step}, from {self.start.path}")
         before, now = flat_settings(saved_config), flat_settings(dataclasses.asdict(self.config))
         for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key) and key not in RUN_FILE = "run.json"
-"""The controller's part of a checkpoint."""
-
-MAY_CHANGE:
+            if before.get(key) != now.get(key) and key not in MAY_CHANGE:
                 self.say(f"  {key} was {before.get(key)}, is {now.get(key)}")
         if not same_layout:
             self.say("  random generators start anew: they were saved for another layout")

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.durable import sync, write_text
 
-FORMAT = 3
+FORMAT = 4
 """The format this version writes, and the only one it reads."""
 MANIFEST = "manifest.json"
 PROJECT = "megatron_rl"

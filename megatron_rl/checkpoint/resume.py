@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.contents import contents_faults
 from megatron_rl.checkpoint.folders import LEFTOVERS, NAME, find
 from megatron_rl.checkpoint.manifest import Manifest, ManifestError, OtherFormatError, broken_files, read_manifest
 from megatron_rl.checkpoint.pickles import forbidden_globals, pickles_in
@@ -135,7 +136,7 @@ def _check(folder: Path, models: Models, checksums: bool) -> Manifest:
     differences = _differences(manifest, models)
     if differences:
         raise UnfitError(f"it is of another model: {'; '.join(differences)}")
-    faults = broken_files(folder, manifest, checksums)
+    faults = broken_files(folder, manifest, checksums) or contents_faults(folder, manifest)
     if faults:
         raise ManifestError("; ".join(faults))
     links = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() and path.is_dir()]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
+from megatron_rl.checkpoint.contents import write_role_file
 from megatron_rl.checkpoint.folders import commit, unfinished_folder
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, digest_files, model_identity
 
@@ -17,7 +19,10 @@ SETTINGS = {
     "vocab_size": 100,
 }
 MODELS = {"actor": model_identity(SETTINGS), "critic": model_identity(SETTINGS)}
-FILES = ("actor/__0_0.distcp", "actor/__1_0.distcp", "critic/__0_0.distcp", "run.json")
+FILES = (
+    *("actor/__0_0.distcp", "actor/__1_0.distcp", "critic/__0_0.distcp", "run.json"),
+    *(f"{role}/{name}" for role in ("actor", "critic") for name in ("role.json", ".metadata")),
+)
 
 
 def write_files(root: Path, step: int, text: str = "") -> tuple[Path, Manifest]:
@@ -26,6 +31,9 @@ def write_files(root: Path, step: int, text: str = "") -> tuple[Path, Manifest]:
     for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"{name} of step {step} {text}")
+    for role in MODELS:
+        write_role_file(folder, role, step)
+        (folder / role / ".metadata").write_bytes(pickle.dumps({"text": text}))
     return folder, Manifest(FORMAT, step, MODELS, digest_files(folder, FILES))
 
 

@@ -47,7 +47,7 @@ def test_broken_files_are_named_with_the_reason(tmp_path):
     folder = save(tmp_path, 3)
     manifest = read_manifest(folder)
     assert broken_files(folder, manifest, checksums=True) == []
-    missing, cut, flipped, _ = FILES
+    missing, cut, flipped, *_ = FILES
     (folder / missing).unlink()
     content = (folder / flipped).read_bytes()
     (folder / flipped).write_bytes(bytes([content[0] ^ 1]) + content[1:])

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 from saved import FILES, MODELS, SETTINGS, save, write_files
 
 from megatron_rl.checkpoint.folders import commit, set_aside, step_folder
-from megatron_rl.checkpoint.manifest import FORMAT, MANIFEST, Manifest, digest_files, model_identity
-from megatron_rl.checkpoint.resume import ResumePoint, select
+from megatron_rl.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    digest_files,
+    model_identity,
+    read_manifest,
+    write_manifest,
+)
+from megatron_rl.checkpoint.resume import ResumePoint, select, usable_checkpoint
 from megatron_rl.config.schema import TrainerConfig
 from megatron_rl.errors import ConfigError
 
@@ -202,3 +211,61 @@ def test_a_wrong_path_is_an_error_with_the_nearest(tmp_path):
     ):
         with pytest.raises(ConfigError, match=hint):
             select(at(tmp_path / path), MODELS)
+
+
+def listed_anew(folder: Path, models=MODELS, without: str = " ") -> Path:
+    """Write a manifest of what is in a complete checkpoint now, but for files whose path starts with `without`."""
+    manifest = read_manifest(folder)
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = sorted(path for path in paths if path != MANIFEST and not path.startswith(without))
+    write_manifest(folder, Manifest(FORMAT, manifest.step, models, digest_files(folder, names)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("models", "without", "reason"),
+    [
+        (MODELS, "", "its manifest does not list run.json; its manifest does not list actor/role.json"),
+        (MODELS, "run", "its manifest does not list run.json"),
+        (MODELS, "critic/.metadata", "its manifest does not list critic/.metadata"),
+        (MODELS, "actor/__1", "its manifest does not list actor/__1_0.distcp"),
+        (MODELS, "actor/role", "its manifest does not list actor/role.json"),
+        ({}, " ", "its manifest names no role"),
+        ({"actor": MODELS["actor"]}, " ", "its manifest names no role critic, and there is such a folder"),
+    ],
+)
+def test_a_manifest_that_leaves_something_out(trainer, tmp_path, models, without, reason):
+    """With right hashes, as one made by hand has. Would not catch a file that was deleted and is not listed either."""
+    save(tmp_path, 10)
+    folder = listed_anew(save(tmp_path, 20), models, without)
+    configured = {"actor": MODELS["actor"]} if models else {}
+    point = select(trainer, configured)
+    assert point.step == 10 and f"{folder}: {reason}" in point.skipped[0]
+    for wanted in (lambda: select(at(folder), configured), lambda: usable_checkpoint(folder)):
+        with pytest.raises(ConfigError) as raised:
+            wanted()
+        assert reason in str(raised.value)
+
+
+def test_folders_that_have_changed_places(trainer, tmp_path):
+    """Actor and critic of one step, and actors of two, hashed anew. Would not catch one that is marked anew, too."""
+    save(tmp_path, 10)
+    folder = save(tmp_path, 20)
+    for old, new in (("actor", "x"), ("critic", "actor"), ("x", "critic")):
+        (folder / old).rename(folder / new)
+    with pytest.raises(ConfigError, match="actor holds what was saved as {'role': 'critic', 'step': 20}, not as"):
+        select(at(listed_anew(folder)), MODELS)
+    assert select(trainer, MODELS).step == 10
+    other = save(tmp_path, 20)
+    shutil.rmtree(other / "critic")
+    shutil.copytree(step_folder(tmp_path, 10) / "critic", other / "critic")
+    with pytest.raises(ConfigError, match="critic holds what was saved as {'role': 'critic', 'step': 10}, not as"):
+        usable_checkpoint(listed_anew(other))
+
+
+def test_what_a_system_leaves_in_a_folder_does_no_harm(trainer, tmp_path):
+    """Hidden files, and a note beside the roles. Would not catch a hidden file that a loader reads."""
+    folder = save(tmp_path, 10)
+    for name in (".nfs0001", "actor/.DS_Store", "notes.txt"):
+        (folder / name).touch()
+    assert select(trainer, MODELS).step == 10

@@ -1,0 +1,59 @@
+"""What a checkpoint's manifest must list, and whose the folders in it are.
+
+A manifest lists what was hashed; a list that is short, or of folders that have changed places, has right hashes, too.
+So each role's folder says in a file of its own whose it is, and nothing in it may be left out of the manifest. Needs
+neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_rl.checkpoint.manifest import Manifest
+from megatron_rl.checkpoint.pickles import METADATA
+
+RUN_FILE = "run.json"
+"""The controller's part of a checkpoint."""
+ROLE_FILE = "role.json"
+"""In each role's folder: the role and the step that it was written for."""
+
+
+def write_role_file(folder: Path, role: str, step: int) -> None:
+    """Mark `folder`/`role`, which exists, as this role's part of the checkpoint of `step`. Raises OSError."""
+    (folder / role / ROLE_FILE).write_text(json.dumps({"role": role, "step": step}) + "\n")
+
+
+def contents_faults(folder: Path, manifest: Manifest) -> list[str]:
+    """Every reason why the manifest cannot be of a whole checkpoint of its step; files that it lists are there.
+
+    Raises OSError.
+    """
+    if not manifest.models:
+        return ["its manifest names no role"]
+    needed = [RUN_FILE, *(f"{role}/{name}" for role in manifest.models for name in (ROLE_FILE, METADATA))]
+    faults = [f"its manifest does not list {name}" for name in needed if name not in manifest.files]
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in manifest.models:
+            faults.append(f"its manifest names no role {path.name}, and there is such a folder")
+    for role in manifest.models:
+        if f"{role}/{ROLE_FILE}" in manifest.files:
+            faults += _role_faults(folder, role, manifest.step)
+        unlisted = sorted(_loaded_files(folder, role) - manifest.files.keys())
+        faults += [f"its manifest does not list {name}" for name in unlisted]
+    return list(dict.fromkeys(faults))
+
+
+def _role_faults(folder: Path, role: str, step: int) -> list[str]:
+    try:
+        owner = json.loads((folder / role / ROLE_FILE).read_text())
+    except ValueError as error:
+        return [f"{role}/{ROLE_FILE} is not JSON: {error}"]
+    expected = {"role": role, "step": step}
+    return [] if owner == expected else [f"{role} holds what was saved as {owner}, not as {expected}"]
+
+
+def _loaded_files(folder: Path, role: str) -> set[str]:
+    """The files of a role that loading may read: of hidden ones, which systems leave, the table of contents alone."""
+    files = (path.relative_to(folder) for path in (folder / role).rglob("*") if path.is_file())
+    return {path.as_posix() for path in files if path.name == METADATA or not path.name.startswith(".")}
