@@ -96,7 +96,7 @@ def export_and_compare(run: Run, workers: WorkerGroup) -> float:
     """
     target = run.directory / "hf_model"
     with run.phase("export"):
-        with storing(target.name, run.directory), removing_unfinished(target):
+        with removing_unfinished(target), storing(target.name, run.directory):
             workers.export_hf(target.resolve()).get()
         trainer_logits = torch.cat(workers.response_logits(run.parity_rows).get())
     differences = (hf_response_logits(target, run.parity_rows) - trainer_logits).abs()

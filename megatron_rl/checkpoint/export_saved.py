@@ -33,11 +33,12 @@ def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     dtype = reader.saved.dtype(reader.saved.weights[0])
     description = Description(source, family.reward_architecture if is_critic else family.architecture, dtype)
     sizes = {name: tensor.numel * dtype.itemsize for name, tensor in tensors.items()}
-    try:
-        with writing(), removing_unfinished(target):
-            write_hf_folder(target, sizes, lambda name: reader.read(tensors[name]), description)
-    except StorageError as error:
-        raise StorageError(f"{target} could not be written: {error}; {free_space(target)}") from error
+    with removing_unfinished(target):
+        try:
+            with writing():
+                write_hf_folder(target, sizes, lambda name: reader.read(tensors[name]), description)
+        except StorageError as error:
+            raise StorageError(f"{target} could not be written: {error}; {free_space(target)}") from error
 
 
 class _Reader:
