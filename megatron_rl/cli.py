@@ -25,6 +25,7 @@ from megatron_rl.ablation.planned import plan_points
 from megatron_rl.ablation.run import Ablation, only_ablation
 from megatron_rl.ablation.table import dry_run_tables
 from megatron_rl.checkpoint.resume import usable_checkpoint
+from megatron_rl.checkpoint.storage import writing
 from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
@@ -187,7 +188,8 @@ def nightly_command(
     if folder.exists() and any(folder.iterdir()) and not (folder / OUTPUT).is_file():
         raise ConfigError(f"--folder {folder} holds files of something else; nearest: --folder {folder}/nightly")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    with writing():
+        folder.mkdir(parents=True)
     exit_on_signals()  # so that training ends, too
     save = ("trainer.save_freq=1000000",)  # a run that never saves is not saved when it is stopped, either
     lives = run_lives(bands, config, folder, [*save, *(overrides or ())])
@@ -195,7 +197,8 @@ def nightly_command(
     checks = bands.checks(recorded)
     outcome = outcome_of(lives, checks)
     command = shlex.join(["megatron-rl", *sys.argv[1:]])
-    report.write_text(markdown(outcome, command, lives, checks, (folder / OUTPUT).read_text(errors="replace")))
+    with writing():
+        report.write_text(markdown(outcome, command, lives, checks, (folder / OUTPUT).read_text(errors="replace")))
     if renew and outcome in (Outcome.PASS, Outcome.REGRESSION):
         write_golden(bands.renewed(recorded), golden)
         Console().print(f"{golden} renewed; it was a {outcome.name.lower()} before", soft_wrap=True, markup=False)
@@ -236,7 +239,7 @@ def ablate_command(
         return
     exit_on_signals()
     try:
-        with only_ablation(folder):
+        with writing(), only_ablation(folder):
             work = Ablation(ablation, folder, planned, say)
             rows = work.write_report() if report_only else work.run(retry_failed)
     except KeyboardInterrupt:

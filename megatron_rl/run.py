@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.contents import RUN_FILE
-from megatron_rl.checkpoint.folders import only_writer
+from megatron_rl.checkpoint.folders import find, only_writer
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.algorithms import needs_of, uses_critic, uses_reference, uses_rule
@@ -100,7 +100,8 @@ class Run:
         self.estimator = estimator(config.algorithm)
         policy_loss(config.actor_rollout_ref.actor)  # the workers', loaded here too so that its errors come now
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
-        self.start = select(config.trainer, configured_models(config))
+        self._found = find(self.directory)
+        self.start = select(trainer, configured_models(config))
 
         self.planned_memory = worst_of_stages(plan_stages(RunModels(config)))
         self.transitions: list = []
@@ -113,9 +114,7 @@ class Run:
         self.save_seconds = 0.0
         self._step_started, self._last_step_s = 0.0, math.inf
         self.saved: dict[str, Any] = {}
-        if self.start.path is not None:
-            self.saved = json.loads((self.start.path / RUN_FILE).read_text())
-            self.load_state_dict(self.saved["run"])
+        self._read_saved()
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Run:
@@ -123,6 +122,7 @@ class Run:
         with storing("the files of a run", self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = self._resources.enter_context(only_writer(self.directory))
+            self._look_again()
             resumed_step = None if self.start.path is None else self.start.step
             self.logger = self._resources.enter_context(
                 MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)
@@ -136,6 +136,17 @@ class Run:
 
     def __exit__(self, *failure) -> None:
         self._resources.close()
+
+    def _read_saved(self) -> None:
+        if self.start.path is not None:
+            self.saved = json.loads((self.start.path / RUN_FILE).read_text())
+            self.load_state_dict(self.saved["run"])
+
+    def _look_again(self) -> None:
+        """Choose the checkpoint anew where a run that was still ending has saved one while this one started."""
+        if find(self.directory) != self._found:
+            self.start = select(self.config.trainer, configured_models(self.config))
+            self._read_saved()
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line as it is: names and values may have brackets, which would be markup."""

@@ -71,7 +71,7 @@ class FolderLock:
             if os.path.samestat((self.root / LOCK).stat(), os.fstat(self._file.fileno())):
                 return False
         except FileNotFoundError:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.resolve().mkdir(parents=True, exist_ok=True)  # it may be a link
         again = FolderLock(self.root)
         self.close()
         self._file = again._file
@@ -187,11 +187,14 @@ def _delete(folder: Path) -> None:
     if not folder.name.endswith((UNFINISHED, DELETED)):
         doomed = folder.with_name(folder.name.removesuffix(REPLACED) + DELETED)
         if doomed.exists():
-            shutil.rmtree(doomed)
+            _delete(doomed)
         folder.rename(doomed)
         sync(folder.parent)
         folder = doomed
-    shutil.rmtree(folder)
+    if folder.is_symlink():
+        folder.unlink()  # what it leads to is somebody's own arrangement
+    else:
+        shutil.rmtree(folder)
 
 
 def _write_latest(root: Path, step: int | None) -> None:

@@ -49,9 +49,13 @@ def select(trainer: TrainerConfig, models: Models, checksums: bool = True) -> Re
     """
     if trainer.resume_mode == "disable":
         return ResumePoint(None, 0)
-    if trainer.resume_mode == "resume_path":
-        return _at_path(trainer.resume_from_path, models, checksums)
-    return _newest(Path(trainer.default_local_dir), models, checksums)
+    at_path = trainer.resume_mode == "resume_path"
+    key = "trainer.resume_from_path" if at_path else "trainer.default_local_dir"
+    given = trainer.resume_from_path if at_path else trainer.default_local_dir
+    try:
+        return _at_path(given, models, checksums) if at_path else _newest(Path(given), models, checksums)
+    except OSError as error:
+        raise refused(Violation({key: given}, f"must be a folder that can be read: {error.strerror}")) from error
 
 
 def usable_checkpoint(given: Path) -> Path:
@@ -59,7 +63,10 @@ def usable_checkpoint(given: Path) -> Path:
 
     Raises ConfigError with the reason where it is not.
     """
-    inside = find(given)
+    try:
+        inside = find(given)
+    except OSError as error:
+        raise ConfigError(f"{given} cannot be read: {error.strerror}") from error
     folder = inside[0].path if inside else given
     try:
         _check(folder, {}, checksums=True)
@@ -129,6 +136,13 @@ def _refused_path(given: str, rule: str, folder: Path, root: Path, models: Model
 
 def _check(folder: Path, models: Models, checksums: bool) -> Manifest:
     """The manifest of a usable folder. Raises ManifestError when it is damaged, UnfitError when it does not belong."""
+    try:
+        return _checked(folder, models, checksums)
+    except OSError as error:
+        raise ManifestError(f"it cannot be read: {error}") from error
+
+
+def _checked(folder: Path, models: Models, checksums: bool) -> Manifest:
     manifest = read_manifest(folder)
     named = NAME.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:

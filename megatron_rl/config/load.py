@@ -6,6 +6,7 @@ file, overrides -> settings (dotted key, value, origin) -> checked one by one ag
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,10 @@ OPEN_KEYS = {key for key, kind in KEYS.items() if typing.get_origin(kind) is dic
 """Keys under which the user may put names of their own."""
 
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
+
+PATH_NAMES = {"path", "train_files", "val_files", "default_local_dir", "resume_from_path"}
+PATH_NAMES |= {"rollout_data_dir", "validation_data_dir"}
+"""Last parts of the keys that name files and folders."""
 
 GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}
 """Every dotted name that has keys below it."""
@@ -183,11 +188,20 @@ def _apply(config: Any, setting: Setting) -> Violation | None:
     if unknown is not None:
         return unknown
     try:
-        OmegaConf.update(config, key, setting.value)
+        OmegaConf.update(config, key, _without_tilde(key, setting.value))
     except OmegaConfBaseException as error:
         rule = f"({setting.origin}) must be of type {_type_name(KEYS.get(key))}: {_first_line(error)}"
         return Violation(given, rule, subject=_said(setting))
     return None
+
+
+def _without_tilde(key: str, value: Any) -> Any:
+    """A path with the user's home in place of a leading "~": shells leave it as it is after the "=" of an override."""
+    if key not in KEYS or key.rpartition(".")[2] not in PATH_NAMES:
+        return value
+    if isinstance(value, list):
+        return [_without_tilde(key, path) for path in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _said(setting: Setting) -> str:

@@ -25,6 +25,7 @@ def save_rank_state(folder: Path, groups: TrainGroups, rollout_rng: RNGState | N
     """Write the generators of training, of generation and of Megatron's regions."""
     content = {
         "grid": dataclasses.asdict(groups.grid),
+        "rank": groups.rank,
         "train": RNGState.capture().to_json(),
         "rollout": rollout_rng and rollout_rng.to_json(),
         "megatron": {name: to_hex(state) for name, state in get_cuda_rng_tracker().get_states().items()},
@@ -36,7 +37,7 @@ def load_rank_state(folder: Path, groups: TrainGroups) -> tuple[bool, RNGState |
     """Put back what `save_rank_state` wrote: (whether there was a state for this grid, the rollout's generators)."""
     file = rank_file(folder, groups.rank)
     content = json.loads(file.read_text()) if file.exists() else {"grid": None}
-    if content["grid"] != dataclasses.asdict(groups.grid):
+    if content["grid"] != dataclasses.asdict(groups.grid) or content["rank"] != groups.rank:
         return False, None
     RNGState.from_json(content["train"]).restore()
     get_cuda_rng_tracker().set_states({name: from_hex(text) for name, text in content["megatron"].items()})

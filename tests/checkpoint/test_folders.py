@@ -185,3 +185,20 @@ def test_one_run_at_a_time(tmp_path):
         pass
     with only_writer(tmp_path):
         pass
+
+
+def test_a_checkpoint_behind_a_link_is_only_unlinked(tmp_path):
+    """A user has moved it to another disk. Would not catch a link inside of a checkpoint."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    for step in (5, 10):
+        step_folder(tmp_path, step).rename(elsewhere / str(step))
+        step_folder(tmp_path, step).symlink_to(elsewhere / str(step))
+    assert steps(tmp_path) == [15, 10, 5]
+    assert remove_old(tmp_path, 2) == [step_folder(tmp_path, 5)] and steps(tmp_path) == [15, 10]
+    save(tmp_path, 10, "again")
+    assert not step_folder(tmp_path, 10).is_symlink()
+    assert_all_complete([elsewhere / "5", elsewhere / "10", step_folder(tmp_path, 10)])
+    assert not list(tmp_path.glob("*.deleted"))

@@ -269,3 +269,17 @@ def test_what_a_system_leaves_in_a_folder_does_no_harm(trainer, tmp_path):
     for name in (".nfs0001", "actor/.DS_Store", "notes.txt"):
         (folder / name).touch()
     assert select(trainer, MODELS).step == 10
+
+
+def test_what_cannot_be_read_is_told(trainer, tmp_path):
+    """A folder whose name is too long, a file that is a folder. Would not catch a disk that hangs."""
+    too_long = tmp_path / ("x" * 300)
+    for config in (TrainerConfig(default_local_dir=str(too_long)), at(too_long)):
+        with pytest.raises(ConfigError, match="must be a folder that can be read: File name too long"):
+            select(config, MODELS)
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        usable_checkpoint(too_long)
+    save(tmp_path, 10)
+    (save(tmp_path, 20) / "actor/common.pt").mkdir()
+    point = select(trainer, MODELS)
+    assert point.step == 10 and "it cannot be read: " in point.skipped[0]

@@ -137,3 +137,12 @@ def test_weights_have_the_mode_of_all_other_files(tmp_path, umask):
     subprocess.run(command, check=True, timeout=60, preexec_fn=lambda: os.umask(umask))
     modes = [file.stat().st_mode & 0o777 for file in files]
     assert modes == [0o666 & ~umask] * 2
+
+
+def test_a_deleted_folder_comes_back_behind_its_link(tmp_path):
+    """Would not catch a link that was deleted with it: then a folder is made in its place."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "target")
+    with only_writer(tmp_path / "run") as lock:
+        shutil.rmtree(tmp_path / "target")
+        assert lock.hold_again() and (tmp_path / "target").is_dir() and (tmp_path / "run").is_symlink()

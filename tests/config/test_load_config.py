@@ -113,6 +113,16 @@ def test_files_may_be_one_or_several(write):
     assert config.data.train_file_weights == [1.0, 0.5]
 
 
+def test_a_tilde_is_the_users_home(write, monkeypatch):
+    """In every key that names files, from the file and from overrides, and in no other key. Would not catch ${HOME}."""
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ("trainer.default_local_dir=~/run", "data.train_files=[~/a.parquet,b~.parquet]", "trainer.project_name=~/x")
+    config = load_config(write(MANDATORY.replace("path: model", "path: ~/model")), given)
+    assert config.trainer.default_local_dir == "/home/me/run" and config.trainer.project_name == "~/x"
+    assert config.data.train_files == ["/home/me/a.parquet", "b~.parquet"]
+    assert config.actor_rollout_ref.model.path == config.critic.model.path == "/home/me/model"
+
+
 def test_all_mandatory_keys_are_listed_at_once(write):
     """Would not catch a key that ought to be mandatory and has a default."""
     text = refusal(write("data: {val_files: b.parquet}\ntrainer:\n"))

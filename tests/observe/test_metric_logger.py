@@ -182,3 +182,11 @@ def test_files_come_before_what_is_printed(tmp_path):
     with pytest.raises(SystemExit), MetricLogger(["console", "jsonl"], tmp_path, Console(file=Ending())) as logger:
         logger.log({"a": 1.0}, 1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 1.0}\n'
+
+
+def test_names_with_brackets_are_printed_as_they_are(tmp_path):
+    """A data source is the user's. Would not catch a control character."""
+    output = io.StringIO()
+    with MetricLogger(["console"], tmp_path, Console(file=output, width=20)) as logger:
+        logger.log({"val-core/[/a] [bold]b/acc/mean@1": 0.5}, step=1)
+    assert output.getvalue() == "step    1  [/a] [bold]b/acc/mean@1 0.500\n"
