@@ -14,7 +14,7 @@ from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.user_functions import import_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.built_in import BUILT_IN, check_built_in
-from megatron_rl.reward.outcome import RewardFunction
+from megatron_rl.reward.outcome import RewardFunction, describe_error
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
 
@@ -49,10 +49,11 @@ def load_reward_function(source: RewardSource) -> RewardFunction:
         hint = f"the nearest function there is {nearest!r}" if nearest else "it defines no function"
         raise ConfigError(f"{where} has no function {source.name!r} (custom_reward_function.name): {hint}")
     function = functions[source.name]
-    signature = inspect.signature(function)
+    signature = ""
     try:
+        signature = inspect.signature(function)
         signature.bind(**{"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}} | source.kwargs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{where}: {source.name}{signature} cannot be called with the keywords of {source.name}{SIGNATURE} and "
             f"custom_reward_function.reward_kwargs={source.kwargs}: {error}"
@@ -70,9 +71,7 @@ def _run_file(path: str) -> ModuleType:
     try:
         module = import_file(file, "reward_file_")
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{path} (custom_reward_function.path) fails to run: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"{path} (custom_reward_function.path) fails to run: {describe_error(error)}") from error
     if module is None:
         raise ConfigError(f"{path} (custom_reward_function.path) is not a Python file: its name must end in .py")
     return module

@@ -5,6 +5,8 @@ and so can fork a worker within milliseconds. It lives as long as its end of the
 driver dies, the kernel closes the other end, and the workers with everything they have started are killed.
 
     driver --[Sample]--> keeper --(row, Sample), ...--> worker --(row, Outcome)--> keeper --[Outcome]--> driver
+
+From a worker come lines of JSON (`wire`): nothing that a reward function makes is rebuilt here or in the driver.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import psutil
 from megatron_rl.observe.output import drop_unread_output
 from megatron_rl.reward.function import RewardSource
 from megatron_rl.reward.outcome import Outcome, Sample, failed
-from megatron_rl.reward.worker import READY, work
+from megatron_rl.reward.wire import READY, GarbledError, Inbox
+from megatron_rl.reward.worker import work
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -67,6 +70,9 @@ class Worker:
     since: float
     ready: bool = False
     rows: deque[int] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.inbox = Inbox(self.connection)
 
     def limit_s(self, timeout_s: float) -> float | None:
         """Seconds it may take for what it is at; None: it is idle."""
@@ -159,7 +165,11 @@ class Keeper:
         for worker in list(self.workers):
             # First whether it has ended, then what it had said: nothing can come after that.
             ended = bool(wait([worker.pidfd], timeout=0))
-            self._listen(worker)
+            try:
+                self._listen(worker)
+            except GarbledError as error:
+                self._disown(worker, str(error))
+                continue
             limit_s = worker.limit_s(self.settings.timeout_s)
             if ended:
                 self._bury(worker)
@@ -170,19 +180,19 @@ class Keeper:
         return [source for worker in self.workers for source in (worker.connection, worker.pidfd)]
 
     def _listen(self, worker: Worker) -> None:
-        """Take in all that the worker has sent."""
-        with suppress(EOFError, OSError):
-            while worker.connection.poll():
-                message = worker.connection.recv()
-                worker.since = time.monotonic()
-                if message == READY:
-                    worker.ready, self.failed_starts = True, 0
-                elif isinstance(message, str):
-                    self._note_failed_start(message)
-                else:
-                    row, outcome = message
-                    worker.rows.remove(row)
-                    self._settle(row, outcome)
+        """Take in all that the worker has sent. Raises GarbledError when some of it cannot be a worker's."""
+        for said in worker.inbox.take():
+            worker.since = time.monotonic()
+            if said == READY:
+                worker.ready, self.failed_starts = True, 0
+            elif isinstance(said, str):
+                self._note_failed_start(said)
+            else:
+                row, outcome = said
+                if not worker.rows or row != worker.rows[0]:  # they are answered in order, each once
+                    raise GarbledError(f"an answer for row {row}, which it was not at")
+                worker.rows.popleft()
+                self._settle(row, outcome)
 
     def _settle(self, row: int, outcome: Outcome) -> None:
         self.outcomes[row] = outcome
@@ -202,6 +212,16 @@ class Keeper:
                 self.waiting.appendleft(row)
             else:
                 self._settle(row, failed("crashed", f"the reward function ended its process, which {_cause(status)}"))
+        self.waiting.extendleft(reversed(worker.rows))
+
+    def _disown(self, worker: Worker, garbled: str) -> None:
+        """End a worker into whose connection something else has written, such as a copy of it that was forked."""
+        self._end(worker)
+        reason = f"the reward function's process sent what is no answer: {garbled}"
+        if not worker.ready:
+            self._note_failed_start(reason)
+        elif worker.rows:
+            self._settle(worker.rows.popleft(), failed("crashed", reason))
         self.waiting.extendleft(reversed(worker.rows))
 
     def _time_out(self, worker: Worker, limit_s: float) -> None:

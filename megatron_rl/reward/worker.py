@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward.function import RewardSource, load_reward_function
 from megatron_rl.reward.outcome import score_sample
+from megatron_rl.reward.wire import READY, send
 
 PR_SET_PDEATHSIG = 1
-READY = "ready"
 
 
 def work(connection: Connection, source: RewardSource, keeper_pid: int) -> None:
@@ -29,13 +29,13 @@ def work(connection: Connection, source: RewardSource, keeper_pid: int) -> None:
     try:
         function = load_reward_function(source)
     except ConfigError as error:
-        connection.send(str(error))
+        send(connection, str(error))
         return
-    connection.send(READY)
+    send(connection, READY)
     while True:
         try:
             chunk = connection.recv()
         except EOFError:
             return
         for row, sample in chunk:
-            connection.send((row, score_sample(function, sample)))
+            send(connection, (row, score_sample(function, sample)))
