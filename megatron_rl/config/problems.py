@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,12 @@ def missing_file(key: str, path: str, file: Path, suffixes: Sequence[str]) -> Vi
 def nearest_number(value: float, numbers: Iterable[int]) -> int:
     """The number closest to `value`, the smaller of two equally close ones. `numbers` must not be empty."""
     return min(sorted(numbers), key=lambda number: abs(number - value))
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number >= 1, in order; in as many trials as its root."""
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def _likeness(left: str, right: str) -> float:

@@ -43,8 +43,6 @@ CHOICES_OR_NULL: dict[str, tuple[str, ...]] = {
 """Keys whose value is one of a few names, or null."""
 
 AT_LEAST_ONE = (
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
     "trainer.total_training_steps",
     "data.train_batch_size",
     "data.gen_batch_size",
@@ -125,8 +123,8 @@ class Interval:
         return self.high if value > self.high else self.low if self.nearest_low is None else self.nearest_low
 
     def __str__(self) -> str:
-        lower = f"{'>=' if self.nearest_low is None else '>'} {self.low:g}"
-        return lower if math.isinf(self.high) else f"{lower} and <= {self.high:g}"
+        lower = f"{'>=' if self.nearest_low is None else '>'} {shown(self.low)}"
+        return lower if math.isinf(self.high) else f"{lower} and <= {shown(self.high)}"
 
 
 NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
@@ -139,8 +137,17 @@ RANGES_OR_NULL: dict[str, Interval] = {
 }
 """Keys whose value is a number in an interval, or null."""
 
+MOST_RANKS = 100_000
+"""Machines, and ranks of one: more are a slip of the finger, and rules look for every divisor of the ranks."""
+
+LARGEST_SEED = 2**32 - 1
+"""numpy's, with which vLLM seeds every rank; torch's are larger."""
+
 RANGES: dict[str, Interval] = {
+    "trainer.nnodes": Interval(1, MOST_RANKS),
+    "trainer.n_gpus_per_node": Interval(1, MOST_RANKS),
     **dict.fromkeys(AT_LEAST_ONE, Interval(1)),
+    "trainer.seed": Interval(0, LARGEST_SEED),
     "reward_model.timeout_s": Interval(0, nearest_low=10.0),
     "trainer.test_freq": NOT_NEGATIVE,
     "trainer.max_skipped_updates": NOT_NEGATIVE,
@@ -180,7 +187,15 @@ RANGES: dict[str, Interval] = {
         )
     },
 }
-"""Keys whose value is a number in an interval."""
+"""Keys whose value is a number in an interval; none of them may be infinite or NaN."""
+
+FINITE: dict[str, float] = {
+    f"{ACTOR}.entropy_coeff": 0.0,
+    "reward_model.rule_weight": 1.0,
+    "reward_model.weight": 1.0,
+    "reward_model.failed_score": 0.0,
+}
+"""The other numbers with a fraction, which may have either sign, and what to suggest for infinities and NaN."""
 
 
 def value_problems(config: RunConfig) -> Iterable[Violation]:
@@ -197,6 +212,9 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
             elif key in ("data.train_batch_size", "data.gen_batch_size"):
                 nearest = max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size)
             yield Violation({key: value}, f"must be {interval}", {key: nearest})
+    for key, finite in FINITE.items():
+        if not math.isfinite(attrgetter(key)(config)):
+            yield Violation({key: attrgetter(key)(config)}, "must be a finite number", {key: finite})
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     for key, top_k in ((f"{ROLLOUT}.top_k", rollout.top_k), (f"{ROLLOUT}.val_kwargs.top_k", rollout.val_kwargs.top_k)):
         if top_k != -1 and top_k < 1:
@@ -258,11 +276,8 @@ def _optimizer_problems(config: RunConfig) -> Iterable[Violation]:
 
 def reward_problems(config: RunConfig) -> Iterable[Violation]:
     """What is wrong with the choice of rewards."""
-    custom, reward = config.custom_reward_function, config.reward_model
+    custom = config.custom_reward_function
     yield from _reward_model_problems(config)
-    if not math.isfinite(reward.failed_score):
-        key = "reward_model.failed_score"
-        yield Violation({key: reward.failed_score}, "must be a finite number", {key: 0.0})
     if custom.path is None and custom.name is not None and custom.name not in BUILT_IN_REWARDS:
         key = "custom_reward_function.name"
         rule = f"must, without a path, be one of {', '.join(BUILT_IN_REWARDS)}"
@@ -290,9 +305,6 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
         path = "custom_reward_function.path"
         yield Violation({path: config.custom_reward_function.path}, f"must be null, as {key}=null", {path: None})
     weights = {"reward_model.rule_weight": reward.rule_weight, "reward_model.weight": reward.weight}
-    for key, weight in weights.items():
-        if not math.isfinite(weight):
-            yield Violation({key: weight}, "must be a finite number", {key: 1.0})
     if (has_rule or reward.enable) and not (has_rule and reward.rule_weight) and not (reward.enable and reward.weight):
         key = "reward_model.weight" if reward.enable else "reward_model.rule_weight"
         yield Violation({key: weights[key]}, "must not be 0, as no other score counts", {key: 1.0})

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_rl.config.problems import nearest_number
+from megatron_rl.config.problems import divisors, nearest_number
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import ACTOR
 from megatron_rl.errors import Violation
@@ -38,8 +38,7 @@ class ExpertLayouts:
         return min(valid, key=lambda pair: abs(math.log2(pair[0] / ep_size)) + abs(math.log2(pair[1] / etp_size)))
 
     def _dividing(self, numbers: Iterable[int]) -> list[int]:
-        common = math.gcd(self.stage_size, *numbers)
-        return [size for size in range(1, common + 1) if common % size == 0]
+        return divisors(math.gcd(self.stage_size, *numbers))
 
 
 def expert_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.problems import nearest_name, nearest_number
+from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import (
     FAMILIES,
@@ -43,7 +43,7 @@ class ModelSizes:
 
     `num_experts` and `moe_intermediate_size`, the columns of one expert, are 0 when dense; `expert_size_key` is what
     config.json calls the latter. `padded_vocab_size`: as generation pads it. `sliding_window`: positions that a token
-    attends to; None: all before it.
+    attends to; None: all before it. `even_heads`: whether `head_size` is told, or the hidden size divides into heads.
     """
 
     path: str
@@ -59,6 +59,7 @@ class ModelSizes:
     expert_size_key: str = "moe_intermediate_size"
     sliding_window: int | None = None
     head_size: int = 1
+    even_heads: bool = True
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -172,8 +173,7 @@ def _head_problems(file: Path, settings: dict[str, Any]) -> Iterable[Violation]:
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     kv_heads = settings.get("num_key_value_heads") or heads
     if heads % kv_heads:
-        valid = [size for size in range(1, heads + 1) if heads % size == 0]
-        nearest = {"num_key_value_heads": nearest_number(kv_heads, valid)}
+        nearest = {"num_key_value_heads": nearest_number(kv_heads, divisors(heads))}
         yield _in_file(file, {"num_key_value_heads": kv_heads}, f"must divide num_attention_heads({heads})", nearest)
     if not settings.get("head_dim") and hidden % heads:
         rule = f"must divide hidden_size({hidden}) where there is no head_dim"
@@ -201,6 +201,7 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
         vocab_size=vocab_size,
         sliding_window=sliding_window(family, settings),
         head_size=settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"],
+        even_heads=bool(settings.get("head_dim")) or settings["hidden_size"] % settings["num_attention_heads"] == 0,
         **experts,
     )
 

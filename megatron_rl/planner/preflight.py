@@ -12,13 +12,14 @@ from operator import attrgetter
 
 from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.load import follows
-from megatron_rl.config.problems import nearest_number, raise_problems, without_echoes
+from megatron_rl.config.problems import divisors, nearest_number, raise_problems, without_echoes
 from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
-from megatron_rl.config.validate import ACTOR, CRITIC, REF, REWARD_MODEL, ROLLOUT, value_problems
+from megatron_rl.config.validate import ACTOR, CRITIC, MOST_RANKS, REF, REWARD_MODEL, ROLLOUT, value_problems
 from megatron_rl.errors import Violation, shown
 from megatron_rl.model.families import REWARD_FAMILIES
 from megatron_rl.planner.algorithm_rules import algorithm_problems
 from megatron_rl.planner.cache_rules import cache_problems
+from megatron_rl.planner.engine_rules import CPU_TP_SIZES, engine_problems, engine_tp_sizes
 from megatron_rl.planner.expert_layout import expert_problems
 from megatron_rl.planner.file_rules import file_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
@@ -41,17 +42,20 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
     config_only: of the model folders nothing but config.json need be there, and of data nothing.
     """
     models, problems = read_models(config, config_only=config_only)
+    trainer = config.trainer
+    countable = max(trainer.nnodes, trainer.n_gpus_per_node) <= MOST_RANKS
     return without_echoes(
         [
             *value_problems(config),
             *(() if config_only else file_problems(config)),
             *algorithm_problems(config),
             *problems,
-            *_layout_problems(config, models),
-            *expert_problems(config, models),
+            *(_layout_problems(config, models) if countable else ()),
+            *(expert_problems(config, models) if countable else ()),
             *recompute_problems(config, models),
             *_role_problems(config),
-            *_rollout_problems(config, models),
+            *(_rollout_problems(config, models) if countable else ()),
+            *engine_problems(config, models),
             *_batch_problems(config),
             *_pack_problems(config),
             *_length_problems(config, models),
@@ -95,7 +99,7 @@ class Layouts:
     @property
     def tp_sizes(self) -> list[int]:
         """TP sizes that divide everything TP cuts."""
-        return _divisors(math.gcd(*(model.max_tp for model in self.models)) or self.world_size)
+        return divisors(math.gcd(*(model.max_tp for model in self.models)) or self.world_size)
 
     @property
     def pp_sizes(self) -> list[int]:
@@ -163,10 +167,14 @@ def _rollout_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[V
         return
     key = f"{ROLLOUT}.tensor_model_parallel_size"
     model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
-    fitting = [size for size in _divisors(world_size) if model is None or not _rollout_misfits(model, size)]
+    fitting = [size for size in divisors(world_size) if model is None or not _rollout_misfits(model, size)]
     if rollout.drop_train_weights:
         fitting = [size for size in fitting if train_tp % size == 0]
+    fitting = engine_tp_sizes(trainer.device, fitting)
     nearest = {key: nearest_number(tp_size, fitting or [1])}
+    if not engine_tp_sizes(trainer.device, [tp_size]):
+        sizes = ", ".join(map(str, CPU_TP_SIZES))
+        yield Violation({key: tp_size}, f"must be one of {sizes} on trainer.device=cpu, as vLLM's all-reduce", nearest)
     # A rollout TP that is training's is refused by training's rules, and one message is enough.
     if world_size % tp_size and tp_size != train_tp:
         yield Violation({key: tp_size}, f"must divide the {world_size} ranks", nearest)
@@ -252,7 +260,3 @@ def _other_vocabularies(config: RunConfig, models: list[ModelSizes], rule: str) 
             # A language model gives no rewards.
             nearest = {key: actor_path} if key.startswith(CRITIC) else {}
             yield Violation({key: path}, rule, nearest)
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

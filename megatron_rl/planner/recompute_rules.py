@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megatron_rl.config.algorithms import uses_critic, uses_reference
-from megatron_rl.config.problems import nearest_name, nearest_number
+from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.config.schema import MegatronConfig, RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, REWARD_MODEL
 from megatron_rl.errors import Violation
@@ -91,4 +91,4 @@ def nearest_number_of_layers(method: str, number: int, sizes: Sequence[int]) -> 
     if method == "block":
         return nearest_number(number, range(1, max(sizes) + 1))
     common = math.gcd(*sizes)
-    return nearest_number(number, [size for size in range(1, common + 1) if common % size == 0])
+    return nearest_number(number, divisors(common))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatron_rl.config.problems import nearest_number
+from megatron_rl.config.problems import divisors, nearest_number
 from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.config.validate import ACTOR
 from megatron_rl.errors import Violation
@@ -30,8 +30,7 @@ def spreads(models: Iterable[ModelSizes], megatron: MegatronConfig) -> bool:
 def pp_sizes(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> list[int]:
     """PP sizes that divide the ranks and over which all models spread; shared out evenly if there are none else."""
     for shares in (megatron, EVEN):
-        sizes = [pp for pp in range(1, world_size + 1) if world_size % pp == 0]
-        valid = [pp for pp in sizes if spreads(models, replace(shares, pipeline_model_parallel_size=pp))]
+        valid = [pp for pp in divisors(world_size) if spreads(models, replace(shares, pipeline_model_parallel_size=pp))]
         if valid:
             break
     return valid

@@ -26,9 +26,15 @@ ROLLOUT_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Settings:
-    """Settings that give the demo's configuration tiny files of its own: 4 heads and 4 layers of 8."""
+    """Settings that give the demo's configuration tiny files of its own: 4 heads of 32 and 4 layers."""
     monkeypatch.chdir(REPOSITORY)
-    shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+    }
     shape |= {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 32, "vocab_size": 64}
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(shape))

@@ -65,10 +65,25 @@ def test_each_range_is_kept_and_suggests_a_valid_value(config, key):
     assert suggestion == "null" if key in STAGE_SHARES else (RANGES | RANGES_OR_NULL)[key].holds(float(suggestion))
 
 
+FLOATS = [key for key, kind in KEYS.items() if "float" in str(kind)]
+
+
+@pytest.mark.parametrize("key", FLOATS)
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
+def test_no_number_may_be_infinite_or_nan(config, key, value):
+    """Every key of the schema that holds a float, alone or in a list. Would not catch a number the user names."""
+    given = f"[{value}]" if "weights" in key else f"[0.9,{value}]" if "betas" in key else value
+    assert any(problem.startswith(f"{key}=") for problem in value_problems(config(f"{key}={given}")))
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("algorithm.gamma=1.01", "algorithm.gamma=1.01 must be >= 0 and <= 1; nearest: 1"),
+        ("trainer.seed=-1", "trainer.seed=-1 must be >= 0 and <= 4294967295; nearest: 0"),
+        ("trainer.seed=4294967296", "must be >= 0 and <= 4294967295; nearest: 4294967295"),
+        ("actor_rollout_ref.actor.entropy_coeff=.inf", "entropy_coeff=inf must be a finite number; nearest: 0"),
+        ("trainer.n_gpus_per_node=1000000", "must be >= 1 and <= 100000; nearest: 100000"),
         ("actor_rollout_ref.rollout.temperature=0", "temperature=0 must be > 0; nearest: 1"),
         ("actor_rollout_ref.rollout.top_p=0", "top_p=0 must be > 0 and <= 1; nearest: 1"),
         ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; nearest: null"),

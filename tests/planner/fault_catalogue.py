@@ -45,7 +45,10 @@ values("two nodes", "layout", {GPUS: 5, "trainer.nnodes": 2}, (TP, "must divide 
 values("kv heads", "layout", {TP: 4, GPUS: 12}, (TP, "num_key_value_heads(6)"), experts=False)
 values("vocabulary", "layout", {TP: 3, GPUS: 9}, (ROLLOUT_TP, "padded_vocab_size(128)"), experts=False)
 CUTS = [(TP, f"must divide {name}") for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
-values("all cuts", "layout", {TP: 5, GPUS: 15}, *CUTS, (ROLLOUT_TP, "padded_vocab_size(128)"), experts=False)
+SUMS = (ROLLOUT_TP, "must be one of 1, 2, 3, 4, 8 on trainer.device=cpu")
+ROWS = (ROLLOUT_TP, "padded_vocab_size(128)")
+values("all cuts", "layout", {TP: 5, GPUS: 15}, *CUTS, ROWS, SUMS, experts=False)
+values("rollout tp 6", "layout", {ROLLOUT_TP: 6}, ROWS, SUMS, experts=False)
 values("layers", "layout", {PP: 4, GPUS: 8}, (PP, "num_hidden_layers(6)"), experts=False)
 values("chunks", "layout", {VPP: 4}, (PP, "pp(3) * vpp(4)"), experts=False)
 values("chunks of one stage", "layout", {VPP: 2, PP: 1, GPUS: 4}, (PP, "vpp(2) needs pp(1)"), experts=False)
@@ -91,7 +94,8 @@ values(
     "dropped weights",
     "layout",
     {ROLLOUT_TP: 6, f"{ROLLOUT}.drop_train_weights": True},
-    (ROLLOUT_TP, "padded_vocab_size(128)"),
+    ROWS,
+    SUMS,
     (ROLLOUT_TP, "training tp(2)"),
     experts=False,
 )
@@ -213,6 +217,7 @@ RM = "reward_model"
 values("no reward model", RM, {f"{RM}.enable": True}, (f"{RM}.model.path", "must be a model folder"), offer=False)
 values("no reward", RM, {f"{RM}.rule_weight": 0.0}, (f"{RM}.rule_weight", "must not be 0"))
 values("weight", RM, {f"{RM}.weight": float("inf")}, (f"{RM}.weight", "finite"))
+values("entropy", "entropy", {f"{ACTOR}.entropy_coeff": float("inf")}, (f"{ACTOR}.entropy_coeff", "finite"))
 values("score", "score", {"reward_model.failed_score": float("nan")}, ("reward_model.failed_score", "finite"))
 values(
     "no file", "train weights columns", {"data.train_files": []}, ("data.train_files", "a path or a list"), offer=False
@@ -252,7 +257,8 @@ model_fault(
     areas=UNREADABLE,
     experts=False,
 )
-model_fault("uneven heads", {"hidden_size": 100}, ("num_attention_heads", "hidden_size(100)"), areas=UNREADABLE)
+model_fault("uneven heads", {"hidden_size": 390}, ("num_attention_heads", "hidden_size(390)"), areas=UNREADABLE)
+model_fault("heads of 20", {"head_dim": 20}, (MODEL, "must be one of 32, 48"), areas=UNREADABLE, offer=False)
 model_fault(
     "no layers", {"num_hidden_layers": None}, ("num_hidden_layers", "whole numbers"), areas=UNREADABLE, offer=False
 )

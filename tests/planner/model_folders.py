@@ -14,7 +14,7 @@ from megatron_rl.planner.preflight import preflight
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_act": "silu",
-    "hidden_size": 96,
+    "hidden_size": 384,
     "intermediate_size": 192,
     "max_position_embeddings": 64,
     "num_attention_heads": 12,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -220,7 +221,7 @@ def test_roles_share_one_grid(config):
     ("size", "expected"),
     [
         (1, []),
-        (6, ["must divide padded_vocab_size(128)"]),
+        (6, ["must be one of 1, 2, 3, 4, 8 on trainer.device=cpu", "must divide padded_vocab_size(128)"]),
         (3, ["must divide padded_vocab_size(128)"]),
         (4, ["must divide the 6 ranks; nearest: 2", "divide or be a multiple of num_key_value_heads(6)"]),
     ],
@@ -239,7 +240,40 @@ def test_key_value_heads_may_be_repeated(config, tmp_path):
     """3 heads for 6 ranks: each is held twice. Would not catch a model whose vocabulary does not divide."""
     write_model(tmp_path / "model", num_key_value_heads=2, vocab_size=192 * 2)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 6
+    config.trainer.device = "cuda"  # on cpu six ranks cannot add up
     assert problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "rule"),
+    [
+        ("cpu", 20, "must be one of 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512: vLLM has no"),
+        ("cpu", 512, ""),
+        ("cuda", 20, "must be a multiple of 8 and <= 256: vLLM has no"),
+        ("cuda", 264, "must be a multiple of 8 and <= 256: vLLM has no"),
+        ("cuda", 72, ""),
+    ],
+)
+def test_heads_that_the_engine_has_kernels_for(config, tmp_path, device, size, rule):
+    """A critic may have any: it does not generate. Would not catch another backend that vLLM chooses on CUDA."""
+    path = write_model(tmp_path / "model", head_dim=size)
+    config.critic.model.path = write_model(tmp_path / "critic", head_dim=20)
+    config.trainer.device = device
+    found = problems(config)
+    assert len(found) == bool(rule) and all(one.startswith(f"head_dim({size}) of {path} {rule}") for one in found)
+
+
+def test_layouts_of_very_many_ranks_are_looked_through_at_once(config):
+    """A slip of the finger. Would not catch a slow rule that needs a model of absurd sizes."""
+    config.trainer.nnodes = config.trainer.n_gpus_per_node = 100_000
+    started = time.monotonic()
+    assert any("must divide the 10000000000 ranks" in problem for problem in problems(config))
+    assert time.monotonic() - started < 2
+    config.trainer.nnodes = 10**30
+    assert any(
+        "trainer.nnodes=1000000000000000000000000000000 must be >= 1 and <= 100000" in problem
+        for problem in problems(config)
+    )
 
 
 def test_vocabulary_padding_and_experts_of_generation(config, tmp_path):
