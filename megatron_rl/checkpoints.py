@@ -34,7 +34,6 @@ from megatron_rl.config.algorithms import trained_roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.worker_group import WorkerGroup
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
-from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.records import RoleState
 from megatron_rl.run import Run, StepAbandoned
 
@@ -126,7 +125,7 @@ class Checkpoints:
             (folder / RUN_FILE).write_text(json.dumps(content, indent=1))
             for role in roles:
                 write_role_file(folder, role, state["step"])
-            self._under_way = Manifest(FORMAT, state["step"], configured_models(self.run.config), files={})
+            self._under_way = Manifest(FORMAT, state["step"], self.run.models, files={})
         if not self.run.saves_beside_training:
             self.settle()
         self.run.save_seconds = time.monotonic() - started

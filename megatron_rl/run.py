@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import find, only_writer
 from megatron_rl.checkpoint.resume import select
+from megatron_rl.checkpoint.run_file import read_run_file, reading
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.algorithms import needs_of, uses_critic, uses_reference, uses_rule
 from megatron_rl.config.load import flat_settings
@@ -25,7 +25,7 @@ from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, R
 from megatron_rl.controller.signals import StopRequest
 from megatron_rl.controller.watch import STACKS_FILE, Limits
 from megatron_rl.controller.worker_group import Future
-from megatron_rl.errors import ParityError
+from megatron_rl.errors import ConfigError, ParityError
 from megatron_rl.experience.assemble import add_rewards, assemble
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.losses.registry import estimator, policy_loss
@@ -40,6 +40,7 @@ from megatron_rl.observe.timers import PhaseTimer
 from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.observe.validation import validation_metrics
 from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.file_rules import make_folders
 from megatron_rl.planner.memory import plan_stages, worst_of_stages
 from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.planner.run_models import RunModels
@@ -82,7 +83,7 @@ class Run:
         self.started = time.monotonic()
         self.directory = Path(trainer.default_local_dir)
         self.console = Console()
-        self.tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         has_rule = uses_rule(config)
         self.train_data = PromptDataset(as_list(data.train_files), self.tokenizer, data, has_rule)
         self.val_data = PromptDataset(as_list(data.val_files), self.tokenizer, data, has_rule)
@@ -101,7 +102,9 @@ class Run:
         policy_loss(config.actor_rollout_ref.actor)  # the workers', loaded here too so that its errors come now
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
         self._found = find(self.directory)
-        self.start = select(trainer, configured_models(config))
+        # Read once: the checkpoints of this run are of the folders as they were when it started.
+        self.models = configured_models(config)
+        self.start = select(trainer, self.models)
 
         self.planned_memory = worst_of_stages(plan_stages(RunModels(config)))
         self.transitions: list = []
@@ -115,6 +118,7 @@ class Run:
         self._step_started, self._last_step_s = 0.0, math.inf
         self.saved: dict[str, Any] = {}
         self._read_saved()
+        make_folders(trainer)
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Run:
@@ -139,13 +143,15 @@ class Run:
 
     def _read_saved(self) -> None:
         if self.start.path is not None:
-            self.saved = json.loads((self.start.path / RUN_FILE).read_text())
-            self.load_state_dict(self.saved["run"])
+            file = self.start.path / RUN_FILE
+            self.saved = read_run_file(file)
+            with reading(file):
+                self.load_state_dict(self.saved["run"])
 
     def _look_again(self) -> None:
         """Choose the checkpoint anew where a run that was still ending has saved one while this one started."""
         if find(self.directory) != self._found:
-            self.start = select(self.config.trainer, configured_models(self.config))
+            self.start = select(self.config.trainer, self.models)
             self._read_saved()
 
     def say(self, text: str, style: str | None = None) -> None:
@@ -399,6 +405,15 @@ class Run:
         if step:
             accuracy = self.accuracies[-1] if self.accuracies else None
             self.progress.step(step, metrics["critic/score/mean"], accuracy, seconds)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder. Raises ConfigError where its files are damaged or do not go together."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the library's own, and bare ones of its parsers
+        reason = f"{type(error).__name__}: {error!s:.500}"
+        raise ConfigError(f"the tokenizer of actor_rollout_ref.model.path={path} cannot be loaded: {reason}") from error
 
 
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:

@@ -93,11 +93,12 @@ def nearest_name(name: str, names: Iterable[str]) -> str:
 
 def missing_file(key: str, path: str, file: Path, suffixes: Sequence[str]) -> Violation:
     """That `key` names no file of these kinds; the nearest is the one beside it whose name is most like it."""
-    kind = " or ".join(suffixes)
-    neighbours = [str(other) for suffix in suffixes for other in file.parent.glob(f"*{suffix}")]
+    kind, folder = " or ".join(suffixes), file if file.is_dir() else file.parent
+    there_is = "it is a folder" if file.is_dir() else "there is none"
+    neighbours = [str(other) for suffix in suffixes for other in folder.glob(f"*{suffix}") if other.is_file()]
     nearest = {key: nearest_name(str(file), neighbours)} if neighbours else {}
-    hint = "" if neighbours else f"{file.parent} holds none"
-    return Violation({key: path}, f"must be a {kind} file, and there is none", nearest, hint)
+    hint = "" if neighbours else f"{folder} holds none"
+    return Violation({key: path}, f"must be a {kind} file, and {there_is}", nearest, hint)
 
 
 def nearest_number(value: float, numbers: Iterable[int]) -> int:

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import ast
+import errno
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.algorithms import uses_rule
-from megatron_rl.config.problems import missing_file, nearest_name
+from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, TrainerConfig, as_list
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.prompts.files import column_kinds
 
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
+PATHS = (
+    "data.train_files",
+    "data.val_files",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.actor.policy_loss.custom.path",
+    "critic.model.path",
+    "reward_model.model.path",
+    "custom_reward_function.path",
+    "algorithm.custom_adv_estimator.path",
+    "trainer.default_local_dir",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "trainer.resume_from_path",
+)
+"""Every key that is a path, or a list of some."""
 
 
 def file_problems(config: RunConfig) -> Iterable[Violation]:
@@ -93,7 +111,7 @@ def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
         return
     try:
         tree = ast.parse(Path(custom.path).expanduser().read_bytes())
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield Violation({key: custom.path}, f"must be a Python file: {error}")
         return
     for module in sorted({name.partition(".")[0] for name in _imported(tree)}):
@@ -154,15 +172,28 @@ def _signature_problems(custom: CustomRewardFunctionConfig, function: ast.Functi
         yield Violation({"custom_reward_function.name": custom.name}, rule)
 
 
+def path_problems(config: RunConfig) -> Iterator[Violation]:
+    """Paths that cannot even be asked for: too long, a home folder of nobody, a folder that may not be looked into.
+
+    Where there is one, no other rule can look at files.
+    """
+    for key in PATHS:
+        paths = attrgetter(key)(config)
+        for path in [paths] if isinstance(paths, str) else paths if isinstance(paths, list) else ():
+            if not isinstance(path, str):
+                continue  # its own rule reports it
+            try:
+                Path(path).expanduser().stat()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (OSError, RuntimeError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                yield Violation({key: path}, f"must be a path that can be looked at: {reason}")
+
+
 def _folder_problems(trainer: TrainerConfig) -> Iterable[Violation]:
     """Folders to write to: there, or to be made in one that is, and not a file."""
-    for key, path in (
-        ("trainer.default_local_dir", trainer.default_local_dir),
-        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
-        ("trainer.validation_data_dir", trainer.validation_data_dir),
-    ):
-        if path is None:
-            continue
+    for key, path in _output_folders(trainer):
         folder = Path(path)
         above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         if not above.is_dir():
@@ -172,3 +203,26 @@ def _folder_problems(trainer: TrainerConfig) -> Iterable[Violation]:
             yield Violation({key: path}, rule, {key: f"{above}.run"})
         elif not os.access(above, os.W_OK | os.X_OK):
             yield Violation({key: path}, f"must be a folder that can be written, and {above} cannot")
+
+
+def make_folders(trainer: TrainerConfig) -> None:
+    """Make the folders that a run writes to, and see that files can be made in them, before any process is started.
+
+    Raises ConfigError where that fails, as it may although preflight found nothing: only trying tells.
+    """
+    for key, path in _output_folders(trainer):
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return  # of a full disk the run tells more
+            rule = f"must be a folder that can be made and written, and the system says: {error.strerror}"
+            raise refused(Violation({key: path}, rule)) from error
+
+
+def _output_folders(trainer: TrainerConfig) -> list[tuple[str, str]]:
+    keys = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+    paths = (trainer.default_local_dir, trainer.rollout_data_dir, trainer.validation_data_dir)
+    return [(key, path) for key, path in zip(keys, paths, strict=True) if path is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from megatron_rl.model.families import (
     sliding_window,
 )
 from megatron_rl.parallel.sharding import padded_vocab_size
+from megatron_rl.planner.config_json import ConfigJsonError, is_size, read_config_json, too_large, wrong_types
+from megatron_rl.planner.folder_files import damaged_files
 
 SIZES = (
     "hidden_size",
@@ -104,15 +105,17 @@ def read_model_folder(
     problems = []
     if not config_only:
         problems += [Violation(given, f"{rule}; it holds {_listing(folder)}") for rule in _lacking_files(folder)]
+        problems += [Violation(given, f"must be whole: {fault}") for fault in damaged_files(folder)]
     file = folder / "config.json"
     if not file.is_file():
         return None, [*problems, Violation(given, f"must hold config.json; it holds {_listing(folder)}")]
     try:
-        settings = json.loads(file.read_text())
-    except ValueError as error:
-        return None, [*problems, Violation(given, f"must hold a config.json, and {file} is not valid JSON: {error}")]
-    if not isinstance(settings, dict):
-        return None, [*problems, Violation(given, f"must hold a config.json, and {file} is not an object in braces")]
+        settings = read_config_json(file)
+    except ConfigJsonError as error:
+        return None, [*problems, Violation(given, f"must hold a config.json, and {error}")]
+    wrong = [_in_file(file, {key: settings[key]}, rule) for key, rule in wrong_types(settings).items()]
+    if wrong:
+        return None, problems + wrong
     architectures = settings.get("architectures") or []
     name = next((name for name in architectures if name in known), None)
     if name is None:
@@ -154,18 +157,17 @@ def _read_settings(
     wanted = SIZES
     if family.experts is not None:
         wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
-    lacking = {name: settings.get(name) for name in dict.fromkeys(wanted) if not _is_size(settings.get(name))}
+    lacking = {name: settings.get(name) for name in dict.fromkeys(wanted) if not is_size(settings.get(name))}
     if lacking:
         return None, [*problems, _in_file(file, lacking, "must be whole numbers >= 1")]
+    beyond = too_large(settings, (*wanted, "num_key_value_heads", "head_dim"))
+    if beyond:
+        return None, [*problems, *(_in_file(file, {k: settings[k]}, f"must be <= {beyond[k]}") for k in beyond)]
     problems += _head_problems(file, settings)
     routing = None if family.experts is None else Routing.from_hf(family, settings)
     if routing is not None:
         problems += _routing_problems(file, routing, family)
     return _sizes(path, settings, family, routing), problems
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _head_problems(file: Path, settings: dict[str, Any]) -> Iterable[Violation]:

@@ -21,7 +21,8 @@ from megatron_rl.planner.algorithm_rules import algorithm_problems
 from megatron_rl.planner.cache_rules import cache_problems
 from megatron_rl.planner.engine_rules import CPU_TP_SIZES, engine_problems, engine_tp_sizes
 from megatron_rl.planner.expert_layout import expert_problems
-from megatron_rl.planner.file_rules import file_problems
+from megatron_rl.planner.file_rules import file_problems, path_problems
+from megatron_rl.planner.folder_files import end_token_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planner.recompute_rules import recompute_problems
 from megatron_rl.planner.resume_rules import resume_problems
@@ -41,6 +42,9 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
 
     config_only: of the model folders nothing but config.json need be there, and of data nothing.
     """
+    unreachable = list(path_problems(config))
+    if unreachable:
+        return without_echoes([*value_problems(config), *unreachable], follows())
     models, problems = read_models(config, config_only=config_only)
     trainer = config.trainer
     countable = max(trainer.nnodes, trainer.n_gpus_per_node) <= MOST_RANKS
@@ -74,6 +78,8 @@ def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[M
     shared, critic_path = config.actor_rollout_ref, config.critic.model.path
     model, problems = read_model_folder("actor_rollout_ref.model.path", shared.model.path, config_only=config_only)
     models = [model]
+    if model is not None and not config_only:
+        problems += end_token_problems("actor_rollout_ref.model.path", shared.model.path)
     if uses_critic(config) and critic_path != shared.model.path:
         key = "critic.model.path"
         model, critic_problems = read_model_folder(key, critic_path, STARTING_POINTS, config_only=config_only)

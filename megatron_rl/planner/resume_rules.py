@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.algorithms import trained_roles
@@ -14,6 +14,8 @@ from megatron_rl.config.problems import violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import CHOICES
 from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.planner.config_json import read_config_json
+from megatron_rl.planner.model_folder import STARTING_POINTS, read_model_folder
 
 
 def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -24,11 +26,11 @@ def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
     models = {}
     trained = {"actor": config.actor_rollout_ref.actor.megatron, "critic": config.critic.megatron}
     for role, path in trained_roles(config).items():
-        try:
-            settings = json.loads((Path(path).expanduser() / "config.json").read_text())
-        except (OSError, ValueError):
+        folder = Path(path).expanduser()
+        if read_model_folder(role, path, STARTING_POINTS, config_only=True)[0] is None:
             continue  # the model folder's own rules report it
-        models[role] = model_identity(settings) | {"dtype": trained[role].dtype}
+        settings = read_config_json(folder / "config.json")
+        models[role] = model_identity(settings) | folder_identity(folder, settings) | {"dtype": trained[role].dtype}
     return models
 
 

@@ -55,7 +55,7 @@ class PromptDataset:
             prompt_ids = tokenise(path, rows, tokenizer, data_config)
             kept = short_enough(path, prompt_ids, data_config)
             prompts = [Prompt(offset + row, torch.tensor(cut(prompt_ids[row], data_config)), rows[row]) for row in kept]
-            self.files.append(PromptFile(path, len(prompts), _digest(prompts)))
+            self.files.append(PromptFile(path, len(prompts), _digests(prompts)))
             self._prompts += prompts
             offset += len(rows)
 
@@ -161,10 +161,13 @@ def cut(token_ids: Sequence[int], data_config: DataConfig) -> list[int]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
-    """Of tokens and ground truths, in order."""
-    digest = hashlib.sha256()
+def _digests(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """What is compared when a run goes on -> a digest of it, in order."""
+    digests = {name: hashlib.sha256() for name in ("tokens", "data sources", "ground truths", "extra_info")}
     for prompt in prompts:
-        digest.update(array("q", prompt.token_ids.tolist()).tobytes())
-        digest.update(repr(prompt.row.ground_truth).encode())
-    return digest.hexdigest()
+        row = prompt.row
+        digests["tokens"].update(array("q", [len(prompt.token_ids), *prompt.token_ids.tolist()]).tobytes())
+        told = {"data sources": row.data_source, "ground truths": row.ground_truth, "extra_info": row.extra_info}
+        for name, value in told.items():
+            digests[name].update(f"{value!r}\n".encode("utf-8", "backslashreplace"))
+    return {name: digest.hexdigest() for name, digest in digests.items()}

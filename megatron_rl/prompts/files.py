@@ -145,19 +145,41 @@ def _check_columns(path: str, schema: pyarrow.Schema, data_config: DataConfig, n
 def _read_json_lines(path: str, file: Path, _: DataConfig | None, __: Sequence[str] = ()) -> Iterator[tuple[str, dict]]:
     """(place, content) per line that is not blank; rows count these lines, from 0."""
     row = 0
-    with file.open("rb") as lines:
+    try:
+        lines = file.open("rb")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    with lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             place = f"{path}: row {row} (line {number})"
             try:
                 content = json.loads(line)
+            except RecursionError:
+                raise ConfigError(f"{place} is nested more deeply than can be read") from None
             except ValueError as error:
                 raise ConfigError(f"{place} is not JSON: {error}") from error
             if not isinstance(content, dict):
                 raise ConfigError(f"{place} holds a {type(content).__name__}; every line must be an object in braces")
+            _check_unicode(place, line, content)
             yield place, content
             row += 1
+
+
+def _check_unicode(place: str, line: bytes, content: dict) -> None:
+    """JSON can write halves of a pair of surrogates, which are no characters and which no tokenizer takes."""
+    if b"\\ud" not in line.lower():
+        return
+    for name, value in content.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ConfigError(
+                f"{place}: {name!r} holds half of a pair of surrogates, {half!r}, which is no character: "
+                "take it out, or write the character whole"
+            ) from None
 
 
 def _checked(place: str, content: dict, data_config: DataConfig, needed: Sequence[str]) -> PromptRow:

@@ -12,11 +12,11 @@ from megatron_rl.prompts.cursor import PromptCursor
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What one file contributes: its usable prompts, and a digest of their contents and order."""
+    """What one file contributes: its usable prompts, and digests of their contents, in order, by what they are of."""
 
     path: str
     num_prompts: int
-    digest: str
+    digests: dict[str, str]
 
 
 class MixtureCursor:
@@ -84,9 +84,13 @@ class MixtureCursor:
             if now["num_prompts"] != before["num_prompts"]:
                 what = f"the number of usable prompts (num_prompts) of {now['name']}"
                 raise ConfigError(_refusal(what, now["num_prompts"], before["num_prompts"]))
-            if now["digest"] != before["digest"]:
-                what = f"the digest of {now['name']} (its prompts, their order, tokens or ground truths)"
-                raise ConfigError(_refusal(what, now["digest"][:12], before["digest"][:12]))
+            differ = [name for name, digest in now["digests"].items() if before["digests"].get(name) != digest]
+            if differ:
+                what = f"the digest of {', '.join(differ)} of {now['name']} (contents or order)"
+                ours, theirs = (
+                    ", ".join(file["digests"].get(name, "")[:12] for name in differ) for file in (now, before)
+                )
+                raise ConfigError(_refusal(what, ours, theirs))
         if own["weights"] != state["weights"]:
             raise ConfigError(_refusal("data.train_file_weights", own["weights"], state["weights"]))
         for stream, saved in zip(self._streams, state["streams"], strict=True):
@@ -95,7 +99,7 @@ class MixtureCursor:
 
 
 def _identity(file: PromptFile) -> dict:
-    return {"name": Path(file.path).name, "num_prompts": file.num_prompts, "digest": file.digest}
+    return {"name": Path(file.path).name, "num_prompts": file.num_prompts, "digests": file.digests}
 
 
 def _refusal(what: str, now: object, before: object) -> str:

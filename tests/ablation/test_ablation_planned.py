@@ -38,8 +38,8 @@ def files(tmp_path, monkeypatch) -> Settings:
     shape |= {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 32, "vocab_size": 64}
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(shape))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).touch()
+    (tmp_path / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "model/tokenizer.json").write_text('{"model": {}}')
     row = {"prompt": "1+1=", "data_source": "sums", "reward_model": {"ground_truth": "2"}}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "data.parquet")
     data = dict.fromkeys(("data.train_files", "data.val_files"), str(tmp_path / "data.parquet"))

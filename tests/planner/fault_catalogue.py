@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from random import Random
 
+import model_faults  # noqa: F401 - puts its faults into the catalogue
 from fault import (
     ACTOR,
     CATALOGUE,
@@ -21,7 +22,6 @@ from fault import (
     LAST,
     MEGATRON,
     METHOD,
-    MODEL,
     NUMBER,
     PP,
     ROLLOUT,
@@ -34,7 +34,7 @@ from fault import (
     fault,
     values,
 )
-from model_folders import REWARD, write_model, write_prompts
+from model_folders import REWARD, write_prompts
 
 from megatron_rl.config.load import follows
 from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL
@@ -232,97 +232,6 @@ values(
 )
 
 
-# Model folders. What cannot be read keeps no rules of layout and length.
-def model_fault(
-    name: str, changes: dict[str, object], *said: Said, areas: str = "model", offer=True, experts=None
-) -> None:
-    """A fault of config.json; None takes a key out."""
-
-    def breaks(case: Case, rng: Random) -> list[Said]:
-        case.model(**changes)
-        return list(said)
-
-    CATALOGUE.append(Fault(name, frozenset(areas.split()), breaks, offer, experts))
-
-
-UNREADABLE = "model layout length"
-model_fault("activation", {"hidden_act": "gelu"}, ("hidden_act", "is not supported"))
-model_fault("biases", {"attention_bias": True}, ("attention_bias", "is not supported"))
-model_fault("rope", {"rope_parameters": {"rope_type": "yarn"}}, ("rope_parameters", "cannot be used"), offer=False)
-model_fault("layer types", {"layer_types": ["chunked_attention"] * 6}, ("layer_types", "not supported"))
-model_fault(
-    "uneven groups",
-    {"num_key_value_heads": 8},
-    ("num_key_value_heads", "num_attention_heads(12)"),
-    areas=UNREADABLE,
-    experts=False,
-)
-model_fault("uneven heads", {"hidden_size": 390}, ("num_attention_heads", "hidden_size(390)"), areas=UNREADABLE)
-model_fault("heads of 20", {"head_dim": 20}, (MODEL, "must be one of 32, 48"), areas=UNREADABLE, offer=False)
-model_fault(
-    "no layers", {"num_hidden_layers": None}, ("num_hidden_layers", "whole numbers"), areas=UNREADABLE, offer=False
-)
-model_fault(
-    "architecture",
-    {"architectures": ["Qwen2ForCausalML"]},
-    ("architectures", "must be one of"),
-    areas=UNREADABLE,
-    experts=False,
-)
-model_fault(
-    "window",
-    {"use_sliding_window": True, "sliding_window": 63},
-    ("data.max_prompt_length", "sliding_window(63)"),
-    areas=UNREADABLE,
-)
-model_fault("too many experts", {"num_experts_per_tok": 9}, ("num_experts_per_tok", "<= num_experts(8)"), experts=True)
-model_fault("one expert", {"num_experts_per_tok": 1}, ("num_experts_per_tok", "without a gradient"), experts=True)
-model_fault(
-    "experts' columns",
-    {"moe_intermediate_size": 21},
-    (ETP, "must divide moe_intermediate_size(21)"),
-    (ROLLOUT_TP, "moe_intermediate_size(21)"),
-    areas=UNREADABLE,
-    experts=True,
-)
-
-
-@fault("model", offer=False, experts=None)
-def no_weights(case: Case, rng: Random) -> list[Said]:
-    (case.folder / "model" / "model.safetensors").unlink()
-    return [(MODEL, "must hold *.safetensors")]
-
-
-@fault("model", offer=False, experts=None)
-def no_tokenizer(case: Case, rng: Random) -> list[Said]:
-    (case.folder / "model" / "tokenizer.json").unlink()
-    return [(MODEL, "must hold a tokenizer")]
-
-
-@fault(f"{UNREADABLE} critic", offer=False, experts=None)
-def broken_json(case: Case, rng: Random) -> list[Said]:
-    (case.folder / "model" / "config.json").write_text("{")
-    return [(MODEL, "is not valid JSON")]
-
-
-@fault(f"{UNREADABLE} critic")
-def no_model(case: Case, rng: Random) -> list[Said]:
-    case.set({MODEL: str(case.folder / "modle")})
-    return [(MODEL, "there is none")]
-
-
-@fault(f"{UNREADABLE} critic")
-def other_tokens(case: Case, rng: Random) -> list[Said]:
-    case.set({"critic.model.path": write_model(case.folder / "critic", vocab_size=200)})
-    return [("critic.model.path", "read the same tokens")]
-
-
-@fault(f"{UNREADABLE} critic", experts=None)
-def no_critic_folder(case: Case, rng: Random) -> list[Said]:
-    case.set({"critic.model.path": str(case.folder / "modell")})
-    return [("critic.model.path", "there is none")]
-
-
 # Data
 @fault("train", experts=None)
 def no_train_file(case: Case, rng: Random) -> list[Said]:
@@ -347,6 +256,22 @@ def no_ground_truth(case: Case, rng: Random) -> list[Said]:
 def damaged_file(case: Case, rng: Random) -> list[Said]:
     (case.folder / "test.parquet").write_bytes(b"PAR1 and nothing else")
     return [("data.val_files", "not a readable parquet file")]
+
+
+@fault("train", experts=None)
+def folder_of_prompts(case: Case, rng: Random) -> list[Said]:
+    folder = case.folder / "shards.parquet"
+    folder.mkdir()
+    write_prompts(folder / "0.parquet")
+    case.set({"data.train_files": str(folder)})
+    return [("data.train_files", "it is a folder")]
+
+
+@fault("val", offer=False, experts=None)
+def half_a_character(case: Case, rng: Random) -> list[Said]:
+    (case.folder / "test.jsonl").write_text('{"prompt": "\\uD800"}\n')
+    case.set({"data.val_files": str(case.folder / "test.jsonl")})
+    return [("data.val_files", "half of a pair of surrogates")]
 
 
 @fault("val", offer=False, experts=None)

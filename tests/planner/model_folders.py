@@ -13,6 +13,7 @@ from megatron_rl.planner.preflight import preflight
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
+    "eos_token_id": 2,
     "hidden_act": "silu",
     "hidden_size": 384,
     "intermediate_size": 192,
@@ -37,6 +38,10 @@ EXPERTS = {
 }
 
 
+NO_TENSORS = (8).to_bytes(8, "little") + b"{}      "
+"""A whole file of safetensors without any."""
+TOKENIZER = json.dumps({"model": {"vocab": {}}, "added_tokens": []})
+
 ROW = {"prompt": "1+1=", "data_source": "sums", "reward_model": {"ground_truth": "2"}, "question": "1+1"}
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
 
@@ -59,9 +64,16 @@ def write_prompts(file: Path, **changes) -> str:
 def write_model(folder, **changes) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODEL | changes))
-    (folder / "model.safetensors").touch()
-    (folder / "tokenizer.json").touch()
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
+    (folder / "tokenizer.json").write_text(TOKENIZER)
     return str(folder)
+
+
+def safetensors(num_bytes: int, **entry) -> bytes:
+    """A file with one tensor "w" of float32."""
+    entry = {"dtype": "F32", "shape": [num_bytes // 4], "data_offsets": [0, num_bytes]} | entry
+    header = json.dumps({"w": entry}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
 
 
 def set_experts(config: RunConfig, **sizes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from model_folders import problems, write_model
+from model_folders import problems, safetensors, write_model
 from saved import save
 
 from megatron_rl.config.schema import RunConfig
@@ -32,6 +32,41 @@ def test_a_checkpoint_of_the_same_models(config, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("changes", "file", "said"),
+    [
+        ({"rms_norm_eps": 1e-5}, None, "rms_norm_eps of the actor is 1e-06, and configured is 1e-05"),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}},
+            None,
+            "rope_theta of the actor is 10000.0, and configured is 500000.0",
+        ),
+        ({"eos_token_id": [2, 7]}, None, "eos_token_id of the actor is [2], and configured is [2, 7]"),
+        ({}, ("model.safetensors", safetensors(64)), "weights of the actor is"),
+        ({}, ("tokenizer.json", b'{"model": {"vocab": {"a": 0}}}'), "tokenizer.json of the actor is"),
+        ({}, ("merges.txt", b"a b"), "merges.txt of the actor is None"),
+    ],
+)
+def test_another_model_of_the_same_shapes(config, tmp_path, monkeypatch, changes, file, said):
+    """One thing changed in the folder after a checkpoint was written. Would not catch a few changed weights."""
+    monkeypatch.setattr("saved.MODELS", configured_models(config))
+    save(Path(config.trainer.default_local_dir), 5)
+    folder = Path(write_model(tmp_path / "model", **changes))
+    if file is not None:
+        (folder / file[0]).write_bytes(file[1])
+    (problem,) = problems(config)
+    assert f"global_step_5 cannot be resumed: it is of another model: {said}" in problem
+
+
+def test_the_same_model_elsewhere(config, tmp_path, monkeypatch):
+    """A copy under another path, whose config.json a later transformers has written. Would not catch a renamed key."""
+    monkeypatch.setattr("saved.MODELS", configured_models(config))
+    save(Path(config.trainer.default_local_dir), 5)
+    spelled = {"rope_parameters": None, "rope_theta": 10000, "rms_norm_eps": 1e-6, "transformers_version": "9"}
+    config.actor_rollout_ref.model.path = write_model(tmp_path / "copy", **spelled)
+    assert problems(config) == []
+
+
+@pytest.mark.parametrize(
     ("mode", "path", "expected"),
     [
         (
@@ -51,7 +86,8 @@ def test_what_is_asked_for_is_not_there(config: RunConfig, mode, path, expected)
 
 
 def test_models_that_cannot_be_read_are_left_out(config, tmp_path):
-    """Their own rules report them. Would not catch a config.json that is a list."""
-    (tmp_path / "model/config.json").write_text("{")
+    """Their own rules report them. Would not catch a folder that goes between this check and the run."""
     config.critic.model.path = str(tmp_path / "none")
-    assert configured_models(config) == {}
+    for content in ("{", "[1]", '{"architectures": 5}'):
+        (tmp_path / "model/config.json").write_text(content)
+        assert configured_models(config) == {}

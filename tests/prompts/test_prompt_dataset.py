@@ -173,14 +173,33 @@ def test_json_lines_are_read_like_parquet(tmp_path, write, tokenizer):
     assert list(batch.ground_truth) == ["a", "b", 7] and list(batch.extra_info) == [{"k": 1}, {"k": 2}, {}]
     parquet = PromptDataset([write(rows[:1])], tokenizer, DataConfig())
     assert (
-        parquet.files[0].digest
-        == PromptDataset([write_lines(tmp_path / "a.jsonl", rows[0])], tokenizer, DataConfig()).files[0].digest
+        parquet.files[0].digests
+        == PromptDataset([write_lines(tmp_path / "a.jsonl", rows[0])], tokenizer, DataConfig()).files[0].digests
     )
+
+
+@pytest.mark.parametrize(
+    ("column", "changes"),
+    [
+        ("tokens", {"prompt": "2"}),
+        ("data sources", {"data_source": "other"}),
+        ("ground truths", {"reward_model": {"ground_truth": "b"}}),
+        ("extra_info", {"extra_info": {"k": 1}}),
+    ],
+)
+def test_each_column_has_a_digest_of_its_own(tmp_path, tokenizer, column, changes):
+    """One value changed in one column that a run reads. Would not catch a column that it begins to read."""
+    both = [row("1", "a"), row("1", "a") | changes]
+    paths = [write_lines(tmp_path / f"{number}.jsonl", line) for number, line in enumerate(both)]
+    ours, theirs = (PromptDataset([path], tokenizer, DataConfig()).files[0].digests for path in paths)
+    assert [name for name in ours if ours[name] != theirs[name]] == [column]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ('{"prompt": "\\ud800"}', r"row 1 \(line 3\): 'prompt' holds half of a pair of surrogates"),
+        ("[" * 100_000, r"row 1 \(line 3\) is nested more deeply than can be read"),
         ('{"prompt": "1", ', r"row 1 \(line 3\) is not JSON"),
         ("[1]", r"row 1 \(line 3\) holds a list"),
         ({"prompt": "1", "data_source": "unit"}, r"row 1 \(line 3\) has no 'reward_model'.* has prompt, data_source"),

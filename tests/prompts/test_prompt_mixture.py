@@ -15,7 +15,10 @@ mixtures = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.1, 0.5, 1.0,
 
 
 def files(*sizes):
-    return [PromptFile(f"folder/{number}.parquet", size, f"digest {number}") for number, size in enumerate(sizes)]
+    return [
+        PromptFile(f"folder/{number}.parquet", size, {"tokens": f"{number}", "data sources": "s"})
+        for number, size in enumerate(sizes)
+    ]
 
 
 def test_without_weights_all_files_are_one_set():
@@ -54,7 +57,7 @@ def test_resume_continues_exactly(mixture, weighted, steps, shuffle):
     old = MixtureCursor(files(*sizes), *arguments)
     for _ in range(steps):
         old.next_indices()
-    new = MixtureCursor([PromptFile(f"other/{f.path}", f.num_prompts, f.digest) for f in files(*sizes)], *arguments)
+    new = MixtureCursor([PromptFile(f"other/{f.path}", f.num_prompts, f.digests) for f in files(*sizes)], *arguments)
     new.load_state_dict(json.loads(json.dumps(old.state_dict())))
     assert [new.next_indices() for _ in range(5)] == [old.next_indices() for _ in range(5)]
 
@@ -65,7 +68,11 @@ def test_resume_continues_exactly(mixture, weighted, steps, shuffle):
         (files(3), [1.0], r"data.train_files is \['0.parquet'\] now and was \['0.parquet', '1.parquet'\]"),
         (files(4, 3)[::-1], [1.0, 2.0], "data.train_files is .*now and was"),
         (files(3, 5), [1.0, 2.0], r"prompts \(num_prompts\) of 1.parquet is 5 now and was 4"),
-        ([files(3)[0], PromptFile("1.parquet", 4, "other")], [1.0, 2.0], "digest of 1.parquet .* is other now"),
+        (
+            [files(3)[0], PromptFile("1.parquet", 4, {"tokens": "1", "data sources": "other"})],
+            [1.0, 2.0],
+            "digest of data sources of 1.parquet .* is other now and was s",
+        ),
         (files(3, 4), [1.0, 1.0], r"train_file_weights is \[1.0, 1.0\] now and was \[1.0, 2.0\]"),
         (files(3, 4), None, r"train_file_weights is None now and was \[1.0, 2.0\]"),
     ],

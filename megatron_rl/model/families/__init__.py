@@ -7,7 +7,7 @@ small file here and one name in `registry.py`.
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.families.params import HEAD, VOCAB_PADDING, ParamSpec, param_map, value_param_map
 from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
-from megatron_rl.model.families.rope import rope_problem, rope_type
+from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type
 from megatron_rl.model.families.shape import (
     ModelShape,
     Routing,
@@ -32,6 +32,7 @@ __all__ = [
     "num_experts_key",
     "num_labels",
     "param_map",
+    "rope_of",
     "rope_problem",
     "rope_type",
     "sliding_window",

@@ -1,0 +1,111 @@
+"""Which model a folder holds, beyond the sizes of its tensors: what a checkpoint must agree on with a run that goes on.
+
+Cheap, and the same for a copy of the folder: the settings that change what is computed, a digest of the weights by
+their headers and a few blocks of them, and one of each file of the tokenizer. Needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files
+from megatron_rl.model.families import REWARD_FAMILIES, Family, Routing, family_of, rope_of, rope_type, sliding_window
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+"""Files that say which number each token has. What else lies beside them is seen in the prompts' tokens."""
+SAMPLED_TENSORS, BLOCK = 256, 4096
+"""Tensors of which bytes are compared, and how many bytes of each."""
+SHOWN = 12
+"""Hexadecimal digits of a digest, of 64."""
+EPS, THETA, END = 1e-6, 1e4, 2
+MIXTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
+"""transformers' values where config.json has none; Mixtral's are others."""
+
+
+def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a config.json that preflight has accepted, what changes a model's answers but not its tensors' sizes.
+
+    What is left out there has transformers' value, and either spelling of the rotary embedding is the same.
+    """
+    family = family_of(settings["architectures"])
+    rope, defaults = rope_of(settings), _defaults(family)
+    theta = rope.get("rope_theta", settings.get("rope_theta"))
+    spelling = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    found: dict[str, Any] = {
+        "rms_norm_eps": settings.get("rms_norm_eps") or defaults["rms_norm_eps"],
+        "rope_theta": theta or defaults["rope_theta"],
+        "rope_type": rope_type(settings),
+        "rope_scaling": {name: rope[name] for name in sorted(rope) if name not in spelling},
+        "sliding_window": sliding_window(family, settings),
+    }
+    if family.is_moe:
+        routing = Routing.from_hf(family, settings)
+        found |= {"num_experts_per_tok": routing.experts_per_token, "norm_topk_prob": routing.normalised}
+    return found
+
+
+def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
+    """The tokens that end an answer: generation_config.json's where there is one, else config.json's; None where they
+    cannot be read.
+    """
+    file = folder / "generation_config.json"
+    try:
+        given = read_json(file).get("eos_token_id") if file.exists() else settings.get("eos_token_id", _end(settings))
+    except (WeightFileError, AttributeError):
+        return None
+    ends = [given] if isinstance(given, int) else given
+    right = isinstance(ends, list) and ends and all(type(end) is int and end >= 0 for end in ends)
+    return sorted(ends) if right else None
+
+
+def folder_identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is compared, by name; without what cannot be read, which other rules report. JSON-ready."""
+    found = computed_settings(settings)
+    if not any(name in REWARD_FAMILIES for name in settings["architectures"]):
+        ends = end_tokens(folder, settings)
+        found |= {} if ends is None else {"eos_token_id": ends}
+    try:
+        tensors, faults = read_weight_files(folder)
+        if tensors and not faults:
+            found["weights"] = weights_digest(tensors)
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                with (folder / name).open("rb") as file:
+                    found[name] = hashlib.file_digest(file, "sha256").hexdigest()[:SHOWN]
+    except OSError:
+        pass  # a file that went while it was read
+    return found
+
+
+def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:
+    """Of all names, types and shapes, and of a block of each of up to SAMPLED_TENSORS tensors.
+
+    How tensors are dealt out to files does not matter. Which are sampled, and where, follows from their names, so that
+    no pattern of layers is missed. Raises OSError.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(repr((name, tensors[name].dtype, tensors[name].shape)).encode())
+    for place, name in sorted((_place(name), name) for name in tensors)[:SAMPLED_TENSORS]:
+        tensor = tensors[name]
+        room = max(0, tensor.stop - tensor.start - BLOCK)
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.start + place % (room + 1))
+            digest.update(file.read(min(BLOCK, tensor.stop - tensor.start)))
+    return digest.hexdigest()[:SHOWN]
+
+
+def _place(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def _defaults(family: Family) -> dict[str, float]:
+    return {"rms_norm_eps": EPS, "rope_theta": THETA} | (MIXTRAL if family.architecture.startswith("Mixtral") else {})
+
+
+def _end(settings: Mapping[str, Any]) -> int | None:
+    """transformers' end token where config.json names none: Llama's and Mistral's have one."""
+    return None if family_of(settings["architectures"]).architecture.startswith("Qwen") else END

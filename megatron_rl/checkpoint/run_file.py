@@ -1,0 +1,47 @@
+"""The controller's part of a checkpoint, run.json, as it is read: a file that somebody has changed is no traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.records import RoleState
+
+
+def read_run_file(file: Path) -> dict[str, Any]:
+    """The content: "run", "roles" (role -> numbers of its RoleState) and "config". Raises ConfigError for another."""
+    with reading(file):
+        content = json.loads(file.read_text())
+        if not all(isinstance(content[name], dict) for name in ("run", "roles", "config")):
+            raise TypeError("run, roles and config must be objects in braces")
+        for role, state in content["roles"].items():
+            if state.keys() != {field.name for field in fields(RoleState)} or not _are_counts(state.values()):
+                raise TypeError(f"the numbers of the {role} are {state}")
+    return content
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Round what reads values of run.json: raises ConfigError where they are not those that a run writes."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; {_way_out()}") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error!s:.200}"
+        raise ConfigError(f"{file} is not what a run writes: {reason}; {_way_out()}") from error
+
+
+def _are_counts(values) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _way_out() -> str:
+    return (
+        "go on from another checkpoint with trainer.resume_mode=resume_path, or anew with trainer.resume_mode=disable"
+    )

@@ -1,0 +1,84 @@
+"""A model's config.json as plain data of sane types and sizes, so that no later rule trips over what it holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LARGEST_FILE = 16 << 20
+"""Bytes; real ones have a few thousand."""
+LARGEST_NUMBER = 2**31 - 1
+LARGEST = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 10_000)
+LARGEST |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 10_000)
+"""What is counted one by one; other sizes may have 31 bits."""
+
+
+class ConfigJsonError(Exception):
+    """The file cannot be used; the message says why, after "must hold a config.json, and"."""
+
+
+def read_config_json(file: Path) -> dict[str, Any]:
+    """The object in it. Raises ConfigJsonError where there is none."""
+    try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise ConfigJsonError(f"{file} has {file.stat().st_size} bytes, and at most {LARGEST_FILE} are read")
+        settings = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ConfigJsonError(f"{file} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise ConfigJsonError(f"{file} cannot be read: {error.strerror}") from error
+    if not isinstance(settings, dict):
+        raise ConfigJsonError(f"{file} is not an object in braces")
+    return settings
+
+
+def is_size(value: object) -> bool:
+    """Whether it is a whole number >= 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def wrong_types(settings: dict[str, Any]) -> dict[str, str]:
+    """Key -> what must hold, for every key that has a value of another type than any rule or role can read."""
+    found = {}
+    for key, (holds, meaning) in TYPES.items():
+        if settings.get(key) is not None and not holds(settings[key]):
+            found[key] = f"must be {meaning}"
+    return found
+
+
+def too_large(settings: dict[str, Any], keys: tuple[str, ...]) -> dict[str, int]:
+    """Key -> the largest that is allowed, for every one of `keys` that is beyond it."""
+    limits = {key: LARGEST.get(key, LARGEST_NUMBER) for key in keys}
+    return {key: limit for key, limit in limits.items() if is_size(settings.get(key)) and settings[key] > limit}
+
+
+def _is_token_numbers(value: object) -> bool:
+    """Whether it is one number of a token, or a list of some."""
+    numbers = value if isinstance(value, list) else [value]
+    return len(numbers) > 0 and all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_above_0(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("architectures", "layer_types"), (_is_names, "a list of names")),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "id2label"), (_is_object, "an object in braces")),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), (is_size, "a whole number >= 1")),
+    **dict.fromkeys(("num_labels",), (is_size, "a whole number >= 1")),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), (_is_above_0, "a finite number > 0")),
+    "eos_token_id": (_is_token_numbers, "the number of a token, or a list of some"),
+}
+"""Keys that may be left out or null, whether a value is right, and what it must be."""
