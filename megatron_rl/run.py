@@ -39,7 +39,7 @@ from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.timers import PhaseTimer
 from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.observe.validation import validation_metrics
-from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
 from megatron_rl.planner.file_rules import make_folders
 from megatron_rl.planner.memory import plan_stages, worst_of_stages
 from megatron_rl.planner.resume_rules import configured_models
@@ -132,6 +132,8 @@ class Run:
                 MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)
             )
         self.console.print(layout_table(batch_table(self.config)))
+        for note in repeat_notes(self.config.data, [file.num_prompts for file in self.train_data.files]):
+            self.console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
         for reason in self.start.skipped:
             self.warn(f"skipped {reason}")
         self._resources.enter_context(self.rules)

@@ -30,10 +30,10 @@ def small_run(tmp_path) -> list[str]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(
         '{"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4,'
-        ' "max_position_embeddings": 32, "num_attention_heads": 4, "vocab_size": 64}'
+        ' "max_position_embeddings": 32, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 64}'
     )
-    for name in ("model/model.safetensors", "model/tokenizer.json"):
-        (tmp_path / name).touch()
+    (tmp_path / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "model/tokenizer.json").write_text('{"model": {}}')
     row = {"prompt": "1+1=", "data_source": "sums", "reward_model": {"ground_truth": "2"}}
     for name in ("train.parquet", "test.parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / name)
@@ -59,6 +59,7 @@ def test_plan_prints_the_table_of_a_valid_run(small_run):
     finished = megatron_rl("plan", "--config", DEMO, *small_run)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert "samples per step" in finished.stdout and "512" in finished.stdout
+    assert "train.parquet" not in finished.stdout and "note: data.train_files has 1 prompts" in finished.stdout
 
 
 def test_plan_prints_table_and_violations(small_run):

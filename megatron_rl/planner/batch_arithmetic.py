@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_rl.config.algorithms import uses_critic
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.planner.recompute import Recompute
 
 UNDEFINED = "-"
@@ -43,6 +43,24 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("samples per DP rank", _share(mini_batch, dp), "samples per mini-batch / DP"),
         ("micro-batches per rank", *_micro_batches(config, mini_batch, dp, multiple=pp if vpp > 1 else 1)),
         *_recomputed(config),
+    ]
+
+
+def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
+    """A sentence for every set of training prompts of which one batch takes more than there are.
+
+    sizes: prompts of each of data.train_files. Without weights all of them are one set, with weights each is one.
+    """
+    batch, weights = data.gen_batch_size, data.train_file_weights
+    sets = [("data.train_files", sum(sizes), float(batch))]
+    if weights is not None:
+        shares = [batch * weight / sum(weights) for weight in weights]
+        sets = list(zip(as_list(data.train_files), sizes, shares, strict=True))
+    return [
+        f"note: {name} has {size} prompts, and a batch takes {taken:.4g} of it: each is drawn {taken / size:.3g} times "
+        "in every batch, on average; take a smaller batch or more prompts if that is not meant"
+        for name, size, taken in sets
+        if taken > size > 0
     ]
 
 

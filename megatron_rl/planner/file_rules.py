@@ -17,7 +17,7 @@ from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, TrainerConfig, as_list
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
 from megatron_rl.errors import ConfigError, Violation
-from megatron_rl.prompts.files import column_kinds
+from megatron_rl.prompts.files import column_kinds, count_rows
 
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
 PATHS = (
@@ -48,6 +48,17 @@ def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:
     """(key, paths) of training and held-out prompts; no paths where the value is none, which has its own rule."""
     values = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
     return [(key, as_list(files)) for key, files in values if is_path_or_paths(files)]
+
+
+def train_rows(data: DataConfig) -> list[int]:
+    """Rows of each of data.train_files, counted up to one batch; a file that is not there yet counts as full."""
+    batch, rows = data.gen_batch_size, []
+    for path in as_list(data.train_files):
+        try:
+            rows.append(count_rows(Path(path).expanduser(), batch))
+        except (ConfigError, OSError):
+            rows.append(batch)
+    return rows
 
 
 def _prompt_problems(data: DataConfig, needs_ground_truth: bool) -> Iterable[Violation]:

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from megatron_rl.config.schema import DataConfig, MegatronConfig, RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
-from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
+from megatron_rl.planner.file_rules import train_rows
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report, recomputing_everything
 from megatron_rl.planner.model_folder import lacking_files
@@ -40,6 +41,7 @@ class RunPlan:
     """The plan of one run. seconds: phase -> time of one step. mean_lengths: prompt and answer, as assumed.
 
     changes: what would make it fit, one after the other. recomputing: what recomputed activations would do alone.
+    train_rows: those of each training file, up to one batch.
     """
 
     config: RunConfig
@@ -52,6 +54,7 @@ class RunPlan:
     num_tokens: float
     mean_lengths: tuple[float, float]
     lacking: list[str]
+    train_rows: list[int]
 
     @classmethod
     def of(cls, config: RunConfig, hardware: Hardware, mean_lengths: tuple[float, float] | None = None) -> RunPlan:
@@ -73,6 +76,7 @@ class RunPlan:
             load.num_tokens,
             mean_lengths,
             lacking_files(config.actor_rollout_ref.model.path),
+            train_rows(config.data),
         )
 
     @property
@@ -139,6 +143,7 @@ class RunPlan:
     def notes(self) -> list[str]:
         """Sentences to be read after the tables."""
         found = [f"{self.config.actor_rollout_ref.model.path} {rule} before the run can start" for rule in self.lacking]
+        found += repeat_notes(self.config.data, self.train_rows)
         if not self.memory.fits:
             over = amount(self.memory.peak - self.memory.usable)
             found.append(f"the plan does not fit: the worst rank needs {over} more than {self._usable()}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,14 +63,29 @@ def column_kinds(file: Path) -> dict[str, str]:
         if first is None:
             raise ConfigError(f"{file} holds 0 rows: at least 1 prompt is needed")
         return {name: _kind_of_value(value) for name, value in first[1].items()}
-    try:
-        with pyarrow.parquet.ParquetFile(file) as parquet:
-            schema, num_rows = parquet.schema_arrow, parquet.metadata.num_rows
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{file} is not a readable parquet file: {error}") from error
+    schema, num_rows = _parquet_facts(file)
     if not num_rows:
         raise ConfigError(f"{file} holds 0 rows: at least 1 prompt is needed")
     return {field.name: _kind_of_type(field.type) for field in schema}
+
+
+def count_rows(file: Path, most: int) -> int:
+    """Rows of a file, counted up to `most`; lines are not looked into. Raises ConfigError for an unreadable parquet
+    file, OSError.
+    """
+    if file.suffix != ".jsonl":
+        return min(_parquet_facts(file)[1], most)
+    with file.open("rb") as lines:
+        return sum(1 for _ in islice((line for line in lines if line.strip()), most))
+
+
+def _parquet_facts(file: Path) -> tuple[pyarrow.Schema, int]:
+    """Columns and number of rows, from the end of the file alone. Raises ConfigError."""
+    try:
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            return parquet.schema_arrow, parquet.metadata.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{file} is not a readable parquet file: {error}") from error
 
 
 def _kind_of_type(kind: pyarrow.DataType) -> str:

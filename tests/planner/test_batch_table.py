@@ -6,7 +6,8 @@ import pytest
 
 from megatron_rl.config.schema import OverrideTransformerConfig, RunConfig
 from megatron_rl.experience.batches import mini_batch_rows
-from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
+from megatron_rl.prompts.mixture import MixtureCursor, PromptFile
 
 
 def make_config(ranks: int, tp: int, pp: int, rollout_tp: int, prompts: int, n: int, mini: int, micro: int = 16):
@@ -125,3 +126,27 @@ def test_micro_batches_by_tokens(max_tokens, expected):
     config.actor_rollout_ref.actor.use_dynamic_bsz = True
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = max_tokens
     assert values(config)["micro-batches per rank"] == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "expected"),
+    [
+        ([3], None, ["data.train_files has 3 prompts, and a batch takes 16 of it: each is drawn 5.33 times"]),
+        ([3, 12], None, ["data.train_files has 15 prompts"]),
+        ([3, 13], None, []),
+        ([3, 1000], [1.0, 3.0], ["a.parquet has 3 prompts, and a batch takes 4 of it: each is drawn 1.33 times"]),
+        ([4, 1000], [1.0, 3.0], []),
+        ([3, 11], [1.0, 3.0], ["a.parquet has 3", "b.parquet has 11 prompts, and a batch takes 12"]),
+    ],
+)
+def test_prompts_that_come_twice_in_a_batch(sizes, weights, expected):
+    """All files together, or each with its share. Would not catch a prompt that is in two files."""
+    data = RunConfig().data
+    data.train_files = ["a.parquet", "b.parquet"][: len(sizes)]
+    data.gen_batch_size, data.train_file_weights = 16, weights
+    notes = repeat_notes(data, sizes)
+    assert len(notes) == len(expected) and all(part in note for part, note in zip(expected, notes, strict=True))
+    cursor = MixtureCursor(
+        [PromptFile(path, size, {}) for path, size in zip(data.train_files, sizes, strict=True)], weights, 16, True, 0
+    )
+    assert any(len(set(cursor.next_indices())) < 16 for _ in range(20)) >= bool(notes)
