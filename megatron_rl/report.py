@@ -79,6 +79,8 @@ def summarise(run: Run, export_diff: float | None) -> dict:
         "hf_export_logit_diff_max": export_diff,
         "transition_bytes_received_per_rank": [report.bytes_received for report in run.transitions],
         "transition_bytes_lower_bound_per_rank": [report.lower_bound_bytes for report in run.transitions],
+        "transition_network_bytes_per_rank": [report.network_bytes for report in run.transitions],
+        "transition_network_bytes_lower_bound_per_rank": [report.network_bound_bytes for report in run.transitions],
     }
 
 

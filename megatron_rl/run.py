@@ -352,6 +352,7 @@ class Run:
             "reshard/exchange_s": max(report.exchange_seconds for report in self.transitions),
             "reshard/verify_s": max(report.verify_seconds for report in self.transitions),
             "reshard/received_mb": max(report.bytes_received for report in self.transitions) / 1e6,
+            "reshard/received_network_mb": max(report.network_bytes for report in self.transitions) / 1e6,
         }
 
     def val_metrics(self, prompts: Prompts, generations: Generations, scored: Scored) -> dict[str, float]:

@@ -255,7 +255,8 @@ class RolloutConfig:
     """Give the training copy's memory back while generating, where generation holds all of its elements elsewhere
     (rollout TP below training TP); it is sliced back out, bit for bit, afterwards."""
     verify_weights_every: int = 1
-    """Compare checksums of all moved weights with their owners' at every so many transitions; 0: never."""
+    """Compare checksums of all moved weights with their owners' at every so many transitions; 0: at the first only,
+    which is always compared."""
     update_weights_bucket_megabytes: int = 32
     """Scratch memory of a transition, and the bound on one message."""
     enforce_eager: bool = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,13 @@ class FlatParameters:
 
     buffers: tuple[torch.Tensor, ...]
     member: Member
+
+
+class Bytes(NamedTuple):
+    """What a rank receives: in all, and of that from ranks on other nodes."""
+
+    total: int
+    network: int
 
 
 class AllGatherPPModel:
@@ -81,9 +89,13 @@ class AllGatherPPModel:
         return self.plan.plans[self.number]
 
     @property
-    def lower_bound_bytes(self) -> int:
-        """What a gather must bring to this rank: bytes needed minus bytes held."""
-        return self.mine.numel_lacking * self.own.buffers[0].element_size()
+    def lower_bound(self) -> Bytes:
+        """What a gather must bring to this rank: bytes needed minus bytes held, and what of it its node lacks.
+
+        A piece that a node lacks is counted for the one rank there that fetches it for the others of this group.
+        """
+        size = self.own.buffers[0].element_size()
+        return Bytes(self.mine.numel_lacking * size, self.plan.numel_over_network(self.number) * size)
 
     @property
     def scratch(self) -> MemoryBuffer:
@@ -91,15 +103,17 @@ class AllGatherPPModel:
         return self._exchange.scratch
 
     @torch.no_grad()
-    def gather(self) -> int:
-        """Fill the foreign buffer with the current weights; returns the bytes received."""
+    def gather(self) -> Bytes:
+        """Fill the foreign buffer with the current weights; returns what was received."""
         self.foreign.allocate()
-        before = self.transport.bytes_received
+        before = self.transport.received_from.copy()
         # Rows that only pad a vocabulary are nobody's; memory that was never written may hold NaN.
         for tensor in self._padded:
             tensor.zero_()
         self._exchange.run()
-        return self.transport.bytes_received - before
+        came, node = self.transport.received_from - before, {member.rank: member.node for member in self.plan.members}
+        far = sum(num_bytes for rank, num_bytes in came.items() if node[rank] != self.own.member.node)
+        return Bytes(came.total(), far)
 
     def verify(self) -> None:
         """Raise WeightMismatchError on every rank when a gathered piece differs from its owner's on any."""

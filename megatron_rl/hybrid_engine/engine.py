@@ -29,10 +29,16 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class TransitionReport:
-    """What entering cost this rank. verify_seconds: comparing checksums, 0 when this transition had none."""
+    """What entering cost this rank. verify_seconds: comparing checksums, 0 when this transition had none.
+
+    network_bytes: of the bytes received, those that came from other nodes. network_bound_bytes: what its node lacks
+    of the exchange group's weights, where this rank is the one that fetches it.
+    """
 
     bytes_received: int
     lower_bound_bytes: int
+    network_bytes: int
+    network_bound_bytes: int
     seconds: float
     exchange_seconds: float
     verify_seconds: float
@@ -41,8 +47,9 @@ class TransitionReport:
 class HybridEngine:
     """Switches one rank between train and rollout mode. Every rank must enter and exit together.
 
-    resting: what leaves while generating. verify_every: compare checksums at every so many entries, first included;
-    0: never. An exception while entering or leaving leaves the rank in train mode with its weights intact.
+    resting: what leaves while generating. verify_every: compare checksums at the first entry and at every so many
+    later ones; 0: at the first only. An exception while entering or leaving leaves the rank in train mode with its
+    weights intact.
     rollout_rng: the generators' state at the end of the last generation; None before the first.
     """
 
@@ -76,10 +83,10 @@ class HybridEngine:
             # Phase 3: weights
             undo.callback(self.weights.release)
             before_exchange = time.perf_counter()
-            bytes_received = self.weights.gather()
+            received = self.weights.gather()
             # Phase 4: verification, before anything is generated from them
             before_verify = time.perf_counter()
-            if self.verify_every and self._num_entries % self.verify_every == 0:
+            if self._is_verified(self._num_entries):
                 self.weights.verify()
             after_verify = time.perf_counter()
             # Phase 5: the training copy
@@ -90,9 +97,12 @@ class HybridEngine:
             self.generator.wake()
             self._undo = undo.pop_all()
         self._num_entries += 1
+        bound = self.weights.lower_bound
         return TransitionReport(
-            bytes_received,
-            self.weights.lower_bound_bytes,
+            received.total,
+            bound.total,
+            received.network,
+            bound.network,
             seconds=time.perf_counter() - start,
             exchange_seconds=before_verify - before_exchange,
             verify_seconds=after_verify - before_verify,
@@ -103,6 +113,10 @@ class HybridEngine:
         if self._undo is not None:
             undo, self._undo = self._undo, None
             undo.close()
+
+    def _is_verified(self, entry: int) -> bool:
+        """The first always is: a wrong plan or a wrong order of messages is wrong from the start."""
+        return entry == 0 or (self.verify_every > 0 and entry % self.verify_every == 0)
 
     def _restore_rng(self, train_rng: RNGState) -> None:
         self.rollout_rng = swap(train_rng)

@@ -5,7 +5,7 @@ Every tensor an exchange touches is bound once, at construction; running it make
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,11 +31,14 @@ def region_view(buffers: Mapping[int, Tensor], region: Region) -> Tensor:
 
 
 class Transport:
-    """Messages between the ranks of one group; counts the bytes of the tensors that it receives into."""
+    """Messages between the ranks of one group; counts the bytes of the tensors that it receives into.
+
+    received_from: global rank -> bytes that came from there.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.bytes_received = 0
+        self.received_from: Counter[int] = Counter()
 
     def start(self, send: tuple[Tensor, int] | None, receive: tuple[Tensor, int] | None) -> list[dist.Work]:
         """Begin to send a tensor to and to receive another from the ranks (global) beside them."""
@@ -44,7 +47,8 @@ class Transport:
             operations.append(dist.P2POp(dist.isend, *send, group=self.group))
         if receive is not None:
             operations.append(dist.P2POp(dist.irecv, *receive, group=self.group))
-            self.bytes_received += receive[0].numel() * receive[0].element_size()
+            tensor, source = receive
+            self.received_from[source] += tensor.numel() * tensor.element_size()
         return dist.batch_isend_irecv(operations)
 
     def finish(self, works: Sequence[dist.Work], receive: tuple[Tensor, int] | None) -> None:
@@ -55,8 +59,12 @@ class Transport:
 
 @dataclass
 class BoundStep:
-    """A step with its tensors: `pack` before sending, `unpack` after receiving; both empty for direct messages."""
+    """A step with its tensors: `pack` before sending, `unpack` after receiving; both empty for direct messages.
 
+    after: how many of the first steps must be finished before this one begins (`Step.after`).
+    """
+
+    after: int
     send: tuple[Tensor, int] | None = None
     receive: tuple[Tensor, int] | None = None
     pack: Copies = field(default_factory=list)
@@ -93,12 +101,13 @@ class Exchange:
         self.scratch.allocate()
         under_way: deque[tuple[list[dist.Work], BoundStep]] = deque()
         try:
-            for step in self._steps:
-                copy_all(step.pack)
-                under_way.append((self.transport.start(step.send, step.receive), step))
-                if len(under_way) == 2:
+            for number, step in enumerate(self._steps):
+                # What is passed on must have arrived; else one message stays under way while the next is packed.
+                while number - len(under_way) < max(step.after, number - 1):
                     self._finish(*under_way[0])
                     under_way.popleft()
+                copy_all(step.pack)
+                under_way.append((self.transport.start(step.send, step.receive), step))
             copy_all(self._local)
             while under_way:
                 self._finish(*under_way[0])
@@ -116,7 +125,7 @@ class Exchange:
         copy_all(step.unpack)
 
     def _bind(self, step: Step, number: int) -> BoundStep:
-        bound = BoundStep()
+        bound = BoundStep(step.after)
         if step.send is not None:
             flat, scattered, in_order = self._bind_leg(step.send, scratch=number % 2)
             bound.send, bound.pack = (flat, step.send.peer), list(zip(in_order, scattered, strict=True))

@@ -105,6 +105,12 @@ class ExchangePlan:
         """Where the receiver writes a piece."""
         return self.plans[piece.dest].slots[piece.name]
 
+    def numel_over_network(self, member: int) -> int:
+        """Elements that a member receives from other nodes: what its node lacks and it fetches for all there."""
+        node = self.members[member].node
+        received = self.plans[member].received
+        return sum(piece.numel for piece in received if self.members[piece.source].node != node)
+
     def sent(self, source: int) -> Iterator[Piece]:
         """Every piece that a member sends, in the order of its receivers' plans."""
         for plan in self.plans:

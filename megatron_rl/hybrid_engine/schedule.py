@@ -2,7 +2,9 @@
 
 Steps are ordered alike on all ranks: by phase, then by the distance from sender to receiver in the group, then by
 message. At one distance every rank has one receiver and one sender, so a step never waits for more than its two peers,
-and a rank that finishes its steps in order can never block the others.
+and a rank that finishes its steps in order can never block the others. What a rank passes on to its node (phase 1)
+must have arrived before: `Step.after` says which of its own steps it finishes first. These are earlier ones, so ranks
+still never block each other.
 
 What lies without gaps at both ends travels as it lies, if it is long enough; everything else is packed into buckets.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from megatron_rl.hybrid_engine.layout import Region, merged, split_box
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Piece
@@ -39,10 +42,15 @@ class Leg:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does at the same time: send, receive, or both."""
+    """What one rank does at the same time: send, receive, or both.
+
+    after: this many of the rank's first steps bring something that `send` passes on, or come before one that does;
+    they must be finished before the message is read.
+    """
 
     send: Leg | None
     receive: Leg | None
+    after: int = 0
 
 
 def make_schedule(plan: ExchangePlan, member: int, message_numel: int) -> list[Step]:
@@ -50,12 +58,19 @@ def make_schedule(plan: ExchangePlan, member: int, message_numel: int) -> list[S
     size = len(plan.members)
     sends = _by_phase_and_distance(plan.sent(member), size)
     receives = _by_phase_and_distance(plan.plans[member].received, size)
-    steps = []
+    steps: list[Step] = []
+    arrives: dict[Region, int] = {}  # where a fragment is written -> the step that brings it
     for key in sorted(sends.keys() | receives.keys()):
-        out = list(_legs(sends[key], plan, message_numel, is_send=True))
-        into = list(_legs(receives[key], plan, message_numel, is_send=False))
-        for number in range(max(len(out), len(into))):
-            steps.append(Step(out[number] if number < len(out) else None, into[number] if number < len(into) else None))
+        phase, distance = key
+        to, source = (plan.members[(member + way) % size].rank for way in (distance, -distance))
+        out = messages(fragments(sends[key], plan, message_numel), message_numel)
+        into = messages(fragments(receives[key], plan, message_numel), message_numel)
+        for sent, received in zip_longest(out, into):
+            after = 1 + max(arrives[fragment.source] for fragment in sent) if sent and phase == 1 else 0
+            arrives |= {fragment.dest: len(steps) for fragment in received or ()}
+            send = Leg(to, merged(fragment.source for fragment in sent)) if sent else None
+            receive = Leg(source, merged(fragment.dest for fragment in received)) if received else None
+            steps.append(Step(send, receive, after))
     return steps
 
 
@@ -75,14 +90,6 @@ def _by_phase_and_distance(pieces: Iterable[Piece], size: int) -> dict[tuple[int
     for piece in pieces:
         found[piece.phase, (piece.dest - piece.source) % size].append(piece)
     return found
-
-
-def _legs(pieces: list[Piece], plan: ExchangePlan, message_numel: int, is_send: bool) -> Iterator[Leg]:
-    """The messages between one pair, seen from one side; both sides cut at the same elements."""
-    for bundle in messages(fragments(pieces, plan, message_numel), message_numel):
-        first = pieces[0]
-        peer = plan.members[first.dest if is_send else first.source].rank
-        yield Leg(peer, merged(fragment.source if is_send else fragment.dest for fragment in bundle))
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,9 @@ class TransitionPlan:
         """Counted piece by piece."""
         exchange, element = models.exchange, models.element
         network, link = [], []
-        for plan in exchange.plans:
-            far = [exchange.members[p.source].node != exchange.members[p.dest].node for p in plan.received]
-            sizes = [piece.numel * element for piece in plan.received]
-            network.append(sum(size for size, is_far in zip(sizes, far, strict=True) if is_far))
-            link.append(sum(sizes) - network[-1])
+        for number, plan in enumerate(exchange.plans):
+            network.append(exchange.numel_over_network(number) * element)
+            link.append(sum(piece.numel for piece in plan.received) * element - network[-1])
         model_bytes = models.actor.num_params * element
         grid, rollout_tp = models.grid, models.rollout.tp_size
         held = grid.tp_size * grid.pp_size

@@ -38,7 +38,7 @@ class Ours:
 
     @property
     def lower_bound_bytes(self) -> int:
-        return self.model.lower_bound_bytes
+        return self.model.lower_bound.total
 
     @property
     def need_bytes(self) -> int:
@@ -46,7 +46,7 @@ class Ours:
         return self.model.foreign.num_bytes + self.model.scratch.num_bytes
 
     def run(self) -> None:
-        self.received_bytes = self.model.gather()
+        self.received_bytes = self.model.gather().total
 
     def shards(self) -> dict[str, torch.Tensor]:
         return self.model.tensors

@@ -6,8 +6,6 @@ One case is one layout and one model. Each enters, generates, trains, enters aga
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -15,68 +13,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens, weights
-from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
+from tiny_models import random_experience, run_config
+from transition_cases import CASES, Case
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-LR = 1e-2
 NUM_ROUNDS = 20
 MAX_GROWTH_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training layout, a rollout TP size, and a model; `options` are configuration keys with `__` for dots.
-
-    lacks: whether ranks lack anything of their rollout shards.
-    """
-
-    name: str
-    tp: int
-    pp: int
-    rollout_tp: int
-    dp: int = 1
-    save: Callable = save_qwen2
-    model: dict = field(default_factory=dict)
-    options: dict = field(default_factory=dict)
-    lacks: bool = True
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    def config(self, path: str):
-        rollout = {"actor_rollout_ref__rollout__tensor_model_parallel_size": self.rollout_tp}
-        return run_config(path, self.tp, self.pp, actor_rollout_ref__actor__optim__lr=LR, **rollout, **self.options)
-
-
-MEGATRON = "actor_rollout_ref__actor__megatron__"
-ROLLOUT = "actor_rollout_ref__rollout__"
-# The vocabulary of 70 has 192 rows at TP3, of which the last rank has padding only, and 128 in vLLM.
-THREES = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
-FOUR_KV_HEADS = {"num_key_value_heads": 4}
-SP = {f"{MEGATRON}sequence_parallel": True}
-EP2, ETP1 = {f"{MEGATRON}expert_model_parallel_size": 2}, {f"{MEGATRON}expert_tensor_parallel_size": 1}
-CASES = [
-    Case("TP2PP2-TP2", 2, 2, 2),
-    Case("TP4-TP2", 4, 1, 2, model=FOUR_KV_HEADS),
-    Case("TP4-TP1", 4, 1, 1, model=FOUR_KV_HEADS),
-    Case("TP2PP2-TP1", 2, 2, 1),
-    Case("TP2PP2DP2-TP1", 2, 2, 1, dp=2),
-    Case("PP4-TP1", 1, 4, 1),
-    Case("TP2PP2VPP2-TP1", 2, 2, 1, options={f"{MEGATRON}virtual_pipeline_model_parallel_size": 2}),
-    Case("PP2-uneven-TP1", 1, 2, 1, options={f"{MEGATRON}num_layers_in_first_pipeline_stage": 1}),
-    Case("PP2-TP2", 1, 2, 2, save=save_llama),
-    Case("PP2-TP2-one-kv-head", 1, 2, 2, model={"num_key_value_heads": 1}),
-    Case("TP3-TP1-other-padding", 3, 1, 1, model=THREES),
-    Case("TP2PP2-TP1-dropping", 2, 2, 1, save=save_llama, options={f"{ROLLOUT}drop_train_weights": True}),
-    Case("TP2PP2SP-TP1-qwen3", 2, 2, 1, save=save_qwen3, options=SP),
-    Case("DP2EP2-TP1", 1, 1, 1, dp=2, save=save_qwen3_moe, options=EP2),
-    Case("TP2ETP2-TP2", 2, 1, 2, save=save_qwen3_moe, options=SP, lacks=False),
-    Case("TP2EP2ETP1-TP2", 2, 1, 2, save=save_qwen3_moe, options=SP | EP2 | ETP1),
-    Case("TP2PP2ETP2-TP1", 2, 2, 1, save=save_qwen3_moe, options=SP),
-    Case("TP2DP2EP2ETP2-TP1", 2, 1, 1, dp=2, save=save_qwen3_moe, options=SP | EP2),
-]
 
 
 def resident_bytes() -> int:

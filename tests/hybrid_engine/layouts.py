@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,9 +23,14 @@ def members_of(
     stages: StagePlan,
     *,
     per_node: int = 8,
+    nodes: Sequence[int] = (),
     train_multiple: int = 64,
 ) -> list[Member]:
-    """One member per rank of `group`; each chunk is a buffer, and the experts of all chunks another."""
+    """One member per rank of `group`; each chunk is a buffer, and the experts of all chunks another.
+
+    nodes: the node of rank 0, 1, ..., repeated when there are more ranks; without it nodes have `per_node` ranks each.
+    """
+    nodes = nodes or [rank // per_node for rank in range(rollout.train.world_size)]
     members = []
     for rank in group:
         place, slots, ends = rollout.train.place(rank, train_multiple), [], {}
@@ -39,9 +45,8 @@ def members_of(
         slots.sort(key=lambda slot: (slot.buffer, slot.offset))
         used = {number: i for i, number in enumerate(sorted({slot.buffer for slot in slots}))}
         held = tuple(replace(slot, buffer=used[slot.buffer]) for slot in slots)
-        members.append(
-            Member(rank, rank // per_node, rollout.train.tp_rank(rank), held, rollout.place(rank, vocab_multiple=64))
-        )
+        node, wanted = nodes[rank % len(nodes)], rollout.place(rank, vocab_multiple=64)
+        members.append(Member(rank, node, rollout.train.tp_rank(rank), held, wanted))
     return members
 
 
