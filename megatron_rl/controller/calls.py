@@ -59,9 +59,10 @@ class RankCalls:
             nodes = [handles[first : first + node_size] for first in range(0, len(handles), node_size)]
             ray.get([leader.meet.remote(peers) for leader, *peers in nodes])
 
-    def construct(self, role: str, *arguments: Any) -> list[ObjectRef]:
-        """Have all ranks build their workers."""
-        answers = [handle.construct.remote(role, *arguments) for handle in self._handles]
+    def construct(self, role: str, env: Sequence[dict[str, str]], *arguments: Any) -> list[ObjectRef]:
+        """Have all ranks build their workers, each with its own variables in the environment."""
+        ranks = zip(self._handles, env, strict=True)
+        answers = [handle.construct.remote(role, variables, *arguments) for handle, variables in ranks]
         self._open |= {answer: (Call(rank, role, "__init__"),) for rank, answer in enumerate(answers)}
         return answers
 

@@ -1,4 +1,4 @@
-"""A pool of ranks reserved from Ray: one bundle (a CPU, and a GPU where there are any) for each rank.
+"""A pool of ranks reserved from Ray: for each a CPU, and a GPU where there are any.
 
 Ray is started on this machine, or joined where the environment variable RAY_ADDRESS names a running cluster.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from types import TracebackType
 from typing import Any
 
@@ -29,9 +28,10 @@ _QUIET = {
 class ResourcePool:
     """`num_nodes * num_ranks_per_node` reserved ranks, numbered node by node; use it as a context manager.
 
-    Each node's ranks are one placement group, kept together on one machine (Ray may put two such groups on one
-    machine that is large enough). `device_kind` is "cpu" or "cuda". On leaving, the reservation is given back and Ray
-    is shut down, unless it was already initialised in this process before.
+    Each node's ranks are one bundle, kept together on one machine; Ray puts each bundle on a machine of its own while
+    there are enough, and two on one that is large enough where there are not. `device_kind` is "cpu" or "cuda". On
+    leaving, the reservation is given back and Ray is shut down, unless it was already initialised in this process
+    before.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ResourcePool:
         self._num_nodes = num_nodes
         self._bundle = {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
         self._ready_timeout_s = ready_timeout_s
-        self._groups: list[PlacementGroup] = []
+        self._group: PlacementGroup | None = None
         self._reaper: Reaper | None = None  # present when this pool started Ray
 
     def __enter__(self) -> ResourcePool:
@@ -72,8 +72,7 @@ class ResourcePool:
     def actor_options(self, rank: int) -> dict[str, Any]:
         """Ray actor options that place an actor on the bundle of `rank`; the pool must have been entered."""
         strategy = PlacementGroupSchedulingStrategy(
-            self._groups[rank // self.num_ranks_per_node],
-            placement_group_bundle_index=self.local_rank(rank),
+            self._group, placement_group_bundle_index=rank // self.num_ranks_per_node
         )
         return {
             "scheduling_strategy": strategy,
@@ -92,21 +91,19 @@ class ResourcePool:
             ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
 
     def _reserve(self) -> None:
-        deadline = time.monotonic() + self._ready_timeout_s
-        bundles = [self._bundle] * self.num_ranks_per_node
-        self._groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(self._num_nodes)]
-        for group in self._groups:
-            if not group.wait(max(0.0, deadline - time.monotonic())):
-                raise ConfigError(
-                    f"the cluster cannot give {self._num_nodes} node(s) with {self.num_ranks_per_node} x "
-                    f"[{_listing(self._bundle)}] each within {self._ready_timeout_s:g} s: it has "
-                    f"[{_listing(ray.cluster_resources())}] in all, [{_listing(ray.available_resources())}] free"
-                )
+        node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
+        self._group = placement_group([node] * self._num_nodes, strategy="SPREAD")
+        if not self._group.wait(self._ready_timeout_s):
+            raise ConfigError(
+                f"the cluster cannot give {self._num_nodes} node(s) with {self.num_ranks_per_node} x "
+                f"[{_listing(self._bundle)}] each within {self._ready_timeout_s:g} s: it has "
+                f"[{_listing(ray.cluster_resources())}] in all, [{_listing(ray.available_resources())}] free"
+            )
 
     def _release(self) -> None:
-        for group in self._groups:
-            remove_placement_group(group)
-        self._groups = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
         if self._reaper is not None:
             ray.shutdown()
             self._reaper.stop()

@@ -3,20 +3,61 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import psutil
+
+from megatron_rl.errors import ConfigError
+
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """One rank's place among the processes, from the variables that every launcher sets."""
+    """One rank's place among the processes and nodes, from the variables that the launcher sets.
+
+    node_address: where the other nodes reach this one; the loopback address where there are none.
+    """
 
     rank: int
     world_size: int
     local_rank: int
+    node: int
+    node_address: str
 
     @classmethod
     def read(cls) -> RankEnvironment:
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+        variables = os.environ
+        numbers = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"))
+        return cls(*numbers, variables["NODE_ADDRESS"])
+
+    def choose_interfaces(self) -> None:
+        """Let gloo and NCCL use the network that the node's address belongs to; before torch.distributed starts.
+
+        Gloo alone would look the host's own name up, which many machines give a loopback address. An interface that
+        the user has set stays. Raises ConfigError as `interface_of`.
+        """
+        if GLOO_INTERFACE not in os.environ:
+            found = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
+            os.environ[GLOO_INTERFACE] = interface_of(self.node_address, found)
+        if not self.node_address.startswith("127."):
+            os.environ.setdefault(NCCL_INTERFACE, f"={os.environ[GLOO_INTERFACE]}")  # "=": no other that begins alike
+
+
+def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
+    """The name of the network interface that has `address`; interfaces: name -> its addresses.
+
+    Raises ConfigError with those that there are when none has it.
+    """
+    for name, addresses in interfaces.items():
+        if address in (own.partition("%")[0] for own in addresses):  # IPv6 addresses may name their interface
+            return name
+    listing = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in interfaces.items())
+    raise ConfigError(
+        f"no network interface here has the node's address {address}, as Ray knows it; there are: {listing}; nearest: "
+        f"start this node with `ray start --node-ip-address=` one of these, or set {GLOO_INTERFACE}"
+    )
 
 
 def worker_environment(device_kind: str, ranks_per_node: int) -> dict[str, str]:
@@ -39,7 +80,6 @@ def worker_environment(device_kind: str, ranks_per_node: int) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # vLLM compiles one tiny function on CPU, which costs 10 s at the first call and gains nothing.
             "TORCHDYNAMO_DISABLE": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
         }
     else:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

@@ -12,12 +12,12 @@ from megatron_rl.workers.training import TrainableModel
 
 
 def flat_parameters(
-    trainable: TrainableModel, specs: dict[str, ParamSpec], held: Place, wanted: Place, num_ranks_per_node: int
+    trainable: TrainableModel, specs: dict[str, ParamSpec], held: Place, wanted: Place, node: int
 ) -> FlatParameters:
     """DDP's own `param_data`, with each parameter's slot under its logical name.
 
-    held, wanted: where this rank's shards lie in training and in generation. Raises RuntimeError when DDP's buffers
-    have different dtypes, or a parameter does not lie where DDP and the layout say.
+    held, wanted: where this rank's shards lie in training and in generation. node: the number of its node. Raises
+    RuntimeError when DDP's buffers have different dtypes, or a parameter does not lie where DDP and the layout say.
     """
     buffers = trainable.param_buffers
     dtypes = {buffer.param_data.dtype for buffer in buffers}
@@ -36,7 +36,7 @@ def flat_parameters(
         tuple(buffer.param_data for buffer in buffers),
         Member(
             rank=groups.rank,
-            node=groups.rank // num_ranks_per_node,
+            node=node,
             tp_rank=groups.tp_rank,
             held=tuple(sorted(slots, key=lambda slot: (slot.buffer, slot.offset))),
             wanted=wanted,

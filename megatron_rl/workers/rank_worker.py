@@ -71,9 +71,11 @@ class RankWorker:
         environment = RankEnvironment.read()
         megatron = config.actor_rollout_ref.actor.megatron
         self.config = config
+        self.node = environment.node
         self.device = Device(config.trainer.device, environment.local_rank)
         self.device.activate()
         apply_patches(self.device.kind)
+        environment.choose_interfaces()
         dist.init_process_group(self.device.backend, timeout=collective_timeout)
         grid = TrainGrid(
             environment.world_size,
@@ -215,9 +217,8 @@ class RankWorker:
         shared, data = self.config.actor_rollout_ref, self.config.data
         source = self._source(shared.model.path)
         wanted = self.rollout_grid.place(self.groups.rank, VOCAB_PADDING)
-        per_node = self.config.trainer.n_gpus_per_node
         self.weights = weights = AllGatherPPModel(
-            flat_parameters(self.actor.trainable, source.specs, source.place, wanted, per_node),
+            flat_parameters(self.actor.trainable, source.specs, source.place, wanted, self.node),
             {spec.tensor.name: spec.tensor for spec in source.specs.values()},
             Transport(self.groups.exchange_group),
             bucket_bytes=shared.rollout.update_weights_bucket_megabytes << 20,

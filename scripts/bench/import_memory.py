@@ -154,6 +154,7 @@ def main(
         port = probe.getsockname()[1]
     variables = worker_environment("cpu", tp * pp)
     variables |= {"WORLD_SIZE": str(tp * pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables |= {"NODE_RANK": "0", "NODE_ADDRESS": "127.0.0.1"}
     with tempfile.TemporaryDirectory(dir=where) as folder:
         make_folder(Path(folder), int(gigabytes * 1e9), dtype)
         answers = mp.get_context("spawn").SimpleQueue()

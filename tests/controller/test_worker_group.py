@@ -71,11 +71,13 @@ def test_calls_overlap_and_a_time_out_leaves_the_group_alive(group: WorkerGroup)
 
 
 def test_workers_find_their_place_in_the_environment(group: WorkerGroup) -> None:
-    """Would not catch a master port that another process takes before it is used."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TOY_COLOUR", "MASTER_ADDR", "MASTER_PORT")
-    *place, address, port = group.environment(*names).get()
+    """Two "nodes" on one machine are one. Would not catch a master port that is taken before it is used."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TOY_COLOUR", "NODE_RANK", "NODE_ADDRESS")
+    *place, node, address = group.environment(*names).get()
     assert place == ["0", "4", "0", "2", "red"]
-    assert address and 1024 < int(port) < 65536
+    assert (node, address) == ("0", "127.0.0.1")
+    master, port = group.environment("MASTER_ADDR", "MASTER_PORT").get()
+    assert master == "127.0.0.1" and 1024 < int(port) < 65536
 
 
 def test_verbs_are_visible_and_unknown_ones_name_them(group: WorkerGroup) -> None:

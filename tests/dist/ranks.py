@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.controller.nodes import LOOPBACK
 from megatron_rl.controller.worker_process import free_port
 from megatron_rl.workers.environment import worker_environment
 
@@ -56,7 +57,8 @@ def run_ranks(world_size: int, function: Callable, *arguments: Any, timeout: flo
     `function` must be importable (a module-level name) and its answer picklable.
     """
     context = fork_server()
-    variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    variables |= {"NODE_RANK": "0", "NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
     answers = context.Queue()
     processes = [
         context.Process(target=enter, args=(rank, variables, function, arguments, answers), daemon=True)

@@ -69,7 +69,7 @@ class Mapped:
         source = worker._source(config.actor_rollout_ref.model.path)
         wanted = worker.rollout_grid.place(worker.groups.rank, VOCAB_PADDING)
         self.group, self.rank = worker.groups.exchange_group, worker.groups.rank
-        self.own = flat_parameters(worker.actor.trainable, source.specs, source.place, wanted, num_ranks_per_node=1)
+        self.own = flat_parameters(worker.actor.trainable, source.specs, source.place, wanted, node=0)
         self.tensors = {spec.tensor.name: spec.tensor for spec in source.specs.values()}
         self.drop_train_weights = config.actor_rollout_ref.rollout.drop_train_weights
 

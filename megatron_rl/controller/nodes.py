@@ -1,0 +1,29 @@
+"""Where ranks run, as each of them must know it: the node's number and address, and where rank 0 is met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.controller.worker_process import ProcessInfo
+
+LOOPBACK = "127.0.0.1"
+
+
+def place_variables(processes: Sequence[ProcessInfo]) -> list[dict[str, str]]:
+    """The variables that each rank needs of where the ranks run, in rank order.
+
+    NODE_RANK: the number of its node, in the order of their first ranks; by Ray's own nodes, so ranks that share a
+    machine have one number however many a node was to have. NODE_ADDRESS: where its node is reached, the loopback
+    address where all ranks are on one. MASTER_ADDR, MASTER_PORT: the same for rank 0, with a port.
+    """
+    nodes = list(dict.fromkeys(process.node_id for process in processes))
+    addresses = [process.host if len(nodes) > 1 else LOOPBACK for process in processes]
+    return [
+        {
+            "NODE_RANK": str(nodes.index(process.node_id)),
+            "NODE_ADDRESS": address,
+            "MASTER_ADDR": addresses[0],
+            "MASTER_PORT": str(processes[0].free_port),
+        }
+        for process, address in zip(processes, addresses, strict=True)
+    ]

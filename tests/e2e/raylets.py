@@ -1,0 +1,104 @@
+"""Several Ray nodes on this machine: each a raylet of its own, with ports, token and folder that no other test has."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.controller.worker_process import free_port
+
+NODE = "MEGATRON_RL_TEST_NODE"
+
+
+class Raylets:
+    """A cluster of Ray nodes with so many CPUs each; every process that a node starts carries its tag.
+
+    variables: what a driver that joins needs in its environment, before it imports Ray. Use it as a context manager.
+    """
+
+    def __init__(self, *num_cpus: int) -> None:
+        self._num_cpus = num_cpus
+        # Short: the names of Ray's sockets are limited to 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="nodes_", dir="/tmp"))
+        self._port = free_port()
+        self.variables = {
+            "RAY_ADDRESS": f"127.0.0.1:{self._port}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        }
+        self._nodes: list[str] = []
+
+    def __enter__(self) -> Raylets:
+        try:
+            for num_cpus in self._num_cpus:
+                self.add_node(num_cpus)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def add_node(self, num_cpus: int) -> None:
+        """Start one more node; the first is the head."""
+        where = ["--address", self.variables["RAY_ADDRESS"]]
+        if not self._nodes:
+            where = ["--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self._folder}"]
+        ports = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port", "node-manager-port")
+        where += [f"--{name}={free_port()}" for name in ports]
+        tag = secrets.token_hex(8)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self._nodes.append(tag)
+        self._run_ray(["start", "--node-ip-address=127.0.0.1", f"--num-cpus={num_cpus}", *where], environment, tag)
+
+    def _run_ray(self, arguments: list[str], environment: dict[str, str], tag: str) -> None:
+        output = self._folder / f"start_{len(self._nodes)}.txt"
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / "ray"), *arguments],
+            env=environment | self.variables | {NODE: tag, "RAY_USAGE_STATS_ENABLED": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=output.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, output.read_text()
+
+    def family(self, node: int) -> list[psutil.Process]:
+        """Every living process of a node: raylet, agents, ranks, and what these started."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(NODE) == self._nodes[node] and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def ranks(self, node: int) -> list[psutil.Process]:
+        """The processes of the ranks on a node."""
+        return [p for p in self.family(node) if "RANK" in p.environ() and p.name().startswith("ray::")]
+
+    def kill(self, node: int) -> None:
+        """End a node as a power cut would: every process of it at once."""
+        while family := self.family(node):
+            for process in family:
+                process.suspend()
+            for process in family:
+                process.kill()
+            psutil.wait_procs(family, timeout=5)
+
+    def stop(self) -> None:
+        """Kill all nodes and remove their folder."""
+        for node in range(len(self._nodes)):
+            self.kill(node)
+        self._nodes.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
