@@ -141,11 +141,14 @@ class RankCalls:
         if not probes:
             return []
         answered, _ = ray.wait(list(probes), num_returns=len(probes), timeout=timeout, fetch_local=False)
-        failures = [read_failure(probe, probes[probe]) for probe in answered]
-        return [failure for failure in failures if failure is not None]
+        return self._read(answered, {probe: (call,) for probe, call in probes.items()})
 
     def _answered_failures(self, timeout: float) -> list[RankFailure]:
         """Failures among the open answers that are there after `timeout`, or as soon as all are."""
         ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=timeout, fetch_local=False)
-        read = [read_failure(answer, self._open[answer][0]) for answer in ready]
+        return self._read(ready, self._open)
+
+    def _read(self, answers: Sequence[ObjectRef], calls: Mapping[ObjectRef, tuple[Call, ...]]) -> list[RankFailure]:
+        first = {answer: calls[answer][0] for answer in answers}
+        read = [read_failure(answer, call, self._processes[call.rank].where) for answer, call in first.items()]
         return [failure for failure in read if failure is not None]

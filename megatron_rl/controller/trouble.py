@@ -48,7 +48,7 @@ def failures_of(
 
 
 def _message(trouble: Trouble, process: ProcessInfo, idle_s: float, silence_s: float, limits: Limits) -> str:
-    who = f"process {process.pid} on node {process.host}"
+    who = process.where
     match trouble:
         case Trouble.GONE:
             return f"{who} closed its connection {silence_s:.0f} s ago and did not come back: it or its node is gone"

@@ -42,6 +42,11 @@ class ProcessInfo:
     free_port: int
 
     @property
+    def where(self) -> str:
+        """What a message calls it."""
+        return f"process {self.pid} on node {self.host}"
+
+    @property
     def is_local(self) -> bool:
         """Whether it runs on this process's node."""
         return self.node_id == ray.get_runtime_context().get_node_id()
@@ -169,10 +174,10 @@ def with_verbs(name: str, verbs: Mapping[str, Verb]) -> type[WorkerProcess]:
     return type(name, (WorkerProcess,), {name: method(name, verb) for name, verb in verbs.items()})
 
 
-def read_failure(answer: ObjectRef, call: Call) -> RankFailure | None:
+def read_failure(answer: ObjectRef, call: Call, where: str = "") -> RankFailure | None:
     """Why an answer, which must be ready, is none; in the name of its process where that cannot say so itself.
 
-    None if it is one.
+    None if it is one. where: `ProcessInfo.where`, if it is known.
     """
     try:
         ray.get(answer)
@@ -191,7 +196,7 @@ def read_failure(answer: ObjectRef, call: Call) -> RankFailure | None:
         return RankFailure(
             *call,
             error_type=type(error).__name__,
-            message="\n".join(details) or str(error),
+            message=(f"It was {where}. " if where else "") + ("\n".join(details) or str(error)),
             traceback="",
             wall_time=time.time(),
             died=True,

@@ -10,6 +10,8 @@ import psutil
 
 from megatron_rl.errors import ConfigError
 
+LOOPBACK = "127."
+"""What its IPv4 addresses begin with."""
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -41,17 +43,19 @@ class RankEnvironment:
         if GLOO_INTERFACE not in os.environ:
             found = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
             os.environ[GLOO_INTERFACE] = interface_of(self.node_address, found)
-        if not self.node_address.startswith("127."):
+        if not self.node_address.startswith(LOOPBACK):
             os.environ.setdefault(NCCL_INTERFACE, f"={os.environ[GLOO_INTERFACE]}")  # "=": no other that begins alike
 
 
 def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
     """The name of the network interface that has `address`; interfaces: name -> its addresses.
 
-    Raises ConfigError with those that there are when none has it.
+    Every loopback address belongs to the interface that has one. Raises ConfigError with those that there are when
+    none has it.
     """
     for name, addresses in interfaces.items():
-        if address in (own.partition("%")[0] for own in addresses):  # IPv6 addresses may name their interface
+        own = [entry.partition("%")[0] for entry in addresses]  # IPv6 addresses may name their interface
+        if address in own or (address.startswith(LOOPBACK) and any(entry.startswith(LOOPBACK) for entry in own)):
             return name
     listing = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in interfaces.items())
     raise ConfigError(

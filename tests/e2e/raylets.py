@@ -1,4 +1,4 @@
-"""Several Ray nodes on this machine: each a raylet of its own, with ports, token and folder that no other test has."""
+"""Several Ray nodes on this machine: each a raylet with an address, ports, token and folder that no other test has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -48,16 +49,22 @@ class Raylets:
         self.stop()
 
     def add_node(self, num_cpus: int) -> None:
-        """Start one more node; the first is the head."""
+        """Start one more node; the first is the head, and a driver's own node."""
         where = ["--address", self.variables["RAY_ADDRESS"]]
         if not self._nodes:
             where = ["--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self._folder}"]
         ports = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port", "node-manager-port")
         where += [f"--{name}={free_port()}" for name in ports]
+        address = self.address(len(self._nodes))
         tag = secrets.token_hex(8)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self._nodes.append(tag)
-        self._run_ray(["start", "--node-ip-address=127.0.0.1", f"--num-cpus={num_cpus}", *where], environment, tag)
+        self._run_ray(["start", f"--node-ip-address={address}", f"--num-cpus={num_cpus}", *where], environment, tag)
+
+    @staticmethod
+    def address(node: int) -> str:
+        """By which Ray and ranks know a node."""
+        return f"127.0.0.{node + 1}"
 
     def _run_ray(self, arguments: list[str], environment: dict[str, str], tag: str) -> None:
         output = self._folder / f"start_{len(self._nodes)}.txt"
@@ -83,9 +90,14 @@ class Raylets:
                 continue
         return found
 
-    def ranks(self, node: int) -> list[psutil.Process]:
-        """The processes of the ranks on a node."""
-        return [p for p in self.family(node) if "RANK" in p.environ() and p.name().startswith("ray::")]
+    def ranks(self, node: int) -> dict[int, psutil.Process]:
+        """Rank -> its process, on one node."""
+        found = {}
+        for process in self.family(node):
+            with suppress(psutil.Error):  # it has just ended
+                if "RANK" in process.environ() and process.name().startswith("ray::"):
+                    found[int(process.environ()["RANK"])] = process
+        return found
 
     def kill(self, node: int) -> None:
         """End a node as a power cut would: every process of it at once."""

@@ -20,7 +20,14 @@ INTERFACES = {
 
 @pytest.mark.parametrize(
     ("address", "name"),
-    [("127.0.0.1", "lo"), ("10.0.0.3", "eth0"), ("192.168.1.3", "ib0"), ("fe80::1", "eth0"), ("::1", "lo")],
+    [
+        ("127.0.0.1", "lo"),
+        ("127.0.0.9", "lo"),
+        ("::1", "lo"),
+        ("10.0.0.3", "eth0"),
+        ("fe80::1", "eth0"),
+        ("192.168.1.3", "ib0"),
+    ],
 )
 def test_the_interface_that_has_the_address(address: str, name: str) -> None:
     """Would not catch an interface that is down."""
