@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,6 +99,17 @@ class Raylets:
                 if "RANK" in process.environ() and process.name().startswith("ray::"):
                     found[int(process.environ()["RANK"])] = process
         return found
+
+    def left_over(self, patience: float = 10) -> dict[int, psutil.Process]:
+        """Ranks that outlive their run by more than `patience` seconds, on any node."""
+        deadline = time.monotonic() + patience
+        while True:
+            found = {}
+            for node in range(len(self._nodes)):
+                found |= self.ranks(node)
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.2)
 
     def kill(self, node: int) -> None:
         """End a node as a power cut would: every process of it at once."""

@@ -15,10 +15,11 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 NOTICED_S = 60
 """A lost node must have ended the run by then."""
-ROLLOUT_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-PP2 = (1, (f"{MEGATRON}.tensor_model_parallel_size=1",))
-TP2PP2 = (2, (f"{ROLLOUT_TP}=2",))
-"""Ranks of each of the two nodes, and the layout on them."""
+TP = f"{MEGATRON}.tensor_model_parallel_size"
+PP2 = (2, 1, (f"{TP}=1",))
+TP2PP2 = (2, 2, (f"{TP}=2",))
+PP3 = (3, 1, (f"{TP}=1", f"{MEGATRON}.pipeline_model_parallel_size=3"))
+"""Nodes, ranks of each, and the layout on them."""
 KEYS = (*SHORT, "trainer.save_freq=1", "trainer.export_hf=false", "trainer.total_training_steps=1000")
 MOMENTS = ("generate", "enter_rollout", "update_actor", "begin_save")
 
@@ -58,32 +59,33 @@ def lose_node_in(cluster: Raylets, node: int, run, verb: str) -> list[int]:
         pytest.param(PP2, MOMENTS[1:2], id="PP2-in-the-exchange"),
         pytest.param(PP2, MOMENTS, id="PP2", marks=pytest.mark.exhaustive),
         pytest.param(TP2PP2, MOMENTS, id="TP2xPP2", marks=pytest.mark.exhaustive),
+        pytest.param(PP3, MOMENTS[:2], id="PP3-on-three-nodes", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_lost_node_ends_the_run_and_the_next_start_goes_on(command_line, layout, moments) -> None:
-    """One error that names a rank of the lost node and the verb; nothing left on the other; then a node comes back.
+    """One error that names a rank of the lost node and the verb; nothing left on the others; then a node comes back.
 
     Each life but the last loses a node. The head stays: without it there is no cluster. Would not catch a node that is
     cut off from the network and lives on.
     """
-    per_node, overrides = layout
-    keys = (*KEYS, *overrides, "trainer.nnodes=2", f"trainer.n_gpus_per_node={per_node}")
+    num_nodes, per_node, overrides = layout
+    keys = (*KEYS, *overrides, f"trainer.nnodes={num_nodes}", f"trainer.n_gpus_per_node={per_node}")
     saved, folder = 0, None
-    with Raylets(per_node, per_node) as cluster:
-        for number, verb in enumerate(moments):
+    with Raylets(*[per_node] * num_nodes) as cluster:
+        for doomed, verb in enumerate(moments, start=num_nodes - 1):
             run = command_line(*keys, folder=folder, variables=cluster.variables)
             folder = run.folder
             newest = run.run / f"global_step_{saved + 1}"
             run.wait_for(newest.exists, timeout=200)
-            lost = lose_node_in(cluster, number + 1, run, verb)
+            lost = lose_node_in(cluster, doomed, run, verb)
             lost_at = time.monotonic()
             code, text = run.wait(NOTICED_S), " ".join(run.text().split())
             print(f"{verb}: ended {time.monotonic() - lost_at:.1f} s later\n{run.text()}")
             assert code == 3, text
             ((rank, during, address),) = DIED.findall(text)
-            assert int(rank) in lost and during == verb and address == cluster.address(number + 1), text
+            assert int(rank) in lost and during == verb and address == cluster.address(doomed), text
             assert "Traceback" not in text, text
-            assert run.left_over() == [] and not cluster.ranks(0)
+            assert run.left_over() == [] and cluster.left_over() == {}
             assert not saved or f"going on after step {saved}" in text
             saved = steps_saved(run)[0]
             cluster.add_node(per_node)
@@ -91,4 +93,4 @@ def test_a_lost_node_ends_the_run_and_the_next_start_goes_on(command_line, layou
         last = command_line(*keys, folder=folder, variables=cluster.variables)
         assert last.wait(200) == 0, last.text()
         assert f"going on after step {saved}" in last.text() and steps_saved(last)[0] == saved + 1
-        assert not any(cluster.ranks(node) for node in (0, len(moments)))
+        assert cluster.left_over() == {}
