@@ -1,8 +1,8 @@
 """Changes to libraries that this project cannot yet do without: one concern per file, applied by one call.
 
 Importing this package changes nothing. `apply_patches` must be called by every worker process, once, before it
-builds a model or an engine. Each patch states its reason, the versions it was written for and what would let
-us drop it; on any other version it refuses to run.
+builds a model or an engine, and by a driver before it starts Ray. Each patch states its reason, the versions it was
+written for and what would let us drop it; on any other version it refuses to run.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ CPU_PATCHES = (
     "third_party_patches.vllm.shm_group_name",
     "third_party_patches.vllm.shm_lifetime",
 )
+DRIVER_PATCHES = ("third_party_patches.ray.own_session",)
 
 __all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]
 
 
-def patches_for(device_kind: str) -> list[Patch]:
-    """The patches a worker on `device_kind` ("cpu" or "cuda") needs, in the order they are applied."""
-    modules = {"cpu": COMMON_PATCHES + CPU_PATCHES, "cuda": COMMON_PATCHES}[device_kind]
+def patches_for(kind: str) -> list[Patch]:
+    """The patches that a worker on "cpu" or "cuda", or a "driver", needs, in the order they are applied."""
+    modules = {"cpu": COMMON_PATCHES + CPU_PATCHES, "cuda": COMMON_PATCHES, "driver": DRIVER_PATCHES}[kind]
     return [importlib.import_module(name).PATCH for name in modules]
 
 
-def apply_patches(device_kind: str) -> list[str]:
-    """Apply every patch for `device_kind`; returns their names. Call once per process, before models are built.
+def apply_patches(kind: str) -> list[str]:
+    """Apply every patch for `kind` (see `patches_for`), once per process; returns their names.
 
     Raises PatchError, naming the patch and both versions, when an installed library is not one a patch knows.
     """
-    patches = patches_for(device_kind)
+    patches = patches_for(kind)
     for patch in patches:
         require_version(patch)
     for patch in patches:

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_rl.controller.reaper import Reaper
 from megatron_rl.controller.signals import keeping_sigterm_handler
 from megatron_rl.errors import ConfigError
+from third_party_patches import PatchError, apply_patches
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -86,6 +87,10 @@ class ResourcePool:
         address = os.environ.get("RAY_ADDRESS")
         # One CPU per rank, however many there are: ranks on CPU take turns on the cores this machine has.
         local = {} if address else {"num_cpus": self.world_size, "include_dashboard": False}
+        try:
+            apply_patches("driver")
+        except PatchError as error:
+            raise ConfigError(str(error)) from None
         self._reaper = Reaper()
         with keeping_sigterm_handler(), self._reaper.marking():
             ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,7 +26,7 @@ def doomed(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, l
     script = Path(__file__).with_name("doomed_driver.py")
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command, pipe = [sys.executable, script, *request.param], subprocess.PIPE
-    driver = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
+    driver = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
     tree: list[psutil.Process] = []
     try:
         told = json.loads(driver.stdout.readline())
@@ -42,22 +42,25 @@ def doomed(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, l
 
 
 @pytest.mark.parametrize(
-    ("doomed", "signals", "exit_code"),
+    ("doomed", "send", "signals", "exit_code"),
     [
-        ([], [signal.SIGKILL], -signal.SIGKILL),
-        ([], [signal.SIGTERM], 143),
-        (["1"], [signal.SIGTERM], GraceOver.exit_code),
-        (["600"], [signal.SIGTERM, signal.SIGINT], 130),
-        (["600"], [signal.SIGINT, signal.SIGTERM], 143),
+        ([], os.kill, [signal.SIGKILL], -signal.SIGKILL),
+        ([], os.killpg, [signal.SIGTERM], 143),
+        (["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code),
+        (["600"], os.kill, [signal.SIGTERM, signal.SIGINT], 130),
+        (["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143),
     ],
     indirect=["doomed"],
     ids=["SIGKILL", "SIGTERM", "grace over", "second signal SIGINT", "second signal SIGTERM"],
 )
-def test_nothing_outlives_a_killed_driver(doomed: tuple, signals: list[int], exit_code: int) -> None:
-    """While it waits in a Ray call. Would not catch what is left on another node of a cluster."""
+def test_nothing_outlives_a_killed_driver(doomed: tuple, send: Callable, signals: list[int], exit_code: int) -> None:
+    """While it waits in a Ray call; `os.killpg`: its process group is signalled, as schedulers do it.
+
+    Would not catch what is left on another node of a cluster.
+    """
     driver, tree = doomed
     for signum in signals:
-        driver.send_signal(signum)
+        send(driver.pid, signum)
         if signum != signals[-1]:  # Ray looks for signals once a second, and Python takes lower numbers first
             assert any("a second signal ends it" in line for line in driver.stderr)
     assert driver.wait(timeout=30) == exit_code

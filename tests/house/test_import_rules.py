@@ -70,7 +70,7 @@ LIBRARIES: dict[str, set[str]] = {
     "ray": {"controller"},
     "vllm": {"rollout", "parallel/vllm_ps.py"},
     "megatron": {"parallel", "model", "checkpoint", "workers"},
-    "third_party_patches": {"workers", "rollout"},
+    "third_party_patches": {"controller", "workers", "rollout"},
 }
 """Library -> rooms (or single files) that may import it."""
 

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 import third_party_patches
-from third_party_patches import COMMON_PATCHES, CPU_PATCHES, Patch, PatchError, patches_for, require_version
+from third_party_patches import (
+    COMMON_PATCHES,
+    CPU_PATCHES,
+    DRIVER_PATCHES,
+    Patch,
+    PatchError,
+    patches_for,
+    require_version,
+)
 
 ROOT = Path(third_party_patches.__file__).parent
 
@@ -50,7 +58,7 @@ def test_apply_patches_checks_every_version_before_it_changes_anything(monkeypat
     assert applied == []
 
 
-@pytest.mark.parametrize("name", COMMON_PATCHES + CPU_PATCHES)
+@pytest.mark.parametrize("name", COMMON_PATCHES + CPU_PATCHES + DRIVER_PATCHES)
 def test_every_patch_says_why_what_and_how_long(name):
     """Docstring and declaration, installed here. Would not catch a reason that is no longer true."""
     module = importlib.import_module(name)
@@ -64,21 +72,22 @@ def test_every_patch_file_is_listed_once():
     """No patch is forgotten in the package. Would not catch one applied from elsewhere."""
     files = {path for path in ROOT.glob("*/*.py") if path.name != "__init__.py"}
     names = [str(path.relative_to(ROOT.parent).with_suffix("")).replace("/", ".") for path in files]
-    assert sorted(names) == sorted(COMMON_PATCHES + CPU_PATCHES)
-    for kind, expected in (("cpu", COMMON_PATCHES + CPU_PATCHES), ("cuda", COMMON_PATCHES)):
+    assert sorted(names) == sorted(COMMON_PATCHES + CPU_PATCHES + DRIVER_PATCHES)
+    kinds = (("cpu", COMMON_PATCHES + CPU_PATCHES), ("cuda", COMMON_PATCHES), ("driver", DRIVER_PATCHES))
+    for kind, expected in kinds:
         found = [f"third_party_patches.{patch.name}" for patch in patches_for(kind)]
         assert found == list(expected)
 
 
 def test_importing_changes_nothing():
     """No engine is loaded and torch is as it was. Would not catch a change made only when CUDA is present."""
-    names = ["third_party_patches", *COMMON_PATCHES, *CPU_PATCHES]
+    names = ["third_party_patches", *COMMON_PATCHES, *CPU_PATCHES, *DRIVER_PATCHES]
     program = f"""
 import sys, importlib, torch
 before = torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda, torch.zeros, torch.cuda
 for name in {names!r}:
     importlib.import_module(name)
-loaded = [name for name in sys.modules if name.split(".")[0] in ("megatron", "vllm")]
+loaded = [name for name in sys.modules if name.split(".")[0] in ("megatron", "ray", "vllm")]
 assert not loaded, loaded
 assert before == (torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda, torch.zeros, torch.cuda)
 """

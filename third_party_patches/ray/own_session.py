@@ -1,0 +1,35 @@
+"""Start Ray's daemons in sessions of their own.
+
+Reason: gcs_server, raylet and what they start are in the driver's process group. A signal to that group, as schedulers,
+service managers and terminals send it, ends them at once, while the driver still wants to save; and a driver that has
+lost them waits for a minute and is aborted.
+What it does: the daemons that `ray.init` starts lead sessions of their own. They end with the driver all the same: the
+kernel kills them when their parent dies.
+"""
+
+from __future__ import annotations
+
+from third_party_patches.guard import Patch
+
+
+def apply() -> None:
+    """Replace `ConsolePopen`, the class of every daemon's process; must run before `ray.init`."""
+    from ray._private import services
+
+    if services.ConsolePopen.__module__ == __name__:
+        return
+
+    class SessionLeader(services.ConsolePopen):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **kwargs | {"start_new_session": True})
+
+    services.ConsolePopen = SessionLeader
+
+
+PATCH = Patch(
+    name="ray.own_session",
+    distributions=("ray",),
+    versions="==2.60.0",
+    drop_when="ray.init can start its processes in a session of their own",
+    apply=apply,
+)
