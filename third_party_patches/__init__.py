@@ -14,6 +14,7 @@ from third_party_patches.guard import Patch, PatchError, require_version
 COMMON_PATCHES = (
     "third_party_patches.megatron_core.router_gemm",
     "third_party_patches.megatron_core.threaded_writer",
+    "third_party_patches.vllm.queue_name",
     "third_party_patches.vllm.rank_order",
 )
 CPU_PATCHES = (

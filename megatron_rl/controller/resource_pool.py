@@ -5,7 +5,6 @@ Ray is started on this machine, or joined where the environment variable RAY_ADD
 
 from __future__ import annotations
 
-import logging
 import os
 from types import TracebackType
 from typing import Any
@@ -14,16 +13,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megatron_rl.controller import ray_cluster
 from megatron_rl.controller.reaper import Reaper
-from megatron_rl.controller.signals import keeping_sigterm_handler
-from megatron_rl.errors import ConfigError
-from third_party_patches import PatchError, apply_patches
+from megatron_rl.controller.scratch import MARK
+from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep
 
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about this setting
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of a failed call that nobody reads
-}
+_NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep)
+"""Errors after which nobody looks for the reason in the logs of Ray's processes."""
 
 
 class ResourcePool:
@@ -52,15 +48,15 @@ class ResourcePool:
             if not ray.is_initialized():
                 self._start_ray()
             self._reserve()
-        except BaseException:
-            self._release()
+        except BaseException as error:
+            self._release(error)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._release()
+        self._release(error)
 
     def local_rank(self, rank: int) -> int:
         """Index of a rank on its node."""
@@ -81,19 +77,20 @@ class ResourcePool:
             "num_gpus": self._bundle.get("GPU", 0),
         }
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What every rank's environment must hold, on whichever machine it is."""
+        return {MARK: self._reaper.scratch.mark} if self._reaper is not None else {}
+
     def _start_ray(self) -> None:
-        for name, value in _QUIET.items():
-            os.environ.setdefault(name, value)
         address = os.environ.get("RAY_ADDRESS")
-        # One CPU per rank, however many there are: ranks on CPU take turns on the cores this machine has.
-        local = {} if address else {"num_cpus": self.world_size, "include_dashboard": False}
-        try:
-            apply_patches("driver")
-        except PatchError as error:
-            raise ConfigError(str(error)) from None
         self._reaper = Reaper()
-        with keeping_sigterm_handler(), self._reaper.marking():
-            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
+        with self._reaper.marking():
+            if address:
+                ray_cluster.init(address=address)
+            else:
+                # One CPU per rank, however many there are: ranks on CPU take turns on the cores this machine has.
+                ray_cluster.start(self.world_size, self._reaper.scratch.ray_folder)
 
     def _reserve(self) -> None:
         node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
@@ -105,13 +102,13 @@ class ResourcePool:
                 f"[{_listing(ray.cluster_resources())}] in all, [{_listing(ray.available_resources())}] free"
             )
 
-    def _release(self) -> None:
+    def _release(self, error: BaseException | None) -> None:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
         if self._reaper is not None:
             ray.shutdown()
-            self._reaper.stop()
+            self._reaper.stop(clean=not isinstance(error, Exception) or isinstance(error, _NO_FAULT_OF_PROCESSES))
             self._reaper = None
 
 

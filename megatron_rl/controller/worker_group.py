@@ -176,6 +176,7 @@ class WorkerGroup:
         env = {
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             **self._env,
+            **self._pool.variables,
             "RANK": str(rank),
             "WORLD_SIZE": str(self._pool.world_size),
             "LOCAL_RANK": str(self._pool.device_index(rank)),

@@ -24,6 +24,7 @@ from ray.exceptions import RayError, RayTaskError
 from megatron_rl.controller.failures import RankFailure, describe
 from megatron_rl.controller.messages import Message, Payload, unpack
 from megatron_rl.controller.pulse import Pulse, WatchAddress
+from megatron_rl.controller.reaper import settle_in
 from megatron_rl.dispatch import Coordinates, Verb, is_collector
 from megatron_rl.loading import without_collections
 
@@ -94,6 +95,7 @@ class WorkerProcess:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._settled = settle_in()
         self._worker: Any = None
         self._pulse: Pulse | None = None
         self._place: Coordinates | None = None

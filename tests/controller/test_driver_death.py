@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatron_rl.controller.reaper import MARK, Reaper
+from megatron_rl.controller.reaper import Reaper
+from megatron_rl.controller.scratch import MARK, SEGMENTS, segment_name
 from megatron_rl.errors import GraceOver
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -22,10 +25,17 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def doomed(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
-    """A driver with a worker in a call, and its whole process tree; the fixture's parameter is its argument list."""
+    """As `driven`; the fixture's parameter is the driver's argument list."""
+    with driven(*request.param) as tree:
+        yield tree
+
+
+@contextmanager
+def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
+    """A driver with a worker in a call, and its whole process tree; its home folder is none and cannot be made."""
     script = Path(__file__).with_name("doomed_driver.py")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command, pipe = [sys.executable, script, *request.param], subprocess.PIPE
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "HOME": "/proc/none"}
+    command, pipe = [sys.executable, script, *arguments], subprocess.PIPE
     driver = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
     tree: list[psutil.Process] = []
     try:
@@ -59,6 +69,8 @@ def test_nothing_outlives_a_killed_driver(doomed: tuple, send: Callable, signals
     Would not catch what is left on another node of a cluster.
     """
     driver, tree = doomed
+    folder = scratch_of(tree)
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
     for signum in signals:
         send(driver.pid, signum)
         if signum != signals[-1]:  # Ray looks for signals once a second, and Python takes lower numbers first
@@ -68,6 +80,37 @@ def test_nothing_outlives_a_killed_driver(doomed: tuple, send: Callable, signals
     while (left := [process for process in tree if process.is_running()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not folder.exists()
+
+
+def scratch_of(tree: list[psutil.Process]) -> Path:
+    """The folder of the run that these processes belong to."""
+    [mark] = {mark for process in tree if (mark := process.environ().get(MARK))}
+    [folder] = Path(tempfile.gettempdir()).glob(f"megatron_rl-{os.getuid()}/{mark}")
+    return folder
+
+
+def test_the_next_start_removes_what_nobody_could() -> None:
+    """Driver, workers, Ray and the companion are killed at once, as with a whole control group.
+
+    Would not catch what the run had on another node.
+    """
+    with driven() as (driver, tree):
+        folder = scratch_of(tree)
+        for process in [driver, *tree]:
+            process.send_signal(signal.SIGSTOP)
+        for process in [driver, *tree]:
+            process.kill()
+        driver.wait()
+        psutil.wait_procs(tree, timeout=10)
+    segment = SEGMENTS / segment_name(folder.name, "queue")
+    segment.touch()  # as vLLM's would be
+    assert list(folder.glob("ray/session_*/sockets/*"))
+    with driven() as (_, tree):
+        assert not folder.exists() and not segment.exists()
+        assert scratch_of(tree).exists()
 
 
 def test_a_child_whose_parents_died_first_is_found_by_its_mark() -> None:

@@ -11,33 +11,46 @@ import os
 import pickle
 import queue
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_rl.controller.nodes import LOOPBACK
+from megatron_rl.controller.reaper import Reaper
 from megatron_rl.controller.worker_process import free_port
 from megatron_rl.workers.environment import worker_environment
 
 
 @functools.cache
 def fork_server() -> ForkServerContext:
-    """Started here, for the environment of this moment is the server's."""
+    """Started here, for the environment of this moment is the server's.
+
+    The ranks are a run of their own: they keep their temporary files in its scratch folder, and none outlives pytest.
+    """
+    reaper = Reaper()
+    Finalize(None, reaper.stop, exitpriority=-200)  # after multiprocessing has removed its own temporary folder
     os.environ |= worker_environment("cpu", ranks_per_node=os.cpu_count())
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
     # The server knows no other way to this folder, and passes over what it cannot import.
     others = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [others])])
-    forkserver.ensure_running()
-    if others is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = others
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [others])]),
+        "TMPDIR": str(reaper.scratch.folder),
+    }
+    with pytest.MonkeyPatch.context() as patch, reaper.marking():
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setattr(tempfile, "tempdir", variables["TMPDIR"])  # where the server's own socket goes
+        forkserver.ensure_running()
     return context
 
 

