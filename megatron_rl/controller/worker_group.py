@@ -29,7 +29,7 @@ from megatron_rl.balance import SequenceWork
 from megatron_rl.controller.calls import CallsFailed, RankCalls
 from megatron_rl.controller.failures import RankFailure, to_error
 from megatron_rl.controller.messages import pack
-from megatron_rl.controller.nodes import place_variables
+from megatron_rl.controller.nodes import node_addresses, place_variables
 from megatron_rl.controller.resource_pool import ResourcePool
 from megatron_rl.controller.routing import Route, Split, join_answers, route_call, split_call
 from megatron_rl.controller.watch import Limits, Watch
@@ -65,7 +65,9 @@ class WorkerGroup:
     Every `@register`-marked method becomes a method of the group that returns a `Future`; `verbs` lists them. One of
     them must be `coordinates()`, ONE_TO_ALL, returning `dispatch.Coordinates`. Workers find RANK, WORLD_SIZE,
     LOCAL_RANK (the index of their device among those they see), LOCAL_WORLD_SIZE and `nodes.place_variables` in their
-    environment, along with `env`, before their class is imported, and import from where the driver does.
+    environment, along with `env`, before their class is imported, and import from where the driver does. Rank 0 also
+    finds MASTER_LISTEN_FD, a socket that listens at MASTER_ADDR and MASTER_PORT and that it must take
+    (`workers/rendezvous.py` does).
 
     `work` evens out what data-parallel ranks get of the rows of balanced verbs; without it rows keep their order.
     `limits`: when a rank that neither raises nor dies has failed.
@@ -146,7 +148,9 @@ class WorkerGroup:
             self._watch = Watch(ray.util.get_node_ip_address(), world_size, self._limits)
             node_size = self._pool.num_ranks_per_node if world_size > self._direct_ranks else 1
             self._calls = RankCalls(self._handles, self._processes, self._watch, node_size, self._grace_s)
-            answers = self._calls.construct(role, place_variables(self._processes), pickled, self._watch.address)
+            port = ray.get(self._handles[0].listen_for_ranks.remote(node_addresses(self._processes)[0]))
+            variables = place_variables(self._processes, port)
+            answers = self._calls.construct(role, variables, pickled, self._watch.address)
             coordinates: list[Coordinates] = self._collect("__init__", answers, timeout=None)
             self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
         except BaseException:

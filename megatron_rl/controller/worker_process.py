@@ -35,12 +35,11 @@ PORTS = range(20_000, 32_768)
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where a rank's process runs; `free_port` was free on `host` a moment ago."""
+    """Where a rank's process runs."""
 
     pid: int
     node_id: str
     host: str
-    free_port: int
 
     @property
     def where(self) -> str:
@@ -61,18 +60,18 @@ class Call(NamedTuple):
     verb: str
 
 
-def free_port() -> int:
-    """A port that nothing listens on, of those that the system gives to nobody who asks for any.
+def listen(host: str) -> socket.socket:
+    """A socket that listens on `host` alone, at a port of those that the system gives to nobody who asks for any.
 
-    Between this answer and its use Ray and gloo open many of the others.
+    It is held from now on: Ray and gloo open many ports before it is used.
     """
     ports = list(PORTS)
     random.SystemRandom().shuffle(ports)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in ports:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
+        with contextlib.suppress(OSError):
+            return socket.create_server((host, port), family=family)
+    raise OSError(f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 class RankFailed(Exception):
@@ -104,8 +103,14 @@ class WorkerProcess:
 
     def describe_process(self) -> ProcessInfo:
         """Answer once the process is up."""
-        host = ray.util.get_node_ip_address()
-        return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), host, free_port())
+        return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+
+    def listen_for_ranks(self, host: str) -> int:
+        """Listen on `host`, for the worker to meet the other ranks there; the port."""
+        listener = listen(host)
+        port = listener.getsockname()[1]
+        os.environ["MASTER_LISTEN_FD"] = str(listener.detach())
+        return port
 
     def construct(self, role: str, env: dict[str, str], pickled: bytes, watch: WatchAddress) -> Coordinates:
         """Build the worker from `cloudpickle.dumps((worker_class, args))`, with `env` in the environment; its place."""

@@ -19,7 +19,9 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 class RankEnvironment:
     """One rank's place among the processes and nodes, from the variables that the launcher sets.
 
-    node_address: where the other nodes reach this one; the loopback address where there are none.
+    node_address: where the other nodes reach this one; the loopback address where there are none. master_addr,
+    master_port: where rank 0 is met. master_listen_fd: on rank 0, where its launcher has chosen the port, a socket that
+    listens there already.
     """
 
     rank: int
@@ -27,12 +29,17 @@ class RankEnvironment:
     local_rank: int
     node: int
     node_address: str
+    master_addr: str
+    master_port: int
+    master_listen_fd: int | None = None
 
     @classmethod
     def read(cls) -> RankEnvironment:
         variables = os.environ
         numbers = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"))
-        return cls(*numbers, variables["NODE_ADDRESS"])
+        listener = variables.get("MASTER_LISTEN_FD")
+        master = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"]))
+        return cls(*numbers, variables["NODE_ADDRESS"], *master, None if listener is None else int(listener))
 
     def choose_interfaces(self) -> None:
         """Let gloo and NCCL use the network that the node's address belongs to; before torch.distributed starts.

@@ -36,6 +36,7 @@ from megatron_rl.records import (
 )
 from megatron_rl.workers.cuts import Cuts
 from megatron_rl.workers.environment import RankEnvironment
+from megatron_rl.workers.rendezvous import open_store
 from third_party_patches import apply_patches
 
 if TYPE_CHECKING:
@@ -76,7 +77,13 @@ class RankWorker:
         self.device.activate()
         apply_patches(self.device.kind)
         environment.choose_interfaces()
-        dist.init_process_group(self.device.backend, timeout=collective_timeout)
+        dist.init_process_group(
+            self.device.backend,
+            timeout=collective_timeout,
+            store=open_store(environment, collective_timeout),
+            rank=environment.rank,
+            world_size=environment.world_size,
+        )
         grid = TrainGrid(
             environment.world_size,
             tp_size=megatron.tensor_model_parallel_size,

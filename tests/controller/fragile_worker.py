@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from datetime import timedelta
 
 from megatron_rl.dispatch import Coordinates, Dispatch, register
 from megatron_rl.errors import ConfigError
@@ -47,7 +48,12 @@ class FragileWorker:
         """Everybody enters a gloo barrier except one, who never comes."""
         import torch.distributed
 
-        torch.distributed.init_process_group("gloo")
+        from megatron_rl.workers.environment import RankEnvironment
+        from megatron_rl.workers.rendezvous import open_store
+
+        place = RankEnvironment.read()
+        store = open_store(place, timedelta(seconds=60))
+        torch.distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
         if self.rank == absent_rank:
             time.sleep(600)
         torch.distributed.barrier()

@@ -25,7 +25,7 @@ import pytest
 
 from megatron_rl.controller.nodes import LOOPBACK
 from megatron_rl.controller.reaper import Reaper
-from megatron_rl.controller.worker_process import free_port
+from megatron_rl.controller.worker_process import listen
 from megatron_rl.workers.environment import worker_environment
 
 
@@ -70,7 +70,9 @@ def run_ranks(world_size: int, function: Callable, *arguments: Any, timeout: flo
     `function` must be importable (a module-level name) and its answer picklable.
     """
     context = fork_server()
-    variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    with listen(LOOPBACK) as probe:
+        port = probe.getsockname()[1]
+    variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     variables |= {"NODE_RANK": "0", "NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
     answers = context.Queue()
     processes = [

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+
+from megatron_rl.controller.scratch import MARK, SEGMENTS
 
 REPOSITORY = Path(__file__).parents[2]
 TAG = "MEGATRON_RL_TEST_TAG"
@@ -40,6 +43,7 @@ class CommandLine:
         self.run = folder / "run"
         self.output = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
         self.started = time.monotonic()
+        self.marks: set[str] = set()  # of the family that was seen, see `controller/scratch.py`
         command = command or (sys.executable, "-m", "megatron_rl", "train", "--config", config)
         self.process = subprocess.Popen(
             [*command, *overrides, *([f"trainer.default_local_dir={self.run}"] if names_folder else [])],
@@ -55,8 +59,10 @@ class CommandLine:
         members = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(TAG) == self.tag and process.status() != psutil.STATUS_ZOMBIE:
+                variables = process.environ()
+                if variables.get(TAG) == self.tag and process.status() != psutil.STATUS_ZOMBIE:
                     members.append(process)
+                    self.marks |= {variables[MARK]} if MARK in variables else set()
             except psutil.Error:
                 continue
         return members
@@ -92,12 +98,18 @@ class CommandLine:
         file = self.run / "metrics.jsonl"
         return file.read_text() if file.exists() else ""
 
+    def files(self) -> list[str]:
+        """Folders and shared memory of the runs whose processes `family` has seen."""
+        folders = [path for mark in self.marks for path in Path(tempfile.gettempdir()).glob(f"megatron_rl-*/{mark}")]
+        segments = [path for mark in self.marks for path in SEGMENTS.glob(f"megatron_rl-{mark}-*")]
+        return [str(path) for path in folders + segments]
+
     def left_over(self, patience: float = 10) -> list[str]:
-        """Command lines of processes that outlive the run by more than `patience` seconds."""
+        """Command lines of processes, and files, that outlive the run by more than `patience` seconds."""
         deadline = time.monotonic() + patience
-        while (family := self.family()) and time.monotonic() < deadline:
+        while ((family := self.family()) or self.files()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return [" ".join(process.cmdline()) for process in family]
+        return [*self.files(), *(" ".join(process.cmdline()) for process in family)]
 
     def kill_all(self) -> None:
         for process in self.family():

@@ -14,9 +14,15 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.controller.worker_process import free_port
+from megatron_rl.controller.worker_process import listen
 
 NODE = "MEGATRON_RL_TEST_NODE"
+
+
+def free_port() -> int:
+    """A port that nothing listened on a moment ago, of those that the system gives to nobody who asks for any."""
+    with listen("127.0.0.1") as probe:
+        return probe.getsockname()[1]
 
 
 class Raylets:

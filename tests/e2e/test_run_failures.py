@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from command_line import REPOSITORY
 from lives import ONE, TP2
@@ -151,10 +153,31 @@ def test_interrupted_controller(command_line, number: int, code: int) -> None:
 
 
 def test_killed_controller(command_line) -> None:
-    """kill -9 of the controller takes all of Ray and all workers along; would not catch files it leaves."""
+    """kill -9 of the controller takes all of Ray and all workers along, their sockets and their shared memory.
+
+    Whatever the ranks have made says to which run it belongs, and of all that listens in a rank only Ray's own server,
+    which asks for a token, does so on all interfaces. Would not catch what is made and gone meanwhile.
+    """
     run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")
     run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=120)
     assert len(run.workers()) == 2
+    sockets, segments = opened(run.workers())
+    [mark] = run.marks
+    assert sockets and all(f"megatron_rl-{os.getuid()}/{mark}/" in path for path in sockets), sockets
+    assert segments and all(path.startswith(f"/dev/shm/megatron_rl-{mark}-") for path in segments), segments
+    for rank in run.workers():
+        listening = [one.laddr for one in rank.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+        assert len([address for address in listening if address.ip in ("::", "0.0.0.0")]) == 1, listening
     run.process.kill()
     assert run.wait(LIMIT) == -9
     assert run.left_over(patience=LIMIT) == []
+
+
+def opened(processes: list[psutil.Process]) -> tuple[set[str], set[str]]:
+    """(paths of sockets, names in shared memory) that these processes have open and that are there."""
+    sockets = {one.laddr for process in processes for one in process.net_connections("unix") if one.laddr}
+    mapped = {area.path for process in processes for area in process.memory_maps()}
+    return (
+        {path for path in sockets if Path(path).exists()},
+        {path for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()},
+    )

@@ -50,7 +50,7 @@ def no_choice(monkeypatch):
 
 
 def chosen(address: str) -> tuple[str | None, str | None]:
-    RankEnvironment(0, 4, 0, 0, address).choose_interfaces()
+    RankEnvironment(0, 4, 0, 0, address, address, 5000).choose_interfaces()
     return os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME")
 
 
