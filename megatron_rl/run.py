@@ -25,7 +25,7 @@ from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, R
 from megatron_rl.controller.signals import StopRequest
 from megatron_rl.controller.watch import STACKS_FILE, Limits
 from megatron_rl.controller.worker_group import Future
-from megatron_rl.errors import ConfigError, ParityError
+from megatron_rl.errors import ConfigError, ParityError, StorageError
 from megatron_rl.experience.assemble import add_rewards, assemble
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.losses.registry import estimator, policy_loss
@@ -403,7 +403,8 @@ class Run:
             trainer, seconds = self.config.trainer, metrics["timing_s/step"]
             num_ranks = trainer.nnodes * trainer.n_gpus_per_node
             metrics |= throughput_metrics(int(metrics["perf/total_num_tokens"]), seconds, num_ranks)
-        self.keep_folder()
+        with contextlib.suppress(StorageError):  # lines wait; the next checkpoint says what is lost
+            self.keep_folder()
         self.logger.log(metrics, step)
         if step:
             accuracy = self.accuracies[-1] if self.accuracies else None
