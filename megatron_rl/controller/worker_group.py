@@ -29,7 +29,7 @@ from megatron_rl.balance import SequenceWork
 from megatron_rl.controller.calls import CallsFailed, RankCalls
 from megatron_rl.controller.failures import RankFailure, to_error
 from megatron_rl.controller.messages import pack
-from megatron_rl.controller.nodes import node_addresses, place_variables
+from megatron_rl.controller.nodes import LOOPBACK, node_addresses, place_variables
 from megatron_rl.controller.resource_pool import ResourcePool
 from megatron_rl.controller.routing import Route, Split, join_answers, route_call, split_call
 from megatron_rl.controller.watch import Limits, Watch
@@ -145,7 +145,8 @@ class WorkerGroup:
             self._handles = [self._spawn(process_class, rank) for rank in range(world_size)]
             self._processes = self._wait_for_processes()
             pickled = ray.put(cloudpickle.dumps((self._worker_class, self._args)))
-            self._watch = Watch(ray.util.get_node_ip_address(), world_size, self._limits)
+            only_here = all(process.is_local for process in self._processes)
+            self._watch = Watch(LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, self._limits)
             node_size = self._pool.num_ranks_per_node if world_size > self._direct_ranks else 1
             self._calls = RankCalls(self._handles, self._processes, self._watch, node_size, self._grace_s)
             port = ray.get(self._handles[0].listen_for_ranks.remote(node_addresses(self._processes)[0]))
