@@ -14,6 +14,7 @@ from megatron_rl.checkpoint.contents import RUN_FILE, write_role_file
 from megatron_rl.checkpoint.folders import commit, unfinished_folder
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, digest_files
 from megatron_rl.config.load import load_config
+from megatron_rl.controller.last_resort import LastResort
 from megatron_rl.controller.signals import StopRequest
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.resume_rules import configured_models
@@ -25,7 +26,9 @@ REPOSITORY = Path(__file__).parents[1]
 def new_run(folder: Path, monkeypatch) -> Run:
     monkeypatch.chdir(REPOSITORY)
     settings = (f"trainer.default_local_dir={folder}", "trainer.save_freq=1", "trainer.logger=[jsonl]")
-    return Run(load_config("configs/demo_cpu.yaml", settings), StopRequest())
+    last_resort = LastResort()
+    last_resort.stand_down()
+    return Run(load_config("configs/demo_cpu.yaml", settings), StopRequest(last_resort))
 
 
 def save(run: Run, step: int) -> None:
