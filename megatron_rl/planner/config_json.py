@@ -13,7 +13,10 @@ LARGEST_FILE = 16 << 20
 LARGEST_NUMBER = 2**31 - 1
 LARGEST = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 10_000)
 LARGEST |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 10_000)
-"""What is counted one by one; other sizes may have 31 bits."""
+LARGEST |= dict.fromkeys(
+    ("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "vocab_size"), 1 << 24
+)
+"""What a plan counts one by one, or cuts into messages; other sizes may have 31 bits."""
 
 
 class ConfigJsonError(Exception):

@@ -95,7 +95,7 @@ model_file("lost files", INDEX, b'{"weight_map": {"a": "b.safetensors"}}', "not 
 model_file("cut tokenizer", "tokenizer.json", b'{"model": {"vo', "tokenizer.json is not valid JSON")
 model_file("no end of an answer", "generation_config.json", b"{}", "eos_token_id must be the number of a token")
 model_file("a list of settings", "config.json", b"[1]", "is not an object in braces", CONFIG)
-model_fault("hidden", {"hidden_size": 10**30}, ("hidden_size", "<= 2147483647"), areas=CONFIG, offer=False)
+model_fault("hidden", {"hidden_size": 10**30}, ("hidden_size", "<= 16777216"), areas=CONFIG, offer=False)
 model_fault("heads", {"num_attention_heads": 10**9}, ("num_attention_heads", "<= 10000"), areas=CONFIG, offer=False)
 model_fault("no names", {"architectures": 5}, ("architectures", "must be a list"), areas=CONFIG, offer=False)
 

@@ -27,7 +27,7 @@ def rope_type(settings: Mapping[str, Any]) -> str:
 def rope_problem(settings: Mapping[str, Any]) -> str | None:
     """What is wrong with the rotary embedding that a config.json asks for; None when it is supported."""
     kind, rope = rope_type(settings), rope_of(settings)
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         return f"rope_type={kind!r} is not supported; known: {', '.join(ROPE_TYPES)}"
     lacking = [name for name in ROPE_TYPES[kind] if not isinstance(rope.get(name), int | float)]
     if lacking:
