@@ -137,7 +137,7 @@ def read_tree(path: Path, content: str) -> dict[str, Any]:
     """The mapping in a YAML file that is there. Raises ConfigError, with the `content` it must hold, for another."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -155,7 +155,7 @@ def read_override(text: str) -> Iterator[Setting]:
         raise refused(Violation({}, rule))
     try:
         parsed = OmegaConf.from_dotlist([f"value={value}"])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         rule = f"the value of override {text!r} cannot be parsed: {_first_line(error)}"
         raise refused(Violation({}, rule)) from error
     return _flatten(key.strip(), OmegaConf.to_container(parsed, resolve=False)["value"], "override")
@@ -189,7 +189,7 @@ def _apply(config: Any, setting: Setting) -> Violation | None:
         return unknown
     try:
         OmegaConf.update(config, key, _without_tilde(key, setting.value))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:
         rule = f"({setting.origin}) must be of type {_type_name(KEYS.get(key))}: {_first_line(error)}"
         return Violation(given, rule, subject=_said(setting))
     return None

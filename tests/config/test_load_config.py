@@ -137,11 +137,26 @@ def test_all_mandatory_keys_are_listed_at_once(write):
         ("data: {seed: 1}\ndata: {seed: 2}\n", "duplicate key data"),
         ("- a\n", "holds a list"),
         ("trainer: {seed: '${'}\n", "not valid YAML"),
+        (f"trainer: {{seed: {'9' * 5000}}}\n", "not valid YAML: Exceeds the limit"),
     ],
 )
 def test_broken_files_are_refused(write, text, expected):
     """Would not catch a file that parses to something else than its author meant."""
     assert expected in refusal(write(text))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"trainer.seed={'9' * 5000}", "cannot be parsed: Exceeds the limit"),
+        (f"actor_rollout_ref.actor.optim.lr={'9' * 400}", "must be of type float: int too large"),
+        ("data.val_files=caf\udce9.parquet", "cannot be parsed: 'utf-8' codec can't encode"),
+    ],
+)
+def test_values_that_python_cannot_hold(write, override, expected):
+    """Numbers without end, and a byte of the command line that is no UTF-8. Would not catch absurd ones."""
+    text = refusal(write(MANDATORY), override)
+    assert expected in text and text.encode()
 
 
 def test_missing_file_names_its_neighbour():
