@@ -55,16 +55,17 @@ class TrainGroups:
         return self.is_last_stage and self.tp_rank == 0
 
 
-def initialize_mpu(grid: TrainGrid, seed: int, vpp_size: int = 1, timeout: timedelta | None = None) -> TrainGroups:
+def initialize_mpu(
+    grid: TrainGrid, seed: int, vpp_size: int = 1, timeout: timedelta = default_pg_timeout
+) -> TrainGroups:
     """Create Megatron's groups and RNG tracker; every rank must call, once, after `init_process_group`.
 
     vpp_size: model chunks per stage, which decides the pipeline schedule of every role.
-    timeout: of every collective, in whole minutes for Megatron's; None: torch's own, which is 30 minutes.
+    timeout: of every collective, in whole minutes for Megatron's.
     Raises RuntimeError if Megatron's idea of this rank's place differs from the grid's.
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    timeout = timeout or default_pg_timeout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp_size,
         pipeline_model_parallel_size=grid.pp_size,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from transformers import AutoConfig, GenerationConfig
 
 from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
@@ -68,7 +69,7 @@ class RankWorker:
     weights: AllGatherPPModel
     engine: HybridEngine
 
-    def __init__(self, config: RunConfig, collective_timeout: timedelta) -> None:
+    def __init__(self, config: RunConfig, collective_timeout: timedelta = default_pg_timeout) -> None:
         environment = RankEnvironment.read()
         megatron = config.actor_rollout_ref.actor.megatron
         self.config = config
