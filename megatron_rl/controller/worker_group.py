@@ -165,7 +165,8 @@ class WorkerGroup:
         if self._watch is not None:
             self._watch.close()
         handles, self._handles = self._handles, []
-        if handles and ray.is_initialized():  # without Ray they are gone, and ray.kill would start it again
+        # Without Ray they are gone, and ray.kill would start it again, or wait for a server that is gone.
+        if handles and ray.is_initialized() and not self._pool.is_lost:
             for handle in handles:
                 ray.kill(handle)
             wait_until_gone([process.pid for process in self._processes if process.is_local])

@@ -29,4 +29,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except MegatronRLError as error:
+        print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_rl.controller.reaper import Reaper
 from megatron_rl.controller.scratch import MARK, SEGMENTS, segment_name
-from megatron_rl.errors import GraceOver
+from megatron_rl.errors import GraceOver, WorkerFailure
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -90,6 +90,25 @@ def scratch_of(tree: list[psutil.Process]) -> Path:
     [mark] = {mark for process in tree if (mark := process.environ().get(MARK))}
     [folder] = Path(tempfile.gettempdir()).glob(f"megatron_rl-{os.getuid()}/{mark}")
     return folder
+
+
+@pytest.mark.parametrize("doomed", [["600"]], indirect=True, ids=[""])
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -> None:
+    """At once, with code 3, and nothing is left. Would not catch a driver that is just putting an object into Ray's
+    memory when the raylet dies: Ray ends that process itself.
+    """
+    driver, tree = doomed
+    folder = scratch_of(tree)
+    [killed] = [process for process in tree if process.name() == victim]
+    killed.kill()
+    assert driver.wait(timeout=30) == WorkerFailure.exit_code
+    text = driver.stderr.read()
+    assert text.startswith(f"Ray's {victim} (process {killed.pid}) was killed by SIGKILL, and the run cannot go on")
+    assert len(text.splitlines()) == 1
+    psutil.wait_procs(tree, timeout=10)
+    assert [process for process in tree if process.is_running()] == []
+    assert not folder.exists()
 
 
 def test_the_next_start_removes_what_nobody_could() -> None:

@@ -107,7 +107,7 @@ def test_shutdown_leaves_no_process_and_later_calls_say_so(group: WorkerGroup) -
 
 def test_a_pool_that_cannot_be_had_names_both_sides(pool: ResourcePool) -> None:
     """Would not catch a cluster that has the resources but not on one node."""
-    with pytest.raises(ConfigError, match=r"99 x \[CPU 1, GPU 0\] each within 1 s: it has \[CPU 4, GPU \d+\] in all"):
+    with pytest.raises(ConfigError, match=r"99 x \[CPU 1, GPU 0\] each: its 1 node\(s\) have \[CPU 4, GPU \d+\]"):
         ResourcePool(1, 99, "cpu", ready_timeout_s=1).__enter__()
 
 

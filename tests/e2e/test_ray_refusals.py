@@ -1,0 +1,136 @@
+"""A cluster that cannot be joined, or is too small: one sentence with what to do, code 2, within seconds."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from raylets import Raylets, free_port
+
+from megatron_rl.controller import ray_cluster
+from megatron_rl.controller.ray_cluster import shortage
+from megatron_rl.errors import ConfigError
+
+GPU_NODE, GPU_RANK = {"CPU": 96.0, "GPU": 8.0, "memory": 1e12}, {"CPU": 1.0, "GPU": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_nodes", "num_ranks", "rank", "room"),
+    [
+        ([GPU_NODE] * 2, 2, 8, GPU_RANK, None),
+        ([GPU_NODE] * 2, 4, 4, GPU_RANK, None),
+        ([GPU_NODE] * 2, 3, 8, GPU_RANK, 2),
+        ([GPU_NODE], 1, 16, GPU_RANK, 0),
+        ([{"CPU": 4.0}], 1, 1, GPU_RANK, 0),
+        ([{"CPU": 4.0}, {"CPU": 1.0}], 3, 2, {"CPU": 1}, 2),
+        ([], 1, 1, {"CPU": 1}, 0),
+    ],
+)
+def test_what_a_cluster_lacks(nodes: list, num_nodes: int, num_ranks: int, rank: dict, room: int | None) -> None:
+    """Would not catch CPUs that others occupy; those are waited for."""
+    text = shortage(nodes, num_nodes, num_ranks, rank)
+    if room is None:
+        assert text == ""
+    else:
+        assert f"trainer.nnodes={num_nodes} node(s) with {num_ranks} x [CPU 1, GPU" in text
+        assert f"which is room for {room};" in text
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", "host:http", ":6379", "http://10.0.0.1:8265"])
+def test_what_is_no_address(address: str) -> None:
+    """Would not catch a name that only Ray knows."""
+    with pytest.raises(
+        ConfigError, match=r"RAY_ADDRESS=.* is no HOST:PORT of a Ray cluster; nearest: .*10\.0\.0\.1:6379"
+    ):
+        ray_cluster.join(address)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_nothing_listens_there(host: str) -> None:
+    """Would not catch a firewall that drops packets: that takes CONNECT_LIMIT_S."""
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="nothing can be reached there .*nearest: start the cluster"):
+        ray_cluster.join(f"{host}:{free_port()}")
+    assert time.monotonic() - begun < 15
+
+
+@pytest.mark.timeout(60)
+def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that accepts and says nothing. Would not catch a Ray server that is slower than the limit."""
+    monkeypatch.setattr(ray_cluster, "ANSWER_LIMIT_S", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="does not answer as a Ray server .*port 6379 unless told otherwise"):
+            ray_cluster.join(address)
+
+
+JOIN = """
+import sys
+from megatron_rl.controller.resource_pool import ResourcePool
+from megatron_rl.errors import MegatronRLError
+try:
+    with ResourcePool(int(sys.argv[1]), 1, "cpu"):
+        print("joined")
+except MegatronRLError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+ALTER = """
+import json, sys
+from ray._common.usage.usage_constants import CLUSTER_METADATA_KEY
+from ray._common.usage.usage_lib import get_cluster_metadata
+from ray._raylet import GcsClient
+client = GcsClient(address=sys.argv[1])
+altered = get_cluster_metadata(client) | {"ray_version": "2.59.0"}
+client.internal_kv_put(CLUSTER_METADATA_KEY, json.dumps(altered).encode(), True, b"cluster")
+"""
+
+
+def drive(variables: Mapping[str, str], program: str, *arguments: str) -> tuple[int, str, float]:
+    """Exit code, stdout and seconds of a program with only these of Ray's variables, and no home folder."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env = clean | {"HOME": "/proc/none", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variables}
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout.strip(), time.monotonic() - begun
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(240)
+def test_a_real_cluster_refuses_and_admits() -> None:
+    """Without its token, with another one, too small, as it should be, and of another version, by what it has stored.
+
+    Would not catch a version whose messages this one cannot read.
+    """
+    with Raylets(2) as raylets:
+        refuse_and_admit(raylets.variables)
+
+
+def refuse_and_admit(cluster: dict[str, str]) -> None:
+    address = {"RAY_ADDRESS": cluster["RAY_ADDRESS"]}
+    wrong = cluster | {"RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    cases = [(address, "1"), (address | {"RAY_AUTH_MODE": "token"}, "1"), (wrong, "1"), (cluster, "3"), (cluster, "1")]
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda case: drive(case[0], JOIN, case[1]), cases))
+    assert [code for code, *_ in done] == [2, 2, 2, 2, 0], done
+    none, none_found, refused, small, joined = (text for _, text, _ in done)
+    for text in (none, none_found):
+        assert "the cluster asks for a token and none is offered; nearest: RAY_AUTH_MODE=token and" in text
+    assert "does not accept the one that is offered" in refused
+    assert small.startswith("the cluster cannot give trainer.nnodes=3 node(s) with 1 x [CPU 1, GPU 0] each: its ")
+    assert "which is room for 2; nearest: trainer.nnodes=2" in small
+    assert joined == "joined"
+    assert all(len(text.splitlines()) == 1 for _, text, _ in done)
+    assert drive(cluster, ALTER, cluster["RAY_ADDRESS"])[0] == 0
+    code, text, _ = drive(cluster, JOIN, "1")
+    assert code == 2 and "the cluster runs Ray 2.59.0 on Python 3." in text and "both must be equal" in text
