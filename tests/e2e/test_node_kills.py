@@ -18,7 +18,8 @@ NOTICED_S = 60
 TP = f"{MEGATRON}.tensor_model_parallel_size"
 PP2 = (2, 1, (f"{TP}=1",))
 TP2PP2 = (2, 2, (f"{TP}=2",))
-PP3 = (3, 1, (f"{TP}=1", f"{MEGATRON}.pipeline_model_parallel_size=3"))
+STAGES = (f"{MEGATRON}.pipeline_model_parallel_size=3", f"{MEGATRON}.num_layers_in_first_pipeline_stage=2")
+PP3 = (3, 1, (f"{TP}=1", *STAGES))
 """Nodes, ranks of each, and the layout on them."""
 KEYS = (*SHORT, "trainer.save_freq=1", "trainer.export_hf=false", "trainer.total_training_steps=1000")
 MOMENTS = ("generate", "enter_rollout", "update_actor", "begin_save")
