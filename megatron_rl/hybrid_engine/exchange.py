@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_rl.hybrid_engine.layout import Region
 from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
 from megatron_rl.hybrid_engine.schedule import Leg, Step
+from megatron_rl.observe.liveness import made_progress
 
 NUM_SCRATCH = 4
 """Messages that scratch memory has room for: two under way in each direction."""
@@ -123,6 +124,7 @@ class Exchange:
     def _finish(self, works: list[dist.Work], step: BoundStep) -> None:
         self.transport.finish(works, step.receive)
         copy_all(step.unpack)
+        made_progress()
 
     def _bind(self, step: Step, number: int) -> BoundStep:
         bound = BoundStep(step.after)
