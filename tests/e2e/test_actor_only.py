@@ -12,7 +12,7 @@ from command_line import REPOSITORY
 from lives import ONE, SHORT, metrics, steps_saved
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 OWN = """
 from dataclasses import replace

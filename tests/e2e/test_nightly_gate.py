@@ -10,7 +10,7 @@ from lives import ONE, SHORT
 from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.nightly.golden import Band, Golden, write_golden
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 SCORES = {"critic/score/mean": Band((0.6, 0.6), below=0.3), "actor/skipped_updates": Band((0.0, 0.0), above=0.0)}
 REWARD = """

@@ -15,7 +15,7 @@ from lives import MEGATRON, ONE, SHORT, TP2, metrics, reached, steps_saved
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 
 def test_killed_run_goes_on_exactly(command_line) -> None:

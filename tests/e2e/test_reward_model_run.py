@@ -14,7 +14,7 @@ from command_line import REPOSITORY
 from lives import MEGATRON, SHORT, metrics
 from transformers import AutoConfig, Qwen2ForSequenceClassification
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 DEMO = REPOSITORY / "assets/demo"
 

@@ -12,7 +12,7 @@ import pytest
 from command_line import REPOSITORY
 from lives import ONE, TP2
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 LIMIT = 60
 SMALL = (

@@ -7,7 +7,7 @@ import json
 import pytest
 from command_line import REPOSITORY
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 LAYOUTS = {
