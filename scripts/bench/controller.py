@@ -31,6 +31,7 @@ ROWS, BATCH_MIB = 512, 40
 MOST_ROUND_TRIP_RANKS = 4
 """More ranks would each import torch, 230 MB a process."""
 CALLS_PER_STEP = 20
+MIN_ROUNDS = 80
 LARGE_WORLD = 1000
 
 
@@ -159,7 +160,7 @@ def main() -> None:
     medians: dict[int, float] = {}
     print("no-op, us: median (quartiles)")
     for ranks in options.ranks:
-        seconds = measure(ranks, max(20, options.rounds * 2 // ranks), NoOpWorker, noop_arms)
+        seconds = measure(ranks, max(MIN_ROUNDS, options.rounds * 2 // ranks), NoOpWorker, noop_arms)
         ours, bare = (statistics.median(seconds[arm]) for arm in ("ours", "ray"))
         medians[ranks] = ours
         found["noop"][str(ranks)] = {"ours_us": ours * 1e6, "ray_us": bare * 1e6, "ratio": ours / bare}
