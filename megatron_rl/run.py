@@ -133,7 +133,7 @@ class Run:
             )
         self.console.print(layout_table(batch_table(self.config)))
         for note in repeat_notes(self.config.data, [file.num_prompts for file in self.train_data.files]):
-            self.console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            self.warn(note)
         for reason in self.start.skipped:
             self.warn(f"skipped {reason}")
         self._resources.enter_context(self.rules)

@@ -10,7 +10,7 @@ import psutil
 
 from megatron_rl.errors import ConfigError
 
-LOOPBACK = "127."
+LOOPBACK_PREFIX = "127."
 """What its IPv4 addresses begin with."""
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -50,7 +50,7 @@ class RankEnvironment:
         if GLOO_INTERFACE not in os.environ:
             found = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
             os.environ[GLOO_INTERFACE] = interface_of(self.node_address, found)
-        if not self.node_address.startswith(LOOPBACK):
+        if not self.node_address.startswith(LOOPBACK_PREFIX):
             os.environ.setdefault(NCCL_INTERFACE, f"={os.environ[GLOO_INTERFACE]}")  # "=": no other that begins alike
 
 
@@ -62,7 +62,8 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
     """
     for name, addresses in interfaces.items():
         own = [entry.partition("%")[0] for entry in addresses]  # IPv6 addresses may name their interface
-        if address in own or (address.startswith(LOOPBACK) and any(entry.startswith(LOOPBACK) for entry in own)):
+        has_loopback = any(entry.startswith(LOOPBACK_PREFIX) for entry in own)
+        if address in own or (address.startswith(LOOPBACK_PREFIX) and has_loopback):
             return name
     listing = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in interfaces.items())
     raise ConfigError(
