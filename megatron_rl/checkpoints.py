@@ -30,9 +30,9 @@ from megatron_rl.checkpoint.folders import (
 )
 from megatron_rl.checkpoint.manifest import FORMAT, FileRecord, Manifest, digest_files
 from megatron_rl.checkpoint.storage import storing
+from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.algorithms import trained_roles
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.controller.worker_group import WorkerGroup
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
 from megatron_rl.records import RoleState
 from megatron_rl.run import Run, StepAbandoned

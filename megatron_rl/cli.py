@@ -26,10 +26,10 @@ from megatron_rl.ablation.run import Ablation, only_ablation
 from megatron_rl.ablation.table import dry_run_tables
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
+from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.controller.signals import exit_on_signals
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Violation
 from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.loading import without_collections

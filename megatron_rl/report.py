@@ -18,7 +18,7 @@ from megatron_rl.observe.summary import before_after_table, write_summary
 from megatron_rl.records import Sequences
 
 if TYPE_CHECKING:
-    from megatron_rl.controller.worker_group import WorkerGroup
+    from megatron_rl.cluster.worker_group import WorkerGroup
     from megatron_rl.run import Run
 
 EXPORT_LOGIT_BOUND = 1e-4

@@ -19,12 +19,12 @@ from megatron_rl.checkpoint.folders import find, only_writer
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.checkpoint.run_file import read_run_file, reading
 from megatron_rl.checkpoint.storage import storing
+from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.cluster.watch import STACKS_FILE, Limits
+from megatron_rl.cluster.worker_group import Future
 from megatron_rl.config.algorithms import needs_of, uses_critic, uses_reference, uses_rule
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig, as_list
-from megatron_rl.controller.signals import StopRequest
-from megatron_rl.controller.watch import STACKS_FILE, Limits
-from megatron_rl.controller.worker_group import Future
 from megatron_rl.errors import ConfigError, ParityError, StorageError
 from megatron_rl.experience.assemble import add_rewards, assemble
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL

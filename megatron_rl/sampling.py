@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.controller.worker_group import Future, WorkerGroup
+from megatron_rl.cluster.worker_group import Future, WorkerGroup
 from megatron_rl.experience.assemble import assemble
 from megatron_rl.experience.groups import differing, first_groups
 from megatron_rl.records import Generations, Prompts, Sampling

@@ -10,19 +10,19 @@ rollout engine because `enter_rollout` brings what each one lacks.
 from __future__ import annotations
 
 from megatron_rl.checkpoints import Checkpoints
+from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.cluster.signals import graceful_signals
+from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.controller.resource_pool import ResourcePool
-from megatron_rl.controller.signals import graceful_signals
-from megatron_rl.controller.worker_group import WorkerGroup
 from megatron_rl.experience.assemble import add_advantages, add_rollout_correction, assemble
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.records import Experience
 from megatron_rl.report import finish_run
+from megatron_rl.roles.cuts import sequence_work
+from megatron_rl.roles.environment import worker_environment
+from megatron_rl.roles.rank_worker import RankWorker
 from megatron_rl.run import Run, is_validation_step, stop_grace_s, watch_limits
 from megatron_rl.sampling import generate, sample, start_rm_scores
-from megatron_rl.workers.cuts import sequence_work
-from megatron_rl.workers.environment import worker_environment
-from megatron_rl.workers.rank_worker import RankWorker
 
 
 def train(config: RunConfig) -> dict:

@@ -13,9 +13,9 @@ from rich.console import Console
 from megatron_rl.checkpoint.contents import RUN_FILE, write_role_file
 from megatron_rl.checkpoint.folders import commit, unfinished_folder
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, digest_files
+from megatron_rl.cluster.last_resort import LastResort
+from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.load import load_config
-from megatron_rl.controller.last_resort import LastResort
-from megatron_rl.controller.signals import StopRequest
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.run import Run

@@ -22,8 +22,8 @@ import ray
 import torch
 from tensordict import TensorClass
 
-from megatron_rl.controller.resource_pool import ResourcePool
-from megatron_rl.controller.worker_group import WorkerGroup
+from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.dispatch import Coordinates, Dispatch, register
 
 MIB = 1 << 20

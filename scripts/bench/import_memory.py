@@ -29,7 +29,7 @@ from megatron_rl.checkpoint.hf_folder import file_names, plan_files, save_tensor
 from megatron_rl.checkpoint.hf_tensors import hf_tensors
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.families import ModelShape, family_of, param_map
-from megatron_rl.workers.environment import worker_environment
+from megatron_rl.roles.environment import worker_environment
 
 BOUND_BYTES = 300_000_000
 """What an import may take beyond its shard."""
@@ -99,9 +99,9 @@ def import_config(folder: str, tp_size: int, pp_size: int, dtype: str) -> RunCon
 
 def measure_import(config: RunConfig, load_first: bool = False) -> Growth:
     """Import on this rank; all ranks must call. `load_first`: read the weights before DDP has a place for them."""
-    from megatron_rl.workers.model_source import ModelSource
-    from megatron_rl.workers.rank_worker import RankWorker
-    from megatron_rl.workers.training import in_flat_buffers
+    from megatron_rl.roles.model_source import ModelSource
+    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.training import in_flat_buffers
 
     worker = RankWorker(config)
     shared = config.actor_rollout_ref

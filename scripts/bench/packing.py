@@ -26,7 +26,7 @@ from rich.table import Table
 from transformers import LlamaConfig
 
 from megatron_rl.balance import SequenceWork, share_out
-from megatron_rl.controller.routing import chunk_sizes
+from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching, micro_batches
 from megatron_rl.records import Sequences, ragged
 
@@ -105,7 +105,7 @@ def small_model():
     from megatron_rl.model.vocab_head import VocabHead
     from megatron_rl.parallel.mpu import initialize_mpu
     from megatron_rl.parallel.rank_grid import TrainGrid
-    from megatron_rl.workers.training import TrainableModel
+    from megatron_rl.roles.training import TrainableModel
     from third_party_patches import apply_patches
 
     apply_patches("cpu")

@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.controller.nodes import LOOPBACK
-from megatron_rl.controller.reaper import Reaper
-from megatron_rl.controller.worker_process import listen
-from megatron_rl.workers.environment import worker_environment
+from megatron_rl.cluster.nodes import LOOPBACK
+from megatron_rl.cluster.reaper import Reaper
+from megatron_rl.cluster.worker_process import listen
+from megatron_rl.roles.environment import worker_environment
 
 
 @functools.cache

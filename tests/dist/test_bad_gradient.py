@@ -36,7 +36,7 @@ def clear(trainable) -> bool:
 
 def train_through_nan(config, sick_field: str | None) -> dict:
     """Of each role a good update, one with NaN on the last DP rank (not if `sick_field` is None), a good update."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()
@@ -86,7 +86,7 @@ def test_a_skipped_update_leaves_no_trace(world_size: int, pp_size: int, sick_fi
 
 def step_with_nan_in(config, where: str) -> tuple[bool, bool]:
     """(whether the step was skipped, whether nothing is left of it) when rank 1 alone holds a NaN there."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

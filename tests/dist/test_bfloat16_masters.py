@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 def largest_difference(config) -> float:
     """Between a master and the parameter that it updates."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

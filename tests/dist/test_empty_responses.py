@@ -26,7 +26,7 @@ def with_empty_rows(experience: Experience, at: int) -> Experience:
 
 def go_through_all_roles(config, experience: Experience) -> dict:
     """Scores of each role, and what an update of actor and critic measured and changed, on this DP rank's share."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     for role in ("actor", "reference", "critic"):

@@ -24,7 +24,7 @@ EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 
 def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
     """Export untouched, train one step, export again; the trainer's logits at the end."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()
@@ -66,7 +66,7 @@ def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
 
 
 def export_in_small_files(config, target: Path) -> None:
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

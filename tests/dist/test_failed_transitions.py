@@ -15,7 +15,7 @@ ROLLOUT = "actor_rollout_ref__rollout__"
 
 
 def build(config):
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

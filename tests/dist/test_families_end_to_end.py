@@ -71,7 +71,7 @@ def reference(tmp_path_factory) -> Callable[[Callable], Reference]:
 
 def through_the_engine(config, exported: Path) -> dict:
     """What one rank knows of an untouched model: its logits, its greedy answers; and the export."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

@@ -77,7 +77,7 @@ def configure(actor, loss_mode: str, cut: MicroBatching) -> None:
 
 def reduced_gradients(actor, dp_group) -> dict[str, torch.Tensor]:
     """Every parameter's gradient over all data-parallel ranks: each has the reduced one of its own shard only."""
-    from megatron_rl.workers.model_source import named_parameters
+    from megatron_rl.roles.model_source import named_parameters
 
     gradients = {p: torch.zeros_like(p.main_grad) for p in named_parameters(actor.trainable.models).values()}
     for parameter, start, state in actor.trainable.optimizer_runs():
@@ -90,7 +90,7 @@ def reduced_gradients(actor, dp_group) -> dict[str, torch.Tensor]:
 
 def all_gradients(config) -> dict[tuple[str, str], dict]:
     """(loss mode, cut) -> metrics and gradients of the same mini-batch, as one rank has them."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

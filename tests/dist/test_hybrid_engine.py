@@ -32,7 +32,7 @@ def memory_facts(worker) -> dict:
 
 def rollout_rank(config) -> dict:
     """Everything the tests below look at, from one build of the engines."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

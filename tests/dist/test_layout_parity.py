@@ -21,8 +21,8 @@ OPTIMIZER = {"lr": 0.05, "eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
 
 def one_update(config) -> dict:
     """What one rank knows after scoring the batch, one update of actor and critic, and scoring it again."""
-    from megatron_rl.workers.model_source import named_parameters
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.model_source import named_parameters
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()
@@ -158,7 +158,7 @@ def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> t
 
 
 def score_only(config) -> torch.Tensor | None:
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

@@ -35,7 +35,7 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
     """(stage, phase -> bytes at the peak, phase -> what the ledger says) of one rank, in its second step."""
     from megatron_rl.observe.memory import StorageMeter
     from megatron_rl.records import Prompts, Sampling
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     has_reward = config.reward_model.enable

@@ -104,8 +104,8 @@ def test_router_weights_equal_hugging_face(normalised, tmp_path) -> None:
 
 def policy_gradients(config) -> dict:
     """One process: gradients of the policy loss where old and new log-probs are equal."""
-    from megatron_rl.workers.model_source import named_parameters
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.model_source import named_parameters
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
 def update_one_row(config) -> tuple[dict, dict]:
     """Metrics of one actor and one critic update on a single row, which data-parallel rank 0 has."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

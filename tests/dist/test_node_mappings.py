@@ -61,8 +61,8 @@ class Mapped:
 
     def __init__(self, config) -> None:
         from megatron_rl.model.families import VOCAB_PADDING
-        from megatron_rl.workers.flat_parameters import flat_parameters
-        from megatron_rl.workers.rank_worker import RankWorker
+        from megatron_rl.roles.flat_parameters import flat_parameters
+        from megatron_rl.roles.rank_worker import RankWorker
 
         worker = RankWorker(config)
         worker.build_actor()

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 def update_both(worker, override: OverrideTransformerConfig) -> dict:
     """Actor and critic built anew and updated once: metrics, gradients, weights, and runs of each layer's forward."""
-    from megatron_rl.workers.model_source import named_parameters
+    from megatron_rl.roles.model_source import named_parameters
 
     shared, critic = worker.config.actor_rollout_ref, worker.config.critic
     shared.actor.megatron.override_transformer_config = critic.megatron.override_transformer_config = override
@@ -66,7 +66,7 @@ def update_both(worker, override: OverrideTransformerConfig) -> dict:
 
 def compare(config, choices: list[tuple[str, int]]) -> tuple[list, dict[tuple[str, int], tuple[list, list]]]:
     """Runs of the layers without recomputing; for each choice those with it, and what is not equal to the last bit."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     kept = update_both(worker, OverrideTransformerConfig())

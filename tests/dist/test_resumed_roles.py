@@ -25,7 +25,7 @@ def train(
 
     after: the step after which the save begins, and beside which the next ones run; 0: the last.
     """
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()
@@ -56,7 +56,7 @@ def train(
 
 def start_saving(worker, target: Path, beside_training: bool):
     """As the controller does it, with the folders and the numbers."""
-    from megatron_rl.workers.saving import begin_save
+    from megatron_rl.roles.saving import begin_save
 
     for name in worker.checkpoints:
         (target / name).mkdir(parents=True, exist_ok=True)

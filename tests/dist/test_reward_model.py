@@ -32,7 +32,7 @@ def sequences() -> Sequences:
 
 def scores(config) -> tuple[int, torch.Tensor] | None:
     """(data-parallel rank, scores of its share) on its collector, after the model has rested and come back."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_reward_model()
@@ -76,7 +76,7 @@ def test_scores_equal_the_classifiers(layout, tmp_path) -> None:
 def refusal(config) -> str:
     """What building says."""
     from megatron_rl.errors import ConfigError
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     try:
         RankWorker(config).build_reward_model()

@@ -18,7 +18,7 @@ LAYOUTS = {"one process": (1, 1, 1, {}), "TP2xPP2": (4, 2, 2, {"sequence_paralle
 
 def values_and_export(config, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Values of the untouched critic, then of the trained one; both are exported."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_critic()

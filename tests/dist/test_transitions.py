@@ -36,7 +36,7 @@ def train(worker, seed: int) -> None:
 
 def transition_rank(config, exported: str) -> dict:
     """What the tests look at; two updates are made once without and once with generation around them."""
-    from megatron_rl.workers.rank_worker import RankWorker
+    from megatron_rl.roles.rank_worker import RankWorker
 
     worker = RankWorker(config)
     worker.build_actor()

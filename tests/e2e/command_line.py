@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.controller.scratch import MARK, SEGMENTS
+from megatron_rl.cluster.scratch import MARK, SEGMENTS
 
 REPOSITORY = Path(__file__).parents[2]
 TAG = "MEGATRON_RL_TEST_TAG"
@@ -43,7 +43,7 @@ class CommandLine:
         self.run = folder / "run"
         self.output = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
         self.started = time.monotonic()
-        self.marks: set[str] = set()  # of the family that was seen, see `controller/scratch.py`
+        self.marks: set[str] = set()  # of the family that was seen, see `cluster/scratch.py`
         command = command or (sys.executable, "-m", "megatron_rl", "train", "--config", config)
         self.process = subprocess.Popen(
             [*command, *overrides, *([f"trainer.default_local_dir={self.run}"] if names_folder else [])],

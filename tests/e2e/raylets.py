@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.controller.worker_process import listen
+from megatron_rl.cluster.worker_process import listen
 
 NODE = "MEGATRON_RL_TEST_NODE"
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from megatron_rl.controller.watch import STACKS_FILE
+from megatron_rl.cluster.watch import STACKS_FILE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 

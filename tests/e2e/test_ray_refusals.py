@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from raylets import Raylets, free_port
 
-from megatron_rl.controller import ray_cluster
-from megatron_rl.controller.ray_cluster import shortage
+from megatron_rl.cluster import ray_cluster
+from megatron_rl.cluster.ray_cluster import shortage
 from megatron_rl.errors import ConfigError
 
 GPU_NODE, GPU_RANK = {"CPU": 96.0, "GPU": 8.0, "memory": 1e12}, {"CPU": 1.0, "GPU": 1.0}
@@ -73,7 +73,7 @@ def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 JOIN = """
 import sys
-from megatron_rl.controller.resource_pool import ResourcePool
+from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.errors import MegatronRLError
 try:
     with ResourcePool(int(sys.argv[1]), 1, "cpu"):

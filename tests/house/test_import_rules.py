@@ -34,14 +34,14 @@ ROOMS: dict[str, set[str]] = {
     **dict.fromkeys(("parallel", "losses", "prompts", "reward"), GROUND),
     **dict.fromkeys(("model", "hybrid_engine"), GROUND | {"parallel"}),
     **dict.fromkeys(STAGES, PARTS | {"model", "hybrid_engine"}),
-    "workers": PARTS | STAGES | {"model", "hybrid_engine"},
-    "controller": GROUND,
+    "roles": PARTS | STAGES | {"model", "hybrid_engine"},
+    "cluster": GROUND,
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
-    **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"workers", "controller", "planner"}),
+    **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"roles", "cluster", "planner"}),
     "lives": {"errors"},
     "nightly": {"errors", "lives"},
     "ablation": {"errors", "config", "observe", "checkpoint", "planner", "lives"},
-    "cli": GROUND | LOOP | {"planner", "controller", "workers", "checkpoint", "lives", "nightly", "ablation"},
+    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "lives", "nightly", "ablation"},
     "__main__": {"cli"},
 }
 """Room -> rooms it may import."""
@@ -67,10 +67,10 @@ PURE_PARTS = (
 """All that the planner may import of those rooms."""
 
 LIBRARIES: dict[str, set[str]] = {
-    "ray": {"controller"},
+    "ray": {"cluster"},
     "vllm": {"rollout", "parallel/vllm_ps.py"},
-    "megatron": {"parallel", "model", "checkpoint", "workers"},
-    "third_party_patches": {"controller", "workers", "rollout"},
+    "megatron": {"parallel", "model", "checkpoint", "roles"},
+    "third_party_patches": {"cluster", "roles", "rollout"},
 }
 """Library -> rooms (or single files) that may import it."""
 
@@ -130,12 +130,12 @@ def test_every_import_is_allowed():
         ("losses/x.py", "def f():\n    from ray.util import placement_group"),
         ("parallel/mpu.py", "import vllm"),
         ("config/x.py", "from torch import nn"),
-        ("observe/x.py", "from megatron_rl import controller"),
+        ("observe/x.py", "from megatron_rl import cluster"),
         ("hybrid_engine/x.py", "import megatron_rl.model.gpt"),
         ("rollout/x.py", "from megatron_rl.experience.micro_batches import MicroBatch"),
         ("planner/x.py", "from megatron_rl.parallel.mpu import TrainGroups"),
         ("planner/x.py", "from megatron_rl.model.gpt import transformer_config"),
-        ("workers/x.py", "from megatron_rl.cli import app"),
+        ("roles/x.py", "from megatron_rl.cli import app"),
     ],
 )
 def test_checker_sees_forbidden_imports(file, source):
@@ -201,5 +201,5 @@ def test_pure_rooms_import_where_libraries_are_absent(rooms, absent):
 
 def test_absent_libraries_really_are_absent():
     """The harness of the test above refuses a room that needs Ray. Would not catch one that only looks for it."""
-    finished = import_rooms(("controller",), ("ray",))
+    finished = import_rooms(("cluster",), ("ray",))
     assert finished.returncode != 0 and "ray" in finished.stderr

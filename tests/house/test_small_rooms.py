@@ -14,7 +14,7 @@ SOURCES = sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rg
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}
-READS_THE_ENVIRONMENT = ("megatron_rl/controller/", "megatron_rl/workers/environment.py", "megatron_rl/cli.py")
+READS_THE_ENVIRONMENT = ("megatron_rl/cluster/", "megatron_rl/roles/environment.py", "megatron_rl/cli.py")
 
 
 def name(path: Path) -> str:

@@ -42,7 +42,7 @@ def train_one_step(groups):
     from megatron_rl.experience.micro_batches import micro_batches
     from megatron_rl.model.gpt import build_language_model, transformer_config
     from megatron_rl.records import Sequences, ragged
-    from megatron_rl.workers.training import TrainableModel
+    from megatron_rl.roles.training import TrainableModel
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     hf_config = Qwen2Config(

@@ -1,0 +1,35 @@
+"""Where ranks run, as each of them must know it: the node's number and address, and where rank 0 is met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.cluster.worker_process import ProcessInfo
+
+LOOPBACK = "127.0.0.1"
+
+
+def node_addresses(processes: Sequence[ProcessInfo]) -> list[str]:
+    """Where each rank's node is reached, in rank order: the loopback address where all ranks are on one."""
+    is_one = len({process.node_id for process in processes}) == 1
+    return [LOOPBACK if is_one else process.host for process in processes]
+
+
+def place_variables(processes: Sequence[ProcessInfo], master_port: int) -> list[dict[str, str]]:
+    """The variables that each rank needs of where the ranks run, in rank order.
+
+    NODE_RANK: the number of its node, in the order of their first ranks; by Ray's own nodes, so ranks that share a
+    machine have one number however many a node was to have. NODE_ADDRESS: its own of `node_addresses`. MASTER_ADDR,
+    MASTER_PORT: where rank 0 listens.
+    """
+    addresses = node_addresses(processes)
+    nodes = list(dict.fromkeys(process.node_id for process in processes))
+    return [
+        {
+            "NODE_RANK": str(nodes.index(process.node_id)),
+            "NODE_ADDRESS": address,
+            "MASTER_ADDR": addresses[0],
+            "MASTER_PORT": str(master_port),
+        }
+        for process, address in zip(processes, addresses, strict=True)
+    ]

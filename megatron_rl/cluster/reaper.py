@@ -1,0 +1,134 @@
+"""A companion process that outlives a killed driver just long enough to remove what would be left behind.
+
+Ray's processes die with the driver, except two agents of its node daemon, which spend a minute trying to reach a
+server that is gone, and, when the node daemon dies first, whatever the workers had started. Run with the run's mark and
+the daemons' pids, this waits until the driver says so or is gone, and kills them: the pids it was given, and every
+process that has the mark in its environment. Then it removes the run's scratch folder and shared memory.
+
+On a node where no driver is, one of the ranks has such a companion.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.cluster.scratch import MARK, Scratch, marked_processes
+
+CLEAN = b"clean"
+PEERS_GRACE_S = 10.0
+"""Seconds that the ranks beside a dead one have to report what they saw."""
+
+
+class Reaper:
+    """Makes the processes started inside `marking`, and all they start, end with this one, and with `stop` at last."""
+
+    def __init__(self) -> None:
+        """Begin the run's scratch folder. Raises ConfigError where there is no place for it."""
+        self.scratch = Scratch.begin()
+        self._companion: subprocess.Popen | None = None
+
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """Start the companion for what the body starts, whether or not the body raises."""
+        before = _descendants()
+        os.environ[MARK] = self.scratch.mark
+        try:
+            yield
+        finally:
+            del os.environ[MARK]
+            pids = [process.pid for process in _descendants() - before]
+            self._companion = _start_companion(self.scratch, pids, grace_s=0.0)
+
+    def stop(self, clean: bool = True) -> None:
+        """Kill what is left of the watched processes, end the companion and remove the run's scratch folder.
+
+        clean: the run did not fail, so nobody will want to read the logs of Ray's processes. Call it after Ray was
+        shut down.
+        """
+        if self._companion is not None:
+            self._companion.communicate(CLEAN if clean else b"")
+            self._companion = None
+        self.scratch.remove(keep_logs=not clean)
+
+
+def settle_in() -> object:
+    """Make the run's scratch folder the temporary folder of this rank, and watch over this node; keep the result.
+
+    A companion is started on a node that has none, to let nothing outlive this rank by more than PEERS_GRACE_S. None
+    without a mark: this process belongs to no run.
+    """
+    mark = os.environ.get(MARK)
+    if mark is None:
+        return None
+    scratch = Scratch.join(mark)
+    # What compilers keep from run to run stays where it was.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch.folder)
+    return scratch, _start_companion(scratch, [], PEERS_GRACE_S)
+
+
+def _start_companion(scratch: Scratch, pids: list[int], grace_s: float) -> subprocess.Popen | None:
+    """None where the run has one on this machine."""
+    claim = scratch.claim()
+    if claim is None:
+        return None
+    command = [sys.executable, "-m", __name__, scratch.mark, str(os.getpid()), str(grace_s), *map(str, pids)]
+    variables = {name: value for name, value in os.environ.items() if name != MARK}
+    variables["PYTHONPATH"] = str(Path(__file__).parents[2])
+    try:
+        # Its own session: neither Ctrl-C nor a signal to the driver's process group may reach it.
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=variables, pass_fds=[claim], start_new_session=True
+        )
+    finally:
+        os.close(claim)
+
+
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
+    """Wait for the parent's word or end, then kill; a pid that meanwhile went to another process is left alone."""
+    scratch = Scratch.join(mark)
+    watched = [process for process in psutil.process_iter() if process.pid in pids]
+    clean = _await_end(parent) == CLEAN
+    ended, deadline = time.time(), time.monotonic() + grace_s
+    while marked_processes(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    # Ranks that were started after the parent's end belong to another group of the same run.
+    latest = ended if grace_s else float("inf")
+    while doomed := [*watched, *(one for one in marked_processes(mark) if one.create_time() <= latest)]:
+        for process in doomed:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        watched = []
+    if os.getppid() != parent:  # a living one does it, as it still holds the folder
+        scratch.remove(keep_logs=not clean)
+
+
+def _await_end(parent: int) -> bytes:
+    """What the parent has written when it closes its end, or dies: a child of its may hold that end open."""
+    try:
+        process = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return b""
+    select.select([sys.stdin, process], [], [])
+    os.set_blocking(sys.stdin.fileno(), False)
+    with suppress(BlockingIOError):
+        return os.read(sys.stdin.fileno(), len(CLEAN))
+    return b""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), [int(pid) for pid in sys.argv[4:]])

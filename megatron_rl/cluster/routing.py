@@ -1,0 +1,143 @@
+"""How one call's rows reach the ranks and how the ranks' answers become one result: pure, no processes.
+
+    (args, kwargs) --split_call--> one payload per chunk ... one answer per chunk --join_answers--> the result
+
+A chunk is what one data-parallel rank or one rollout replica works on; every rank of it gets the same payload.
+Sizes of chunks differ by at most one row; which rows go together may be chosen by their work. A chunk without rows
+still has to run, since its ranks take part in collectives: it is padded with a copy of row 0, and its answer is
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import is_tensor_collection
+
+from megatron_rl.balance import SequenceWork, share_out
+from megatron_rl.cluster.messages import Payload
+from megatron_rl.dispatch import Coordinates, Dispatch
+from megatron_rl.records import row_lengths
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which ranks run a call, on which chunk each, and the ranks whose answers count.
+
+    chunk_of_rank: every called rank and the index of its chunk.
+    collectors: for a splitting dispatch the answering rank of each chunk, in chunk order; else all called ranks.
+    """
+
+    chunk_of_rank: dict[int, int]
+    collectors: tuple[int, ...]
+
+
+def route_call(dispatch: Dispatch, world_size: int, coordinates: Sequence[Coordinates]) -> Route:
+    """The route of a call under `dispatch`; `coordinates` may be empty where rows are not split.
+
+    Raises ValueError when a chunk does not have exactly one collector, which is a fault of the reported coordinates.
+    """
+    match dispatch:
+        case Dispatch.RANK_ZERO:
+            return Route({0: 0}, collectors=(0,))
+        case Dispatch.ONE_TO_ALL:
+            return Route(dict.fromkeys(range(world_size), 0), collectors=tuple(range(world_size)))
+        case Dispatch.DP:
+            places = [(place.rank, place.dp_rank, place.dp_collector) for place in coordinates]
+            num_chunks = coordinates[0].dp_size
+        case Dispatch.ROLLOUT_DP:
+            places = [(place.rank, place.replica, place.replica_collector) for place in coordinates]
+            num_chunks = coordinates[0].num_replicas
+    collectors = sorted((chunk, rank) for rank, chunk, collects in places if collects)
+    if [chunk for chunk, _ in collectors] != list(range(num_chunks)):
+        raise ValueError(f"{dispatch.name} needs one collector for each of {num_chunks} chunks, got {collectors}")
+    return Route({rank: chunk for rank, chunk, _ in places}, tuple(rank for _, rank in collectors))
+
+
+def is_record(value: object) -> bool:
+    """Whether a call's argument or answer is a batch of rows (a TensorClass or TensorDict)."""
+    return is_tensor_collection(value) and not isinstance(value, type)
+
+
+def chunk_sizes(num_rows: int, num_chunks: int) -> list[int]:
+    """Rows per chunk: contiguous, in order, the first `num_rows % num_chunks` chunks one row larger."""
+    smaller, num_larger = divmod(num_rows, num_chunks)
+    return [smaller + (chunk < num_larger) for chunk in range(num_chunks)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One call in chunks. sizes: real rows of each; None when the call carries no record.
+
+    order: the call's row numbers, chunk after chunk; None: as they are.
+    """
+
+    payloads: list[Payload]
+    sizes: list[int] | None = None
+    order: torch.Tensor | None = None
+
+
+def split_call(args: tuple, kwargs: dict[str, Any], num_chunks: int, work: SequenceWork | None = None) -> Split:
+    """Cut a call into one payload per chunk.
+
+    Top-level arguments that are records are split, all others go whole into every payload. With `work` chunks have
+    about equal work, judged by the `input_ids` of the first record; without, rows stay in their order.
+    Raises ValueError when records of one call differ in rows or have none.
+    """
+    records = [value for value in (*args, *kwargs.values()) if is_record(value)]
+    row_counts = [len(record) for record in records]
+    if not row_counts:
+        return Split([(args, kwargs)] * num_chunks)
+    if len(set(row_counts)) > 1:
+        raise ValueError(f"the records of one call must have the same number of rows, got {row_counts}")
+    if row_counts[0] == 0:
+        raise ValueError("the records of a call have no rows: there is nothing to split, nor a row to pad with")
+    sizes = chunk_sizes(row_counts[0], num_chunks)
+    order = None
+    if work is not None and num_chunks > 1:
+        costs = work(row_lengths(records[0].input_ids).tolist())
+        order = torch.tensor([row for part in share_out(costs, [1] * len(costs), sizes) for row in part])
+        args = tuple(value[order] if is_record(value) else value for value in args)
+        kwargs = {name: value[order] if is_record(value) else value for name, value in kwargs.items()}
+    payloads: list[Payload] = []
+    start = 0
+    for size in sizes:
+        stop = start + size
+        payloads.append(
+            (
+                tuple(_chunk(value, start, stop) for value in args),
+                {name: _chunk(value, start, stop) for name, value in kwargs.items()},
+            )
+        )
+        start = stop
+    return Split(payloads, sizes, order)
+
+
+def _chunk(value: Any, start: int, stop: int) -> Any:
+    """Rows `start:stop` of a record, or its padding row when there are none; anything else unchanged."""
+    if not is_record(value):
+        return value
+    if start == stop:
+        padding = value[:1].clone()
+        return padding.neutral() if hasattr(type(value), "neutral") else padding
+    return value[start:stop].clone()  # a bare slice would pickle the storage of the whole batch
+
+
+def join_answers(answers: Sequence[Any], split: Split) -> Any:
+    """One result from one answer per chunk; answers of chunks without real rows are dropped.
+
+    Records are concatenated, their rows in the order of the call; of dicts (which workers reduce over ranks themselves)
+    the first counts; None from all is None; anything else is a list with one entry per chunk.
+    """
+    real = [answer for chunk, answer in enumerate(answers) if split.sizes is None or split.sizes[chunk] > 0]
+    if all(answer is None for answer in real):
+        return None
+    if all(is_record(answer) for answer in real):
+        joined = torch.cat(real)
+        return joined if split.order is None else joined[split.order.argsort()]
+    if all(isinstance(answer, dict) for answer in real):
+        return real[0]
+    return real

@@ -1,0 +1,236 @@
+"""The process of one rank, and what the driver hears from it.
+
+On the rank's side a Ray actor holds the user's worker and reports failures as plain values; on the driver's side
+`read_failure` speaks in the name of a process that can no longer report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import psutil
+import ray
+from ray import ObjectRef, cloudpickle
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+
+from megatron_rl.cluster.failures import RankFailure, describe
+from megatron_rl.cluster.messages import Message, Payload, unpack
+from megatron_rl.cluster.pulse import Pulse, WatchAddress
+from megatron_rl.cluster.reaper import settle_in
+from megatron_rl.dispatch import Coordinates, Verb, is_collector
+from megatron_rl.loading import without_collections
+
+_EXIT_TIMEOUT_S = 10.0
+PORTS = range(20_000, 32_768)
+"""Above those of Ray's workers, below those that Linux gives away by itself."""
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Where a rank's process runs."""
+
+    pid: int
+    node_id: str
+    host: str
+
+    @property
+    def where(self) -> str:
+        """What a message calls it."""
+        return f"process {self.pid} on node {self.host}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs on this process's node."""
+        return self.node_id == ray.get_runtime_context().get_node_id()
+
+
+class Call(NamedTuple):
+    """What one rank was asked to do."""
+
+    rank: int
+    role: str
+    verb: str
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens on `host` alone, at a port of those that the system gives to nobody who asks for any.
+
+    It is held from now on: Ray and gloo open many ports before it is used.
+    """
+    ports = list(PORTS)
+    random.SystemRandom().shuffle(ports)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        with contextlib.suppress(OSError):
+            return socket.create_server((host, port), family=family)
+    raise OSError(f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")
+
+
+class RankFailed(Exception):
+    """A failure on its way through Ray: raised on the rank, found as the `cause` of Ray's own error on the driver."""
+
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+    def __reduce__(self) -> tuple:
+        return RankFailed, (self.failure,)
+
+
+class WorkerProcess:
+    """One rank: created empty, then told what to construct, then called verb by verb (`with_verbs` adds the verbs).
+
+    The worker class is imported in `construct`, not on creation, so that a failing import is reported like any other
+    failure. Whatever the worker raises leaves this class as `RankFailed`; after that every call raises the same.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._settled = settle_in()
+        self._worker: Any = None
+        self._pulse: Pulse | None = None
+        self._place: Coordinates | None = None
+        self._failure: RankFailure | None = None
+        self._peers: list[ActorHandle] = []
+
+    def describe_process(self) -> ProcessInfo:
+        """Answer once the process is up."""
+        return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+
+    def listen_for_ranks(self, host: str) -> int:
+        """Listen on `host`, for the worker to meet the other ranks there; the port."""
+        listener = listen(host)
+        port = listener.getsockname()[1]
+        os.environ["MASTER_LISTEN_FD"] = str(listener.detach())
+        return port
+
+    def construct(self, role: str, env: dict[str, str], pickled: bytes, watch: WatchAddress) -> Coordinates:
+        """Build the worker from `cloudpickle.dumps((worker_class, args))`, with `env` in the environment; its place."""
+
+        def build() -> Coordinates:
+            with without_collections():
+                worker_class, args = cloudpickle.loads(pickled)
+                self._worker = worker_class(*args)
+            return self._worker.coordinates()
+
+        os.environ.update(env)
+        self._pulse = Pulse(self._rank, watch)
+        self._place = self._attempt(role, "__init__", build)
+        return self._place
+
+    def meet(self, peers: list[ActorHandle]) -> None:
+        """Become the rank that `relay`s calls to these, the other ranks of its node."""
+        self._peers = peers
+
+    def relay(self, role: str, name: str, messages: Sequence[Message]) -> list[Any]:
+        """Run a verb here and on the peers, whose messages come after this rank's own; answers in the same order.
+
+        Raises RankFailed for a peer, too. A peer that fails while this rank waits for it in the verb tells the driver
+        itself.
+        """
+        own, *others = messages
+        answers = [getattr(peer, name).remote(*message) for peer, message in zip(self._peers, others, strict=True)]
+        mine = getattr(self, name)(*[ray.get(part) if isinstance(part, ObjectRef) else part for part in own])
+        try:
+            return [mine, *ray.get(answers)]
+        except RayError:
+            ready, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
+            calls = {answer: Call(self._rank + 1 + number, role, name) for number, answer in enumerate(answers)}
+            failures = [read_failure(answer, calls[answer]) for answer in ready]
+            raise RankFailed(next(failure for failure in failures if failure is not None)) from None
+
+    def _run(self, name: str, verb: Verb, message: Sequence[bytes | Payload]) -> Any:
+        """A verb's answer, or None where this rank's does not count."""
+        args, kwargs = unpack(message)
+        answer = self._attempt(verb.role, name, getattr(self._worker, name), *args, **kwargs)
+        return answer if self._place is None or is_collector(verb.dispatch, self._place) else None
+
+    def _attempt(self, role: str, verb: str, body: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        if self._failure is None:
+            try:
+                with self._pulse.during(role, verb):
+                    return body(*args, **kwargs)
+            except (Exception, SystemExit) as error:
+                self._failure = describe(error, rank=self._rank, role=role, verb=verb)
+                self._pulse.tell_failure(self._failure.as_json())
+        raise RankFailed(self._failure) from None
+
+
+def with_verbs(name: str, verbs: Mapping[str, Verb]) -> type[WorkerProcess]:
+    """A WorkerProcess called `name` with one method for each verb, which takes what `messages.pack` made.
+
+    A verb is a method of its own, and not an argument, so that a call without arguments carries nothing; `ps` shows
+    it, too.
+    """
+
+    def method(verb_name: str, verb: Verb) -> Callable:
+        def run(self: WorkerProcess, *message: bytes | Payload) -> Any:
+            return self._run(verb_name, verb, message)
+
+        run.__name__ = run.__qualname__ = verb_name
+        return run
+
+    return type(name, (WorkerProcess,), {name: method(name, verb) for name, verb in verbs.items()})
+
+
+def read_failure(answer: ObjectRef, call: Call, where: str = "") -> RankFailure | None:
+    """Why an answer, which must be ready, is none; in the name of its process where that cannot say so itself.
+
+    None if it is one. where: `ProcessInfo.where`, if it is known.
+    """
+    try:
+        ray.get(answer)
+    except RayTaskError as error:
+        if isinstance(error.cause, RankFailed):
+            return error.cause.failure
+        return RankFailure(
+            *call,
+            error_type=type(error).__name__,
+            message=str(error).splitlines()[-1],
+            traceback=str(error),
+            wall_time=time.time(),
+        )
+    except RayError as error:
+        details = [line for line in str(error).splitlines()[1:] if not line.startswith("\t")]
+        return RankFailure(
+            *call,
+            error_type=type(error).__name__,
+            message=(f"It was {where}. " if where else "") + ("\n".join(details) or str(error)),
+            traceback="",
+            wall_time=time.time(),
+            died=True,
+        )
+    return None
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    """Return when no process of this node has one of `pids`; those that outlive the time-out are killed.
+
+    So are those that are stopped, at once: they cannot end by themselves.
+    """
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    while processes := _running(pids):
+        is_late = time.monotonic() > deadline
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if is_late or process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
+        if is_late:
+            return
+        time.sleep(0.02)
+
+
+def _running(pids: Sequence[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found

@@ -1,0 +1,32 @@
+"""How the ranks of a job find each other: a key-value store that rank 0 serves on its own address only."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_rl.roles.environment import RankEnvironment
+
+
+def open_store(environment: RankEnvironment, timeout: timedelta) -> dist.TCPStore:
+    """The job's store; every rank must call, and rank 0 serves it.
+
+    Left to itself, torch serves it on all interfaces, and it asks nobody for a password.
+    timeout: how long a rank waits for the server, and for a key.
+    """
+    host, port = environment.master_addr, environment.master_port
+    listener_fd = environment.master_listen_fd
+    if environment.rank == 0 and listener_fd is None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener_fd = socket.create_server((host, port), family=family, backlog=environment.world_size).detach()
+    return dist.TCPStore(
+        host,
+        port,
+        environment.world_size,
+        is_master=environment.rank == 0,
+        timeout=timeout,
+        master_listen_fd=listener_fd,  # the store closes it
+        use_libuv=True,  # the other server takes no socket from its caller
+    )

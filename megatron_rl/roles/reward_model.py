@@ -1,0 +1,41 @@
+"""The reward model: a frozen classifier with one label, which scores prompt and answer as a whole."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.experience.micro_batches import MicroBatching
+from megatron_rl.model.families import is_reward_model
+from megatron_rl.records import Sequences, SequenceScores, ragged
+from megatron_rl.roles.critic import response_values
+from megatron_rl.roles.model_source import ModelSource
+from megatron_rl.roles.pipeline import Pipeline
+
+
+class RewardModel:
+    """Scores of sequences. All ranks must call every method."""
+
+    def __init__(self, source: ModelSource) -> None:
+        """Load trunk and head. Raises ConfigError for a folder without a learned head."""
+        if not is_reward_model(source.hf_config.architectures):
+            raise ConfigError(f"{source.path} ({source.hf_config.architectures}) has no head that gives a score")
+        model = source.value_model(head_seed=0)
+        model.load()
+        chunks = [chunk.requires_grad_(False) for chunk in model.chunks]
+        self.pipeline = Pipeline(chunks, source.groups, source.device.torch_device)
+
+    def score(self, sequences: Sequences, cut: MicroBatching) -> SequenceScores | None:
+        """The head's output at the last token of each row, answer or not; the record on the last stage, None before.
+
+        transformers' `...ForSequenceClassification` gives the same to a right-padded row.
+        """
+        found = self.pipeline.score(with_one_more_token(sequences), cut, response_values)
+        return None if found is None else SequenceScores(found.scores.values(), batch_size=sequences.batch_size)
+
+
+def with_one_more_token(sequences: Sequences) -> Sequences:
+    """Rows whose whole response is a token after the last one: the value *before* it is the value of the sequence."""
+    rows = [torch.cat([row, row.new_zeros(1)]) for row in sequences.input_ids.unbind()]
+    lengths = torch.ones_like(sequences.response_lengths)
+    return Sequences(ragged(rows), lengths, batch_size=sequences.batch_size)

@@ -1,0 +1,70 @@
+"""One trained role's part of a checkpoint: its weights, its optimizer's state, and where its schedule stands.
+
+The distributed optimizer has already divided every parameter among the data-parallel ranks, so each rank writes what it
+updates: nothing is gathered, nothing is written twice. A rank reads the weights of its whole shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron_rl.checkpoint.keys import WEIGHT
+from megatron_rl.checkpoint.sharded_files import CheckpointWriter, read
+from megatron_rl.checkpoint.sharded_state import FlatRun, sharded_state, written_at
+from megatron_rl.model.families import ParamSpec
+from megatron_rl.parallel.sharding import Place
+from megatron_rl.records import RoleState
+from megatron_rl.roles.model_source import named_parameters
+from megatron_rl.roles.training import TrainableModel
+
+
+class RoleCheckpoint:
+    """Saves and loads a `TrainableModel`; all ranks must call every method.
+
+    specs: global Megatron name -> what it is made of, for every parameter that a rank may hold. place: this rank's.
+    """
+
+    def __init__(self, trainable: TrainableModel, specs: dict[str, ParamSpec], place: Place) -> None:
+        self.trainable = trainable
+        self.specs = specs
+        self.place = place
+
+    def save(self, folder: Path, writer: CheckpointWriter, beside_training: bool) -> RoleState:
+        """Write to `folder`, which exists and is empty; complete when `writer.finish` says so."""
+        self.trainable.create_moments()
+        written = written_at(self.place, self.specs)
+        runs = [run for run in self._owned_runs() if run.name in written]
+        writer.save(sharded_state(runs, self.specs, self.place), folder, beside_training)
+        return self.state
+
+    @torch.no_grad()
+    def load(self, folder: Path, state: RoleState) -> None:
+        """Overwrite weights and optimizer with those of `folder`, in whatever layout they were saved."""
+        self.trainable.create_moments()
+        runs = [*self._weight_runs(), *(run for run in self._owned_runs() if run.kind != WEIGHT)]
+        read(sharded_state(runs, self.specs, self.place), folder)
+        self.trainable.continue_from(state.num_updates, state.adam_step)
+
+    @property
+    def state(self) -> RoleState:
+        """Where schedule and optimizer stand now."""
+        return RoleState(self.trainable.scheduler.num_steps, self.trainable.adam_step)
+
+    def _weight_runs(self) -> Iterator[FlatRun]:
+        for name, parameter in named_parameters(self.trainable.models).items():
+            yield FlatRun(name, WEIGHT, 0, parameter.detach().view(-1))
+
+    def _owned_runs(self) -> Iterator[FlatRun]:
+        """The runs that this rank's optimizer updates: the weights, both moments, and masters where there are some."""
+        names = {parameter: name for name, parameter in named_parameters(self.trainable.models).items()}
+        for parameter, start, state in self.trainable.optimizer_runs():
+            weights = parameter.detach().view(-1)[start : start + len(state["param"])]
+            yield FlatRun(names[parameter], WEIGHT, start, weights)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                yield FlatRun(names[parameter], kind, start, state[kind])
+            # A float32 parameter is its own master.
+            if parameter.dtype != state["param"].dtype:
+                yield FlatRun(names[parameter], "param", start, state["param"].detach())

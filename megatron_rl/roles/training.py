@@ -1,0 +1,279 @@
+"""A trainable model: Megatron's DDP, distributed optimizer and learning-rate schedule around a rank's model chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config.schema import MegatronConfig, OptimConfig
+from megatron_rl.experience.micro_batches import MicroBatch
+from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
+from megatron_rl.losses.aggregate import BatchTotals, counted
+from megatron_rl.observe.memory import storage_bytes
+from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.roles.pipeline import Loss, Pipeline
+
+
+@dataclass(frozen=True)
+class Update:
+    """What came of one optimizer step; the same on all ranks.
+
+    grad_norm: global, before clipping; of a skipped step the sum of all buffers' norms. lr: the learning rate, used or
+    not. skipped: gradient or loss were not finite. empty: no token counted. In both cases nothing was changed.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+    empty: bool = False
+
+    def metrics(self, role: str) -> dict[str, float]:
+        """Under names that begin with the role's."""
+        return {
+            f"{role}/grad_norm": self.grad_norm,
+            f"{role}/lr": self.lr,
+            f"{role}/skipped_updates": float(self.skipped),
+            f"{role}/empty_updates": float(self.empty),
+        }
+
+
+class TrainableModel:
+    """One rank's part of a model that is trained; every method must be called by all ranks.
+
+    Parameters live in the flat `param_data` buffers of `chunks`, one DDP for each chunk of the model, and stay at their
+    addresses from construction on.
+    """
+
+    def __init__(
+        self,
+        models: list[GPTModel],
+        load_weights: Callable[[], None],
+        optim: OptimConfig,
+        num_run_steps: int,
+        groups: TrainGroups,
+        device: torch.device,
+    ) -> None:
+        """`load_weights` fills the parameters of `models`; it is called once, when they lie in DDP's buffers.
+
+        `num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts.
+        """
+        self.groups = groups
+        self.device = device
+        # All chunks share one configuration object, which the schedule reads.
+        self.config = models[0].config
+        self.chunks = in_flat_buffers(models)
+        # Before the optimizer, which clones masters of bfloat16 weights.
+        load_weights()
+        self.optimizer = get_megatron_optimizer(
+            optimizer_config(optim, self.config), self.chunks, use_gloo_process_groups=False
+        )
+        self.scheduler = lr_scheduler(self.optimizer, optim, num_run_steps)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.pipeline = Pipeline(self.chunks, groups, device)
+        # Of the gradients in the buffers: this rank's share of the loss, and the tokens of all ranks that count in it.
+        self._loss, self._num_tokens = torch.zeros((), device=device), 0
+
+    @property
+    def models(self) -> list[GPTModel]:
+        """The chunks themselves, without DDP."""
+        return [chunk.module for chunk in self.chunks]
+
+    @property
+    def param_buffers(self) -> list:
+        """DDP's flat buffers of all chunks; each has `param_data` and `grad_data`."""
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of everything that is kept between steps, as it is now."""
+        params, moments = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}, []
+        for optimizer in self.optimizer.chained_optimizers:
+            states = optimizer.optimizer.state.values()
+            moments += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if name in state]
+        kept = {tensor.untyped_storage()._cdata for tensor in moments} | params
+        others = [tensor for tensor in self.optimizer_state() if tensor.untyped_storage()._cdata not in kept]
+        return {
+            "parameters": storage_bytes([buffer.param_data for buffer in self.param_buffers]),
+            "gradients": storage_bytes([buffer.grad_data for buffer in self.param_buffers]),
+            "moments": storage_bytes(moments),
+            "masters": storage_bytes(others),
+        }
+
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """Every tensor that the optimizer keeps and the model does not: moments, and masters of bfloat16 weights."""
+        params = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}
+        tensors = []
+        for optimizer in self.optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            masters = [main for group in inner.param_groups for main in group["params"]]
+            moments = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+            tensors += [*masters, *moments]
+        return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in params]
+
+    def optimizer_runs(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+        """What this rank's optimizer updates: (parameter, first element, state) for a run of its flattened shard.
+
+        The state holds "param" [n], the float32 master, and once there are moments "exp_avg" and "exp_avg_sq" [n].
+        """
+        for optimizer in self.optimizer.chained_optimizers:
+            for by_dtype in optimizer.gbuf_ranges:
+                for buckets in by_dtype.values():
+                    for bucket in buckets:
+                        for parameter, ranges in bucket["param_map"].items():
+                            state = optimizer._get_main_param_and_optimizer_states(parameter)
+                            yield parameter, ranges["param"].start, state
+
+    def create_moments(self) -> None:
+        """Make the moments that Adam would make at its first step; nothing where they are there."""
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        if not self.adam_step:
+            self._set_adam_step(0)
+
+    @property
+    def adam_step(self) -> int:
+        """Steps that Adam counts; torch's Adam keeps the number with every parameter, the fused ones with a group."""
+        for optimizer in self.optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            counted = [*inner.state.values(), *inner.param_groups]
+            for holder in counted:
+                if "step" in holder:
+                    return int(holder["step"])
+        return 0
+
+    def continue_from(self, num_updates: int, adam_step: int) -> None:
+        """Set schedule and Adam to where they stood after `num_updates` optimizer steps; moments must be there."""
+        self.scheduler.num_steps = num_updates
+        # Learning rate and weight decay follow from the number of steps.
+        self.scheduler.step(increment=0)
+        self._set_adam_step(adam_step)
+
+    def _set_adam_step(self, step: int) -> None:
+        for optimizer in self.optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            if isinstance(inner, torch.optim.Adam):
+                for state in inner.state.values():
+                    state["step"] = torch.tensor(float(step))
+            else:
+                for group in inner.param_groups:
+                    group["step"] = step
+
+    def resting(self, megatron: MegatronConfig) -> list[Resting]:
+        """What of this model leaves its device while generating, as `megatron`'s offload keys say."""
+        found: list[Resting] = []
+        if megatron.grad_offload:
+            found.append(Zeros(buffer.grad_data for buffer in self.param_buffers))
+        if megatron.optimizer_offload:
+            found.append(HostCopy(self.optimizer_state))
+        if megatron.param_offload:
+            found.append(HostCopy(lambda: [buffer.param_data for buffer in self.param_buffers]))
+        return found
+
+    def totals(self, blocks: list[MicroBatch]) -> BatchTotals:
+        """What counts in one optimizer step, over all blocks and data-parallel ranks; losses are divided by it."""
+        counts = sum(counted(block.kept, block.response_lengths) for block in blocks).to(self.device)
+        dist.all_reduce(counts, group=self.groups.dp_group)
+        return BatchTotals(*counts.tolist())
+
+    def compute_gradients(self, blocks: list[MicroBatch], totals: BatchTotals, loss: Loss) -> torch.Tensor | None:
+        """Gradients of `loss` summed over all blocks and ranks, in the DDP buffers; `totals` are those of the blocks.
+
+        Returns metric sums [M] over all data-parallel ranks on the last stage, None before.
+        """
+        self.clear_gradients()
+
+        def noted(output: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+            value, metrics = loss(output, block)
+            return value, torch.cat([metrics, value.detach()[None]])
+
+        sums = self.pipeline.forward_backward(blocks, noted)
+        self._num_tokens = totals.tokens
+        if sums is None:
+            self._loss = torch.zeros((), device=self.device)
+            return None
+        self._loss = sums[-1].clone()
+        dist.all_reduce(sums, group=self.groups.dp_group)
+        return sums[:-1]
+
+    def clear_gradients(self) -> None:
+        """Zero all gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self) -> Update:
+        """Clip, update, advance the schedule; or nothing of it, on all ranks, where the gradients are of no use.
+
+        A step is skipped when gradient or loss of any rank are not finite: weights, moments and schedule stay as they
+        are, as in Megatron's training loop, and the gradients are cleared. The same where not one token counts: Adam
+        would move the weights by its moments.
+        """
+        lr = self.optimizer.param_groups[0]["lr"]
+        grad_norm, loss = self._sizes_over_all_ranks()
+        skipped, empty = not (math.isfinite(grad_norm) and math.isfinite(loss)), self._num_tokens == 0
+        if skipped or empty:
+            self.clear_gradients()
+            return Update(grad_norm, lr, skipped=skipped, empty=empty and not skipped)
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        return Update(float(grad_norm), lr)
+
+    def _sizes_over_all_ranks(self) -> tuple[float, float]:
+        """Gradient norms of all buffers, and absolute losses, added up over all ranks: not finite where any is not."""
+        norms = torch.stack([buffer.grad_data.norm() for buffer in self.param_buffers]).sum()
+        # The loss has to be looked at, too: clamping to a range turns NaN's gradient into 0.
+        sizes = torch.stack([norms, self._loss.abs()])
+        dist.all_reduce(sizes)
+        return tuple(sizes.tolist())
+
+
+def in_flat_buffers(models: list[GPTModel]) -> list[DistributedDataParallel]:
+    """The chunks in Megatron's DDP, which moves their parameters into its `param_data` and zeroes its `grad_data`."""
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [DistributedDataParallel(model.config, ddp_config, model) for model in models]
+
+
+def optimizer_config(optim: OptimConfig, config) -> OptimizerConfig:
+    """Megatron's Adam configuration. clip_grad = 0 switches clipping off."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def lr_scheduler(optimizer, optim: OptimConfig, num_run_steps: int) -> OptimizerParamScheduler:
+    """Warm-up then `lr_decay_style`, counted in optimizer steps; weight decay stays constant.
+
+    As in Megatron the warm-up starts from 0, so with one the very first update changes nothing.
+    """
+    lr_decay_steps = optim.lr_decay_steps or num_run_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_decay_steps=max(lr_decay_steps, optim.lr_warmup_steps + 1),
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,148 @@
+"""The driver is killed: nothing it started may outlive it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.cluster.reaper import Reaper
+from megatron_rl.cluster.scratch import MARK, SEGMENTS, segment_name
+from megatron_rl.errors import GraceOver, WorkerFailure
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def doomed(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
+    """As `driven`; the fixture's parameter is the driver's argument list."""
+    with driven(*request.param) as tree:
+        yield tree
+
+
+@contextmanager
+def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
+    """A driver with a worker in a call, and its whole process tree; its home folder is none and cannot be made."""
+    script = Path(__file__).with_name("doomed_driver.py")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "HOME": "/proc/none"}
+    command, pipe = [sys.executable, script, *arguments], subprocess.PIPE
+    driver = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
+    tree: list[psutil.Process] = []
+    try:
+        told = json.loads(driver.stdout.readline())
+        tree = [psutil.Process(pid) for pid in told["tree"]]
+        assert set(told["workers"] + told["children"]) <= set(told["tree"])
+        yield driver, tree
+    finally:
+        driver.kill()
+        driver.wait()
+        for process in tree:
+            if process.is_running():
+                process.kill()
+
+
+@pytest.mark.parametrize(
+    ("doomed", "send", "signals", "exit_code"),
+    [
+        ([], os.kill, [signal.SIGKILL], -signal.SIGKILL),
+        ([], os.killpg, [signal.SIGTERM], 143),
+        (["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code),
+        (["600"], os.kill, [signal.SIGTERM, signal.SIGINT], 130),
+        (["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143),
+    ],
+    indirect=["doomed"],
+    ids=["SIGKILL", "SIGTERM", "grace over", "second signal SIGINT", "second signal SIGTERM"],
+)
+def test_nothing_outlives_a_killed_driver(doomed: tuple, send: Callable, signals: list[int], exit_code: int) -> None:
+    """While it waits in a Ray call; `os.killpg`: its process group is signalled, as schedulers do it.
+
+    Would not catch what is left on another node of a cluster.
+    """
+    driver, tree = doomed
+    folder = scratch_of(tree)
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
+    for signum in signals:
+        send(driver.pid, signum)
+        if signum != signals[-1]:  # Ray looks for signals once a second, and Python takes lower numbers first
+            assert any("a second signal ends it" in line for line in driver.stderr)
+    assert driver.wait(timeout=30) == exit_code
+    deadline = time.monotonic() + 30
+    while (left := [process for process in tree if process.is_running()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not folder.exists()
+
+
+def scratch_of(tree: list[psutil.Process]) -> Path:
+    """The folder of the run that these processes belong to."""
+    [mark] = {mark for process in tree if (mark := process.environ().get(MARK))}
+    [folder] = Path(tempfile.gettempdir()).glob(f"megatron_rl-{os.getuid()}/{mark}")
+    return folder
+
+
+@pytest.mark.parametrize("doomed", [["600"]], indirect=True, ids=[""])
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -> None:
+    """At once, with code 3, and nothing is left. Would not catch a driver that is just putting an object into Ray's
+    memory when the raylet dies: Ray ends that process itself.
+    """
+    driver, tree = doomed
+    folder = scratch_of(tree)
+    [killed] = [process for process in tree if process.name() == victim]
+    killed.kill()
+    assert driver.wait(timeout=30) == WorkerFailure.exit_code
+    text = driver.stderr.read()
+    assert text.startswith(f"Ray's {victim} (process {killed.pid}) was killed by SIGKILL, and the run cannot go on")
+    assert len(text.splitlines()) == 1
+    psutil.wait_procs(tree, timeout=10)
+    assert [process for process in tree if process.is_running()] == []
+    assert not folder.exists()
+
+
+def test_the_next_start_removes_what_nobody_could() -> None:
+    """Driver, workers, Ray and the companion are killed at once, as with a whole control group.
+
+    Would not catch what the run had on another node.
+    """
+    with driven() as (driver, tree):
+        folder = scratch_of(tree)
+        for process in [driver, *tree]:
+            process.send_signal(signal.SIGSTOP)
+        for process in [driver, *tree]:
+            process.kill()
+        driver.wait()
+        psutil.wait_procs(tree, timeout=10)
+    segment = SEGMENTS / segment_name(folder.name, "queue")
+    segment.touch()  # as vLLM's would be
+    assert list(folder.glob("ray/session_*/sockets/*"))
+    with driven() as (_, tree):
+        assert not folder.exists() and not segment.exists()
+        assert scratch_of(tree).exists()
+
+
+def test_a_child_whose_parents_died_first_is_found_by_its_mark() -> None:
+    """The order of deaths that a busy machine makes: nobody is left to know the grandchild's pid.
+
+    Would not catch a process that was started with an emptied environment.
+    """
+    reaper = Reaper()
+    with reaper.marking():
+        script = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL).pid)"
+        orphan = psutil.Process(int(subprocess.check_output([sys.executable, "-c", script])))
+    assert MARK not in os.environ
+    assert orphan.is_running()
+    reaper.stop()
+    psutil.wait_procs([orphan], timeout=10)
+    assert not orphan.is_running()

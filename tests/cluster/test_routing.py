@@ -1,0 +1,156 @@
+"""Splitting, padding and joining of one call's rows: no processes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from toy_worker import Toy
+
+from megatron_rl.balance import SequenceWork
+from megatron_rl.cluster.routing import Split, chunk_sizes, join_answers, route_call, split_call
+from megatron_rl.dispatch import Coordinates, Dispatch
+from megatron_rl.records import ActorBatch, Prompts, Sequences, non_tensor, ragged
+
+
+def toy(num_rows: int) -> Toy:
+    tokens = ragged([torch.arange(row + 1) + 10 * row for row in range(num_rows)])
+    return Toy(torch.arange(num_rows), tokens, torch.ones(num_rows), batch_size=[num_rows])
+
+
+def coordinates() -> list[Coordinates]:
+    """dp=2 x tp=2 with the second tp rank collecting; three replicas, the middle one with two ranks."""
+    replicas = [(2, True), (1, False), (1, True), (0, True)]
+    return [
+        Coordinates(rank, rank // 2, 2, rank % 2 == 1, replica, 3, collects)
+        for rank, (replica, collects) in enumerate(replicas)
+    ]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 7])
+def test_chunk_sizes_are_even_and_complete(num_chunks: int) -> None:
+    """Would not catch a split that is even but pointless, like one that puts long rows together."""
+    for num_rows in range(20):
+        sizes = chunk_sizes(num_rows, num_chunks)
+        assert sum(sizes) == num_rows and len(sizes) == num_chunks
+        assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+def test_routes_follow_the_coordinates() -> None:
+    """Would not catch coordinates that are consistent but wrong about the process groups."""
+    dp = route_call(Dispatch.DP, 4, coordinates())
+    assert dp.chunk_of_rank == {0: 0, 1: 0, 2: 1, 3: 1} and dp.collectors == (1, 3)
+    rollout = route_call(Dispatch.ROLLOUT_DP, 4, coordinates())
+    assert rollout.chunk_of_rank == {0: 2, 1: 1, 2: 1, 3: 0} and rollout.collectors == (3, 2, 0)
+    assert route_call(Dispatch.ONE_TO_ALL, 4, []).collectors == (0, 1, 2, 3)
+    assert route_call(Dispatch.RANK_ZERO, 4, []).chunk_of_rank == {0: 0}
+
+
+def test_a_chunk_without_a_collector_is_refused() -> None:
+    """Would not catch a collector that exists but lacks the answer, such as a first pipeline stage."""
+    with pytest.raises(ValueError, match="DP needs one collector for each of 2 chunks"):
+        route_call(Dispatch.DP, 3, coordinates()[:3])
+
+
+def test_split_keeps_order_and_shares_what_is_no_record() -> None:
+    """Would not catch records nested inside a list, which are passed whole on purpose."""
+    shared = {"lr": 0.1}
+    split = split_call((toy(5), shared), {"second": toy(5)}, 2)
+    assert split.sizes == [3, 2]
+    for (args, kwargs), rows in zip(split.payloads, [[0, 1, 2], [3, 4]], strict=True):
+        assert args[0].row.tolist() == rows and kwargs["second"].row.tolist() == rows
+        assert [row.tolist() for row in args[0].tokens.unbind()] == [[10 * r + i for i in range(r + 1)] for r in rows]
+        assert args[1] is shared
+
+
+def test_split_of_a_call_without_records_copies_the_payload_to_every_chunk() -> None:
+    """Would not catch the cost of storing a large argument once per chunk."""
+    assert split_call((1,), {"to": "b"}, 3) == Split([((1,), {"to": "b"})] * 3)
+
+
+def test_non_tensor_fields_split_with_their_rows() -> None:
+    """Would not catch an object that unpickles differently on another machine."""
+    prompts = Prompts(
+        index=torch.arange(3),
+        sample=torch.zeros(3, dtype=torch.int64),
+        prompt_ids=ragged([torch.arange(2)] * 3),
+        data_source=non_tensor(["a", "b", "c"]),
+        ground_truth=non_tensor(["1", "2", "3"]),
+        extra_info=non_tensor([{"n": 1}, {"n": 2}, {"n": 3}]),
+        batch_size=[3],
+    )
+    split = split_call((prompts,), {}, 2)
+    chunks = pickle.loads(pickle.dumps([args[0] for args, _ in split.payloads]))
+    assert list(chunks[1].ground_truth) == ["3"] and list(chunks[0].extra_info) == [{"n": 1}, {"n": 2}]
+    assert list(join_answers(chunks, split).data_source) == ["a", "b", "c"]
+
+
+def test_a_chunk_is_pickled_without_the_rest_of_the_batch() -> None:
+    """Would not catch a second copy that Ray itself may make."""
+    tokens = ragged([torch.zeros(1000, dtype=torch.int64)] * 64)
+    batch = Toy(torch.arange(64), tokens, torch.ones(64), batch_size=[64])
+    split = split_call((batch,), {}, 64)
+    assert len(pickle.dumps(split.payloads[5])) < 2 * 8 * 1000
+
+
+def test_empty_chunks_are_padded_with_a_neutral_row_and_dropped_again() -> None:
+    """Would not catch a worker that ignores what `neutral` says."""
+    split = split_call((toy(2),), {}, 4)
+    chunks = [args[0] for args, _ in split.payloads]
+    assert split.sizes == [1, 1, 0, 0]
+    assert [chunk.row.tolist() for chunk in chunks] == [[0], [1], [0], [0]]
+    assert [chunk.weight.tolist() for chunk in chunks] == [[1], [1], [0], [0]]
+    assert join_answers(chunks, split).row.tolist() == [0, 1]
+
+
+def test_actor_batches_pad_with_empty_responses() -> None:
+    """Would not catch a loss that divides by a number of rows that includes the padding."""
+    response = ragged([torch.ones(2)])
+    batch = ActorBatch(ragged([torch.arange(5)]), torch.tensor([2]), response, response, batch_size=[1])
+    padding = split_call((batch,), {}, 2).payloads[1][0][0]
+    assert padding.response_lengths.tolist() == [0] and padding.advantages.values().numel() == 0
+    assert padding.input_ids.values().tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [((toy(3), toy(2)), r"same number of rows, got \[3, 2\]"), ((toy(3)[:0],), "have no rows")],
+)
+def test_records_that_cannot_be_split_are_refused(args: tuple, message: str) -> None:
+    """Would not catch records of equal length whose rows belong to different samples."""
+    with pytest.raises(ValueError, match=message):
+        split_call(args, {}, 2)
+
+
+def test_answers_join_by_their_kind() -> None:
+    """Would not catch metrics that a worker forgot to reduce over ranks."""
+    joined = join_answers([toy(3)[:1], toy(3)[1:]], Split([]))
+    assert joined.row.tolist() == [0, 1, 2] and joined.tokens.values().tolist() == [0, 10, 11, 20, 21, 22]
+    assert join_answers([{"loss": 1}, {"loss": 2}], Split([], [1, 1])) == {"loss": 1}
+    assert join_answers([None, None, None], Split([], [1, 1, 0])) is None
+    assert join_answers([7, 8, 9], Split([], [1, 1, 0])) == [7, 8]
+
+
+def test_rows_are_shared_out_by_their_work_and_come_back_in_order() -> None:
+    """Five rows of very different lengths on two ranks, by hand. Would not catch work of the wrong model."""
+    lengths = [1, 50, 1, 49, 2]
+    tokens = ragged([torch.full((length,), row) for row, length in enumerate(lengths)])
+    sequences = Sequences(tokens, torch.ones(5, dtype=torch.int64), batch_size=[5])
+    split = split_call((sequences, 0.5), {}, 2, SequenceWork(100.0))
+    assert split.sizes == [3, 2]
+    chunks = [args[0] for args, _ in split.payloads]
+    sums = [chunk.input_ids.values().numel() for chunk in chunks]
+    assert sums == [52, 51] and all(args[1] == 0.5 for args, _ in split.payloads)
+    answers = [
+        Toy(
+            torch.stack([row[0] for row in chunk.input_ids.unbind()]),
+            chunk.input_ids,
+            torch.ones(len(chunk)),
+            batch_size=[len(chunk)],
+        )
+        for chunk in chunks
+    ]
+    joined = join_answers(answers, split)
+    assert joined.row.tolist() == [0, 1, 2, 3, 4]
+    assert [row.tolist() for row in joined.tokens.unbind()] == [row.tolist() for row in tokens.unbind()]

@@ -1,0 +1,45 @@
+"""Learning rates of a schedule, update by update, computed by hand."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import OptimConfig
+from megatron_rl.experience.batches import mini_batch_rows, num_optimizer_steps
+from megatron_rl.roles.training import lr_scheduler
+
+
+def learning_rates(optim: OptimConfig, num_run_steps: int, num_updates: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optim.lr)
+    scheduler = lr_scheduler(optimizer, optim, num_run_steps)
+    rates = []
+    for _ in range(num_updates):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(increment=1)
+    return rates
+
+
+def test_constant():
+    """No warm-up, nothing decays however long the run is. Would not catch a group with its own rate."""
+    assert learning_rates(OptimConfig(lr=0.5), num_run_steps=3, num_updates=5) == [0.5] * 5
+
+
+def test_warm_up_then_linear_decay_over_the_run():
+    """0, 1/2, 1 while warming up, then 4 steps down to the floor. Would not catch a decay of another style."""
+    optim = OptimConfig(lr=1.0, min_lr=0.2, lr_warmup_steps=2, lr_decay_style="linear")
+    expected = [0.0, 0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert learning_rates(optim, num_run_steps=6, num_updates=8) == pytest.approx(expected)
+
+
+def test_cosine_over_its_own_length():
+    """Half a cosine in 4 steps, although the run is longer. Would not catch a warm-up."""
+    optim = OptimConfig(lr=2.0, lr_decay_style="cosine", lr_decay_steps=4)
+    expected = [2.0, 1 + math.cos(math.pi / 4), 1.0, 1 - math.cos(math.pi / 4), 0.0]
+    assert learning_rates(optim, num_run_steps=100, num_updates=5) == pytest.approx(expected, abs=1e-12)
+
+
+def test_steps_of_a_run():
+    """Counted as the loop makes them, an uneven last mini-batch included. Would not catch skipped updates."""
+    per_step = sum(1 for _ in mini_batch_rows(60 * 12, 25 * 12, 2, seed=None))
+    assert num_optimizer_steps(7, batch_size=60, mini_batch_size=25, num_epochs=2) == 7 * per_step == 42
