@@ -29,13 +29,31 @@ def _leaf_types(group: type, prefix: str = "") -> dict[str, Any]:
     for name, kind in typing.get_type_hints(group).items():
         if dataclasses.is_dataclass(kind):
             types |= _leaf_types(kind, f"{prefix}{name}.")
+        elif _element_group(kind) is not None:
+            continue
         else:
             types[prefix + name] = kind
     return types
 
 
+def _element_group(kind: Any) -> type | None:
+    """The class of the groups in a `dict[str, GROUP]`; None for any other type."""
+    _, *elements = typing.get_args(kind) or (None,)
+    return elements[0] if elements and dataclasses.is_dataclass(elements[0]) else None
+
+
 KEYS: dict[str, Any] = _leaf_types(RunConfig)
-"""Every dotted key of the schema, with its type."""
+"""Every dotted key of the schema, with its type; of named groups see `NAMED_GROUPS`."""
+
+ELEMENT_GROUPS: dict[str, type] = {
+    name: group
+    for name, kind in typing.get_type_hints(RunConfig).items()
+    if (group := _element_group(kind)) is not None
+}
+"""Top-level keys below which the user names groups -> the class of such a group."""
+
+NAMED_GROUPS: dict[str, dict[str, Any]] = {name: _leaf_types(group) for name, group in ELEMENT_GROUPS.items()}
+"""The same -> the keys of such a group, with their types."""
 
 OPEN_KEYS = {key for key, kind in KEYS.items() if typing.get_origin(kind) is dict}
 """Keys under which the user may put names of their own."""
@@ -166,12 +184,30 @@ def _flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
     if isinstance(value, dict) and value and key not in KEYS:
         for name, inner in value.items():
             yield from _flatten(f"{key}.{name}", inner, origin)
-    elif key not in GROUPS or value not in (None, {}):
+    elif key not in (GROUPS | NAMED_GROUPS.keys()) or value not in (None, {}):
         yield Setting(key, value, origin)
+
+
+def type_of(key: str) -> Any:
+    """The type of a dotted key of the schema; None for one that it does not have."""
+    top, _, below = key.partition(".")
+    if top in NAMED_GROUPS:
+        return NAMED_GROUPS[top].get(below.partition(".")[2])
+    return KEYS.get(key)
 
 
 def unknown_key(key: str, value: Any, where: str) -> Violation | None:
     """What is wrong with a key that no configuration has, with the nearest that there is; None for a known one."""
+    top, _, below = key.partition(".")
+    if top in NAMED_GROUPS:
+        name, _, inner = below.partition(".")
+        if inner in NAMED_GROUPS[top]:
+            return None
+        if not inner:
+            inner_keys = ", ".join(f"{top}.{name or 'NAME'}.{leaf}" for leaf in NAMED_GROUPS[top])
+            return Violation({key: value}, f"{where}: it is a group of keys, not a value; set {inner_keys}")
+        nearest = f"{top}.{name}.{nearest_name(inner, NAMED_GROUPS[top])}"
+        return Violation({key: value}, where, {nearest: value}, subject=f"unknown key {key}")
     if key in KEYS or any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS):
         return None
     return Violation({key: value}, where, {nearest_name(key, KEYS): value}, subject=f"unknown key {key}")
@@ -180,6 +216,13 @@ def unknown_key(key: str, value: Any, where: str) -> Violation | None:
 def _apply(config: Any, setting: Setting) -> Violation | None:
     """Put one setting into the config; returns what is wrong with it, or None."""
     key, given = setting.key, {setting.key: setting.value}
+    top, *below = key.split(".")
+    if top in NAMED_GROUPS and below:
+        is_empty = len(below) == 1 and setting.value in (None, {})
+        if below[0] not in config[top] and (is_empty or ".".join(below[1:]) in NAMED_GROUPS[top]):
+            config[top][below[0]] = OmegaConf.structured(ELEMENT_GROUPS[top])
+        if is_empty:
+            return None
     if key in GROUPS:
         inner = ", ".join(sorted(name for name in KEYS if name.startswith(f"{key}.")))
         rule = f"({setting.origin}): {key} is a group of keys, not a value; set {inner}"
@@ -190,14 +233,14 @@ def _apply(config: Any, setting: Setting) -> Violation | None:
     try:
         OmegaConf.update(config, key, _without_tilde(key, setting.value))
     except (OmegaConfBaseException, OverflowError) as error:
-        rule = f"({setting.origin}) must be of type {_type_name(KEYS.get(key))}: {_first_line(error)}"
+        rule = f"({setting.origin}) must be of type {_type_name(type_of(key))}: {_first_line(error)}"
         return Violation(given, rule, subject=_said(setting))
     return None
 
 
 def _without_tilde(key: str, value: Any) -> Any:
     """A path with the user's home in place of a leading "~": shells leave it as it is after the "=" of an override."""
-    if key not in KEYS or key.rpartition(".")[2] not in PATH_NAMES:
+    if type_of(key) is None or key.rpartition(".")[2] not in PATH_NAMES:
         return value
     if isinstance(value, list):
         return [_without_tilde(key, path) for path in value]

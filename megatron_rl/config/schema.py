@@ -10,7 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor
+
 MISSING = "???"
+
+GLOBAL_POOL = "global_pool"
+"""The pool of `trainer.nnodes` x `trainer.n_gpus_per_node` ranks, where a role lives unless told otherwise."""
+
+
+@dataclass
+class PoolConfig:
+    nnodes: int = 1
+    """Machines of this pool."""
+    n_gpus_per_node: int = 1
+    """Its ranks per machine: GPUs, or processes when trainer.device=cpu."""
 
 
 @dataclass
@@ -65,96 +78,9 @@ class ModelConfig:
     """Lay the sequences of a micro-batch end to end instead of padding each to the longest."""
 
 
-@dataclass
-class OptimConfig:
-    lr: float = 1e-6
-    """Peak learning rate."""
-    min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
-    lr_warmup_steps: int = 0
-    """Optimizer steps of linear warm-up."""
-    lr_decay_style: str = "constant"
-    """constant | linear | cosine."""
-    lr_decay_steps: int = 0
-    """Optimizer steps until min_lr is reached; 0: those of the whole run. Not used when constant."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's moment decay rates."""
-    eps: float = 1e-8
-    """Adam's epsilon."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay of matrices; biases and norms have none."""
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
-
-
-@dataclass
-class OverrideTransformerConfig:
-    recompute_granularity: str | None = None
-    """full: of some layers keep only what goes in and run their forward pass once more for the backward pass, which
-    costs time for memory; null: keep all activations. Of no effect where nothing is trained. selective is refused."""
-    recompute_method: str | None = None
-    """Which layers. uniform: all, in runs of recompute_num_layers | block: the first recompute_num_layers ones."""
-    recompute_num_layers: int | None = None
-    """uniform: layers of a run, of which only the input is kept | block: layers of each chunk of a stage."""
-    recompute_modules: list[str] | None = None
-    """Only null: these are parts of a layer for selective."""
-
-
-@dataclass
-class MegatronConfig:
-    tensor_model_parallel_size: int = 1
-    """TP: ranks that share every layer."""
-    pipeline_model_parallel_size: int = 1
-    """PP: consecutive stages of layers."""
-    virtual_pipeline_model_parallel_size: int | None = None
-    """VPP: model chunks per stage, for a smaller pipeline bubble; null: one."""
-    num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage; null: an equal share."""
-    num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last stage; null: an equal share."""
-    expert_model_parallel_size: int = 1
-    """EP: ranks of one stage among which experts are dealt out."""
-    expert_tensor_parallel_size: int | None = None
-    """ETP: ranks that share every expert; null: TP."""
-    sequence_parallel: bool = False
-    """Split activations between the TP regions over TP ranks; training experts with TP > 1 needs it."""
-    make_vocab_size_divisible_by: int = 64
-    """Vocabulary rows are padded to a multiple of it, and of TP. Padded otherwise than vLLM does, to a multiple of 64,
-    those matrices cannot be shared."""
-    dtype: str = "float32"
-    """Parameter and compute type: float32 | bfloat16."""
-    param_offload: bool = False
-    """Keep the parameters in host memory while generating (not for the actor's: generation reads them)."""
-    grad_offload: bool = False
-    """Give the gradient buffers' memory back while generating."""
-    optimizer_offload: bool = False
-    """Keep the optimizer state in host memory while generating."""
-    override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
-
-
-LAYOUT_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "make_vocab_size_divisible_by",
-    "dtype",
-)
-"""Keys of MegatronConfig that all roles share, because they share one grid of processes."""
-
-
 def as_list(files: str | list[str]) -> list[str]:
     """The paths of `data.train_files` or `data.val_files`, which may be one path."""
     return [files] if isinstance(files, str) else list(files)
-
-
-def follow_actor() -> MegatronConfig:
-    """A layout that is the actor's until a key is set."""
-    return MegatronConfig(**{name: f"${{actor_rollout_ref.actor.megatron.{name}}}" for name in LAYOUT_KEYS})
 
 
 @dataclass
@@ -178,6 +104,8 @@ class PolicyLossConfig:
 
 @dataclass
 class ActorConfig:
+    pool: str = GLOBAL_POOL
+    """The pool whose ranks train the actor."""
     ppo_mini_batch_size: int = 32
     """Prompts per optimizer step (times rollout.n samples)."""
     ppo_micro_batch_size_per_gpu: int = 64
@@ -235,6 +163,12 @@ class ValKwargsConfig:
 class RolloutConfig:
     name: str = "vllm"
     """Generation engine; vllm is the only one."""
+    pool: str = "${actor_rollout_ref.actor.pool}"
+    """The pool whose ranks generate. In the actor's vLLM reads the actor's memory; to another one weights are sent."""
+    nnodes: int = 0
+    """Machines of a pool for generation alone, rollout_pool; only with hybrid_engine=false."""
+    n_gpus_per_node: int = "${trainer.n_gpus_per_node}"  # type: ignore[assignment]
+    """Ranks per machine of that pool."""
     n: int = 1
     """Samples per prompt."""
     temperature: float = 1.0
@@ -276,6 +210,8 @@ class RolloutConfig:
 
 @dataclass
 class RefConfig:
+    pool: str = "${actor_rollout_ref.actor.pool}"
+    """The pool whose ranks hold the frozen reference."""
     log_prob_micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
     """Samples per forward pass of the frozen reference, where not dynamic."""
     log_prob_use_dynamic_bsz: bool = "${actor_rollout_ref.rollout.log_prob_use_dynamic_bsz}"  # type: ignore[assignment]
@@ -285,6 +221,9 @@ class RefConfig:
 
 @dataclass
 class ActorRolloutRefConfig:
+    hybrid_engine: bool | None = None
+    """true: actor and rollout share one pool | false: the rollout has rollout_pool, of rollout.nnodes x
+    rollout.n_gpus_per_node ranks | null: as actor.pool and rollout.pool say."""
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -302,6 +241,8 @@ class CriticModelConfig:
 class CriticConfig:
     enable: bool | None = None
     """Build and train a critic; null: where algorithm.adv_estimator needs one."""
+    pool: str = GLOBAL_POOL
+    """The pool whose ranks train the critic."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: int = "${actor_rollout_ref.actor.ppo_mini_batch_size}"  # type: ignore[assignment]
     ppo_micro_batch_size_per_gpu: int = "${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}"  # type: ignore[assignment]
@@ -347,6 +288,14 @@ class RewardModelModelConfig:
 class RewardModelConfig:
     enable: bool = False
     """Score every answer with a reward model, too: score = rule_weight * rule + weight * model."""
+    pool: str = GLOBAL_POOL
+    """The pool whose ranks hold the reward model."""
+    enable_resource_pool: bool = False
+    """Give the reward model a pool of its own, reward_pool, of nnodes x n_gpus_per_node ranks."""
+    nnodes: int = 0
+    """Machines of that pool."""
+    n_gpus_per_node: int = "${trainer.n_gpus_per_node}"  # type: ignore[assignment]
+    """Ranks per machine of that pool."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     rule_weight: float = 1.0
     """Weight of the rule's score, also without a reward model."""
@@ -366,6 +315,19 @@ class RewardModelConfig:
     stop_if_all_failed: bool = True
     """End the run (exit code 4) when that happens to every sample of a step or of a validation."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+
+
+@dataclass
+class FurtherRewardModelConfig:
+    """A reward model beside `reward_model`; its keys mean the same."""
+
+    model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
+    pool: str = GLOBAL_POOL
+    weight: float = 1.0
+    micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
+    use_dynamic_bsz: bool = "${critic.use_dynamic_bsz}"  # type: ignore[assignment]
+    forward_max_token_len_per_gpu: int = "${critic.forward_max_token_len_per_gpu}"  # type: ignore[assignment]
+    megatron: MegatronConfig = field(default_factory=follow_actor)
 
 
 @dataclass
@@ -438,9 +400,9 @@ class TrainerConfig:
     device: str = "cuda"
     """cpu | cuda. On cpu one process stands for one GPU."""
     nnodes: int = 1
-    """Machines."""
+    """Machines of global_pool."""
     n_gpus_per_node: int = 8
-    """Ranks per machine: GPUs, or processes when device=cpu."""
+    """Its ranks per machine: GPUs, or processes when device=cpu."""
     total_training_steps: int = 100
     """Steps: one batch of prompts each."""
     test_freq: int = 10
@@ -489,6 +451,10 @@ class RunConfig:
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_models: dict[str, FurtherRewardModelConfig] = field(default_factory=dict)
+    """Further reward models by names of the user's own; each adds weight * its score."""
+    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    """Pools of ranks beside global_pool, by names of the user's own; each role's `pool` key says where it lives."""
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import MegatronConfig
+from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.hybrid_engine.plan import covers_training
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.planner.activations import (

@@ -12,8 +12,9 @@ from operator import attrgetter
 
 from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.load import follows
+from megatron_rl.config.megatron import LAYOUT_KEYS, MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number, raise_problems, without_echoes
-from megatron_rl.config.schema import LAYOUT_KEYS, MegatronConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, MOST_RANKS, REF, REWARD_MODEL, ROLLOUT, value_problems
 from megatron_rl.errors import Violation, shown
 from megatron_rl.model.families import REWARD_FAMILIES

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megatron_rl.config.algorithms import uses_critic, uses_reference
+from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
-from megatron_rl.config.schema import MegatronConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import ACTOR, CRITIC, REF, REWARD_MODEL
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.config.schema import DataConfig, MegatronConfig, RunConfig
+from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
 from megatron_rl.planner.file_rules import train_rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number
-from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.config.validate import ACTOR
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
-from megatron_rl.config.schema import MegatronConfig
+from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.model.families import (
     HEAD,

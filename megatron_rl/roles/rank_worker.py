@@ -16,7 +16,8 @@ from transformers import AutoConfig, GenerationConfig
 
 from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
 from megatron_rl.checkpoint.manifest import FileRecord
-from megatron_rl.config.schema import ActorConfig, CriticConfig, OverrideTransformerConfig, RunConfig
+from megatron_rl.config.megatron import OverrideTransformerConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
 from megatron_rl.device import Device
 from megatron_rl.dispatch import Coordinates, Dispatch, register
 from megatron_rl.experience.batches import num_optimizer_steps

@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_rl.config.schema import MegatronConfig, OptimConfig
+from megatron_rl.config.megatron import MegatronConfig, OptimConfig
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
 from megatron_rl.losses.aggregate import BatchTotals, counted

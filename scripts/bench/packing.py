@@ -99,7 +99,7 @@ def plan_row(distribution: str, num_rows: int, max_tokens: int, dp_size: int) ->
 
 def small_model():
     """(TrainableModel, VocabHead) of a small Llama with random weights, alone in its process."""
-    from megatron_rl.config.schema import MegatronConfig, OptimConfig
+    from megatron_rl.config.megatron import MegatronConfig, OptimConfig
     from megatron_rl.device import Device
     from megatron_rl.model.gpt import build_language_model, transformer_config
     from megatron_rl.model.vocab_head import VocabHead

@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from tiny_models import random_experience, run_config, save_llama, save_qwen3_moe, save_reward_model
 
-from megatron_rl.config.schema import OverrideTransformerConfig
+from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.planner.memory import StageMemory, plan_stages
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.records import non_tensor, ragged, ragged_from_lengths

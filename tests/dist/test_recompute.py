@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
 
-from megatron_rl.config.schema import OverrideTransformerConfig
+from megatron_rl.config.megatron import OverrideTransformerConfig
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

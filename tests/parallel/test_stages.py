@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import MegatronConfig
+from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.parallel.stages import StagePlan
 
 modest = settings(max_examples=200, deadline=None)

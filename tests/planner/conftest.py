@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from model_folders import EXPERTS, REWARD, set_experts, write_model, write_prompts
 
-from megatron_rl.config.schema import MegatronConfig, RunConfig
+from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.schema import RunConfig
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.schema import OverrideTransformerConfig, RunConfig
+from megatron_rl.config.megatron import OverrideTransformerConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
 from megatron_rl.prompts.mixture import MixtureCursor, PromptFile

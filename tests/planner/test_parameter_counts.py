@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megatron_rl.config.schema import MegatronConfig
+from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import vocab_multiple

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_folders import EXPERTS, problems, set_experts, write_model, write_prompts
 
-from megatron_rl.config.schema import MegatronConfig, RunConfig
+from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.expert_layout import ExpertLayouts
 from megatron_rl.planner.model_folder import ModelSizes

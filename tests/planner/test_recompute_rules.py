@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_folders import problems, write_model
 
-from megatron_rl.config.schema import OverrideTransformerConfig
+from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.recompute import Recompute
 from megatron_rl.planner.recompute_rules import GROUP, nearest_number_of_layers

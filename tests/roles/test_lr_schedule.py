@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.config.schema import OptimConfig
+from megatron_rl.config.megatron import OptimConfig
 from megatron_rl.experience.batches import mini_batch_rows, num_optimizer_steps
 from megatron_rl.roles.training import lr_scheduler
 

@@ -37,7 +37,7 @@ def train_one_step(groups):
     """One Adam step of a one-layer Qwen2; returns {name: (before, gradient, after)}."""
     from transformers import Qwen2Config
 
-    from megatron_rl.config.schema import MegatronConfig, OptimConfig
+    from megatron_rl.config.megatron import MegatronConfig, OptimConfig
     from megatron_rl.device import Device
     from megatron_rl.experience.micro_batches import micro_batches
     from megatron_rl.model.gpt import build_language_model, transformer_config

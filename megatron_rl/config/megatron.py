@@ -1,0 +1,92 @@
+"""The configuration of a role on Megatron's grid: its optimizer, its layout, what it keeps and what it recomputes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    lr_decay_style: str = "constant"
+    """constant | linear | cosine."""
+    lr_decay_steps: int = 0
+    """Optimizer steps until min_lr is reached; 0: those of the whole run. Not used when constant."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's moment decay rates."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; biases and norms have none."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass
+class OverrideTransformerConfig:
+    recompute_granularity: str | None = None
+    """full: of some layers keep only what goes in and run their forward pass once more for the backward pass, which
+    costs time for memory; null: keep all activations. Of no effect where nothing is trained. selective is refused."""
+    recompute_method: str | None = None
+    """Which layers. uniform: all, in runs of recompute_num_layers | block: the first recompute_num_layers ones."""
+    recompute_num_layers: int | None = None
+    """uniform: layers of a run, of which only the input is kept | block: layers of each chunk of a stage."""
+    recompute_modules: list[str] | None = None
+    """Only null: these are parts of a layer for selective."""
+
+
+@dataclass
+class MegatronConfig:
+    tensor_model_parallel_size: int = 1
+    """TP: ranks that share every layer."""
+    pipeline_model_parallel_size: int = 1
+    """PP: consecutive stages of layers."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """VPP: model chunks per stage, for a smaller pipeline bubble; null: one."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage; null: an equal share."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage; null: an equal share."""
+    expert_model_parallel_size: int = 1
+    """EP: ranks of one stage among which experts are dealt out."""
+    expert_tensor_parallel_size: int | None = None
+    """ETP: ranks that share every expert; null: TP."""
+    sequence_parallel: bool = False
+    """Split activations between the TP regions over TP ranks; training experts with TP > 1 needs it."""
+    make_vocab_size_divisible_by: int = 64
+    """Vocabulary rows are padded to a multiple of it, and of TP. Padded otherwise than vLLM does, to a multiple of 64,
+    those matrices cannot be shared."""
+    dtype: str = "float32"
+    """Parameter and compute type: float32 | bfloat16."""
+    param_offload: bool = False
+    """Keep the parameters in host memory while generating (not for the actor's: generation reads them)."""
+    grad_offload: bool = False
+    """Give the gradient buffers' memory back while generating."""
+    optimizer_offload: bool = False
+    """Keep the optimizer state in host memory while generating."""
+    override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
+
+
+LAYOUT_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "make_vocab_size_divisible_by",
+    "dtype",
+)
+"""Keys of MegatronConfig that all roles of one pool share, because they share one grid of processes."""
+
+
+def follow_actor() -> MegatronConfig:
+    """A layout that is the actor's until a key is set."""
+    return MegatronConfig(**{name: f"${{actor_rollout_ref.actor.megatron.{name}}}" for name in LAYOUT_KEYS})

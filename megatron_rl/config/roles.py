@@ -1,0 +1,334 @@
+"""Which roles a run has, how each runs, and which pool of ranks it lives on: one table of plain data.
+
+Preflight, memory plan, time estimate and the ranks themselves read this table; none of them lists roles by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.algorithms import uses_critic, uses_reference
+from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
+
+ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
+"""Kinds of roles; a kind is also the name of its only role, except that there may be further reward models."""
+
+ROLLOUT_POOL, REWARD_POOL = "rollout_pool", "reward_pool"
+"""Pools that verl's own keys make: hybrid_engine=false, and reward_model.enable_resource_pool=true."""
+
+
+@dataclass(frozen=True)
+class PassSpec:
+    """One way a role passes over a batch, and how it is cut into micro-batches.
+
+    phase: its name in timings, in memory and in plans. num_rows: samples of a micro-batch, where max_tokens is None.
+    max_tokens: tokens of a micro-batch, where samples are joined by their tokens. key: the key of whichever of the two
+    counts. extra_tokens: what the role reads beyond prompt and response.
+    """
+
+    phase: str
+    num_rows: int
+    max_tokens: int | None
+    remove_padding: bool
+    key: str
+    extra_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One role. key: the group of its settings. model_path: the Hugging Face folder it starts from.
+
+    megatron: its training layout; of the rollout the actor's, which names the dtype. score, update: its passes; a role
+    with `update` is trained and saved. settings: the group itself.
+    """
+
+    name: str
+    kind: str
+    key: str
+    pool: str
+    model_path: str
+    model_key: str
+    megatron: MegatronConfig
+    settings: Any
+    score: PassSpec | None = None
+    update: PassSpec | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        return self.update is not None
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the model ends in a head of one value instead of one logit for each token of the vocabulary."""
+        return self.kind in (CRITIC, REWARD_MODEL)
+
+    @property
+    def passes(self) -> list[PassSpec]:
+        """Those that it has, scoring first."""
+        return [one for one in (self.score, self.update) if one is not None]
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Machines and ranks per machine of a pool, and the keys that say so."""
+
+    num_nodes: int
+    num_ranks_per_node: int
+    nodes_key: str
+    ranks_key: str
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.num_ranks_per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes_key}={self.num_nodes} * {self.ranks_key}={self.num_ranks_per_node}"
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """A named set of ranks with one world of their own, and the roles that its processes host."""
+
+    name: str
+    size: PoolSize
+    roles: tuple[RoleSpec, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.size.world_size
+
+    @property
+    def megatron_roles(self) -> tuple[RoleSpec, ...]:
+        """Its roles on Megatron's grid, which all have one layout."""
+        return tuple(role for role in self.roles if role.kind != ROLLOUT)
+
+    @property
+    def layout(self) -> MegatronConfig:
+        """The layout of its grid; where nobody but the rollout lives, one rank of TP and PP."""
+        return self.megatron_roles[0].megatron if self.megatron_roles else MegatronConfig()
+
+    def role(self, kind: str) -> RoleSpec | None:
+        """Its only role of a kind, or None."""
+        return next((role for role in self.roles if role.kind == kind), None)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every role by name, in the order in which they are built, and every pool by name, the actor's first."""
+
+    roles: dict[str, RoleSpec]
+    pools: dict[str, PoolSpec]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Placement:
+        """The configured one, which must have passed preflight. Raises KeyError for a pool that nobody defines."""
+        roles = {role.name: role for role in roles_of(config)}
+        sizes = pool_sizes(config)
+        names = dict.fromkeys(role.pool for role in roles.values())
+        hosted = {name: tuple(role for role in roles.values() if role.pool == name) for name in names}
+        return cls(roles, {name: PoolSpec(name, sizes[name], inside) for name, inside in hosted.items()})
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether generation reads the actor's own memory."""
+        return self.roles[ROLLOUT].pool == self.roles[ACTOR].pool
+
+    @property
+    def trained(self) -> list[RoleSpec]:
+        """The roles that a checkpoint keeps."""
+        return [role for role in self.roles.values() if role.is_trained]
+
+    @property
+    def reward_models(self) -> list[RoleSpec]:
+        """Every reward model, `reward_model` first."""
+        return [role for role in self.roles.values() if role.kind == REWARD_MODEL]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all pools."""
+        return sum(pool.world_size for pool in self.pools.values())
+
+    def pool_of(self, role: str) -> PoolSpec:
+        """The pool that hosts a role."""
+        return self.pools[self.roles[role].pool]
+
+
+def pool_sizes(config: RunConfig) -> dict[str, PoolSize]:
+    """Every pool that is defined, whether or not a role lives there; one of the user's own comes before another."""
+    trainer, rollout, reward = config.trainer, config.actor_rollout_ref.rollout, config.reward_model
+    sizes = {
+        GLOBAL_POOL: PoolSize(trainer.nnodes, trainer.n_gpus_per_node, "trainer.nnodes", "trainer.n_gpus_per_node")
+    }
+    if config.actor_rollout_ref.hybrid_engine is False:
+        key = "actor_rollout_ref.rollout"
+        sizes[ROLLOUT_POOL] = PoolSize(
+            rollout.nnodes, rollout.n_gpus_per_node, f"{key}.nnodes", f"{key}.n_gpus_per_node"
+        )
+    if reward.enable_resource_pool:
+        key = "reward_model"
+        sizes[REWARD_POOL] = PoolSize(reward.nnodes, reward.n_gpus_per_node, f"{key}.nnodes", f"{key}.n_gpus_per_node")
+    for name, pool in config.pools.items():
+        key = f"pools.{name}"
+        sizes[name] = PoolSize(pool.nnodes, pool.n_gpus_per_node, f"{key}.nnodes", f"{key}.n_gpus_per_node")
+    return sizes
+
+
+def rollout_pool(config: RunConfig) -> str:
+    """The pool that generates: `rollout.pool`, or verl's where hybrid_engine=false says no more than that."""
+    shared = config.actor_rollout_ref
+    says_nothing = shared.rollout.pool == shared.actor.pool
+    return ROLLOUT_POOL if shared.hybrid_engine is False and says_nothing else shared.rollout.pool
+
+
+def reward_pool(config: RunConfig) -> str:
+    """The pool of `reward_model`: `reward_model.pool`, or verl's where enable_resource_pool=true says no more."""
+    reward = config.reward_model
+    return REWARD_POOL if reward.enable_resource_pool and reward.pool == GLOBAL_POOL else reward.pool
+
+
+def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
+    """Every role of a run, in the order in which they are built: a rollout on the actor's memory comes after it."""
+    shared, reward = config.actor_rollout_ref, config.reward_model
+    yield _actor(config)
+    if uses_reference(config):
+        yield _reference(config)
+    if uses_critic(config):
+        yield _critic(config)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if reward.enable:
+        yield _reward_model(REWARD_MODEL, REWARD_MODEL, reward, reward_pool(config), "rm_scores", longest)
+    for name, further in config.reward_models.items():
+        yield _reward_model(name, f"reward_models.{name}", further, further.pool, f"rm_scores_{name}", longest)
+    yield RoleSpec(
+        ROLLOUT,
+        ROLLOUT,
+        "actor_rollout_ref.rollout",
+        rollout_pool(config),
+        shared.model.path,
+        "actor_rollout_ref.model.path",
+        shared.actor.megatron,
+        shared.rollout,
+    )
+
+
+def _actor(config: RunConfig) -> RoleSpec:
+    shared, key = config.actor_rollout_ref, "actor_rollout_ref.actor"
+    actor, rollout, packed = shared.actor, shared.rollout, shared.model.use_remove_padding
+    return RoleSpec(
+        ACTOR,
+        ACTOR,
+        key,
+        actor.pool,
+        shared.model.path,
+        "actor_rollout_ref.model.path",
+        actor.megatron,
+        actor,
+        score=_pass(
+            "old_log_prob",
+            packed,
+            "actor_rollout_ref.rollout",
+            rollout.log_prob_use_dynamic_bsz,
+            {"log_prob_micro_batch_size_per_gpu": rollout.log_prob_micro_batch_size_per_gpu},
+            {"log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu},
+        ),
+        update=_update_pass("update_actor", packed, key, actor),
+    )
+
+
+def _reference(config: RunConfig) -> RoleSpec:
+    shared, key = config.actor_rollout_ref, "actor_rollout_ref.ref"
+    ref = shared.ref
+    return RoleSpec(
+        REFERENCE,
+        REFERENCE,
+        key,
+        ref.pool,
+        shared.model.path,
+        "actor_rollout_ref.model.path",
+        ref.megatron,
+        ref,
+        score=_pass(
+            "ref",
+            shared.model.use_remove_padding,
+            key,
+            ref.log_prob_use_dynamic_bsz,
+            {"log_prob_micro_batch_size_per_gpu": ref.log_prob_micro_batch_size_per_gpu},
+            {"log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu},
+        ),
+    )
+
+
+def _critic(config: RunConfig) -> RoleSpec:
+    critic = config.critic
+    packed = critic.model.use_remove_padding
+    return RoleSpec(
+        CRITIC,
+        CRITIC,
+        CRITIC,
+        critic.pool,
+        critic.model.path,
+        "critic.model.path",
+        critic.megatron,
+        critic,
+        score=_pass(
+            "values",
+            packed,
+            CRITIC,
+            critic.use_dynamic_bsz,
+            {"forward_micro_batch_size_per_gpu": critic.forward_micro_batch_size_per_gpu},
+            {"forward_max_token_len_per_gpu": critic.forward_max_token_len_per_gpu},
+        ),
+        update=_update_pass("update_critic", packed, CRITIC, critic),
+    )
+
+
+def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, longest: int) -> RoleSpec:
+    """A frozen classifier, which reads one token more than the sequence has: room for it is always there."""
+    return RoleSpec(
+        name,
+        REWARD_MODEL,
+        key,
+        pool,
+        settings.model.path,
+        f"{key}.model.path",
+        settings.megatron,
+        settings,
+        score=_pass(
+            phase,
+            settings.model.use_remove_padding,
+            key,
+            settings.use_dynamic_bsz,
+            {"micro_batch_size_per_gpu": settings.micro_batch_size_per_gpu},
+            {"forward_max_token_len_per_gpu": max(settings.forward_max_token_len_per_gpu, longest + 1)},
+            extra_tokens=1,
+        ),
+    )
+
+
+def _update_pass(phase: str, packed: bool, key: str, settings: Any) -> PassSpec:
+    return _pass(
+        phase,
+        packed,
+        key,
+        settings.use_dynamic_bsz,
+        {"ppo_micro_batch_size_per_gpu": settings.ppo_micro_batch_size_per_gpu},
+        {"ppo_max_token_len_per_gpu": settings.ppo_max_token_len_per_gpu},
+    )
+
+
+def _pass(
+    phase: str,
+    packed: bool,
+    group: str,
+    is_dynamic: bool,
+    rows: dict[str, int],
+    tokens: dict[str, int],
+    extra_tokens: int = 0,
+) -> PassSpec:
+    """rows, tokens: the key in `group` and its value, of which `is_dynamic` chooses one."""
+    (rows_key, num_rows), (tokens_key, max_tokens) = *rows.items(), *tokens.items()
+    key = f"{group}.{tokens_key if is_dynamic else rows_key}"
+    return PassSpec(phase, num_rows, max_tokens if is_dynamic else None, packed, key, extra_tokens)
