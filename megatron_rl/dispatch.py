@@ -1,13 +1,21 @@
 """How one controller call becomes one call per rank, and how the answers become one: declared, not performed.
 
-Workers mark their verbs with `@register`; the controller reads the mark. No Ray, no torch.distributed here.
+A role marks its verbs with `@verb`; the controller reads the mark. A type checker sees a verb as what the controller
+calls: it returns a `Future`. No Ray, no torch.distributed here.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+
+Params = ParamSpec("Params")
+Answer = TypeVar("Answer")
+Owner = TypeVar("Owner")
 
 
 class Dispatch(enum.Enum):
@@ -26,17 +34,31 @@ class Dispatch(enum.Enum):
     RANK_ZERO = "rank_zero"
 
 
+class Stop(enum.Enum):
+    """What a verb means to a run that a signal has asked to stop.
+
+    UNRELATED: it is called all the same. BEFORE: a late run may stop instead of calling it. NEVER_AFTER: the same, but
+    once it was called the step is finished: it changes weights.
+    """
+
+    UNRELATED = enum.auto()
+    BEFORE = enum.auto()
+    NEVER_AFTER = enum.auto()
+
+
 @dataclass(frozen=True)
 class Verb:
-    """The mark `@register` leaves on a worker method: how to dispatch it and which role it acts for.
+    """The mark that `@verb` leaves on a method.
 
-    balanced: rows may be shared out among data-parallel ranks by their lengths. The records must have `input_ids`, and
-    the answers be records, whose rows come back in the order of the call, or dicts.
+    phase: under which name its time and memory are reported; "score" and "update" stand for the phases of the role's
+    own passes (`RoleSpec`). balanced: rows may be shared out among data-parallel ranks by their lengths; the records
+    must have `input_ids`, and the answers be records, whose rows come back in the order of the call, or dicts.
     """
 
     dispatch: Dispatch
-    role: str
+    phase: str = ""
     balanced: bool = False
+    stop: Stop = Stop.UNRELATED
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,76 @@ class Coordinates:
     replica_collector: bool
 
 
+@dataclass(frozen=True)
+class Interval:
+    """When one verb ran: from the first to the last of the ranks whose answers count, in seconds since the epoch.
+
+    seconds: what it took the slowest of them, by its own clock.
+    """
+
+    pool: str
+    role: str
+    verb: str
+    phase: str
+    start: float
+    stop: float
+    seconds: float
+
+
+class Future(Generic[Answer]):
+    """The result of a call that may still run."""
+
+    def __init__(self, fetch: Callable[[float | None], Answer]) -> None:
+        self._fetch: Callable[[float | None], Answer] | None = fetch
+        self._result: Any = None
+
+    @classmethod
+    def done(cls, result: Answer) -> Future[Answer]:
+        """Of a call that has returned."""
+        future = cls(lambda _: result)
+        future.get()
+        return future
+
+    def get(self, timeout: float | None = None) -> Answer:
+        """Wait for all ranks and return the joined answer (see `routing.join_answers`).
+
+        Raises WorkerFailure (or the rank's own MegatronRLError) when any rank of any pool failed in this call or an
+        earlier one; all pools are then over. Raises TimeoutError after `timeout` seconds; the call goes on and `get`
+        may be repeated.
+        """
+        if self._fetch is not None:
+            self._result = self._fetch(timeout)
+            self._fetch = None
+        return cast(Answer, self._result)
+
+
+class Observer(Protocol):
+    """Who wants to know what the controller calls: `Book` and `Lifecycle` do."""
+
+    def before(self, verb: Verb) -> None:
+        """A verb is about to be called; may raise to stop the run instead."""
+
+    def waiting(self, phase: str) -> AbstractContextManager[None]:
+        """Round the wait for an answer."""
+
+    def ran(self, interval: Interval) -> None:
+        """A verb has been answered."""
+
+
+class Nobody:
+    """An observer that looks away."""
+
+    def before(self, verb: Verb) -> None:
+        """Nothing."""
+
+    def waiting(self, phase: str) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def ran(self, interval: Interval) -> None:
+        """Nothing."""
+
+
 def is_collector(dispatch: Dispatch, place: Coordinates) -> bool:
     """Whether the answer of the rank at `place` counts; those of all others are dropped where they are made."""
     match dispatch:
@@ -66,11 +158,19 @@ def is_collector(dispatch: Dispatch, place: Coordinates) -> bool:
     return True
 
 
-def register(dispatch: Dispatch, *, role: str, balanced: bool = False) -> Callable:
-    """Mark a worker method as callable from the controller with the given dispatch, acting for `role` (see `Verb`)."""
+def verb(
+    dispatch: Dispatch, *, phase: str = "", balanced: bool = False, stop: Stop = Stop.UNRELATED
+) -> Callable[[Callable[Concatenate[Owner, Params], Answer]], Callable[Concatenate[Owner, Params], Future[Answer]]]:
+    """Mark a method as callable from the controller (see `Verb`). On a rank it stays the plain method that it is."""
 
-    def mark(method: Callable) -> Callable:
-        method.verb = Verb(dispatch, role, balanced)
+    def mark(method: Callable[Concatenate[Owner, Params], Answer]) -> Any:
+        method.verb = Verb(dispatch, phase, balanced, stop)  # type: ignore[attr-defined]
         return method
 
     return mark
+
+
+def verbs_of(kind: type) -> dict[str, Verb]:
+    """Name -> mark of every verb of a class."""
+    members = inspect.getmembers(kind, inspect.isfunction)
+    return {name: method.verb for name, method in members if hasattr(method, "verb")}

@@ -18,38 +18,41 @@ from megatron_rl.observe.summary import before_after_table, write_summary
 from megatron_rl.records import Sequences
 
 if TYPE_CHECKING:
-    from megatron_rl.cluster.worker_group import WorkerGroup
     from megatron_rl.run import Run
 
 EXPORT_LOGIT_BOUND = 1e-4
 """Largest allowed difference between the exported model's logits and the trainer's, in float32."""
 
 
-def finish_run(run: Run, workers: WorkerGroup) -> dict:
+def finish_run(run: Run) -> dict:
     """Write everything a user takes home from a run; returns the summary. Raises ParityError, StorageError."""
-    run.keep_folder()
-    export_diff = export_and_compare(run, workers) if run.config.trainer.export_hf else None
+    if run.validation.parity_rows is None:  # every step had been taken before
+        run.validation.run(run.config.trainer.total_training_steps)
+    run.book.keep_folder()
+    export_diff = export_and_compare(run) if run.config.trainer.export_hf else None
     summary = summarise(run, export_diff)
-    with storing("summary.json", run.directory):
-        write_summary(run.directory / "summary.json", summary)
+    with storing("summary.json", run.book.folder.path):
+        write_summary(run.book.folder.path / "summary.json", summary)
     if "jsonl" in run.config.trainer.logger:
         draw(run)
-    names = {"held-out accuracy": "val_accuracy"} | ({"held-out reward": "val_reward"} if run.has_reward_model else {})
+    names = {"held-out accuracy": "val_accuracy"} | (
+        {"held-out reward": "val_reward"} if run.roles.reward_models else {}
+    )
     rows = [(name, summary[f"{key}_before"], summary[f"{key}_after"]) for name, key in names.items()]
     rows = [row for row in rows if None not in row]
     if rows:
-        run.console.print(before_after_table(rows))
-    names = sorted(path.name for path in run.directory.iterdir() if not path.name.startswith("."))
-    run.say(f"written to {run.directory}: {', '.join(names)}")
+        run.book.console.print(before_after_table(rows))
+    names = sorted(path.name for path in run.book.folder.path.iterdir() if not path.name.startswith("."))
+    run.book.say(f"written to {run.book.folder.path}: {', '.join(names)}")
     return summary
 
 
 def draw(run: Run) -> None:
     """Curves of the whole run; a picture that cannot be written is no reason to end without a summary."""
     try:
-        plot_curves(run.directory / METRICS_FILE, run.directory / "curves.png")
+        plot_curves(run.book.folder.path / METRICS_FILE, run.book.folder.path / "curves.png")
     except OSError as error:
-        run.warn(f"curves.png could not be written: {error}")
+        run.book.warn(f"curves.png could not be written: {error}")
 
 
 def summarise(run: Run, export_diff: float | None) -> dict:
@@ -62,8 +65,8 @@ def summarise(run: Run, export_diff: float | None) -> dict:
     world_size = trainer.nnodes * trainer.n_gpus_per_node
     tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     return {
-        **before_and_after("val_accuracy", run.accuracies, trainer.val_before_train),
-        **before_and_after("val_reward", run.val_rewards, trainer.val_before_train),
+        **before_and_after("val_accuracy", run.book.accuracies, trainer.val_before_train),
+        **before_and_after("val_reward", run.book.val_rewards, trainer.val_before_train),
         "steps": trainer.total_training_steps,
         "wall_s": round(time.monotonic() - run.started, 1),
         "layout": {
@@ -74,13 +77,15 @@ def summarise(run: Run, export_diff: float | None) -> dict:
             "rollout_tp": config.actor_rollout_ref.rollout.tensor_model_parallel_size,
         },
         "seed": trainer.seed,
-        "skipped_updates": run.updates.totals,
-        "rollout_logprob_diff_max": run.logprob_diff_max,
+        "skipped_updates": run.book.updates.totals,
+        "rollout_logprob_diff_max": run.algorithm.logprob_diff_max,
         "hf_export_logit_diff_max": export_diff,
-        "transition_bytes_received_per_rank": [report.bytes_received for report in run.transitions],
-        "transition_bytes_lower_bound_per_rank": [report.lower_bound_bytes for report in run.transitions],
-        "transition_network_bytes_per_rank": [report.network_bytes for report in run.transitions],
-        "transition_network_bytes_lower_bound_per_rank": [report.network_bound_bytes for report in run.transitions],
+        "transition_bytes_received_per_rank": [report.bytes_received for report in run.book.transitions],
+        "transition_bytes_lower_bound_per_rank": [report.lower_bound_bytes for report in run.book.transitions],
+        "transition_network_bytes_per_rank": [report.network_bytes for report in run.book.transitions],
+        "transition_network_bytes_lower_bound_per_rank": [
+            report.network_bound_bytes for report in run.book.transitions
+        ],
     }
 
 
@@ -90,18 +95,18 @@ def before_and_after(name: str, validations: list[float], val_before_train: bool
     return {f"{name}_before": first, f"{name}_after": validations[-1] if validations else None}
 
 
-def export_and_compare(run: Run, workers: WorkerGroup) -> float:
+def export_and_compare(run: Run) -> float:
     """Export the actor; largest logit difference to the trainer on held-out answers, 0 where those have no token.
 
     Raises ParityError when a float32 model differs by more than EXPORT_LOGIT_BOUND, StorageError when it cannot be
     written, and then nothing of it is left.
     """
-    target = run.directory / "hf_model"
-    with run.phase("export"):
-        with removing_unfinished(target), storing(target.name, run.directory):
-            workers.export_hf(target.resolve()).get()
-        trainer_logits = torch.cat(workers.response_logits(run.parity_rows).get())
-    differences = (hf_response_logits(target, run.parity_rows) - trainer_logits).abs()
+    target = run.book.folder.path / "hf_model"
+    with run.book.clock.phase("export"):
+        with removing_unfinished(target), storing(target.name, run.book.folder.path):
+            run.roles.actor.export_hf(target.resolve()).get()
+        trainer_logits = torch.cat(run.roles.actor.response_logits(run.validation.parity_rows).get())
+    differences = (hf_response_logits(target, run.validation.parity_rows) - trainer_logits).abs()
     largest = float(differences.max()) if differences.numel() else 0.0
     if run.config.actor_rollout_ref.actor.megatron.dtype == "float32" and not largest <= EXPORT_LOGIT_BOUND:
         raise ParityError(

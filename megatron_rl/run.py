@@ -1,414 +1,220 @@
-"""What a run keeps on the controller: data, reward, seeds, clocks and the books. The algorithm is in `train.py`."""
+"""Everything that a run consists of, put together: data and rewards, pools and roles, algorithm, life and books."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_rl.checkpoint.contents import RUN_FILE
-from megatron_rl.checkpoint.folders import find, only_writer
-from megatron_rl.checkpoint.resume import select
-from megatron_rl.checkpoint.run_file import read_run_file, reading
-from megatron_rl.checkpoint.storage import storing
-from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.algorithm import Algorithm
+from megatron_rl.book import Book
+from megatron_rl.cluster.cluster import Cluster, Hosting
+from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.cluster.watch import STACKS_FILE, Limits
-from megatron_rl.cluster.worker_group import Future
-from megatron_rl.config.algorithms import needs_of, uses_critic, uses_reference, uses_rule
-from megatron_rl.config.load import flat_settings
-from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig, TrainerConfig, as_list
-from megatron_rl.errors import ConfigError, ParityError, StorageError
-from megatron_rl.experience.assemble import add_rewards, assemble
-from megatron_rl.losses.kl import AdaptiveKL, FixedKL
-from megatron_rl.losses.registry import estimator, policy_loss
-from megatron_rl.losses.rows import total_rows
-from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
-from megatron_rl.observe.loggers import MetricLogger
-from megatron_rl.observe.memory import PhaseMemory, memory_metrics
-from megatron_rl.observe.progress import RunProgress
-from megatron_rl.observe.sample_tables import write_sample_table
+from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placement, RoleSpec
+from megatron_rl.config.schema import RunConfig, TrainerConfig, as_list
+from megatron_rl.dispatch import Interval, Verb
+from megatron_rl.errors import ConfigError
+from megatron_rl.lifecycle import Lifecycle, Pace
 from megatron_rl.observe.summary import layout_table
-from megatron_rl.observe.timers import PhaseTimer
-from megatron_rl.observe.updates import SkippedUpdates, update_means
-from megatron_rl.observe.validation import validation_metrics
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
-from megatron_rl.planner.file_rules import make_folders
 from megatron_rl.planner.memory import plan_stages, worst_of_stages
-from megatron_rl.planner.resume_rules import configured_models
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.planner.stall import stall_timeout_s
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
-from megatron_rl.records import Experience, Generations, Prompts, Sampling, Sequences, row_lengths
-from megatron_rl.reward.combined import combine
+from megatron_rl.records import Experience
 from megatron_rl.reward.function import RewardSource
 from megatron_rl.reward.keeper import KeeperSettings
-from megatron_rl.reward.overlong import overlong_penalty
 from megatron_rl.reward.processes import RewardProcesses
-from megatron_rl.reward.rule import NoRule, RuleReward, Scored
+from megatron_rl.reward.rule import NoRule, RuleReward
+from megatron_rl.rewards import Rewards
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.critic import Critic
+from megatron_rl.roles.environment import worker_environment
+from megatron_rl.roles.host import RankHost
+from megatron_rl.roles.kinds import KINDS
+from megatron_rl.roles.rank import sequence_work
+from megatron_rl.roles.reference import Reference
+from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.roles.rollout import Rollout
+from megatron_rl.rollouts import Batch, Rollouts
+from megatron_rl.run_folder import RunFolder
+from megatron_rl.validation import Validation
 
-VALIDATION_SALT = -1
-"""Validation samples, where they are sampled, use the same seeds every time."""
 
-NUM_PARITY_ROWS = 32
-"""Held-out rows on which the exported model is compared with the trainer."""
+@dataclass(frozen=True)
+class Roles:
+    """The handle of every role, and of the hosts of every pool; None for a role that the run does not have."""
 
-MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps")
-"""Keys whose new values are no news in a run that goes on."""
+    actor: Actor
+    rollout: Rollout
+    reference: Reference | None
+    critic: Critic | None
+    reward_models: list[tuple[RoleSpec, RewardModel]]
+    hosts: dict[str, RankHost]
 
 
-class StepAbandoned(Exception):
-    """A step is given up before it has changed anything, because a signal asked the run to stop and time is short."""
-
-
+@dataclass(frozen=True)
 class Run:
-    """One run's state outside the workers; a context manager round progress bar and loggers.
+    """What the loop works with. started: of the monotonic clock."""
 
-    Constructing it reads data, reward function and the checkpoint to go on from, so that their errors come before any
-    process starts. Raises ConfigError.
-    """
+    config: RunConfig
+    roles: Roles
+    rollouts: Rollouts
+    rewards: Rewards
+    algorithm: Algorithm
+    validation: Validation
+    life: Lifecycle
+    book: Book
+    started: float
 
-    def __init__(self, config: RunConfig, stop: StopRequest) -> None:
-        data, trainer = config.data, config.trainer
-        self.config = config
-        self.stop = stop
-        self.started = time.monotonic()
-        self.directory = Path(trainer.default_local_dir)
-        self.console = Console()
-        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-        has_rule = uses_rule(config)
-        self.train_data = PromptDataset(as_list(data.train_files), self.tokenizer, data, has_rule)
-        self.val_data = PromptDataset(as_list(data.val_files), self.tokenizer, data, has_rule)
-        self.cursor = MixtureCursor(
-            self.train_data.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed
-        )
-        self.rules = rule_reward(config, self.tokenizer, self.train_data.data_sources | self.val_data.data_sources)
-        self.progress = RunProgress(trainer.total_training_steps, self.console)
-        self.timer = PhaseTimer(on_phase=self.progress.phase)
-        self.phase = self.timer.phase
+    def describe(self, batch: Batch, experience: Experience, step: int) -> dict[str, float]:
+        """What a step came to beside its updates: samples, seconds and memory."""
+        prompts, generations, scored = batch.prompts, batch.generations, batch.scored
+        if scored is None:
+            raise ValueError("the batch has no scores yet")
+        metrics = self.book.step_metrics(prompts, generations, experience, scored) | batch.metrics
+        self.book.save_samples(self.config.trainer.rollout_data_dir, prompts, scored, step)
+        memory = {pool: host.take_memory() for pool, host in self.roles.hosts.items()}
+        return metrics | self.book.memory_metrics({pool: future.get() for pool, future in memory.items()})
 
-        self.has_critic, self.has_reference = uses_critic(config), uses_reference(config)
-        self.has_reward_model = config.reward_model.enable
-        self.needs_greedy = needs_of(config).greedy
-        self.estimator = estimator(config.algorithm)
-        policy_loss(config.actor_rollout_ref.actor)  # the workers', loaded here too so that its errors come now
-        self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
-        self._found = find(self.directory)
-        # Read once: the checkpoints of this run are of the folders as they were when it started.
-        self.models = configured_models(config)
-        self.start = select(trainer, self.models)
 
-        self.planned_memory = worst_of_stages(plan_stages(RunModels(config)))
-        self.transitions: list = []
-        self.sampling_metrics: dict[str, float] = {}
-        self.accuracies: list[float] = []
-        self.val_rewards: list[float] = []
-        self.updates = SkippedUpdates(trainer.max_skipped_updates)
-        self.logprob_diff_max = 0.0
-        self.parity_rows: Sequences | None = None
-        self.save_seconds = 0.0
-        self._step_started, self._last_step_s = 0.0, math.inf
-        self.saved: dict[str, Any] = {}
-        self._read_saved()
-        make_folders(trainer)
-        self._resources = contextlib.ExitStack()
+@dataclass(frozen=True)
+class Ears:
+    """Tells the pace of the run, and its clock, what is called."""
 
-    def __enter__(self) -> Run:
-        """Raises ConfigError when another run is in the folder, StorageError when it cannot be written to."""
-        with storing("the files of a run", self.directory):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = self._resources.enter_context(only_writer(self.directory))
-            self._look_again()
-            resumed_step = None if self.start.path is None else self.start.step
-            self.logger = self._resources.enter_context(
-                MetricLogger(self.config.trainer.logger, self.directory, self.console, resumed_step)
-            )
-        self.console.print(layout_table(batch_table(self.config)))
-        for note in repeat_notes(self.config.data, [file.num_prompts for file in self.train_data.files]):
-            self.warn(note)
-        for reason in self.start.skipped:
-            self.warn(f"skipped {reason}")
-        self._resources.enter_context(self.rules)
-        self._resources.enter_context(self.progress)
-        return self
+    pace: Pace
+    book: Book
 
-    def __exit__(self, *failure) -> None:
-        self._resources.close()
+    def before(self, verb: Verb) -> None:
+        """The run may stop instead."""
+        self.pace.before(verb)
 
-    def _read_saved(self) -> None:
-        if self.start.path is not None:
-            file = self.start.path / RUN_FILE
-            self.saved = read_run_file(file)
-            with reading(file):
-                self.load_state_dict(self.saved["run"])
+    def waiting(self, phase: str) -> AbstractContextManager[None]:
+        """The progress line shows it."""
+        return self.book.clock.waiting(phase)
 
-    def _look_again(self) -> None:
-        """Choose the checkpoint anew where a run that was still ending has saved one while this one started."""
-        if find(self.directory) != self._found:
-            self.start = select(self.config.trainer, self.models)
-            self._read_saved()
+    def ran(self, interval: Interval) -> None:
+        """Its seconds count."""
+        self.book.clock.ran(interval.pool, interval.phase, interval.start, interval.stop, interval.seconds)
 
-    def say(self, text: str, style: str | None = None) -> None:
-        """Print a line as it is: names and values may have brackets, which would be markup."""
-        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def warn(self, text: str) -> None:
-        """Print a line that nobody should miss."""
-        self.say(text, style="yellow")
+@contextmanager
+def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
+    """A run, ready for its first step; errors of data, rewards and checkpoints come before any process is started."""
+    started, trainer = time.monotonic(), config.trainer
+    with graceful_signals(stop_grace_s(trainer)) as stop, ExitStack() as opened:
+        placement = Placement.of(config)
+        tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+        data = Data.read(config, tokenizer)
+        rules = rule_reward(config, tokenizer, data.sources)
+        folder = RunFolder(config)
+        book = Book(config, folder, tokenizer, planned_memory(config, placement))
+        algorithm = Algorithm(config, book.clock)
+        opened.enter_context(folder)
+        opened.enter_context(book)
+        book.console.print(layout_table(batch_table(config)))
+        for note in (*data.notes(config), *(f"skipped {reason}" for reason in folder.start.skipped)):
+            book.warn(note)
+        opened.enter_context(rules)
+        pace = Pace(stop)
+        hosting = hosting_of(config, placement, Ears(pace, book))
+        cluster = opened.enter_context(make_cluster(placement, hosting, local))
+        roles = build_roles(cluster, placement, book)
+        rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock)
+        rollouts = Rollouts(config, data.train, data.cursor, roles.rollout, rewards, book)
+        parts = (rollouts, algorithm, book)
+        for part in parts:
+            folder.give_back(part.load_state_dict)
+        validation = Validation(config, data.val, rollouts, rewards, book, stop)
+        life = Lifecycle(config, folder, roles.hosts, parts, book, pace)
+        life.restore()
+        with life:
+            yield Run(config, roles, rollouts, rewards, algorithm, validation, life, book, started)
 
-    def keep_folder(self) -> None:
-        """Make the run's folder again, and say so, where it has vanished.
 
-        Raises ConfigError where another run has taken it, StorageError where it cannot be made.
-        """
-        with storing("the files of a run", self.directory):
-            if self._lock.hold_again():
-                self.warn(
-                    f"{self.directory} was deleted or emptied while the run went on; it is there again, without the "
-                    "checkpoints and tables that were in it"
-                )
+@dataclass(frozen=True)
+class Data:
+    """Training and held-out prompts, and where the training prompts stand."""
 
-    def say_resumed(self, saved_config: dict[str, Any], same_layout: bool) -> None:
-        """Tell where the run goes on, and every key that has another value than it had when that was saved."""
-        self.say(f"going on after step {self.start.step}, from {self.start.path}")
-        before, now = flat_settings(saved_config), flat_settings(dataclasses.asdict(self.config))
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key) and key not in MAY_CHANGE:
-                self.say(f"  {key} was {before.get(key)}, is {now.get(key)}")
-        if not same_layout:
-            self.say("  random generators start anew: they were saved for another layout")
+    train: PromptDataset
+    val: PromptDataset
+    cursor: MixtureCursor
 
-    # Data and sampling
-
-    def steps(self) -> Iterator[int]:
-        """Numbers of the steps to take: from 1, or from after the checkpoint that the run goes on from."""
-        for step in range(self.start.step + 1, self.config.trainer.total_training_steps + 1):
-            self._step_started = time.monotonic()
-            yield step
-            self._last_step_s = time.monotonic() - self._step_started
-
-    def abandon_step_if_late(self) -> None:
-        """Raise StepAbandoned when the run is to stop and this step would not end in time, judging by the last one."""
-        left = self._last_step_s + self.save_seconds - (time.monotonic() - self._step_started)
-        if self.stop.is_set and left > self.stop.remaining_s():
-            raise StepAbandoned
+    @classmethod
+    def read(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
+        """Raises ConfigError."""
+        data, has_rule = config.data, uses_rule(config)
+        train = PromptDataset(as_list(data.train_files), tokenizer, data, has_rule)
+        val = PromptDataset(as_list(data.val_files), tokenizer, data, has_rule)
+        cursor = MixtureCursor(train.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed)
+        return cls(train, val, cursor)
 
     @property
-    def saves_beside_training(self) -> bool:
-        """Whether a save may still be under way when the next step starts."""
-        critic_does = self.has_critic and self.config.critic.checkpoint.async_save
-        return self.config.actor_rollout_ref.actor.checkpoint.async_save or critic_does
+    def sources(self) -> set[str]:
+        """The data sources of all prompts."""
+        return self.train.data_sources | self.val.data_sources
 
-    # What a checkpoint keeps of all this
+    def notes(self, config: RunConfig) -> list[str]:
+        """Sentences about prompts that one batch takes more of than there are."""
+        return repeat_notes(config.data, [file.num_prompts for file in self.train.files])
 
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """Everything that the steps after `step` depend on, or that they add to; JSON-ready."""
-        return {
-            "step": step,
-            "cursor": self.cursor.state_dict(),
-            "kl_ctrl": {"type": self.config.algorithm.kl_ctrl.type, "coef": self.kl_ctrl.coef},
-            "accuracies": list(self.accuracies),
-            "val_rewards": list(self.val_rewards),
-            "logprob_diff_max": self.logprob_diff_max,
-            "skipped_updates": self.updates.state_dict(),
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order are others."""
-        self.cursor.load_state_dict(state["cursor"])
-        # A fixed weight is the configuration's, which may have been changed on purpose.
-        if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
-            self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
-        self.accuracies, self.val_rewards = list(state["accuracies"]), list(state["val_rewards"])
-        self.logprob_diff_max = state["logprob_diff_max"]
-        self.updates.load_state_dict(state["skipped_updates"])
+def make_cluster(placement: Placement, hosting: Hosting, local: bool) -> Cluster:
+    """Where the pools of a run live; the other kind of cluster is not even imported."""
+    if local:
+        from megatron_rl.cluster.local_cluster import LocalCluster
 
-    def next_prompts(self) -> Prompts:
-        """The next training prompts, each `rollout.n` times."""
-        return self.train_data.batch(self.cursor.next_indices()).repeat(self.config.actor_rollout_ref.rollout.n)
+        return LocalCluster(placement.pools, hosting)
+    from megatron_rl.cluster.ray_cluster import RayCluster
 
-    def val_prompts(self) -> Prompts:
-        """All held-out prompts, each `val_kwargs.n` times."""
-        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
-        return self.val_data.batch(range(len(self.val_data))).repeat(n)
+    return RayCluster(list(placement.pools.values()), hosting)
 
-    def sampling(self, salt: int) -> Sampling:
-        """How training samples are drawn."""
-        rollout = self.config.actor_rollout_ref.rollout
-        return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, self.config.data.max_response_length, salt)
 
-    def greedy(self) -> Sampling:
-        """How a baseline answer is drawn: greedily, so its seed means nothing."""
-        return Sampling(0.0, 1.0, -1, self.config.data.max_response_length, VALIDATION_SALT)
+def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
+    """What runs on every rank."""
+    trainer = config.trainer
+    limits = watch_limits(config)
+    # On a CPU all pools may share one machine's cores.
+    ranks_per_node = sum(pool.size.num_ranks_per_node for pool in placement.pools.values())
+    return Hosting(
+        RankHost,
+        (config, limits.collective_timeout),
+        {name: KINDS[role.kind] for name, role in placement.roles.items()},
+        trainer.device,
+        env=worker_environment(trainer.device, ranks_per_node),
+        work=sequence_work(config.actor_rollout_ref.model.path) if trainer.balance_batch else None,
+        limits=limits,
+        observer=ears,
+    )
 
-    def val_sampling(self) -> Sampling:
-        """How held-out answers are drawn: greedy unless `val_kwargs.do_sample`."""
-        kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
-        longest = self.config.data.max_response_length
-        if not kwargs.do_sample:
-            return Sampling(0.0, 1.0, -1, longest, VALIDATION_SALT)
-        return Sampling(kwargs.temperature, kwargs.top_p, kwargs.top_k, longest, VALIDATION_SALT)
 
-    def mini_batching(self, role: ActorConfig | CriticConfig, step: int) -> tuple[int, int, int | None]:
-        """(rows per optimizer step, epochs, seed of the split or None) for one step of a role's update."""
-        rows = role.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        seed = self.config.trainer.seed * 1_000_003 + step * role.ppo_epochs
-        return rows, role.ppo_epochs, seed if role.shuffle else None
+def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
+    """Every role on its pool, in the order of the table; pools build theirs at the same time."""
+    hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
+    building = [(role, hosts[role.pool].build(role.name)) for role in placement.roles.values()]
+    for role, future in building:
+        with book.clock.waiting(f"build {role.name}"):
+            future.get()
 
-    def reward(self, prompts: Prompts, generations: Generations, rm_scores: Future | None) -> Scored:
-        """Score answers, by the rule while the reward model does, and says so when the rule could not score some.
+    def handle(name: str) -> object | None:
+        role = placement.roles.get(name)
+        return None if role is None else cluster.pools[role.pool].handle(name, KINDS[role.kind])
 
-        Raises RewardError when it could score none, or when the reward model gives no number.
-        """
-        scored, config = self.rules(prompts, generations), self.config.reward_model
-        if scored.first_failure is not None:
-            failed = sum(outcome.failure != "" for outcome in scored.outcomes)
-            first = scored.first_failure
-            self.warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
-        of_model = None if rm_scores is None else rm_scores.get().scores
-        return combine(scored, of_model, config.rule_weight, config.weight)
+    models = [(spec, cluster.pools[spec.pool].handle(spec.name, RewardModel)) for spec in placement.reward_models]
+    return Roles(handle(ACTOR), handle(ROLLOUT), handle(REFERENCE), handle(CRITIC), models, hosts)
 
-    def scored(self, prompts: Prompts, generations: Generations, rm_scores: Future | None) -> Scored:
-        """What training rewards: the task reward, less the penalty of overlong answers if configured."""
-        scored, overlong = self.reward(prompts, generations, rm_scores), self.config.reward_model.overlong_buffer
-        if not overlong.enable:
-            return scored
-        lengths, longest = row_lengths(generations.response_ids), self.config.data.max_response_length
-        penalty = overlong_penalty(lengths, longest, overlong.len, overlong.penalty_factor)
-        return dataclasses.replace(scored, scores=scored.scores + penalty)
 
-    def greedy_scores(self, prompts: Prompts, generations: Generations, rm_scores: Future | None) -> torch.Tensor:
-        """float32 [B]: for each row of `prompts` the score of its group's answer, in the order of `one_per_group`."""
-        _, group = prompts.uid.unique(return_inverse=True)
-        return self.scored(prompts.one_per_group(), generations, rm_scores).scores[group]
-
-    # Books
-
-    def note_transition(self, reports: list) -> None:
-        """Keep what entering rollout mode cost each rank (in rank order)."""
-        self.transitions = reports
-
-    def note_sampling(self, num_batches: int, differing_share: float) -> None:
-        """Keep how many batches dynamic sampling drew, and which share of the step's groups have different scores."""
-        self.sampling_metrics = {
-            "train/num_gen_batches": float(num_batches),
-            "train/differing_groups": differing_share,
-        }
-
-    def check_rollout_parity(self, experience: Experience) -> dict[str, float]:
-        """Compare the engine's log-probs of its samples with the trainer's.
-
-        Raises ParityError beyond `rollout.logprob_diff_bound`; not where top_p or top_k cut the engine's distribution,
-        because then the two are meant to differ.
-        """
-        rollout = self.config.actor_rollout_ref.rollout
-        metrics = parity_metrics(experience.rollout_log_probs.values(), experience.old_log_probs.values())
-        largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
-        comparable = rollout.top_p == 1.0 and rollout.top_k == -1
-        if comparable:
-            self.logprob_diff_max = max(self.logprob_diff_max, largest)
-        if comparable and not largest <= rollout.logprob_diff_bound:
-            raise ParityError(
-                f"log-probs of the rollout and of the trainer differ by {largest:.3g} on sampled tokens; "
-                f"actor_rollout_ref.rollout.logprob_diff_bound is {rollout.logprob_diff_bound:.3g}"
-            )
-        return metrics
-
-    def penalise_kl(self, experience: Experience) -> dict[str, float]:
-        """Fill `rewards`, weigh the KL penalty anew for the next step, and report KL and weight as verl does."""
-        algorithm = self.config.algorithm
-        kl_coef = self.kl_ctrl.coef if algorithm.use_kl_in_reward else 0.0
-        kl = add_rewards(experience, kl_coef, algorithm.kl_penalty)
-        if kl is None:
-            return {}
-        self.kl_ctrl.update(float(kl), int((experience.response_lengths > 0).sum()))
-        return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
-
-    def data_metrics(self, prompts: Prompts, generations: Generations, experience: Experience) -> dict[str, float]:
-        """Statistics of one step's samples, and what its transition cost."""
-        lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
-        values = None if experience.old_values is None else experience.old_values.values()
-        returns, advantages = experience.returns.values(), experience.advantages.values()
-        totals = total_rows(experience.rewards.values(), experience.response_lengths, experience.scores)
-        return (
-            length_metrics(*lengths, generations.truncated)
-            | score_metrics(experience.scores, totals, advantages, returns, values)
-            | {"perf/total_num_tokens": float(experience.input_ids.values().numel())}
-            | self.sampling_metrics
-            | self._transition_metrics()
-        )
-
-    def _transition_metrics(self) -> dict[str, float]:
-        """The last transition to rollout mode, on the rank that it cost most."""
-        return {
-            "reshard/exchange_s": max(report.exchange_seconds for report in self.transitions),
-            "reshard/verify_s": max(report.verify_seconds for report in self.transitions),
-            "reshard/received_mb": max(report.bytes_received for report in self.transitions) / 1e6,
-            "reshard/received_network_mb": max(report.network_bytes for report in self.transitions) / 1e6,
-        }
-
-    def val_metrics(self, prompts: Prompts, generations: Generations, scored: Scored) -> dict[str, float]:
-        """verl's validation metrics per data source; keeps a few rows to compare the exported model on."""
-        variables = scored.variables()
-        self.val_rewards.append(sum(variables["reward"]) / len(prompts))
-        if "acc" in variables:
-            self.accuracies.append(sum(variables["acc"]) / len(prompts))
-        self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).sequences()
-        sources, predictions = list(prompts.data_source), scored.predictions()
-        return validation_metrics(sources, prompts.index.tolist(), variables, predictions)
-
-    def save_samples(self, folder: str | None, prompts: Prompts, scored: Scored, step: int) -> None:
-        """Write a table of the answers, where a folder for it is configured."""
-        if folder is not None:
-            prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
-            questions = self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
-            try:
-                write_sample_table(Path(folder), step, scored.table(questions, step))
-            except OSError as error:
-                self.warn(f"{folder} lacks the table of step {step}: {error}")
-
-    def update_metrics(self, role: str, updates: Iterable[dict[str, float]]) -> dict[str, float]:
-        """Means over the optimizer steps that a role took, and how many it skipped; says so when there are some.
-
-        Raises NonFiniteUpdates when more than `trainer.max_skipped_updates` in a row were skipped.
-        """
-        noted = (self.updates.note(role, update) for update in updates)
-        metrics = update_means(role, noted)
-        skipped = int(metrics[f"{role}/skipped_updates"])
-        if skipped:
-            self.warn(f"{skipped} update(s) of the {role} skipped in this step: gradient or loss not finite")
-        return metrics
-
-    def memory_metrics(self, ranks: list[dict[str, PhaseMemory]]) -> dict[str, float]:
-        """What the ranks held in each phase since the last step, beside what was planned."""
-        return memory_metrics(ranks, self.planned_memory)
-
-    def take_timings(self, *names: str) -> dict[str, float]:
-        """Seconds per phase since the last call, and forget them; only `names` where some are given."""
-        timings = self.timer.as_metrics()
-        self.timer.reset()
-        return {name: timings[name] for name in names or timings}
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Write one step's metrics and move the progress bar; step 0 is the state before training."""
-        if step:
-            trainer, seconds = self.config.trainer, metrics["timing_s/step"]
-            num_ranks = trainer.nnodes * trainer.n_gpus_per_node
-            metrics |= throughput_metrics(int(metrics["perf/total_num_tokens"]), seconds, num_ranks)
-        with contextlib.suppress(StorageError):  # lines wait; the next checkpoint says what is lost
-            self.keep_folder()
-        self.logger.log(metrics, step)
-        if step:
-            accuracy = self.accuracies[-1] if self.accuracies else None
-            self.progress.step(step, metrics["critic/score/mean"], accuracy, seconds)
+def planned_memory(config: RunConfig, placement: Placement) -> dict[str, dict[str, dict[str, int]]]:
+    """Pool -> phase -> what is held then, in bytes, on the stage that needs most."""
+    worst = worst_of_stages(plan_stages(RunModels(config)))
+    return dict.fromkeys(placement.pools, worst)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -418,11 +224,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # the library's own, and bare ones of its parsers
         reason = f"{type(error).__name__}: {error!s:.500}"
         raise ConfigError(f"the tokenizer of actor_rollout_ref.model.path={path} cannot be loaded: {reason}") from error
-
-
-def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
-    """Every `test_freq` steps, and always the last."""
-    return step == trainer.total_training_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
 
 
 def stop_grace_s(trainer: TrainerConfig) -> float | None:
@@ -445,10 +246,3 @@ def rule_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase, data_sour
     source.check(data_sources)
     settings = KeeperSettings(source, reward.num_workers, reward.timeout_s, give_up=reward.stop_if_all_failed)
     return RuleReward(RewardProcesses(settings), tokenizer, reward.failed_score, reward.stop_if_all_failed)
-
-
-def kl_controller(config: KlCtrlConfig) -> FixedKL | AdaptiveKL:
-    """What weighs the KL penalty, at its start."""
-    if config.type == "adaptive":
-        return AdaptiveKL(config.kl_coef, config.target_kl, config.horizon)
-    return FixedKL(config.kl_coef)

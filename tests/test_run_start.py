@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_rl.book import Book
 from megatron_rl.checkpoint.contents import RUN_FILE, write_role_file
 from megatron_rl.checkpoint.folders import commit, unfinished_folder
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, digest_files
@@ -17,53 +18,61 @@ from megatron_rl.cluster.last_resort import LastResort
 from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.planner.resume_rules import configured_models
-from megatron_rl.run import Run
+from megatron_rl.lifecycle import Lifecycle, Pace
+from megatron_rl.run import load_tokenizer
+from megatron_rl.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[1]
 
 
-def new_run(folder: Path, monkeypatch) -> Run:
+def new_run(folder: Path, monkeypatch) -> tuple[RunFolder, Book]:
     monkeypatch.chdir(REPOSITORY)
     settings = (f"trainer.default_local_dir={folder}", "trainer.save_freq=1", "trainer.logger=[jsonl]")
-    last_resort = LastResort()
-    last_resort.stand_down()
-    return Run(load_config("configs/demo_cpu.yaml", settings), StopRequest(last_resort))
+    config = load_config("configs/demo_cpu.yaml", settings)
+    run_folder = RunFolder(config)
+    return run_folder, Book(config, run_folder, load_tokenizer(config.actor_rollout_ref.model.path), {})
 
 
-def save(run: Run, step: int) -> None:
+def save(folder: RunFolder, book: Book, step: int) -> None:
     """What a run of this configuration keeps of itself after `step`, without weights."""
-    folder = unfinished_folder(run.directory, step)
+    unfinished = unfinished_folder(folder.path, step)
     names = [RUN_FILE]
     for role in ("actor", "critic"):
-        (folder / role).mkdir(parents=True)
-        write_role_file(folder, role, step)
-        (folder / role / ".metadata").write_bytes(b"\x80\x02N.")
+        (unfinished / role).mkdir(parents=True)
+        write_role_file(unfinished, role, step)
+        (unfinished / role / ".metadata").write_bytes(b"\x80\x02N.")
         names += [f"{role}/role.json", f"{role}/.metadata"]
-    content = {"run": run.state_dict(step), "config": dataclasses.asdict(run.config), "roles": {}}
-    (folder / RUN_FILE).write_text(json.dumps(content))
-    commit(folder, Manifest(FORMAT, step, configured_models(run.config), digest_files(folder, names)))
+    state = {"step": step} | book.state_dict()
+    content = {"run": state, "config": dataclasses.asdict(book.config), "roles": {}}
+    (unfinished / RUN_FILE).write_text(json.dumps(content))
+    commit(unfinished, Manifest(FORMAT, step, folder.models, digest_files(unfinished, names)))
 
 
 def test_what_is_saved_while_a_run_starts_is_gone_on_from(tmp_path, monkeypatch):
-    """An older run ends between the choice of the checkpoint and the lock; a third run is refused. No processes but the
-    reward's.
+    """An older run ends between the choice of the checkpoint and the lock; a third run is refused. No processes.
 
     Would not catch a run on another machine whose files come late.
     """
-    folder = tmp_path / "run [/x] [bold]"
-    with new_run(folder, monkeypatch) as first:
-        with pytest.raises(ConfigError, match="another run is writing"), new_run(folder, monkeypatch):
+    path = tmp_path / "run [/x] [bold]"
+    first, first_book = new_run(path, monkeypatch)
+    with first:
+        third, _ = new_run(path, monkeypatch)
+        with pytest.raises(ConfigError, match="another run is writing"), third:
             pass
-        second = new_run(folder, monkeypatch)
-        assert second.start.step == 0
-        first.val_rewards = [0.25]
-        save(first, 3)
-    second.console = Console(file=io.StringIO(), width=40)
-    with second:
-        assert (second.start.step, second.val_rewards) == (3, [0.25])
-        assert second.cursor.state_dict() == first.cursor.state_dict()
-        assert list(second.steps())[0] == 4
-        second.say_resumed(second.saved["config"] | {"trainer": {"project_name": "[/y]"}}, same_layout=True)
-    said = second.console.file.getvalue()
-    assert f"going on after step 3, from {folder}/global_step_3" in said and "project_name was [/y], is " in said
+        second, book = new_run(path, monkeypatch)
+        assert second.start.step == 0 and second.resumed_step is None
+        first_book.val_rewards = [0.25]
+        save(first, first_book, 3)
+    book.console = Console(file=io.StringIO(), width=40)
+    with second, book:
+        second.give_back(book.load_state_dict)
+        assert (second.start.step, book.val_rewards) == (3, [0.25])
+        second.saved["config"]["trainer"]["project_name"] = "[/y]"
+        last_resort = LastResort()
+        last_resort.stand_down()
+        life = Lifecycle(book.config, second, {}, (book,), book, Pace(StopRequest(last_resort)))
+        assert life.is_resumed
+        life.restore()
+        assert next(life.steps()) == 4
+    said = book.console.file.getvalue()
+    assert f"going on after step 3, from {path}/global_step_3" in said and "project_name was [/y], is " in said

@@ -8,7 +8,7 @@ because the rank itself may be waiting for them in a collective.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -66,28 +66,34 @@ class RankCalls:
         self._open |= {answer: (Call(rank, role, "__init__"),) for rank, answer in enumerate(answers)}
         return answers
 
-    def send(self, role: str, verb: str, messages: Mapping[int, Message]) -> list[ObjectRef]:
-        """Have the ranks run a verb on their messages; every rank, or rank 0 alone. What `wait` takes."""
+    def send(self, role: str, verb: str, method: str, messages: Mapping[int, Message]) -> list[ObjectRef]:
+        """Have the ranks run a verb on their messages; every rank, or rank 0 alone. Returns what `wait` takes.
+
+        method: the verb's Ray method.
+        """
         size = self._node_size if len(messages) > 1 else 1
         answers = []
         for first in range(0, len(messages), size):
             ranks = range(first, first + size)
             if size == 1:
-                answer = getattr(self._handles[first], verb).remote(*messages[first])
+                answer = getattr(self._handles[first], method).remote(*messages[first])
             else:
-                answer = self._handles[first].relay.remote(role, verb, [messages[rank] for rank in ranks])
+                answer = self._handles[first].relay.remote(role, verb, method, [messages[rank] for rank in ranks])
             self._open[answer] = tuple(Call(rank, role, verb) for rank in ranks)
             answers.append(answer)
         return answers
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self, look: Callable[[], None]) -> None:
         """Wait for whatever is under way. Raises CallsFailed."""
-        self.wait("the calls still running", list(self._open), timeout=None)
+        self.wait("the calls still running", list(self._open), None, look)
 
-    def wait(self, what: str, answers: Sequence[ObjectRef], timeout: float | None) -> list[Any]:
+    def wait(
+        self, what: str, answers: Sequence[ObjectRef], timeout: float | None, look: Callable[[], None]
+    ) -> list[Any]:
         """The ranks' answers, in rank order. Raises CallsFailed, also for another call that is still open.
 
-        Raises TimeoutError after `timeout` seconds; the call goes on.
+        look: called every LOOK_S to raise for whatever else has failed. Raises TimeoutError after `timeout` seconds;
+        the call goes on.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -96,12 +102,13 @@ class RankCalls:
                 got = ray.get(list(answers), timeout=left)  # raises as soon as one of them has failed
             except GetTimeoutError:
                 self._look_at_watch()
+                look()
                 if deadline is not None and time.monotonic() >= deadline:
                     _, missing = ray.wait(list(answers), num_returns=len(answers), timeout=0)
                     ranks = sorted(call.rank for answer in missing for call in self._open[answer])
                     raise TimeoutError(f"{what}: no report from ranks {ranks} in {timeout:g} s") from None
             except RayError:
-                raise CallsFailed(self._failures(self._grace_s)) from None
+                raise CallsFailed(self.failures(self._grace_s)) from None
             else:
                 calls = [self._open.pop(answer, ()) for answer in answers]
                 pairs = zip(got, calls, strict=True)
@@ -109,21 +116,22 @@ class RankCalls:
 
     def raise_if_failed(self) -> None:
         """Raise CallsFailed for what went wrong in calls that are open and that nobody may ever wait for."""
-        if self._open:
-            self._look_at_watch()
-            if self._answered_failures(timeout=0):
-                raise CallsFailed(self._failures(self._grace_s))
+        self._look_at_watch()
+        if self._open and self._answered_failures(timeout=0):
+            raise CallsFailed(self.failures(self._grace_s))
 
     def _look_at_watch(self) -> None:
         if self._watch.failures or self._dead_processes(self._grace_s):
-            raise CallsFailed(self._failures(self._grace_s))
+            raise CallsFailed(self.failures(self._grace_s))
         if trouble := dict(self._watch.trouble):
-            _, running = ray.wait(list(self._open), num_returns=len(self._open), timeout=0, fetch_local=False)
-            calls = [call for answer in running for call in self._open[answer]]
+            calls = [call for answer in self._running() for call in self._open[answer]]
             raise CallsFailed(failures_of(trouble, self._watch, self._processes, calls))
 
-    def _failures(self, grace_s: float) -> list[RankFailure]:
-        """What all ranks failed with: by their answers, by the heartbeat, by a process that is gone; one of each."""
+    def failures(self, grace_s: float) -> list[RankFailure]:
+        """What all ranks failed with until `grace_s` seconds from now, one of each.
+
+        By their answers, by the heartbeat, by a process that is gone.
+        """
         relayed = {call.rank for calls in self._open.values() for call in calls[1:]}
         deadline = time.monotonic() + grace_s
         found = self._answered_failures(grace_s)
@@ -143,8 +151,17 @@ class RankCalls:
         answered, _ = ray.wait(list(probes), num_returns=len(probes), timeout=timeout, fetch_local=False)
         return self._read(answered, {probe: (call,) for probe, call in probes.items()})
 
+    def _running(self) -> list[ObjectRef]:
+        """Open calls without an answer."""
+        if not self._open:
+            return []
+        _, running = ray.wait(list(self._open), num_returns=len(self._open), timeout=0, fetch_local=False)
+        return running
+
     def _answered_failures(self, timeout: float) -> list[RankFailure]:
         """Failures among the open answers that are there after `timeout`, or as soon as all are."""
+        if not self._open:
+            return []
         ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=timeout, fetch_local=False)
         return self._read(ready, self._open)
 

@@ -29,6 +29,7 @@ class RankFailure:
     wall_time: seconds since the epoch when it happened, by the clock of the node that saw it.
     died: the process is gone; otherwise it raised `error_type` and lives.
     error_class: what the driver raises for it; the worker's own class when that is one of `megatron_rl.errors`.
+    pool: the rank's; the driver adds it.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class RankFailure:
     wall_time: float
     died: bool = False
     error_class: type[errors.MegatronRLError] = errors.WorkerFailure
+    pool: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; the class by its name."""
@@ -78,24 +80,27 @@ def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     return min(failures, key=lambda failure: (not failure.died, failure.looks_secondary, failure.wall_time))
 
 
-def to_error(failures: Sequence[RankFailure]) -> errors.MegatronRLError:
+def to_error(failures: Sequence[RankFailure], name_pools: bool = False) -> errors.MegatronRLError:
     """The exception to raise in the driver for all that failed together; its message names the root cause.
+
+    name_pools: say which pool a rank belongs to.
 
     `WorkerFailure`, or the worker's own class when the cause is one of `megatron_rl.errors` (the exit code is kept);
     such messages are written for the user, so there the worker's traceback is a note instead of a part of the message.
     """
     cause = root_cause(failures)
     written_for_user = cause.error_class is not errors.WorkerFailure
-    where = f"rank {cause.rank} ({cause.role})"
+    where = f"{f'pool {cause.pool}, ' if name_pools else ''}rank {cause.rank} ({cause.role})"
     if cause.died:
         message = f"{where}: the process died during {cause.verb}. {cause.message}"
     elif written_for_user:
         message = f"{where}, in {cause.verb}: {cause.message}"
     else:
         message = f"{where} raised {cause.error_type} in {cause.verb}: {cause.message}\n\n{cause.traceback.rstrip()}"
-    others = sorted({failure.rank for failure in failures} - {cause.rank})
+    others = sorted({(failure.pool, failure.rank) for failure in failures} - {(cause.pool, cause.rank)})
     if others:
-        message += f"\n{len(others)} other rank(s) failed after it: {', '.join(map(str, others))}"
+        told = [f"{pool} {rank}" if name_pools else str(rank) for pool, rank in others]
+        message += f"\n{len(others)} other rank(s) failed after it: {', '.join(told)}"
     error = cause.error_class(message)
     if written_for_user:
         error.add_note(f"on the worker:\n{cause.traceback}")

@@ -1,213 +1,83 @@
-"""Ray, started on this machine for one run, or joined where it runs; what is wrong with a cluster, in one sentence."""
+"""Pools as processes that Ray starts, on one machine or many; the failure of one rank ends them all."""
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
-import platform
-import secrets
-import socket
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from queue import Empty, Queue
+from types import TracebackType
+from typing import Self
 
-import ray
-from ray._common.usage.usage_lib import get_cluster_metadata
-from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-from ray._private.services import find_node_ids
-from ray._private.worker import BaseContext
-from ray._raylet import AuthenticationTokenLoader, GcsClient
-from ray.core.generated.gcs_pb2 import GcsNodeInfo
-from ray.exceptions import AuthenticationError, RayError
-
-from megatron_rl.cluster.daemons import owner
-from megatron_rl.cluster.signals import keeping_sigterm_handler
-from megatron_rl.errors import ConfigError
-from third_party_patches import PatchError, apply_patches
-
-CONNECT_LIMIT_S = 5.0
-ANSWER_LIMIT_S = 15.0
-JOIN_LIMIT_S = 5.0
-"""Nodes may still be joining when a run starts."""
-
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about this setting
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of a failed call that nobody reads
-}
+from megatron_rl.cluster.cluster import Hosting, phases_of
+from megatron_rl.cluster.handle import Fate
+from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.ray_session import RaySession
+from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.config.roles import PoolSpec
 
 
-def start(num_cpus: int, folder: Path) -> None:
-    """Start Ray with its session in `folder` and a token of its own. Raises ConfigError for a version not known."""
-    try:
-        apply_patches("driver")
-    except PatchError as error:
-        raise ConfigError(str(error)) from None
-    with _own_token():
-        init(address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=str(folder))
+class RayCluster:
+    """Every pool of a run, started together. Raises as `RaySession`, `ResourcePool` and `RayPool` do."""
 
+    is_local = False
 
-def join(address: str) -> tuple[dict[int, str], tuple[str, int] | None]:
-    """Join the cluster at `address`; what of it a run cannot do without: pid -> name here, and its server.
+    def __init__(self, specs: Sequence[PoolSpec], hosting: Hosting) -> None:
+        self.pools: dict[str, RayPool] = {}
+        self._specs, self._hosting = specs, hosting
+        self._open = ExitStack()
 
-    Raises ConfigError with what to do where the cluster cannot be reached, asks for another token, has another version,
-    or has no node on this machine.
-    """
-    server = None if address == "auto" else _reachable(address)
-    if server is not None:
-        _require_ours(address)
-    try:
-        context = init(address=address)
-    except (ConnectionError, RuntimeError, RayError) as error:
-        raise ConfigError(f"{_given(address)}: the cluster cannot be joined: {_last_line(error)}") from error
-    raylet = owner(context.address_info["raylet_socket_name"])
-    return ({raylet: "raylet"} if raylet else {}), server
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            session = opened.enter_context(RaySession(sum(spec.world_size for spec in self._specs)))
+            fate = Fate()
+            # The cluster must have room for all of them before a process starts.
+            ranks = {spec.name: opened.enter_context(self._reserved(spec, session)) for spec in self._specs}
+            for spec in self._specs:
+                self.pools[spec.name] = pool = self._pool(spec, ranks[spec.name], fate)
+                opened.push(pool)
+                pool.spawn()
+            for pool in self.pools.values():
+                pool.start()
+            self._open = opened.pop_all()
+        return self
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
 
-def init(**options: object) -> BaseContext:
-    """`ray.init`, without its words and without its signal handler."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    with keeping_sigterm_handler():
-        return ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-
-
-def _reachable(address: str) -> tuple[str, int]:
-    """Host and port of an address behind which something listens; ConfigError otherwise."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or "/" in host or not host:
-        raise ConfigError(
-            f"{_given(address)} is no HOST:PORT of a Ray cluster; nearest: the address that `ray start --head` has "
-            "printed, such as 10.0.0.1:6379 (a ray:// address is for Ray's client, which cannot hold a run)"
+    def _reserved(self, spec: PoolSpec, session: RaySession) -> ResourcePool:
+        size = spec.size
+        return ResourcePool(
+            size.num_nodes,
+            size.num_ranks_per_node,
+            self._hosting.device_kind,
+            session=session,
+            nodes_key=size.nodes_key,
+            ranks_key=size.ranks_key,
         )
-    server = (host.strip("[]"), int(port))
-    try:
-        socket.create_connection(server, timeout=CONNECT_LIMIT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"{_given(address)}: nothing can be reached there ({error}); nearest: start the cluster (`ray start "
-            "--head`), correct the address, or unset RAY_ADDRESS to run on this machine alone"
-        ) from None
-    return server
 
-
-def _require_ours(address: str) -> None:
-    """Raise ConfigError unless the cluster lets us in, is of our version and has a node on this machine."""
-    client = _ask(address)
-    metadata = get_cluster_metadata(client) or {}
-    ours = {"ray_version": ray.__version__, "python_version": platform.python_version()}
-    theirs = {name: metadata.get(name, version) for name, version in ours.items()}
-    if ours != theirs:
-        raise ConfigError(
-            f"{_given(address)}: the cluster runs Ray {theirs['ray_version']} on Python {theirs['python_version']}, "
-            f"and this is Ray {ours['ray_version']} on Python {ours['python_version']}; both must be equal; nearest: "
-            "start the cluster from this environment"
+    def _pool(self, spec: PoolSpec, ranks: ResourcePool, fate: Fate) -> RayPool:
+        hosting = self._hosting
+        limits = hosting.limits
+        if limits.stacks_file is not None and len(self._specs) > 1:
+            limits = replace(limits, stacks_file=stacks_file(limits.stacks_file, spec.name))
+        options = PoolOptions(
+            env=hosting.env, work=hosting.work, limits=limits, phases=phases_of(spec), observer=hosting.observer
         )
-    deadline = time.monotonic() + JOIN_LIMIT_S
-    while not _living_nodes(client) & find_node_ids():
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"{_given(address)}: this machine is no node of that cluster, and the run must be started on one; "
-                f"nearest: `ray start --address={address}` here first"
-            )
-        time.sleep(0.5)
+        return RayPool(
+            spec.name,
+            ranks,
+            hosting.host_class,
+            *hosting.args,
+            spec.name,
+            roles=hosting.kinds_in(spec),
+            options=options,
+            fate=fate,
+        )
 
 
-def _ask(address: str) -> GcsClient:
-    """A client of the cluster's server, which has answered. Raises ConfigError where it does not, or not to us."""
-    answers: Queue[GcsClient | Exception] = Queue()
-
-    def ask() -> None:
-        try:
-            ensure_token_if_auth_enabled(create_token_if_missing=False)
-            client = GcsClient(address=address)
-            client.internal_kv_get(b"session_name", b"session")
-            answers.put(client)
-        except Exception as error:
-            answers.put(error)
-
-    # In a thread, as the library waits longer than a user does for what is no Ray server.
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        answer = answers.get(timeout=ANSWER_LIMIT_S)
-    except Empty:
-        answer = TimeoutError(f"no answer within {ANSWER_LIMIT_S:g} s")
-    if isinstance(answer, GcsClient):
-        return answer
-    if isinstance(answer, AuthenticationError):
-        refused = "does not accept the one that is offered" if _offers_token() else "none is offered"
-        raise ConfigError(
-            f"{_given(address)}: the cluster asks for a token and {refused}; nearest: RAY_AUTH_MODE=token and "
-            "RAY_AUTH_TOKEN_PATH=FILE, with the file that its nodes were started with"
-        ) from None
-    raise ConfigError(
-        f"{_given(address)}: what listens there does not answer as a Ray server ({_last_line(answer)}); nearest: the "
-        "address that `ray start --head` has printed, port 6379 unless told otherwise"
-    ) from None
-
-
-def _living_nodes(client: GcsClient) -> set[str]:
-    nodes = client.get_all_node_info().items()
-    return {node_id.hex() for node_id, node in nodes if node.state == GcsNodeInfo.GcsNodeState.ALIVE}
-
-
-def shortage(
-    nodes: Iterable[Mapping[str, float]], num_nodes: int, ranks_per_node: int, rank: Mapping[str, float]
-) -> str:
-    """What living nodes lack for `num_nodes` groups of ranks, each on one machine; empty when they could do it.
-
-    nodes: resource -> what each has in all. rank: resource -> what one rank needs.
-    """
-    nodes = list(nodes)
-    group = {kind: count * ranks_per_node for kind, count in rank.items()}
-    places = sum(min(int(node.get(kind, 0) // count) for kind, count in group.items()) for node in nodes)
-    if places >= num_nodes:
-        return ""
-    have = "; ".join(listing(node) for node in nodes) or "none"
-    return (
-        f"the cluster cannot give trainer.nnodes={num_nodes} node(s) with {ranks_per_node} x [{listing(rank)}] each: "
-        f"its {len(nodes)} node(s) have [{have}], which is room for {places}; nearest: "
-        f"{f'trainer.nnodes={places}' if places else 'a smaller trainer.n_gpus_per_node'}, or more nodes (`ray start "
-        "--address=...` on each)"
-    )
-
-
-def listing(resources: Mapping[str, float]) -> str:
-    """CPUs and GPUs, in words."""
-    return ", ".join(f"{kind} {resources.get(kind, 0):g}" for kind in ("CPU", "GPU"))
-
-
-def _given(address: str) -> str:
-    return f"RAY_ADDRESS={address}"
-
-
-def _offers_token() -> bool:
-    is_asked = os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
-    return is_asked and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-
-
-@contextmanager
-def _own_token() -> Iterator[None]:
-    """Offer Ray a token unless the user names one: it would write its own to the home folder, which may not exist."""
-    if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-        yield
-        return
-    os.environ["RAY_AUTH_TOKEN"] = _token()
-    try:
-        yield
-    finally:
-        del os.environ["RAY_AUTH_TOKEN"]
-
-
-@functools.cache
-def _token() -> str:
-    """The same for the whole life of this process, as Ray reads it once."""
-    return secrets.token_hex(32)
+def stacks_file(file: Path, pool: str) -> Path:
+    """Where the stacks of one of several pools go: each pool is watched, and written, by itself."""
+    return file.with_name(f"{file.stem}_{pool}{file.suffix}")

@@ -22,10 +22,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from megatron_rl.cluster.failures import RankFailure, describe
+from megatron_rl.cluster.handle import HOST, Target
 from megatron_rl.cluster.messages import Message, Payload, unpack
 from megatron_rl.cluster.pulse import Pulse, WatchAddress
 from megatron_rl.cluster.reaper import settle_in
-from megatron_rl.dispatch import Coordinates, Verb, is_collector
+from megatron_rl.dispatch import Coordinates, is_collector
 from megatron_rl.loading import without_collections
 
 _EXIT_TIMEOUT_S = 10.0
@@ -60,6 +61,14 @@ class Call(NamedTuple):
     verb: str
 
 
+class Answered(NamedTuple):
+    """A verb's answer, and when it ran here, in seconds since the epoch."""
+
+    value: Any
+    start: float
+    stop: float
+
+
 def listen(host: str) -> socket.socket:
     """A socket that listens on `host` alone, at a port of those that the system gives to nobody who asks for any.
 
@@ -88,14 +97,14 @@ class RankFailed(Exception):
 class WorkerProcess:
     """One rank: created empty, then told what to construct, then called verb by verb (`with_verbs` adds the verbs).
 
-    The worker class is imported in `construct`, not on creation, so that a failing import is reported like any other
-    failure. Whatever the worker raises leaves this class as `RankFailed`; after that every call raises the same.
+    The host class is imported in `construct`, not on creation, so that a failing import is reported like any other
+    failure. Whatever the host raises leaves this class as `RankFailed`; after that every call raises the same.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._settled = settle_in()
-        self._worker: Any = None
+        self._host: Any = None
         self._pulse: Pulse | None = None
         self._place: Coordinates | None = None
         self._failure: RankFailure | None = None
@@ -106,20 +115,20 @@ class WorkerProcess:
         return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
     def listen_for_ranks(self, host: str) -> int:
-        """Listen on `host`, for the worker to meet the other ranks there; the port."""
+        """Listen on `host`, for the host to meet the other ranks there; the port."""
         listener = listen(host)
         port = listener.getsockname()[1]
         os.environ["MASTER_LISTEN_FD"] = str(listener.detach())
         return port
 
     def construct(self, role: str, env: dict[str, str], pickled: bytes, watch: WatchAddress) -> Coordinates:
-        """Build the worker from `cloudpickle.dumps((worker_class, args))`, with `env` in the environment; its place."""
+        """Build the host from `cloudpickle.dumps((host_class, args))`, with `env` in the environment; its place."""
 
         def build() -> Coordinates:
             with without_collections():
-                worker_class, args = cloudpickle.loads(pickled)
-                self._worker = worker_class(*args)
-            return self._worker.coordinates()
+                host_class, args = cloudpickle.loads(pickled)
+                self._host = host_class(*args)
+            return self._host.coordinates()
 
         os.environ.update(env)
         self._pulse = Pulse(self._rank, watch)
@@ -130,28 +139,33 @@ class WorkerProcess:
         """Become the rank that `relay`s calls to these, the other ranks of its node."""
         self._peers = peers
 
-    def relay(self, role: str, name: str, messages: Sequence[Message]) -> list[Any]:
+    def relay(self, role: str, verb: str, method: str, messages: Sequence[Message]) -> list[Any]:
         """Run a verb here and on the peers, whose messages come after this rank's own; answers in the same order.
 
         Raises RankFailed for a peer, too. A peer that fails while this rank waits for it in the verb tells the driver
         itself.
         """
         own, *others = messages
-        answers = [getattr(peer, name).remote(*message) for peer, message in zip(self._peers, others, strict=True)]
-        mine = getattr(self, name)(*[ray.get(part) if isinstance(part, ObjectRef) else part for part in own])
+        answers = [getattr(peer, method).remote(*message) for peer, message in zip(self._peers, others, strict=True)]
+        mine = getattr(self, method)(*[ray.get(part) if isinstance(part, ObjectRef) else part for part in own])
         try:
             return [mine, *ray.get(answers)]
         except RayError:
             ready, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
-            calls = {answer: Call(self._rank + 1 + number, role, name) for number, answer in enumerate(answers)}
+            calls = {answer: Call(self._rank + 1 + number, role, verb) for number, answer in enumerate(answers)}
             failures = [read_failure(answer, calls[answer]) for answer in ready]
             raise RankFailed(next(failure for failure in failures if failure is not None)) from None
 
-    def _run(self, name: str, verb: Verb, message: Sequence[bytes | Payload]) -> Any:
+    def _run(self, target: Target, message: Sequence[bytes | Payload]) -> Answered | None:
         """A verb's answer, or None where this rank's does not count."""
         args, kwargs = unpack(message)
-        answer = self._attempt(verb.role, name, getattr(self._worker, name), *args, **kwargs)
-        return answer if self._place is None or is_collector(verb.dispatch, self._place) else None
+        start = time.time()
+        if target.role == HOST:
+            answer = self._attempt(target.who, target.verb, getattr(self._host, target.verb), *args, **kwargs)
+        else:
+            answer = self._attempt(target.who, target.verb, self._host.run, target.role, target.verb, args, kwargs)
+        counts = self._place is None or is_collector(target.mark.dispatch, self._place)
+        return Answered(answer, start, time.time()) if counts else None
 
     def _attempt(self, role: str, verb: str, body: Callable, /, *args: Any, **kwargs: Any) -> Any:
         if self._failure is None:
@@ -164,21 +178,21 @@ class WorkerProcess:
         raise RankFailed(self._failure) from None
 
 
-def with_verbs(name: str, verbs: Mapping[str, Verb]) -> type[WorkerProcess]:
-    """A WorkerProcess called `name` with one method for each verb, which takes what `messages.pack` made.
+def with_verbs(name: str, methods: Mapping[str, Target]) -> type[WorkerProcess]:
+    """A WorkerProcess called `name` with these methods, each of which runs a verb and takes what `messages.pack` made.
 
     A verb is a method of its own, and not an argument, so that a call without arguments carries nothing; `ps` shows
     it, too.
     """
 
-    def method(verb_name: str, verb: Verb) -> Callable:
+    def method(method_name: str, target: Target) -> Callable:
         def run(self: WorkerProcess, *message: bytes | Payload) -> Any:
-            return self._run(verb_name, verb, message)
+            return self._run(target, message)
 
-        run.__name__ = run.__qualname__ = verb_name
+        run.__name__ = run.__qualname__ = method_name
         return run
 
-    return type(name, (WorkerProcess,), {name: method(name, verb) for name, verb in verbs.items()})
+    return type(name, (WorkerProcess,), {name: method(name, target) for name, target in methods.items()})
 
 
 def read_failure(answer: ObjectRef, call: Call, where: str = "") -> RankFailure | None:

@@ -70,6 +70,12 @@ class RoleSpec:
         """Those that it has, scoring first."""
         return [one for one in (self.score, self.update) if one is not None]
 
+    @property
+    def phases(self) -> dict[str, str]:
+        """What "score" and "update" stand for in the phases of its verbs."""
+        passes = {"score": self.score, "update": self.update}
+        return {label: one.phase for label, one in passes.items() if one is not None}
+
 
 @dataclass(frozen=True)
 class PoolSize:

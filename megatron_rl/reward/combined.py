@@ -1,8 +1,9 @@
-"""One score out of two: the rule's and the reward model's."""
+"""One score out of several: the rule's and those of reward models."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,22 +11,45 @@ from megatron_rl.errors import RewardError
 from megatron_rl.reward.outcome import describe
 from megatron_rl.reward.rule import Scored
 
+FIRST_MODEL, FIRST_NAME = "reward_model", "rm_score"
+"""The reward model of verl's keys, and what its score is called; that of another is its name with "_score"."""
 
-def combine(ruled: Scored, rm_scores: torch.Tensor | None, rule_weight: float, weight: float) -> Scored:
-    """score = rule_weight * rule + weight * model, where `rm_scores` float32 [B] is the model's; None: there is none.
 
-    With a model both parts are among the further numbers of each answer, "rule_score" (where there is a rule) and
-    "rm_score", so they are logged, validated and in sample tables. The rule's "acc" stays what it is. Raises
-    RewardError, naming the first sample, when the model's score is not finite.
+@dataclass(frozen=True)
+class ModelScores:
+    """What one reward model gives B answers: float32 [B], and what that counts."""
+
+    name: str
+    scores: torch.Tensor
+    weight: float
+
+    @property
+    def label(self) -> str:
+        """What the score is called in logs and tables."""
+        return FIRST_NAME if self.name == FIRST_MODEL else f"{self.name}_score"
+
+
+def combine(ruled: Scored, models: Sequence[ModelScores], rule_weight: float) -> Scored:
+    """score = rule_weight * rule + sum of weight * model over the models.
+
+    With a model all parts are among the further numbers of each answer, "rule_score" (where there is a rule),
+    "rm_score" and so on, so they are logged, validated and in sample tables. The rule's "acc" stays what it is. Raises
+    RewardError, naming the first sample, when a model's score is not finite.
     """
-    if rm_scores is None:
-        return replace(ruled, scores=rule_weight * ruled.scores)
-    if not rm_scores.isfinite().all():
-        row = int(rm_scores.isfinite().int().argmin())
-        raise RewardError(f"the reward model gives {float(rm_scores[row])} to {describe(ruled.samples[row])}")
+    scores = rule_weight * ruled.scores
+    for model in models:
+        if not model.scores.isfinite().all():
+            row = int(model.scores.isfinite().int().argmin())
+            who = "the reward model" if model.name == FIRST_MODEL else f"the reward model {model.name}"
+            raise RewardError(f"{who} gives {float(model.scores[row])} to {describe(ruled.samples[row])}")
+        scores = scores + model.weight * model.scores
+    if not models:
+        return replace(ruled, scores=scores)
+    given = {model.label: model.scores.tolist() for model in models}
     outcomes = []
-    for rule_score, rm_score, outcome in zip(ruled.scores.tolist(), rm_scores.tolist(), ruled.outcomes, strict=True):
+    for row, (rule_score, outcome) in enumerate(zip(ruled.scores.tolist(), ruled.outcomes, strict=True)):
         has_rule = outcome.failure or outcome.score is not None
-        parts = ({"rule_score": rule_score} if has_rule else {}) | {"rm_score": rm_score}
+        parts = {"rule_score": rule_score} if has_rule else {}
+        parts |= {label: values[row] for label, values in given.items()}
         outcomes.append(replace(outcome, extras=outcome.extras | parts))
-    return replace(ruled, scores=rule_weight * ruled.scores + weight * rm_scores, outcomes=outcomes)
+    return replace(ruled, scores=scores, outcomes=outcomes)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import CriticConfig
-from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
+from megatron_rl.config.roles import RoleSpec
+from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.losses.aggregate import token_weights
 from megatron_rl.losses.value import clipped_value_loss
 from megatron_rl.records import CriticBatch, Sequences, TokenScores
-from megatron_rl.roles.model_source import ModelSource
-from megatron_rl.roles.training import TrainableModel
+from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.role import TrainedRole
+
+if TYPE_CHECKING:
+    from megatron_rl.experience.micro_batches import MicroBatch
 
 
 def response_values(output: Tensor, block: MicroBatch) -> Tensor:
@@ -19,30 +24,23 @@ def response_values(output: Tensor, block: MicroBatch) -> Tensor:
     return output[:, :-1, 0][block.predicts_response].float()
 
 
-class Critic:
-    """Values of states, one per response token. All ranks must call every method."""
+class Critic(TrainedRole):
+    """Values of states, one per response token."""
 
-    def __init__(
-        self,
-        source: ModelSource,
-        config: CriticConfig,
-        cut: MicroBatching,
-        num_run_steps: int,
-        head_seed: int,
-        loss_scale: int,
-    ) -> None:
-        """`loss_scale`: what `loss_agg_mode=seq-mean-token-sum-norm` divides by. `cut`: of updates."""
-        self.config = config
-        self.cut = cut
-        self.loss_scale = loss_scale
-        model = source.value_model(head_seed)
-        self.trainable = TrainableModel(
-            model.chunks, model.load, config.optim, num_run_steps, source.groups, source.device.torch_device
-        )
+    def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+        source = rank.source(spec)
+        super().__init__(spec, rank, source, source.value_model(head_seed=rank.config.trainer.seed))
+        self.score_cut = rank.micro_batching(spec.score)
 
-    def score(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
-        """Value of every response position; the record on the last stage, None before."""
-        return self.trainable.pipeline.score(sequences, cut, response_values)
+    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    def values(self, sequences: Sequences) -> TokenScores | None:
+        """Value before each response token; None before the last stage."""
+        return self.trainable.pipeline.score(sequences, self.score_cut, response_values)
+
+    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    def update(self, batch: CriticBatch) -> dict[str, float]:
+        """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage)."""
+        return self.compute_gradients(batch) | self.trainable.step().metrics("critic")
 
     def compute_gradients(self, batch: CriticBatch) -> dict[str, float]:
         """Gradients of one mini-batch's loss over all its tokens on all ranks. Metrics on the last stage."""
@@ -64,7 +62,3 @@ class Critic:
         means = self.trainable.compute_gradients(blocks, totals, loss)
         names = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
         return {} if means is None else dict(zip(names, means.tolist(), strict=True))
-
-    def update(self, batch: CriticBatch) -> dict[str, float]:
-        """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage)."""
-        return self.compute_gradients(batch) | self.trainable.step().metrics("critic")

@@ -16,12 +16,12 @@ from megatron_rl.hybrid_engine.rng import RNGState, from_hex, to_hex
 from megatron_rl.parallel.mpu import TrainGroups
 
 
-def rank_file(folder: Path, rank: int) -> Path:
-    """Where rank `rank` keeps its state in a checkpoint."""
-    return folder / f"rng_{rank:05d}.json"
+def rank_file(folder: Path, pool: str, rank: int) -> Path:
+    """Where a rank of a pool keeps its state in a checkpoint."""
+    return folder / f"rng_{pool}_{rank:05d}.json"
 
 
-def save_rank_state(folder: Path, groups: TrainGroups, rollout_rng: RNGState | None) -> None:
+def save_rank_state(folder: Path, pool: str, groups: TrainGroups, rollout_rng: RNGState | None) -> None:
     """Write the generators of training, of generation and of Megatron's regions."""
     content = {
         "grid": dataclasses.asdict(groups.grid),
@@ -30,12 +30,12 @@ def save_rank_state(folder: Path, groups: TrainGroups, rollout_rng: RNGState | N
         "rollout": rollout_rng and rollout_rng.to_json(),
         "megatron": {name: to_hex(state) for name, state in get_cuda_rng_tracker().get_states().items()},
     }
-    rank_file(folder, groups.rank).write_text(json.dumps(content))
+    rank_file(folder, pool, groups.rank).write_text(json.dumps(content))
 
 
-def load_rank_state(folder: Path, groups: TrainGroups) -> tuple[bool, RNGState | None]:
+def load_rank_state(folder: Path, pool: str, groups: TrainGroups) -> tuple[bool, RNGState | None]:
     """Put back what `save_rank_state` wrote: (whether there was a state for this grid, the rollout's generators)."""
-    file = rank_file(folder, groups.rank)
+    file = rank_file(folder, pool, groups.rank)
     content = json.loads(file.read_text()) if file.exists() else {"grid": None}
     if content["grid"] != dataclasses.asdict(groups.grid) or content["rank"] != groups.rank:
         return False, None

@@ -1,36 +1,43 @@
-"""The reward model: a frozen classifier with one label, which scores prompt and answer as a whole."""
+"""A reward model: a frozen classifier with one label, which scores prompt and answer as a whole."""
 
 from __future__ import annotations
 
 import torch
 
+from megatron_rl.config.roles import RoleSpec
+from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.errors import ConfigError
-from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.model.families import is_reward_model
 from megatron_rl.records import Sequences, SequenceScores, ragged
 from megatron_rl.roles.critic import response_values
-from megatron_rl.roles.model_source import ModelSource
-from megatron_rl.roles.pipeline import Pipeline
+from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.role import FrozenRole
 
 
-class RewardModel:
-    """Scores of sequences. All ranks must call every method."""
+class RewardModel(FrozenRole):
+    """Scores of sequences; train mode only, as the model may rest while generating."""
 
-    def __init__(self, source: ModelSource) -> None:
+    def __init__(self, spec: RoleSpec, rank: Rank) -> None:
         """Load trunk and head. Raises ConfigError for a folder without a learned head."""
+        from megatron_rl.roles.pipeline import Pipeline
+
+        super().__init__(spec)
+        source = rank.source(spec)
         if not is_reward_model(source.hf_config.architectures):
             raise ConfigError(f"{source.path} ({source.hf_config.architectures}) has no head that gives a score")
         model = source.value_model(head_seed=0)
         model.load()
         chunks = [chunk.requires_grad_(False) for chunk in model.chunks]
-        self.pipeline = Pipeline(chunks, source.groups, source.device.torch_device)
+        self.pipeline = Pipeline(chunks, rank.groups, rank.device.torch_device)
+        self.cut = rank.micro_batching(spec.score)
 
-    def score(self, sequences: Sequences, cut: MicroBatching) -> SequenceScores | None:
+    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    def scores(self, sequences: Sequences) -> SequenceScores | None:
         """The head's output at the last token of each row, answer or not; the record on the last stage, None before.
 
         transformers' `...ForSequenceClassification` gives the same to a right-padded row.
         """
-        found = self.pipeline.score(with_one_more_token(sequences), cut, response_values)
+        found = self.pipeline.score(with_one_more_token(sequences), self.cut, response_values)
         return None if found is None else SequenceScores(found.scores.values(), batch_size=sequences.batch_size)
 
 

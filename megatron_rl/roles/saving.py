@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron_rl.checkpoint.manifest import FileRecord, digest_files
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter
 from megatron_rl.checkpoint.storage import writing
+from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.rng import RNGState
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.roles.rank_state import rank_file, save_rank_state
-from megatron_rl.roles.role_checkpoint import RoleCheckpoint
+from megatron_rl.roles.role import TrainedRole
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,7 @@ class UnfinishedSave:
 
     folder: Path
     roles: tuple[str, ...]
+    state_file: Path
     rank: int
     writer: CheckpointWriter
 
@@ -38,7 +38,7 @@ class UnfinishedSave:
             return digest_files(self.folder, names)
 
     def _files(self) -> list[Path]:
-        own = [rank_file(self.folder, self.rank)]
+        own = [self.state_file]
         for role in self.roles:
             own += (self.folder / role).glob(f"__{self.rank}_*")
             if self.rank == 0:
@@ -48,19 +48,19 @@ class UnfinishedSave:
 
 def begin_save(
     folder: Path,
-    checkpoints: Mapping[str, RoleCheckpoint],
-    beside_training: Mapping[str, bool],
+    roles: Mapping[str, TrainedRole],
+    pool: str,
     groups: TrainGroups,
     rollout_rng: RNGState | None,
-    device: torch.device,
+    device: Device,
 ) -> UnfinishedSave:
-    """Write every role to its folder in `folder` and this rank's own state beside them; all ranks must call.
+    """Write every role to its folder in `folder`, and this rank's own state beside them; all ranks of a pool must call.
 
     Raises StorageError when a file of this rank could not be written.
     """
-    writer = CheckpointWriter(device)
+    writer = CheckpointWriter(device.torch_device)
     with writing():
-        for name, checkpoint in checkpoints.items():
-            checkpoint.save(folder / name, writer, beside_training[name])
-        save_rank_state(folder, groups, rollout_rng)
-    return UnfinishedSave(folder, tuple(checkpoints), groups.rank, writer)
+        for name, role in roles.items():
+            role.checkpoint.save(folder / name, writer, role.config.checkpoint.async_save)
+        save_rank_state(folder, pool, groups, rollout_rng)
+    return UnfinishedSave(folder, tuple(roles), rank_file(folder, pool, groups.rank), groups.rank, writer)

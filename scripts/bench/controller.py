@@ -22,9 +22,9 @@ import ray
 import torch
 from tensordict import TensorClass
 
+from megatron_rl.cluster.ray_pool import WorkerGroup
 from megatron_rl.cluster.resource_pool import ResourcePool
-from megatron_rl.cluster.worker_group import WorkerGroup
-from megatron_rl.dispatch import Coordinates, Dispatch, register
+from megatron_rl.dispatch import Coordinates, Dispatch, verb
 
 MIB = 1 << 20
 ROWS, BATCH_MIB = 512, 40
@@ -57,11 +57,11 @@ def coordinates() -> Coordinates:
 class NoOpWorker:
     """Does nothing, in a process without torch."""
 
-    @register(Dispatch.ONE_TO_ALL, role="bench")
+    @verb(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         return coordinates()
 
-    @register(Dispatch.ONE_TO_ALL, role="bench")
+    @verb(Dispatch.ONE_TO_ALL)
     def noop(self) -> None:
         """Nothing."""
 
@@ -69,7 +69,7 @@ class NoOpWorker:
 class BatchWorker(NoOpWorker):
     """Answers a batch with its column."""
 
-    @register(Dispatch.DP, role="bench")
+    @verb(Dispatch.DP)
     def column(self, batch: Batch) -> Column:
         """The column of this rank's rows, and one touch of every page of the rest."""
         batch.tokens[:, ::1024].sum()

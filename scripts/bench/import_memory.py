@@ -99,11 +99,11 @@ def import_config(folder: str, tp_size: int, pp_size: int, dtype: str) -> RunCon
 
 def measure_import(config: RunConfig, load_first: bool = False) -> Growth:
     """Import on this rank; all ranks must call. `load_first`: read the weights before DDP has a place for them."""
+    from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import ModelSource
-    from megatron_rl.roles.rank_worker import RankWorker
     from megatron_rl.roles.training import in_flat_buffers
 
-    worker = RankWorker(config)
+    worker = RankHost(config)
     shared = config.actor_rollout_ref
     source = ModelSource.open(shared.model.path, worker.groups, worker.device, shared.actor.megatron)
     buffers, start = [], time.perf_counter()

@@ -9,18 +9,18 @@ import sys
 import psutil
 from fragile_worker import FragileWorker
 
+from megatron_rl.cluster.ray_pool import RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.cluster.signals import graceful_signals
-from megatron_rl.cluster.worker_group import WorkerGroup
 from megatron_rl.errors import MegatronRLError
 
 
 def wait(grace_s: float | None) -> None:
-    with graceful_signals(grace_s), ResourcePool(1, 1, "cpu") as pool, WorkerGroup(pool, FragileWorker) as group:
-        children = group.start_child().get()
+    with graceful_signals(grace_s), ResourcePool(1, 1, "cpu") as pool, RayPool("toys", pool, FragileWorker) as group:
+        children = group.host(FragileWorker).start_child().get()
         tree = [process.pid for process in psutil.Process().children(recursive=True)]
         print(json.dumps({"workers": group.pids, "children": children, "tree": tree}), flush=True)
-        group.nap(600).get()
+        group.host(FragileWorker).nap(600).get()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import threading
 import time
 from datetime import timedelta
 
-from megatron_rl.dispatch import Coordinates, Dispatch, register
+from megatron_rl.dispatch import Coordinates, Dispatch, verb
 from megatron_rl.errors import ConfigError
 
 
@@ -20,17 +20,17 @@ class FragileWorker:
         if self.rank == unlucky_rank:
             raise ConfigError("tp(3) does not divide num_heads(8)")
 
-    @register(Dispatch.ONE_TO_ALL, role="fragile")
+    @verb(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         size = int(os.environ["WORLD_SIZE"])
         return Coordinates(self.rank, self.rank, size, True, self.rank, size, True)
 
-    @register(Dispatch.ONE_TO_ALL, role="fragile")
+    @verb(Dispatch.ONE_TO_ALL)
     def nap(self, seconds: float) -> None:
         """Sleep."""
         time.sleep(seconds)
 
-    @register(Dispatch.ONE_TO_ALL, role="actor")
+    @verb(Dispatch.ONE_TO_ALL)
     def divide_by_zero_on(self, unlucky_rank: int) -> float:
         """Fails on one rank; the others lose their peer a moment earlier, as a skewed clock would show it."""
         if self.rank == unlucky_rank:
@@ -38,12 +38,12 @@ class FragileWorker:
             return 1 / 0
         raise RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:4711")
 
-    @register(Dispatch.RANK_ZERO, role="actor")
+    @verb(Dispatch.RANK_ZERO)
     def answer_with_lock(self) -> object:
         """An answer that cannot be pickled."""
         return threading.Lock()
 
-    @register(Dispatch.ONE_TO_ALL, role="actor")
+    @verb(Dispatch.ONE_TO_ALL)
     def barrier_all_but(self, absent_rank: int) -> None:
         """Everybody enters a gloo barrier except one, who never comes."""
         import torch.distributed
@@ -58,7 +58,7 @@ class FragileWorker:
             time.sleep(600)
         torch.distributed.barrier()
 
-    @register(Dispatch.ONE_TO_ALL, role="fragile")
+    @verb(Dispatch.ONE_TO_ALL)
     def start_child(self) -> int:
         """A child process of the worker, as a checkpoint writer would be; its pid."""
         return subprocess.Popen(["sleep", "600"]).pid

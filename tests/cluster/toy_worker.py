@@ -8,7 +8,7 @@ import time
 import torch
 from tensordict import TensorClass
 
-from megatron_rl.dispatch import Coordinates, Dispatch, register
+from megatron_rl.dispatch import Coordinates, Dispatch, verb
 
 
 class Toy(TensorClass):
@@ -29,7 +29,7 @@ class ToyWorker:
         self.rank = int(os.environ["RANK"])
         self.received: tuple[list[int], list[float]] = ([], [])
 
-    @register(Dispatch.ONE_TO_ALL, role="toy")
+    @verb(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         return Coordinates(
             rank=self.rank,
@@ -46,33 +46,33 @@ class ToyWorker:
         tokens = torch.nested.nested_tensor_from_jagged(batch.tokens.values() * 2, batch.tokens.offsets())
         return Toy(batch.row, tokens, torch.full((len(batch),), float(self.rank)), batch_size=batch.batch_size)
 
-    @register(Dispatch.DP, role="toy")
+    @verb(Dispatch.DP)
     def double(self, batch: Toy) -> Toy:
         """Tokens doubled, `weight` the rank that did it."""
         return self._double(batch)
 
-    @register(Dispatch.ROLLOUT_DP, role="toy")
+    @verb(Dispatch.ROLLOUT_DP)
     def double_by_replica(self, batch: Toy) -> Toy:
         """As `double`."""
         return self._double(batch)
 
-    @register(Dispatch.DP, role="toy")
+    @verb(Dispatch.DP)
     def describe(self, what: str, *, batch: Toy) -> dict | list | None:
         """A metrics dict, a plain list or None, all naming rank and rows."""
         answers = {"dict": {"rank": self.rank}, "list": [self.rank, *batch.row.tolist()], "none": None}
         return answers[what]
 
-    @register(Dispatch.ONE_TO_ALL, role="toy")
+    @verb(Dispatch.ONE_TO_ALL)
     def last_received(self) -> tuple[list[int], list[float]]:
         """(row, weight) of the last batch this rank got."""
         return self.received
 
-    @register(Dispatch.RANK_ZERO, role="toy")
+    @verb(Dispatch.RANK_ZERO)
     def environment(self, *names: str) -> list[str]:
         """Values of environment variables."""
         return [os.environ[name] for name in names]
 
-    @register(Dispatch.ONE_TO_ALL, role="toy")
+    @verb(Dispatch.ONE_TO_ALL)
     def nap(self, seconds: float) -> int:
         """Sleep, then the rank."""
         time.sleep(seconds)

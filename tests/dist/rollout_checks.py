@@ -34,23 +34,23 @@ def tokens(generations: Generations) -> list[list[int]]:
 
 def weights(worker) -> list[torch.Tensor]:
     """A copy of the actor's own parameters."""
-    return [p.detach().clone() for p in worker.actor.trainable.pipeline.parameters()]
+    return [p.detach().clone() for p in worker.roles["actor"].trainable.pipeline.parameters()]
 
 
 def logprob_difference(worker, generations: Generations) -> float | None:
     """Largest |vLLM - trainer| over the sampled tokens; None before the last stage."""
     from megatron_rl.experience.assemble import assemble
 
-    scores = worker.compute_log_probs(assemble(prompts(), generations).sequences())
+    scores = worker.roles["actor"].log_probs(assemble(prompts(), generations).sequences())
     if scores is None:
         return None
     return float((scores.scores.values() - generations.rollout_log_probs.values()).abs().max())
 
 
 def round_trip(worker, sampling: Sampling) -> tuple[Generations, object]:
-    report = worker.enter_rollout()
-    generations = worker.generate(prompts(), sampling)
-    worker.exit_rollout()
+    report = worker.roles["rollout"].enter()
+    generations = worker.roles["rollout"].generate(prompts(), sampling)
+    worker.roles["rollout"].exit()
     return generations, report
 
 

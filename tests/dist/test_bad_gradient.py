@@ -36,17 +36,17 @@ def clear(trainable) -> bool:
 
 def train_through_nan(config, sick_field: str | None) -> dict:
     """Of each role a good update, one with NaN on the last DP rank (not if `sick_field` is None), a good update."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.build_critic()
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("critic")
     rank, last = worker.groups.dp_rank, worker.groups.grid.dp_size - 1
     first, second = (random_experience(4, seed=rank + step) for step in (0, 10))
     for experience in (first, second):
         experience.old_log_probs = experience.rollout_log_probs
     found = {}
-    for role, update in (("actor", worker.update_actor), ("critic", worker.update_critic)):
+    for role, update in ((name, worker.roles[name].update) for name in ("actor", "critic")):
         trainable = getattr(worker, role).trainable
         batches = [getattr(experience, f"{role}_batch")() for experience in (first, second)]
         update(batches[0])
@@ -86,15 +86,15 @@ def test_a_skipped_update_leaves_no_trace(world_size: int, pp_size: int, sick_fi
 
 def step_with_nan_in(config, where: str) -> tuple[bool, bool]:
     """(whether the step was skipped, whether nothing is left of it) when rank 1 alone holds a NaN there."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    trainable = worker.actor.trainable
+    worker = RankHost(config)
+    worker.build("actor")
+    trainable = worker.roles["actor"].trainable
     before = everything(trainable)
     batch = random_experience(4)
     batch.old_log_probs = batch.advantages
-    worker.actor.compute_gradients(batch.actor_batch())
+    worker.roles["actor"].compute_gradients(batch.actor_batch())
     if worker.groups.rank == 1:
         expert = where == "an expert"
         buffers = trainable.chunks[-1].expert_parallel_buffers if expert else trainable.param_buffers

@@ -12,11 +12,11 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 def largest_difference(config) -> float:
     """Between a master and the parameter that it updates."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    [optimizer] = worker.actor.trainable.optimizer.chained_optimizers
+    worker = RankHost(config)
+    worker.build("actor")
+    [optimizer] = worker.roles["actor"].trainable.optimizer.chained_optimizers
     masters, weights = (
         torch.cat([shard.detach().float().flatten() for group in groups for shard in group])
         for groups in (optimizer.shard_fp32_from_float16_groups, optimizer.shard_float16_groups)

@@ -26,20 +26,25 @@ def with_empty_rows(experience: Experience, at: int) -> Experience:
 
 def go_through_all_roles(config, experience: Experience) -> dict:
     """Scores of each role, and what an update of actor and critic measured and changed, on this DP rank's share."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
+    worker = RankHost(config)
     for role in ("actor", "reference", "critic"):
         getattr(worker, f"build_{role}")()
     where = worker.coordinates()
     mine = experience[torch.arange(len(experience)).tensor_split(where.dp_size)[where.dp_rank]].clone()
-    scorers = {"old": worker.compute_log_probs, "ref": worker.compute_ref_log_probs, "values": worker.compute_values}
+    roles = worker.roles
+    scorers = {"old": roles["actor"].log_probs, "ref": roles["reference"].log_probs, "values": roles["critic"].values}
     scores = {name: scorer(mine.sequences()) for name, scorer in scorers.items()}
-    logits = worker.response_logits(mine.sequences())
+    logits = worker.roles["actor"].response_logits(mine.sequences())
     mine.old_log_probs = mine.rollout_log_probs
-    weights = [buffer.param_data for role in (worker.actor, worker.critic) for buffer in role.trainable.param_buffers]
+    weights = [
+        buffer.param_data
+        for role in (worker.roles["actor"], worker.roles["critic"])
+        for buffer in role.trainable.param_buffers
+    ]
     before = [tensor.clone() for tensor in weights]
-    metrics = worker.update_actor(mine.actor_batch()) | worker.update_critic(mine.critic_batch())
+    metrics = worker.roles["actor"].update(mine.actor_batch()) | worker.roles["critic"].update(mine.critic_batch())
     unchanged = all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
     if scores["old"] is not None:
         assert len(logits) == int(mine.response_lengths.sum())

@@ -24,16 +24,16 @@ EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 
 def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
     """Export untouched, train one step, export again; the trainer's logits at the end."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.export_hf(folder / "untouched")
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.roles["actor"].export_hf(folder / "untouched")
     experience = random_experience(NUM_ROWS)
     experience.old_log_probs = experience.advantages
-    worker.update_actor(experience.actor_batch())
-    worker.export_hf(folder / "trained")
-    return worker.response_logits(experience.sequences())
+    worker.roles["actor"].update(experience.actor_batch())
+    worker.roles["actor"].export_hf(folder / "trained")
+    return worker.roles["actor"].response_logits(experience.sequences())
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
 
 
 def export_in_small_files(config, target: Path) -> None:
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.export_hf(target, max_shard_bytes=300_000)
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.roles["actor"].export_hf(target, max_shard_bytes=300_000)
 
 
 def vllm_greedy(folder: str) -> list[list[int]]:

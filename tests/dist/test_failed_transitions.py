@@ -15,17 +15,17 @@ ROLLOUT = "actor_rollout_ref__rollout__"
 
 
 def build(config):
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.build_rollout()
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("rollout")
     return worker
 
 
 def flip_one_bit_on_rank_zero(worker) -> None:
     """The next message that rank 0 receives loses its first element's lowest bit."""
-    transport = worker.engine.weights.transport
+    transport = worker.roles["rollout"].engine.weights.transport
     finish = transport.finish
 
     def finish_with_a_flip(works, receive):
@@ -44,12 +44,12 @@ def flipped_bit_rank(config) -> dict:
     before = weights(worker)
     flip_one_bit_on_rank_zero(worker)
     with pytest.raises(WeightMismatchError) as raised:
-        worker.enter_rollout()
+        worker.roles["rollout"].enter()
     result = {
         "message": str(raised.value),
-        "in_rollout": worker.engine.in_rollout,
-        "kv_bytes": worker.rollout.kv_cache.num_bytes,
-        "foreign": worker.engine.weights.foreign.is_allocated,
+        "in_rollout": worker.roles["rollout"].engine.in_rollout,
+        "kv_bytes": worker.roles["rollout"].generator.kv_cache.num_bytes,
+        "foreign": worker.roles["rollout"].engine.weights.foreign.is_allocated,
         "intact": all(map(torch.equal, weights(worker), before)),
     }
     greedy, report = round_trip(worker, GREEDY)
@@ -77,30 +77,34 @@ def failing_engine_rank(config) -> dict:
     worker = build(config)
     rows = random_experience(8)
     rows.old_log_probs = rows.rollout_log_probs
-    worker.update_actor(rows.actor_batch())
+    worker.roles["actor"].update(rows.actor_batch())
     before = weights(worker)
-    moments = [tensor.clone() for tensor in worker.actor.trainable.optimizer_state()]
+    moments = [tensor.clone() for tensor in worker.roles["actor"].trainable.optimizer_state()]
     expected = tokens(round_trip(worker, GREEDY)[0])
     result = {"num_moments": len(moments)}
 
     def fail() -> None:
-        held = [buffer.param_data.untyped_storage().nbytes() for buffer in worker.actor.trainable.param_buffers]
-        held += [buffer.grad_data.untyped_storage().nbytes() for buffer in worker.actor.trainable.param_buffers]
-        held += [tensor.untyped_storage().nbytes() for tensor in worker.actor.trainable.optimizer_state()]
+        held = [
+            buffer.param_data.untyped_storage().nbytes() for buffer in worker.roles["actor"].trainable.param_buffers
+        ]
+        held += [
+            buffer.grad_data.untyped_storage().nbytes() for buffer in worker.roles["actor"].trainable.param_buffers
+        ]
+        held += [tensor.untyped_storage().nbytes() for tensor in worker.roles["actor"].trainable.optimizer_state()]
         result["held_in_rollout"] = sum(held)
         raise OSError("no cache today")
 
     for verb, failing in (("enter_rollout", "wake"), ("exit_rollout", "sleep")):
-        original = getattr(worker.rollout, failing)
-        setattr(worker.rollout, failing, fail)
+        original = getattr(worker.roles["rollout"].generator, failing)
+        setattr(worker.roles["rollout"].generator, failing, fail)
         if verb == "exit_rollout":
-            worker.enter_rollout()
+            worker.roles["rollout"].enter()
         with pytest.raises(OSError, match="no cache today"):
             getattr(worker, verb)()
-        setattr(worker.rollout, failing, original)
-        result[verb] = not worker.engine.in_rollout and all(map(torch.equal, weights(worker), before))
-        worker.rollout.sleep()
-    result["moments_equal"] = all(map(torch.equal, worker.actor.trainable.optimizer_state(), moments))
+        setattr(worker.roles["rollout"].generator, failing, original)
+        result[verb] = not worker.roles["rollout"].engine.in_rollout and all(map(torch.equal, weights(worker), before))
+        worker.roles["rollout"].generator.sleep()
+    result["moments_equal"] = all(map(torch.equal, worker.roles["actor"].trainable.optimizer_state(), moments))
     result["same_tokens"] = tokens(round_trip(worker, GREEDY)[0]) == expected
     return result
 
@@ -122,25 +126,27 @@ def test_a_failing_engine_leaves_train_mode_with_everything_restored(tmp_path) -
 def resting_rank(config, num_rounds: int) -> dict:
     """Critic and actor train with generation in between; all their memory rests meanwhile."""
     worker = build(config)
-    worker.build_critic()
-    worker.build_reference()
+    worker.build("critic")
+    worker.build("reference")
     held = []
     for _ in range(num_rounds):
         rows = random_experience(8)
         rows.old_log_probs = rows.rollout_log_probs
-        worker.update_critic(rows.critic_batch())
-        worker.update_actor(rows.actor_batch())
-        worker.enter_rollout()
-        critic, reference = worker.critic.trainable, worker.reference.pipeline.parameters()
+        worker.roles["critic"].update(rows.critic_batch())
+        worker.roles["actor"].update(rows.actor_batch())
+        worker.roles["rollout"].enter()
+        critic, reference = worker.roles["critic"].trainable, worker.roles["reference"].pipeline.parameters()
         tensors = [*critic.pipeline.parameters(), *critic.optimizer_state(), *reference]
         tensors += [buffer.grad_data for buffer in critic.param_buffers]
         held.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
-        worker.exit_rollout()
-    scores = worker.compute_ref_log_probs(random_experience(8).sequences())
+        worker.roles["rollout"].exit()
+    scores = worker.roles["reference"].log_probs(random_experience(8).sequences())
     return {
         "held": held,
         "weights": [
-            p.detach().clone() for m in (worker.actor, worker.critic) for p in m.trainable.pipeline.parameters()
+            p.detach().clone()
+            for m in (worker.roles["actor"], worker.roles["critic"])
+            for p in m.trainable.pipeline.parameters()
         ],
         "reference": scores.scores.values(),
     }

@@ -71,18 +71,18 @@ def reference(tmp_path_factory) -> Callable[[Callable], Reference]:
 
 def through_the_engine(config, exported: Path) -> dict:
     """What one rank knows of an untouched model: its logits, its greedy answers; and the export."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.build_rollout()
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("rollout")
     generations, _ = round_trip(worker, GREEDY)
-    worker.export_hf(exported, max_shard_bytes=MAX_SHARD_BYTES)
+    worker.roles["actor"].export_hf(exported, max_shard_bytes=MAX_SHARD_BYTES)
     rows = random_experience(NUM_ROWS)[worker.groups.dp_rank :: worker.groups.grid.dp_size]
     return {
         "greedy": tokens(generations),
         "dp_rank": worker.groups.dp_rank,
-        "logits": worker.response_logits(rows.sequences()),
+        "logits": worker.roles["actor"].response_logits(rows.sequences()),
     }
 
 

@@ -90,10 +90,10 @@ def reduced_gradients(actor, dp_group) -> dict[str, torch.Tensor]:
 
 def all_gradients(config) -> dict[tuple[str, str], dict]:
     """(loss mode, cut) -> metrics and gradients of the same mini-batch, as one rank has them."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
+    worker = RankHost(config)
+    worker.build("actor")
     where = worker.coordinates()
     mine = actor_batch(config.actor_rollout_ref.model.path)[
         torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
@@ -101,10 +101,10 @@ def all_gradients(config) -> dict[tuple[str, str], dict]:
     found = {}
     for loss_mode in MODES:
         for name, cut in CUTS.items():
-            configure(worker.actor, loss_mode, cut)
+            configure(worker.roles["actor"], loss_mode, cut)
             found[loss_mode, name] = {
-                "metrics": worker.actor.compute_gradients(mine),
-                "actor_weights": reduced_gradients(worker.actor, worker.groups.dp_group),
+                "metrics": worker.roles["actor"].compute_gradients(mine),
+                "actor_weights": reduced_gradients(worker.roles["actor"], worker.groups.dp_group),
                 "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64),
             }
     return found

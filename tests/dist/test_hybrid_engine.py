@@ -15,28 +15,35 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 def memory_facts(worker) -> dict:
     """Which storage each rollout parameter lies in, and what is held outside generation."""
-    own = worker.actor.trainable.param_buffers[0].param_data.untyped_storage()
-    foreign = worker.engine.weights.foreign
-    held_outside = (foreign.is_allocated and foreign.num_bytes > 0, worker.rollout.kv_cache.num_bytes)
-    worker.enter_rollout()
+    own = worker.roles["actor"].trainable.param_buffers[0].param_data.untyped_storage()
+    foreign = worker.roles["rollout"].engine.weights.foreign
+    held_outside = (
+        foreign.is_allocated and foreign.num_bytes > 0,
+        worker.roles["rollout"].generator.kv_cache.num_bytes,
+    )
+    worker.roles["rollout"].enter()
     places = {own.data_ptr(): "own", foreign.data.untyped_storage().data_ptr(): "foreign"}
     rollout = {
         name: places.get(p.untyped_storage().data_ptr(), "elsewhere")
-        for name, p in worker.rollout.model.named_parameters()
+        for name, p in worker.roles["rollout"].generator.model.named_parameters()
     }
-    trainer_pointers = {p.data_ptr() for p in worker.actor.trainable.models[0].parameters()}
-    shared = {name for name, p in worker.rollout.model.named_parameters() if p.data_ptr() in trainer_pointers}
-    worker.exit_rollout()
+    trainer_pointers = {p.data_ptr() for p in worker.roles["actor"].trainable.models[0].parameters()}
+    shared = {
+        name
+        for name, p in worker.roles["rollout"].generator.model.named_parameters()
+        if p.data_ptr() in trainer_pointers
+    }
+    worker.roles["rollout"].exit()
     return {"places": rollout, "shared": shared, "held_outside": held_outside}
 
 
 def rollout_rank(config) -> dict:
     """Everything the tests below look at, from one build of the engines."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.build_rollout()
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("rollout")
     torch.manual_seed(5)
     expected_draw = torch.rand(3)
     torch.manual_seed(5)
@@ -51,7 +58,7 @@ def rollout_rank(config) -> dict:
     sampled, _ = round_trip(worker, RANDOM)
     result["sampled"] = tokens(sampled)
     result["difference"] = logprob_difference(worker, sampled)
-    weight = worker.actor.trainable.param_buffers[0].param_data
+    weight = worker.roles["actor"].trainable.param_buffers[0].param_data
     before = weight.clone()
     weight.mul_(1.25)
     changed, _ = round_trip(worker, GREEDY)

@@ -21,13 +21,13 @@ OPTIMIZER = {"lr": 0.05, "eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
 
 def one_update(config) -> dict:
     """What one rank knows after scoring the batch, one update of actor and critic, and scoring it again."""
+    from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
-    from megatron_rl.roles.rank_worker import RankWorker
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.build_critic()
-    worker.build_reference()
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("critic")
+    worker.build("reference")
     where = worker.coordinates()
     experience = random_experience(NUM_ROWS)
     rows = torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
@@ -37,18 +37,22 @@ def one_update(config) -> dict:
         scores = verb(mine.sequences())
         return None if scores is None else scores.scores.values()
 
-    result = {"where": where, "log_probs": score(worker.compute_log_probs), "values": score(worker.compute_values)}
-    result["ref_log_probs"] = score(worker.compute_ref_log_probs)
-    old = score(worker.compute_log_probs)
+    result = {
+        "where": where,
+        "log_probs": score(worker.roles["actor"].log_probs),
+        "values": score(worker.roles["critic"].values),
+    }
+    result["ref_log_probs"] = score(worker.roles["reference"].log_probs)
+    old = score(worker.roles["actor"].log_probs)
     # Stages before the last never compute log-probs; their loss closures do not run, so any values do.
     shape_only = mine.advantages.values() * 0
     mine.old_log_probs = mine.advantages.clone()
     mine.old_log_probs.values().copy_((shape_only if old is None else old) - 0.1 * mine.advantages.values())
-    result["actor"] = worker.update_actor(mine.actor_batch())
-    result["critic"] = worker.update_critic(mine.critic_batch())
-    result["log_probs_after"] = score(worker.compute_log_probs)
-    result["values_after"] = score(worker.compute_values)
-    for role, trainable in (("actor", worker.actor.trainable), ("critic", worker.critic.trainable)):
+    result["actor"] = worker.roles["actor"].update(mine.actor_batch())
+    result["critic"] = worker.roles["critic"].update(mine.critic_batch())
+    result["log_probs_after"] = score(worker.roles["actor"].log_probs)
+    result["values_after"] = score(worker.roles["critic"].values)
+    for role, trainable in (("actor", worker.roles["actor"].trainable), ("critic", worker.roles["critic"].trainable)):
         parameters = named_parameters(trainable.models)
         result[f"{role}_weights"] = {name: p.detach().clone() for name, p in parameters.items()}
     result["place"] = worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)
@@ -158,9 +162,9 @@ def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> t
 
 
 def score_only(config) -> torch.Tensor | None:
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    scores = worker.compute_log_probs(random_experience(NUM_ROWS).sequences())
+    worker = RankHost(config)
+    worker.build("actor")
+    scores = worker.roles["actor"].log_probs(random_experience(NUM_ROWS).sequences())
     return None if scores is None else scores.scores.values()

@@ -35,12 +35,12 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
     """(stage, phase -> bytes at the peak, phase -> what the ledger says) of one rank, in its second step."""
     from megatron_rl.observe.memory import StorageMeter
     from megatron_rl.records import Prompts, Sampling
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
+    worker = RankHost(config)
     has_reward = config.reward_model.enable
     for role in ("actor", "reference", "critic", *(["reward_model"] if has_reward else []), "rollout"):
-        getattr(worker, f"build_{role}")()
+        worker.build(role)
     experience = full_experience(ROWS // worker.groups.grid.dp_size)
     count = len(experience)
     prompts = Prompts(
@@ -52,37 +52,40 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
         extra_info=non_tensor([{}] * count),
         batch_size=[count],
     )
-    worker.update_critic(experience.critic_batch())
-    worker.update_actor(experience.actor_batch())  # moments exist from here on
+    worker.roles["critic"].update(experience.critic_batch())
+    worker.roles["actor"].update(experience.actor_batch())  # moments exist from here on
     ledger = {phase: memory.owned for phase, memory in worker.take_memory().items()}
     peaks: dict[str, int] = {}
 
-    def measure(phase: str, verb, *arguments) -> None:
-        trained = [worker.actor.trainable, worker.critic.trainable]
+    def with_meter(phase: str, body) -> None:
+        trained = [worker.roles["actor"].trainable, worker.roles["critic"].trainable]
         owned = [buffer for role in trained for b in role.param_buffers for buffer in (b.param_data, b.grad_data)]
         owned += [tensor for role in trained for tensor in role.optimizer_state()]
-        owned += [*worker.reference.pipeline.parameters(), worker.weights.foreign.data]
-        owned += worker.reward_model.pipeline.parameters() if has_reward else []
-        owned += worker.rollout.kv_cache.tensors
+        owned += [*worker.roles["reference"].pipeline.parameters(), worker.roles["rollout"].weights.foreign.data]
+        owned += worker.roles["reward_model"].pipeline.parameters() if has_reward else []
+        owned += worker.roles["rollout"].generator.kv_cache.tensors
         fixed = sum(worker.owned_memory().values()) - changing(worker)
         meter = StorageMeter(owned, lambda: fixed + changing(worker))
         with meter:
-            verb(*arguments)
+            body()
         peaks[phase] = meter.peak
 
-    measure("reshard", worker.enter_rollout)
-    measure("generation", worker.generate, prompts, Sampling(1.0, 1.0, -1, RESPONSE, 0))
-    worker.exit_rollout()
+    def measure(phase: str, role: str, verb: str, *arguments) -> None:
+        with_meter(phase, lambda: worker.run(role, verb, arguments, {}))
+
+    measure("reshard", "rollout", "enter")
+    measure("gen", "rollout", "generate", prompts, Sampling(1.0, 1.0, -1, RESPONSE, 0))
+    worker.roles["rollout"].exit()
     if has_reward:
-        measure("rm_scores", worker.compute_rm_scores, experience.sequences())
-    measure("old_log_prob", worker.compute_log_probs, experience.sequences())
-    measure("ref", worker.compute_ref_log_probs, experience.sequences())
-    measure("values", worker.compute_values, experience.sequences())
-    measure("update_critic", worker.update_critic, experience.critic_batch())
-    measure("update_actor", worker.update_actor, experience.actor_batch())
+        measure("rm_scores", "reward_model", "scores", experience.sequences())
+    measure("old_log_prob", "actor", "log_probs", experience.sequences())
+    measure("ref", "reference", "log_probs", experience.sequences())
+    measure("values", "critic", "values", experience.sequences())
+    measure("update_critic", "critic", "update", experience.critic_batch())
+    measure("update_actor", "actor", "update", experience.actor_batch())
     (folder / "actor").mkdir(parents=True, exist_ok=True)
     (folder / "critic").mkdir(exist_ok=True)
-    measure("save", worker.begin_save, folder)
+    with_meter("save", lambda: worker.begin_save(folder))
     worker.finish_save(wait=True)
     ledger |= {phase: memory.owned for phase, memory in worker.take_memory().items()}
     return worker.groups.pp_rank, peaks, ledger
@@ -90,8 +93,11 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
 
 def changing(worker) -> int:
     """Bytes of what comes and goes inside of a phase."""
-    buffers = (worker.weights.foreign, worker.weights.scratch)
-    return sum(buffer.num_bytes for buffer in buffers if buffer.is_allocated) + worker.rollout.kv_cache.num_bytes
+    buffers = (worker.roles["rollout"].weights.foreign, worker.roles["rollout"].weights.scratch)
+    return (
+        sum(buffer.num_bytes for buffer in buffers if buffer.is_allocated)
+        + worker.roles["rollout"].generator.kv_cache.num_bytes
+    )
 
 
 def recomputed(megatron: str, method: str, num_layers: int) -> dict[str, object]:

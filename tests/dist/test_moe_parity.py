@@ -104,15 +104,17 @@ def test_router_weights_equal_hugging_face(normalised, tmp_path) -> None:
 
 def policy_gradients(config) -> dict:
     """One process: gradients of the policy loss where old and new log-probs are equal."""
+    from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
-    from megatron_rl.roles.rank_worker import RankWorker
 
-    worker = RankWorker(config)
-    worker.build_actor()
+    worker = RankHost(config)
+    worker.build("actor")
     experience = random_experience(NUM_ROWS)
-    experience.old_log_probs = worker.compute_log_probs(experience.sequences()).scores
-    worker.actor.compute_gradients(experience.actor_batch())
-    gradients = {name: p.main_grad.clone() for name, p in named_parameters(worker.actor.trainable.models).items()}
+    experience.old_log_probs = worker.roles["actor"].log_probs(experience.sequences()).scores
+    worker.roles["actor"].compute_gradients(experience.actor_batch())
+    gradients = {
+        name: p.main_grad.clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()
+    }
     return {"actor_weights": gradients, "place": worker.groups.grid.place(0, vocab_multiple=64)}
 
 

@@ -12,18 +12,18 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
 def update_one_row(config) -> tuple[dict, dict]:
     """Metrics of one actor and one critic update on a single row, which data-parallel rank 0 has."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.build_critic()
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("critic")
     row = random_experience(3)[:1].clone()
     row.old_log_probs = row.advantages
     actor_batch, critic_batch = row.actor_batch(), row.critic_batch()
     if worker.groups.dp_rank > 0:
         actor_batch, critic_batch = actor_batch.neutral(), critic_batch.neutral()
-    metrics = worker.update_actor(actor_batch), worker.update_critic(critic_batch)
-    assert torch.isfinite(worker.actor.trainable.param_buffers[0].param_data).all()
+    metrics = worker.roles["actor"].update(actor_batch), worker.roles["critic"].update(critic_batch)
+    assert torch.isfinite(worker.roles["actor"].trainable.param_buffers[0].param_data).all()
     return metrics
 
 

@@ -61,15 +61,17 @@ class Mapped:
 
     def __init__(self, config) -> None:
         from megatron_rl.model.families import VOCAB_PADDING
+        from megatron_rl.parallel.rank_grid import RolloutGrid
         from megatron_rl.roles.flat_parameters import flat_parameters
-        from megatron_rl.roles.rank_worker import RankWorker
+        from megatron_rl.roles.host import RankHost
 
-        worker = RankWorker(config)
-        worker.build_actor()
-        source = worker._source(config.actor_rollout_ref.model.path)
-        wanted = worker.rollout_grid.place(worker.groups.rank, VOCAB_PADDING)
+        worker = RankHost(config)
+        worker.build("actor")
+        source = worker.roles["actor"].source
+        grid = RolloutGrid(worker.groups.grid, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+        wanted = grid.place(worker.groups.rank, VOCAB_PADDING)
         self.group, self.rank = worker.groups.exchange_group, worker.groups.rank
-        self.own = flat_parameters(worker.actor.trainable, source.specs, source.place, wanted, node=0)
+        self.own = flat_parameters(worker.roles["actor"].trainable, source.specs, source.place, wanted, node=0)
         self.tensors = {spec.tensor.name: spec.tensor for spec in source.specs.values()}
         self.drop_train_weights = config.actor_rollout_ref.rollout.drop_train_weights
 

@@ -34,12 +34,12 @@ def update_both(worker, override: OverrideTransformerConfig) -> dict:
 
     shared, critic = worker.config.actor_rollout_ref, worker.config.critic
     shared.actor.megatron.override_transformer_config = critic.megatron.override_transformer_config = override
-    worker.build_actor()
-    worker.build_critic()
+    worker.build("actor")
+    worker.build("critic")
     where = worker.coordinates()
     mine = random_experience(NUM_ROWS)[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
-    old = worker.compute_log_probs(mine.sequences())
-    values = worker.compute_values(mine.sequences())
+    old = worker.roles["actor"].log_probs(mine.sequences())
+    values = worker.roles["critic"].values(mine.sequences())
     found = {"log_probs": None if old is None else old.scores.values()}
     found["values"] = None if values is None else values.scores.values()
     mine.old_log_probs = mine.advantages.clone()  # stages before the last do not read them
@@ -66,9 +66,9 @@ def update_both(worker, override: OverrideTransformerConfig) -> dict:
 
 def compare(config, choices: list[tuple[str, int]]) -> tuple[list, dict[tuple[str, int], tuple[list, list]]]:
     """Runs of the layers without recomputing; for each choice those with it, and what is not equal to the last bit."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
+    worker = RankHost(config)
     kept = update_both(worker, OverrideTransformerConfig())
     assert all(value.abs().max() > 0 for name, value in kept.items() if " gradient " in name and "experts" not in name)
     told = {}
@@ -78,8 +78,10 @@ def compare(config, choices: list[tuple[str, int]]) -> tuple[list, dict[tuple[st
         different = [name for name, value in found.items() if not name.endswith("runs") and not same(value, kept[name])]
         told[method, number] = (found["actor runs"], found["critic runs"], different)
     assert kept["actor runs"] == kept["critic runs"]
-    worker.build_reference()
-    assert worker.reference.pipeline.chunks[0].config.recompute_granularity is None  # frozen, so nothing to make again
+    worker.build("reference")
+    assert (
+        worker.roles["reference"].pipeline.chunks[0].config.recompute_granularity is None
+    )  # it is frozen
     return kept["actor runs"], told
 
 

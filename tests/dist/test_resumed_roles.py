@@ -25,53 +25,53 @@ def train(
 
     after: the step after which the save begins, and beside which the next ones run; 0: the last.
     """
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.build_critic()
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("critic")
     where = worker.coordinates()
     if source is not None:
         states = pickle.loads((source / "states.pickle").read_bytes())
-        for name, checkpoint in worker.checkpoints.items():
-            checkpoint.load(source / name, states[name])
+        for name, role in worker.trained.items():
+            role.checkpoint.load(source / name, states[name])
     metrics, save = [], None
-    beside = config.actor_rollout_ref.actor.checkpoint.async_save
     if target is not None and last < first:
-        save = start_saving(worker, target, beside)
+        save = start_saving(worker, target)
     for step in range(first, last + 1):
         experience = random_experience(NUM_ROWS, seed=step)
         experience.old_log_probs = experience.advantages
         mine = experience[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
-        metrics.append(worker.update_actor(mine.actor_batch()) | worker.update_critic(mine.critic_batch()))
+        metrics.append(
+            worker.roles["actor"].update(mine.actor_batch()) | worker.roles["critic"].update(mine.critic_batch())
+        )
         if target is not None and step == (after or last):
-            save = start_saving(worker, target, beside)
+            save = start_saving(worker, target)
     if save is not None:
         assert save.finish(wait=True)
     return {
         "metrics": metrics if where.dp_collector else None,
-        "state": {name: whole_state(worker, name) for name in worker.checkpoints},
+        "state": {name: whole_state(worker, name) for name in worker.trained},
     }
 
 
-def start_saving(worker, target: Path, beside_training: bool):
+def start_saving(worker, target: Path):
     """As the controller does it, with the folders and the numbers."""
     from megatron_rl.roles.saving import begin_save
 
-    for name in worker.checkpoints:
+    for name in worker.trained:
         (target / name).mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    beside = dict.fromkeys(worker.checkpoints, beside_training)
-    save = begin_save(target, worker.checkpoints, beside, worker.groups, None, torch.device("cpu"))
+    save = begin_save(target, worker.trained, worker.spec.name, worker.groups, None, worker.device)
     if worker.groups.rank == 0:
-        states = {name: checkpoint.state for name, checkpoint in worker.checkpoints.items()}
+        states = {name: role.checkpoint.state for name, role in worker.trained.items()}
         (target / "states.pickle").write_bytes(pickle.dumps(states))
     return save
 
 
 def whole_state(worker, role: str) -> dict[str, torch.Tensor]:
     """Everything of a role that this rank holds: parameters, and its runs of the optimizer's state."""
-    checkpoint = worker.checkpoints[role]
+    checkpoint = worker.trained[role].checkpoint
     runs = [*checkpoint._weight_runs(), *checkpoint._owned_runs()] if checkpoint.trainable.adam_step else []
     return {f"{run.name}/{run.kind}/{run.start}/{len(run.data)}": run.data.clone() for run in runs}
 

@@ -32,17 +32,17 @@ def sequences() -> Sequences:
 
 def scores(config) -> tuple[int, torch.Tensor] | None:
     """(data-parallel rank, scores of its share) on its collector, after the model has rested and come back."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_reward_model()
-    [resting] = worker.resting
+    worker = RankHost(config)
+    worker.build("reward_model")
+    [resting] = worker.roles["reward_model"].resting()
     resting.leave()
-    assert not any(tensor.untyped_storage().nbytes() for tensor in worker.reward_model.pipeline.parameters())
+    assert not any(tensor.untyped_storage().nbytes() for tensor in worker.roles["reward_model"].pipeline.parameters())
     resting.come_back()
     where = worker.coordinates()
     mine = sequences()[torch.arange(8).tensor_split(where.dp_size)[where.dp_rank]].clone()
-    record = worker.compute_rm_scores(mine)
+    record = worker.roles["reward_model"].scores(mine)
     return (where.dp_rank, record.scores) if where.dp_collector else None
 
 
@@ -76,10 +76,10 @@ def test_scores_equal_the_classifiers(layout, tmp_path) -> None:
 def refusal(config) -> str:
     """What building says."""
     from megatron_rl.errors import ConfigError
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
     try:
-        RankWorker(config).build_reward_model()
+        RankHost(config).build("reward_model")
     except ConfigError as error:
         return str(error)
     return "nothing"

@@ -18,16 +18,16 @@ LAYOUTS = {"one process": (1, 1, 1, {}), "TP2xPP2": (4, 2, 2, {"sequence_paralle
 
 def values_and_export(config, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Values of the untouched critic, then of the trained one; both are exported."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_critic()
+    worker = RankHost(config)
+    worker.build("critic")
     experience = random_experience(NUM_ROWS)
-    scores = worker.compute_values(experience.sequences())
-    worker.export_critic_hf(folder / "untouched")
-    worker.update_critic(experience.critic_batch())
-    trained = worker.compute_values(experience.sequences())
-    worker.export_critic_hf(folder / "trained")
+    scores = worker.roles["critic"].values(experience.sequences())
+    worker.roles["critic"].export_hf(folder / "untouched")
+    worker.roles["critic"].update(experience.critic_batch())
+    trained = worker.roles["critic"].values(experience.sequences())
+    worker.roles["critic"].export_hf(folder / "trained")
     return None if scores is None else (scores.scores.values(), trained.scores.values())
 
 

@@ -31,37 +31,37 @@ def resident_bytes() -> int:
 def train(worker, seed: int) -> None:
     rows = random_experience(8, seed)[worker.groups.dp_rank :: worker.groups.grid.dp_size]
     rows.old_log_probs = rows.rollout_log_probs
-    worker.update_actor(rows.actor_batch())
+    worker.roles["actor"].update(rows.actor_batch())
 
 
 def transition_rank(config, exported: str) -> dict:
     """What the tests look at; two updates are made once without and once with generation around them."""
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
-    worker = RankWorker(config)
-    worker.build_actor()
+    worker = RankHost(config)
+    worker.build("actor")
     train(worker, 0)
     train(worker, 1)
     never_entered = weights(worker)
-    worker.build_actor()
-    worker.build_rollout()
+    worker.build("actor")
+    worker.build("rollout")
     first, report = round_trip(worker, GREEDY)
     sampled, _ = round_trip(worker, RANDOM)
     difference = logprob_difference(worker, sampled)
     train(worker, 0)
-    worker.export_hf(Path(exported))
+    worker.roles["actor"].export_hf(Path(exported))
     second, second_report = round_trip(worker, GREEDY)
     memory = []
     for _ in range(NUM_ROUNDS):
-        worker.enter_rollout()
-        worker.exit_rollout()
+        worker.roles["rollout"].enter()
+        worker.roles["rollout"].exit()
         memory.append(resident_bytes())
     last, _ = round_trip(worker, GREEDY)
     train(worker, 1)
     return {
         "report": report,
         "reports_agree": report.bytes_received == second_report.bytes_received,
-        "tp_group": list(worker.rollout.groups.ranks),
+        "tp_group": list(worker.roles["rollout"].generator.groups.ranks),
         "first": tokens(first),
         "sampled": tokens(sampled),
         "difference": difference,

@@ -46,7 +46,7 @@ def stop_rank_in(run, verb: str) -> psutil.Process:
 
 
 def is_in(process: psutil.Process, verb: str) -> bool:
-    return process.cmdline()[:1] == [f"ray::RankWorker.{verb}"]
+    return process.cmdline()[:1] == [f"ray::RankHost.{verb}"]
 
 
 @pytest.mark.parametrize(

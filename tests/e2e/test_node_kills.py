@@ -31,7 +31,7 @@ DIED = re.compile(
 
 def is_in(process: psutil.Process, verb: str) -> bool:
     """Whether Ray shows the verb as the title of a rank's process."""
-    return process.cmdline()[:1] == [f"ray::RankWorker.{verb}"]
+    return process.cmdline()[:1] == [f"ray::RankHost.{verb}"]
 
 
 def lose_node_in(cluster: Raylets, node: int, run, verb: str) -> list[int]:

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from raylets import Raylets, free_port
 
-from megatron_rl.cluster import ray_cluster
-from megatron_rl.cluster.ray_cluster import shortage
+from megatron_rl.cluster import ray_server
+from megatron_rl.cluster.ray_server import shortage
 from megatron_rl.errors import ConfigError
 
 GPU_NODE, GPU_RANK = {"CPU": 96.0, "GPU": 8.0, "memory": 1e12}, {"CPU": 1.0, "GPU": 1.0}
@@ -49,7 +49,7 @@ def test_what_is_no_address(address: str) -> None:
     with pytest.raises(
         ConfigError, match=r"RAY_ADDRESS=.* is no HOST:PORT of a Ray cluster; nearest: .*10\.0\.0\.1:6379"
     ):
-        ray_cluster.join(address)
+        ray_server.join(address)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
@@ -57,18 +57,18 @@ def test_nothing_listens_there(host: str) -> None:
     """Would not catch a firewall that drops packets: that takes CONNECT_LIMIT_S."""
     begun = time.monotonic()
     with pytest.raises(ConfigError, match="nothing can be reached there .*nearest: start the cluster"):
-        ray_cluster.join(f"{host}:{free_port()}")
+        ray_server.join(f"{host}:{free_port()}")
     assert time.monotonic() - begun < 15
 
 
 @pytest.mark.timeout(60)
 def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that accepts and says nothing. Would not catch a Ray server that is slower than the limit."""
-    monkeypatch.setattr(ray_cluster, "ANSWER_LIMIT_S", 2.0)
+    monkeypatch.setattr(ray_server, "ANSWER_LIMIT_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(ConfigError, match="does not answer as a Ray server .*port 6379 unless told otherwise"):
-            ray_cluster.join(address)
+            ray_server.join(address)
 
 
 JOIN = """

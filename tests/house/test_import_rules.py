@@ -21,7 +21,7 @@ SOURCES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 GROUND = {"errors", "balance", "dispatch", "device", "loading", "records", "config", "observe"}
 PARTS = GROUND | {"parallel", "losses", "prompts", "reward"}
 STAGES = {"rollout", "experience", "checkpoint"}
-LOOP = {"train", "sampling", "run", "report", "checkpoints"}
+LOOP = {"train", "run", "rollouts", "rewards", "algorithm", "validation", "lifecycle", "run_folder", "book", "report"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "balance": set(),

@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from megatron_rl.errors import RewardError
-from megatron_rl.reward.combined import combine
+from megatron_rl.reward.combined import ModelScores, combine
 from megatron_rl.reward.outcome import Outcome, Sample, failed
 from megatron_rl.reward.rule import Scored
 
 SAMPLES = [Sample("unit", text, "x", {}) for text in ("one", "two", "three")]
 RM_SCORES = torch.tensor([0.5, -1.0, 4.0])
+
+
+def model(scores: torch.Tensor, weight: float) -> list[ModelScores]:
+    return [ModelScores("reward_model", scores, weight)]
 
 
 def ruled() -> Scored:
@@ -32,7 +36,7 @@ def test_weighted_sum():
 
     The accuracy is the rule's, whatever the weights are.
     """
-    scored = combine(ruled(), RM_SCORES, rule_weight=2.0, weight=0.5)
+    scored = combine(ruled(), model(RM_SCORES, 0.5), rule_weight=2.0)
     assert scored.scores.tolist() == [2.25, 0.0, -2.0]
     metrics = scored.metrics()
     assert metrics["reward/rule_score/mean"] == pytest.approx(-0.25)
@@ -51,14 +55,14 @@ def test_weighted_sum():
 
 def test_the_rule_alone():
     """Nothing is added to what it said. Would not catch a weight that is applied twice."""
-    plain, scored = ruled(), combine(ruled(), None, rule_weight=1.0, weight=7.0)
+    plain, scored = ruled(), combine(ruled(), [], rule_weight=1.0)
     assert scored.scores.tolist() == plain.scores.tolist() and scored.outcomes == plain.outcomes
-    assert combine(ruled(), None, rule_weight=-2.0, weight=7.0).scores.tolist() == [-2.0, -0.5, 4.0]
+    assert combine(ruled(), [], rule_weight=-2.0).scores.tolist() == [-2.0, -0.5, 4.0]
 
 
 def test_the_reward_model_alone():
     """No accuracy, and no failures to count. Would not catch a run that waits for a rule."""
-    scored = combine(no_rule(), RM_SCORES, rule_weight=1.0, weight=2.0)
+    scored = combine(no_rule(), model(RM_SCORES, 2.0), rule_weight=1.0)
     assert scored.scores.tolist() == [1.0, -2.0, 8.0]
     assert scored.variables() == {"reward": [1.0, -2.0, 8.0], "rm_score": [0.5, -1.0, 4.0]}
     assert scored.metrics() == {"reward/rm_score/mean": pytest.approx(3.5 / 3)}
@@ -68,4 +72,4 @@ def test_the_reward_model_alone():
 def test_a_reward_model_without_a_number(bad):
     """Its own failure, not an estimator's. Would not catch a finite but absurd score."""
     with pytest.raises(RewardError, match="the reward model gives (nan|inf) to a prompt of .*answer 'two'"):
-        combine(ruled(), torch.tensor([0.0, bad, 0.0]), 1.0, 1.0)
+        combine(ruled(), model(torch.tensor([0.0, bad, 0.0]), 1.0), 1.0)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.records import Generations, Prompts, non_tensor, ragged
-from megatron_rl.reward.combined import combine
+from megatron_rl.reward.combined import ModelScores, combine
 from megatron_rl.reward.function import RewardSource, load_reward_function
 from megatron_rl.reward.outcome import OWN_NAMES, score_sample
 from megatron_rl.reward.rule import RuleReward
@@ -152,7 +152,7 @@ def test_entries_under_the_programs_names_are_kept_apart(tokenizer):
     """Neither metrics, validation nor tables lose a value to the function's. Would not catch a name added later."""
     told = {"score": 1.0, "reward": 5.0, "step": 99, "rm_score": 7.0, "failure": "none", "rule/step": 3}
     scored = RuleReward(InProcess(lambda **_: told), tokenizer)(*batch([1]))
-    scored = combine(scored, torch.tensor([2.0]), 1.0, 1.0)
+    scored = combine(scored, [ModelScores("reward_model", torch.tensor([2.0]), 1.0)], 1.0)
     assert scored.variables()["reward"] == [3.0] and scored.variables()["rm_score"] == [2.0]
     apart = {"rule/reward": 5.0, "rule/step": 99.0, "rule/rm_score": 7.0, "rule/rule/step": 3.0}
     assert {name: values[0] for name, values in scored.variables().items() if name.startswith("rule/")} == apart
@@ -164,7 +164,8 @@ def test_entries_under_the_programs_names_are_kept_apart(tokenizer):
 def test_every_column_of_a_table_is_a_reserved_name(tokenizer):
     """Would not catch a name that only another room writes."""
     scored = RuleReward(InProcess(exact), tokenizer)(*batch([1]))
-    columns = combine(scored, torch.tensor([2.0]), 1.0, 1.0).table(["1+1="], step=7)[0].keys()
+    scored = combine(scored, [ModelScores("reward_model", torch.tensor([2.0]), 1.0)], 1.0)
+    columns = scored.table(["1+1="], step=7)[0].keys()
     assert columns | scored.variables().keys() - {"acc"} == OWN_NAMES
 
 

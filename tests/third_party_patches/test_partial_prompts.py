@@ -15,13 +15,13 @@ PATCH = "third_party_patches.vllm.cpu_partial_prompts"
 def sample(config, is_patched: bool) -> list[list[int]] | str:
     """Random answers to prompts of 3 to 150 tokens; the engine's message where it fails."""
     import third_party_patches
-    from megatron_rl.roles.rank_worker import RankWorker
+    from megatron_rl.roles.host import RankHost
 
     if not is_patched:
         third_party_patches.CPU_PATCHES = tuple(name for name in third_party_patches.CPU_PATCHES if name != PATCH)
-    worker = RankWorker(config)
-    worker.build_actor()
-    worker.build_rollout()
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("rollout")
     try:
         generations, _ = round_trip(worker, RANDOM)
     except RuntimeError as error:

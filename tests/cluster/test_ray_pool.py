@@ -10,9 +10,8 @@ import pytest
 import torch
 from toy_worker import Toy, ToyWorker
 
+from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
-from megatron_rl.cluster.worker_group import WorkerGroup
-from megatron_rl.dispatch import Dispatch, register
 from megatron_rl.errors import ConfigError, WorkerFailure
 from megatron_rl.records import ragged
 
@@ -26,8 +25,8 @@ def pool() -> Iterator[ResourcePool]:
 
 
 @pytest.fixture(scope="module")
-def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
-    with WorkerGroup(pool, ToyWorker, env={"TOY_COLOUR": "red"}) as group:
+def group(pool: ResourcePool) -> Iterator[RayPool]:
+    with RayPool("toys", pool, ToyWorker, options=PoolOptions(env={"TOY_COLOUR": "red"})) as group:
         yield group
 
 
@@ -36,73 +35,73 @@ def toy(num_rows: int) -> Toy:
     return Toy(torch.arange(num_rows), tokens, torch.ones(num_rows), batch_size=[num_rows])
 
 
-def test_dp_splits_rows_unevenly_and_collects_one_answer_per_dp_rank(group: WorkerGroup) -> None:
+def test_dp_splits_rows_unevenly_and_collects_one_answer_per_dp_rank(group: RayPool) -> None:
     """Would not catch a worker that mixes rows within its chunk."""
-    doubled = group.double(toy(5)).get()
+    doubled = group.host(ToyWorker).double(toy(5)).get()
     assert doubled.row.tolist() == [0, 1, 2, 3, 4]
     assert doubled.weight.tolist() == [0, 0, 0, 2, 2]
     assert [row.tolist() for row in doubled.tokens.unbind()] == [[2 * row] * (row + 1) for row in range(5)]
-    rows = [received[0] for received in group.last_received().get()]
+    rows = [received[0] for received in group.host(ToyWorker).last_received().get()]
     assert rows == [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]]
 
 
-def test_fewer_rows_than_chunks_are_padded_neutrally_and_unpadded(group: WorkerGroup) -> None:
+def test_fewer_rows_than_chunks_are_padded_neutrally_and_unpadded(group: RayPool) -> None:
     """Would not catch padding in an argument that is not a record."""
-    doubled = group.double_by_replica(toy(3)).get()
+    doubled = group.host(ToyWorker).double_by_replica(toy(3)).get()
     assert doubled.row.tolist() == [0, 1, 2] and doubled.weight.tolist() == [3, 2, 1]
-    assert group.last_received().get() == [([0], [0.0]), ([2], [1.0]), ([1], [1.0]), ([0], [1.0])]
+    assert group.host(ToyWorker).last_received().get() == [([0], [0.0]), ([2], [1.0]), ([1], [1.0]), ([0], [1.0])]
 
 
-def test_other_answers_come_from_the_collectors(group: WorkerGroup) -> None:
+def test_other_answers_come_from_the_collectors(group: RayPool) -> None:
     """Would not catch metrics that differ between ranks, since the first collector's count."""
-    assert group.describe("dict", batch=toy(3)).get() == {"rank": 0}
-    assert group.describe("list", batch=toy(3)).get() == [[0, 0, 1], [2, 2]]
-    assert group.describe("none", batch=toy(3)).get() is None
+    assert group.host(ToyWorker).describe("dict", batch=toy(3)).get() == {"rank": 0}
+    assert group.host(ToyWorker).describe("list", batch=toy(3)).get() == [[0, 0, 1], [2, 2]]
+    assert group.host(ToyWorker).describe("none", batch=toy(3)).get() is None
 
 
-def test_calls_overlap_and_a_time_out_leaves_the_group_alive(group: WorkerGroup) -> None:
+def test_calls_overlap_and_a_time_out_leaves_the_group_alive(group: RayPool) -> None:
     """Would not catch calls that run one after the other but fast."""
-    nap = group.nap(1.0)
-    behind = group.environment("RANK")
+    nap = group.host(ToyWorker).nap(1.0)
+    behind = group.host(ToyWorker).environment("RANK")
     with pytest.raises(TimeoutError, match=r"nap: no report from ranks \[0, 1, 2, 3\] in 0.1 s"):
         nap.get(timeout=0.1)
     assert behind.get() == ["0"]
     assert nap.get() == nap.get() == [0, 1, 2, 3]
 
 
-def test_workers_find_their_place_in_the_environment(group: WorkerGroup) -> None:
+def test_workers_find_their_place_in_the_environment(group: RayPool) -> None:
     """Two "nodes" on one machine are one. Would not catch a master port that is taken before it is used."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TOY_COLOUR", "NODE_RANK", "NODE_ADDRESS")
-    *place, node, address = group.environment(*names).get()
+    *place, node, address = group.host(ToyWorker).environment(*names).get()
     assert place == ["0", "4", "0", "2", "red"]
     assert (node, address) == ("0", "127.0.0.1")
-    master, port = group.environment("MASTER_ADDR", "MASTER_PORT").get()
+    master, port = group.host(ToyWorker).environment("MASTER_ADDR", "MASTER_PORT").get()
     assert master == "127.0.0.1" and 1024 < int(port) < 65536
 
 
-def test_verbs_are_visible_and_unknown_ones_name_them(group: WorkerGroup) -> None:
+def test_verbs_are_visible_and_unknown_ones_name_them(group: RayPool) -> None:
     """Would not catch a call with wrong arguments, which only the worker refuses."""
-    assert list(inspect.signature(group.double).parameters) == ["batch"]
-    assert group.double.__doc__ == ToyWorker.double.__doc__
+    assert list(inspect.signature(group.host(ToyWorker).double).parameters) == ["batch"]
+    assert group.host(ToyWorker).double.__doc__ == ToyWorker.double.__doc__
     with pytest.raises(AttributeError, match="no verb 'triple'.*: .*double, double_by_replica"):
-        group.triple()
+        group.host(ToyWorker).triple()
 
 
-def test_a_mistake_in_the_call_does_not_end_the_group(group: WorkerGroup) -> None:
+def test_a_mistake_in_the_call_does_not_end_the_group(group: RayPool) -> None:
     """Would not catch a mistake that only shows on the worker, which does end it."""
     with pytest.raises(ValueError, match="same number of rows"):
-        group.double(toy(3), toy(2))
-    assert group.nap(0).get() == [0, 1, 2, 3]
+        group.host(ToyWorker).double(toy(3), toy(2))
+    assert group.host(ToyWorker).nap(0).get() == [0, 1, 2, 3]
 
 
-def test_shutdown_leaves_no_process_and_later_calls_say_so(group: WorkerGroup) -> None:
+def test_shutdown_leaves_no_process_and_later_calls_say_so(group: RayPool) -> None:
     """Would not catch processes left on another node. It ends the shared group."""
     pids = group.pids
     assert all(psutil.pid_exists(pid) for pid in pids)
     group.shutdown()
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(WorkerFailure, match="shut down"):
-        group.nap(0)
+        group.host(ToyWorker).nap(0)
 
 
 def test_a_pool_that_cannot_be_had_names_both_sides(pool: ResourcePool) -> None:
@@ -117,14 +116,7 @@ def test_worker_classes_that_cannot_be_a_group_are_refused(pool: ResourcePool) -
     class Unplaced:
         pass
 
-    class Shadowing(ToyWorker):
-        @register(Dispatch.ONE_TO_ALL, role="toy")
-        def shutdown(self) -> None:
-            pass
-
-    with pytest.raises(TypeError, match="Unplaced must register a ONE_TO_ALL verb `coordinates`"):
-        WorkerGroup(pool, Unplaced)
-    with pytest.raises(TypeError, match=r"Shadowing registers \['shutdown'\]"):
-        WorkerGroup(pool, Shadowing)
-    with pytest.raises(RuntimeError, match="start the worker group before calling nap"):
-        WorkerGroup(pool, ToyWorker).nap(0)
+    with pytest.raises(TypeError, match="Unplaced must have a ONE_TO_ALL verb `coordinates`"):
+        RayPool("toys", pool, Unplaced)
+    with pytest.raises(RuntimeError, match="start the pool toys before calling nap"):
+        RayPool("toys", pool, ToyWorker).host(ToyWorker).nap(0)

@@ -1,0 +1,110 @@
+"""What to compute from a batch: KL, advantages, mini-batches; and whether its log-probs are the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig
+from megatron_rl.errors import ParityError
+from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction
+from megatron_rl.experience.batches import mini_batch_rows
+from megatron_rl.losses.kl import AdaptiveKL, FixedKL
+from megatron_rl.losses.registry import estimator, policy_loss
+from megatron_rl.observe.batch_metrics import parity_metrics
+from megatron_rl.observe.clock import Clock
+from megatron_rl.records import ActorBatch, CriticBatch, Experience
+
+
+class Algorithm:
+    """The configured estimator, KL control and mini-batching. Raises ConfigError for functions that cannot be loaded.
+
+    logprob_diff_max: the largest difference between the rollout's log-probs and the trainer's until now.
+    """
+
+    def __init__(self, config: RunConfig, clock: Clock) -> None:
+        self.config, self._clock = config, clock
+        self.estimator = estimator(config.algorithm)
+        policy_loss(config.actor_rollout_ref.actor)  # the actor's, loaded here too so that its errors come now
+        self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
+        self.logprob_diff_max = 0.0
+
+    def add_advantages(self, experience: Experience) -> dict[str, float]:
+        """Fill rewards, advantages, returns and what corrects for the rollout; returns metrics.
+
+        Raises ParityError where the rollout's log-probs are not the trainer's.
+        """
+        metrics = self.check_rollout_parity(experience)
+        with self._clock.phase("adv"):
+            metrics |= add_rollout_correction(experience, self.config.algorithm.rollout_correction)
+            metrics |= self.penalise_kl(experience)
+            add_advantages(experience, self.estimator, self.config.algorithm)
+        return metrics
+
+    def actor_batches(self, experience: Experience, step: int) -> Iterator[ActorBatch]:
+        """The mini-batches of a step's actor update, of several epochs."""
+        actor = self.config.actor_rollout_ref.actor
+        batch = experience.actor_batch(actor.use_kl_loss)
+        return (batch[rows] for rows in mini_batch_rows(len(experience), *self.mini_batching(actor, step)))
+
+    def critic_batches(self, experience: Experience, step: int) -> Iterator[CriticBatch]:
+        """The mini-batches of a step's critic update, of several epochs."""
+        critic = self.config.critic
+        batch = experience.critic_batch()
+        return (batch[rows] for rows in mini_batch_rows(len(experience), *self.mini_batching(critic, step)))
+
+    def mini_batching(self, role: ActorConfig | CriticConfig, step: int) -> tuple[int, int, int | None]:
+        """(rows per optimizer step, epochs, seed of the split or None) for one step of a role's update."""
+        rows = role.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        seed = self.config.trainer.seed * 1_000_003 + step * role.ppo_epochs
+        return rows, role.ppo_epochs, seed if role.shuffle else None
+
+    def check_rollout_parity(self, experience: Experience) -> dict[str, float]:
+        """Compare the engine's log-probs of its samples with the trainer's.
+
+        Raises ParityError beyond `rollout.logprob_diff_bound`; not where top_p or top_k cut the engine's distribution,
+        because then the two are meant to differ.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        metrics = parity_metrics(experience.rollout_log_probs.values(), experience.old_log_probs.values())
+        largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
+        comparable = rollout.top_p == 1.0 and rollout.top_k == -1
+        if comparable:
+            self.logprob_diff_max = max(self.logprob_diff_max, largest)
+        if comparable and not largest <= rollout.logprob_diff_bound:
+            raise ParityError(
+                f"log-probs of the rollout and of the trainer differ by {largest:.3g} on sampled tokens; "
+                f"actor_rollout_ref.rollout.logprob_diff_bound is {rollout.logprob_diff_bound:.3g}"
+            )
+        return metrics
+
+    def penalise_kl(self, experience: Experience) -> dict[str, float]:
+        """Fill `rewards`, weigh the KL penalty anew for the next step, and report KL and weight as verl does."""
+        algorithm = self.config.algorithm
+        kl_coef = self.kl_ctrl.coef if algorithm.use_kl_in_reward else 0.0
+        kl = add_rewards(experience, kl_coef, algorithm.kl_penalty)
+        if kl is None:
+            return {}
+        self.kl_ctrl.update(float(kl), int((experience.response_lengths > 0).sum()))
+        return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on; JSON-ready."""
+        return {
+            "kl_ctrl": {"type": self.config.algorithm.kl_ctrl.type, "coef": self.kl_ctrl.coef},
+            "logprob_diff_max": self.logprob_diff_max,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        # A fixed weight is the configuration's, which may have been changed on purpose.
+        if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
+            self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
+        self.logprob_diff_max = state["logprob_diff_max"]
+
+
+def kl_controller(config: KlCtrlConfig) -> FixedKL | AdaptiveKL:
+    """What weighs the KL penalty, at its start."""
+    if config.type == "adaptive":
+        return AdaptiveKL(config.kl_coef, config.target_kl, config.horizon)
+    return FixedKL(config.kl_coef)

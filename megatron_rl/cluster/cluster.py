@@ -1,0 +1,70 @@
+"""What a cluster is to its user: pools by name, each with the handles of its roles; and how one is described."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from megatron_rl.balance import SequenceWork
+from megatron_rl.cluster.watch import Limits
+from megatron_rl.config.roles import PoolSpec
+from megatron_rl.dispatch import Nobody, Observer
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """What runs on every rank of every pool, and how.
+
+    host_class(*args, pool_name): one rank's host (see `RayPool`). kinds: role -> its class. env: variables of every
+    rank. work, limits: as in `PoolOptions`.
+    """
+
+    host_class: type
+    args: tuple[Any, ...]
+    kinds: Mapping[str, type]
+    device_kind: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    work: SequenceWork | None = None
+    limits: Limits = Limits()
+    observer: Observer = Nobody()
+
+    def kinds_in(self, pool: PoolSpec) -> dict[str, type]:
+        """The classes of a pool's roles."""
+        return {role.name: self.kinds[role.name] for role in pool.roles}
+
+
+def phases_of(pool: PoolSpec) -> dict[str, dict[str, str]]:
+    """Role -> what "score" and "update" stand for in its verbs' phases."""
+    return {role.name: role.phases for role in pool.roles}
+
+
+class Pool(Protocol):
+    """A named set of ranks with one world."""
+
+    name: str
+
+    def handle(self, role: str, kind: type[Kind]) -> Kind:
+        """The handle of one of its roles, whose class is `kind`."""
+
+    def host(self, kind: type[Kind]) -> Kind:
+        """The handle of the verbs of its hosts."""
+
+
+class Cluster(Protocol):
+    """Where pools live; a context manager round all of them."""
+
+    pools: Mapping[str, Pool]
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there is one rank, in this process."""

@@ -1,0 +1,111 @@
+"""One role on one pool, as the controller calls it; and what the failure of one pool does to the others."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from megatron_rl.cluster.failures import RankFailure, to_error
+from megatron_rl.dispatch import Future, Verb, verbs_of
+from megatron_rl.errors import MegatronRLError
+
+HOST = ""
+"""The role of the verbs that a rank's host itself has."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One verb of one role. phase: under which name it is reported."""
+
+    role: str
+    verb: str
+    mark: Verb
+    phase: str
+
+    @property
+    def method(self) -> str:
+        """The name of the rank's Ray method: letters and digits, and `ps` shows it."""
+        return self.verb if self.role == HOST else f"{self.role}_{self.verb}"
+
+    @property
+    def who(self) -> str:
+        """What a message calls the role."""
+        return self.role or "host"
+
+
+Submit = Callable[[Target, tuple, dict[str, Any]], Future]
+
+
+def targets_of(role: str, kind: type, phases: dict[str, str]) -> dict[str, Target]:
+    """Name -> target of every verb of a role's class; phases: what "score" and "update" stand for."""
+    return {name: Target(role, name, mark, phases.get(mark.phase, mark.phase)) for name, mark in verbs_of(kind).items()}
+
+
+class Handle:
+    """A role whose verbs are methods that return a `Future`. Type checkers may take it for the role's own class."""
+
+    def __init__(self, kind: type, targets: dict[str, Target], submit: Submit) -> None:
+        self._kind, self._verbs = kind, sorted(targets)
+        for name, target in targets.items():
+            setattr(self, name, self._bound(inspect.getattr_static(kind, name), target, submit))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no verb {name!r} in {self._kind.__name__}; its verbs are: {', '.join(self._verbs)}")
+
+    @staticmethod
+    def _bound(method: Callable, target: Target, submit: Submit) -> Callable[..., Future]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Future:
+            return submit(target, args, kwargs)
+
+        return call
+
+
+class FatedPool(Protocol):
+    """What `Fate` asks of a pool."""
+
+    name: str
+
+    def raise_if_failed(self) -> None:
+        """Raise where a rank of this pool has failed in a call that nobody has waited for yet."""
+
+    def failures_now(self) -> list[RankFailure]:
+        """What its ranks have failed with until now."""
+
+    def shutdown(self) -> None:
+        """End its processes."""
+
+
+class Fate:
+    """What ended a cluster. Its pools share one, so that the failure of any rank ends all of them, with one message."""
+
+    def __init__(self) -> None:
+        self.error: MegatronRLError | None = None
+        self._pools: list[FatedPool] = []
+
+    def share(self, pool: FatedPool) -> None:
+        """Make a pool end with the others."""
+        self._pools.append(pool)
+
+    def look(self) -> None:
+        """Raise where a rank of any pool has failed."""
+        for pool in self._pools:
+            pool.raise_if_failed()
+
+    def end(self, pool: FatedPool, failures: Sequence[RankFailure]) -> NoReturn:
+        """End all pools for what the ranks of one failed with, and raise it; the others may have seen its cause."""
+        if self.error is None:
+            seen = [failure for other in self._pools if other is not pool for failure in other.failures_now()]
+            self.error = to_error([*failures, *seen], name_pools=len(self._pools) > 1)
+            for other in self._pools:
+                other.shutdown()
+        self.raise_if_ended()
+        raise AssertionError("unreachable: an error was just set")
+
+    def raise_if_ended(self) -> None:
+        """Raise what ended the cluster, if it has ended."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)

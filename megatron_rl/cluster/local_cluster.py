@@ -1,0 +1,84 @@
+"""One rank, with all roles, in this very process: calls run where they are made, and a debugger sees everything."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from megatron_rl.cluster.cluster import Hosting, phases_of
+from megatron_rl.cluster.handle import HOST, Handle, Target, targets_of
+from megatron_rl.cluster.nodes import LOOPBACK
+from megatron_rl.cluster.routing import Split, join_answers
+from megatron_rl.config.roles import PoolSpec
+from megatron_rl.dispatch import Dispatch, Future, Interval
+
+Kind = TypeVar("Kind")
+
+
+class LocalPool:
+    """The only rank of the only pool. A verb has returned before its `Future` is there; what it raises is raised."""
+
+    def __init__(self, spec: PoolSpec, hosting: Hosting) -> None:
+        self.name = spec.name
+        self._hosting = hosting
+        self._host: Any = hosting.host_class(*hosting.args, spec.name)
+        phases, kinds = phases_of(spec), {HOST: hosting.host_class, **hosting.kinds_in(spec)}
+        self._targets = {role: targets_of(role, kind, phases.get(role, {})) for role, kind in kinds.items()}
+
+    def handle(self, role: str, kind: type[Kind]) -> Kind:
+        """As of a `RayPool`."""
+        return cast(Kind, Handle(kind, self._targets[role], self._call))
+
+    def host(self, kind: type[Kind]) -> Kind:
+        """As of a `RayPool`."""
+        return self.handle(HOST, kind)
+
+    def _call(self, target: Target, args: tuple, kwargs: dict[str, Any]) -> Future:
+        observer = self._hosting.observer
+        observer.before(target.mark)
+        start = time.time()
+        with observer.waiting(target.phase):
+            answer = self._body(target)(*args, **kwargs)
+        stop = time.time()
+        observer.ran(Interval(self.name, target.role, target.verb, target.phase, start, stop, stop - start))
+        match target.mark.dispatch:
+            case Dispatch.DP | Dispatch.ROLLOUT_DP:
+                return Future.done(join_answers([answer], Split([(args, kwargs)])))
+            case Dispatch.ONE_TO_ALL:
+                return Future.done([answer])
+        return Future.done(answer)
+
+    def _body(self, target: Target) -> Callable[..., Any]:
+        if target.role == HOST:
+            return getattr(self._host, target.verb)
+        return lambda *args, **kwargs: self._host.run(target.role, target.verb, args, kwargs)
+
+
+class LocalCluster:
+    """A cluster of one pool of one rank, which is this process. Raises ValueError for any other."""
+
+    is_local = True
+
+    def __init__(self, specs: Mapping[str, PoolSpec], hosting: Hosting) -> None:
+        if [spec.world_size for spec in specs.values()] != [1]:
+            sizes = {name: spec.world_size for name, spec in specs.items()}
+            raise ValueError(f"one pool of one rank runs in this process, not {sizes}")
+        (self._spec,) = specs.values()
+        self._hosting = hosting
+        self.pools: dict[str, LocalPool] = {}
+
+    def __enter__(self) -> Self:
+        # vLLM asks for these even where torch.distributed has begun without them.
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
+        place |= {"NODE_ADDRESS": LOOPBACK, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
+        os.environ |= {**self._hosting.env, **place}
+        self.pools[self._spec.name] = LocalPool(self._spec, self._hosting)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing: the process ends with the run."""

@@ -1,0 +1,93 @@
+"""The actor: the policy that is trained, a language model that scores tokens and learns from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.roles import RoleSpec
+from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.errors import ConfigError
+from megatron_rl.losses.aggregate import BatchTotals, token_weights
+from megatron_rl.losses.kl import KL_ESTIMATORS
+from megatron_rl.losses.policy import PolicyTokens
+from megatron_rl.losses.registry import policy_loss
+from megatron_rl.records import ActorBatch, Sequences, TokenScores
+from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.role import TrainedRole
+
+if TYPE_CHECKING:
+    from megatron_rl.experience.micro_batches import MicroBatch
+
+
+class Actor(TrainedRole):
+    """The policy that is trained."""
+
+    def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+        from megatron_rl.roles.token_scorer import TokenScorer
+
+        source = rank.source(spec)
+        super().__init__(spec, rank, source, source.language_model())
+        self.policy_loss = policy_loss(self.config)
+        self.score_cut = rank.micro_batching(spec.score)
+        temperature = rank.config.actor_rollout_ref.rollout.temperature
+        vocab_size = source.hf_config.vocab_size
+        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, vocab_size, temperature)
+
+    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    def log_probs(self, sequences: Sequences) -> TokenScores | None:
+        """Log-prob of each response token, as the trainer computes it; None before the last stage."""
+        return self.scorer.score(sequences, self.score_cut)
+
+    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    def update(self, batch: ActorBatch) -> dict[str, float]:
+        """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage)."""
+        return self.compute_gradients(batch) | self.trainable.step().metrics("actor")
+
+    @verb(Dispatch.DP, phase="export")
+    def response_logits(self, sequences: Sequences) -> Tensor | None:
+        """Float32 logits [response tokens, vocab_size], for parity checks; None before the last stage."""
+        return self.scorer.logits(sequences, self.score_cut)
+
+    def compute_gradients(self, batch: ActorBatch) -> dict[str, float]:
+        """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.
+
+        Losses among the metrics are aggregated like the loss itself; the others are means over tokens.
+        """
+        blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
+        totals = self.trainable.totals(blocks)
+        means = self.trainable.compute_gradients(
+            blocks, totals, lambda hidden, block: self._loss(hidden, block, totals)
+        )
+        if means is None:
+            return {}
+        names = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
+        metrics = {f"actor/{name}": mean for name, mean in zip(names, means.tolist(), strict=True)}
+        if self.config.use_kl_loss:
+            return metrics | {"actor/kl_coef": self.config.kl_loss_coef}
+        del metrics["actor/kl_loss"]
+        return metrics
+
+    def _loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals) -> tuple[Tensor, Tensor]:
+        config, fields, lengths = self.config, block.fields, block.response_lengths
+        log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
+        tokens = PolicyTokens(log_probs, fields["old_log_probs"], fields["advantages"], lengths)
+        terms = self.policy_loss(tokens, config)
+        if terms.loss.shape != log_probs.shape:
+            raise ConfigError(
+                f"{config.policy_loss.loss_mode} must return one loss per token, {list(log_probs.shape)}; it returned "
+                f"{list(terms.loss.shape)}"
+            )
+        losses = terms.loss * fields["rollout_weights"] if "rollout_weights" in fields else terms.loss
+        kl = torch.zeros_like(losses)
+        if config.use_kl_loss:
+            kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
+
+        weights = token_weights(block.kept, lengths, totals, config.loss_agg_mode, self.loss_scale)
+        total = ((losses + config.kl_loss_coef * kl - config.entropy_coeff * entropy) * weights).sum()
+        per_token = token_weights(block.kept, lengths, totals, "token-mean", self.loss_scale)
+        measured = torch.stack([terms.clipped, terms.clipped_lower, terms.kl, entropy])
+        sums = [(losses * weights).sum()[None], (kl * weights).sum()[None], (measured * per_token).sum(1)]
+        return total, torch.cat(sums).detach()

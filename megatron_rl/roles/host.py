@@ -1,0 +1,180 @@
+"""What is left of a rank without its roles: device, world, ledger, checkpoints; and the roles of its pool.
+
+Engines are imported where they are built, so that the controller can name this class without loading them.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from megatron_rl.checkpoint.manifest import FileRecord
+from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec
+from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
+from megatron_rl.device import Device
+from megatron_rl.dispatch import Coordinates, Dispatch, verb
+from megatron_rl.observe.memory import MemoryLedger, PhaseMemory
+from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
+from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
+from megatron_rl.records import RoleState
+from megatron_rl.roles.environment import RankEnvironment
+from megatron_rl.roles.kinds import build_role
+from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.rendezvous import open_store
+from megatron_rl.roles.role import Role, TrainedRole
+from third_party_patches import apply_patches
+
+if TYPE_CHECKING:
+    from megatron_rl.hybrid_engine.rng import RNGState
+    from megatron_rl.roles.rollout import Rollout
+    from megatron_rl.roles.saving import UnfinishedSave
+
+
+class RankHost:
+    """The SPMD side of one pool on one rank. Unless a verb says otherwise all ranks of the pool must be called.
+
+    Constructing it joins the pool's world and creates Megatron's groups; `build` makes the roles, the rollout last.
+    """
+
+    def __init__(
+        self, config: RunConfig, collective_timeout: timedelta = default_pg_timeout, pool: str = GLOBAL_POOL
+    ) -> None:
+        environment = RankEnvironment.read()
+        placement = Placement.of(config)
+        self.config = config
+        self.spec = placement.pools[pool]
+        self.device = Device(config.trainer.device, environment.local_rank)
+        self.device.activate()
+        apply_patches(self.device.kind)
+        environment.choose_interfaces()
+        dist.init_process_group(
+            self.device.backend,
+            timeout=collective_timeout,
+            store=open_store(environment, collective_timeout),
+            rank=environment.rank,
+            world_size=environment.world_size,
+        )
+        self.groups = initialize_pool(self.spec, environment.world_size, config.trainer.seed, collective_timeout)
+        self.ledger = MemoryLedger(self.owned_memory, self.device.reset_peak_memory, self.device.peak_memory_bytes)
+        self.rank = Rank(config, placement, self.spec, self.groups, self.device, environment.node, self.ledger)
+        self.roles: dict[str, Role] = {}
+        self.unfinished: UnfinishedSave | None = None
+
+    @verb(Dispatch.ONE_TO_ALL)
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands, for the controller's dispatch."""
+        rank, rollout = self.groups.rank, self.spec.role(ROLLOUT)
+        tp_size = rollout.settings.tensor_model_parallel_size if rollout is not None else 1
+        grid = RolloutGrid(self.groups.grid, tp_size)
+        return Coordinates(
+            rank=rank,
+            dp_rank=self.groups.dp_rank,
+            dp_size=self.groups.grid.dp_size,
+            dp_collector=self.groups.is_dp_collector,
+            replica=grid.replica(rank),
+            num_replicas=grid.num_replicas,
+            replica_collector=grid.tp_rank(rank) == 0,
+        )
+
+    @verb(Dispatch.ONE_TO_ALL)
+    def build(self, name: str) -> None:
+        """Make one role of this pool."""
+        spec = next(role for role in self.spec.roles if role.name == name)
+        self.roles[name] = build_role(spec, self.rank, self.roles)
+        self.ledger.note("init")
+
+    def run(self, role: str, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A verb of a role, its memory accounted for under its phase."""
+        hosted = self.roles[role]
+        body = getattr(hosted, name)
+        phase = hosted.spec.phases.get(body.verb.phase, body.verb.phase)
+        if not phase:
+            return body(*args, **kwargs)
+        with self.ledger.phase(phase):
+            return body(*args, **kwargs)
+
+    # Memory
+
+    def owned_memory(self) -> dict[str, int]:
+        """Bytes of the tensors that this rank keeps now, under the names of the memory plan."""
+        return {name: size for role in self.roles.values() for name, size in role.memory().items()}
+
+    @verb(Dispatch.ONE_TO_ALL)
+    def take_memory(self) -> dict[str, PhaseMemory]:
+        """What this rank held in every phase since the last call."""
+        return self.ledger.take()
+
+    # Checkpoints
+
+    @property
+    def trained(self) -> dict[str, TrainedRole]:
+        """The trained roles that were built."""
+        return {name: role for name, role in self.roles.items() if isinstance(role, TrainedRole)}
+
+    @property
+    def rollout_rng(self) -> RNGState | None:
+        """The generators' state at the end of the last generation, where this rank generates."""
+        rollout: Rollout | None = self.roles.get(ROLLOUT)  # type: ignore[assignment]
+        return None if rollout is None else rollout.engine.rollout_rng
+
+    @verb(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
+    def begin_save(self, folder: Path) -> dict[str, RoleState]:
+        """Write every trained role that was built to its empty folder in `folder`; train mode only.
+
+        Complete when `finish_save` says so, before which no other save may begin. Returns role -> its numbers.
+        """
+        from megatron_rl.roles.saving import begin_save
+
+        if self.unfinished is not None:
+            raise RuntimeError("a save is under way: finish_save() comes first")
+        with self.ledger.phase("save"):
+            self.unfinished = begin_save(
+                folder, self.trained, self.spec.name, self.groups, self.rollout_rng, self.device
+            )
+        return {name: role.checkpoint.state for name, role in self.trained.items()}
+
+    @verb(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
+    def finish_save(self, wait: bool) -> dict[str, FileRecord] | None:
+        """The files that this rank wrote since `begin_save`, by their path in its folder; None while some are not.
+
+        wait: until all ranks are done. Only when the last rank's are there is the folder complete.
+        """
+        if self.unfinished is None:
+            raise RuntimeError("no save is under way: begin_save() comes first")
+        files = self.unfinished.finish(wait)
+        if files is not None:
+            self.unfinished = None
+        return files
+
+    @verb(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: Path, states: dict[str, RoleState]) -> bool:
+        """Take all trained roles, and this rank's random state, from a complete checkpoint of any layout.
+
+        states: what `begin_save` returned. Returns whether there was a random state for this layout.
+        """
+        from megatron_rl.roles.rank_state import load_rank_state
+
+        for name, role in self.trained.items():
+            role.checkpoint.load(folder / name, states[name])
+        same_layout, rollout_rng = load_rank_state(folder, self.spec.name, self.groups)
+        rollout: Rollout | None = self.roles.get(ROLLOUT)  # type: ignore[assignment]
+        if rollout is not None:
+            rollout.engine.rollout_rng = rollout_rng
+        return same_layout
+
+
+def initialize_pool(spec: PoolSpec, world_size: int, seed: int, collective_timeout: timedelta) -> TrainGroups:
+    """Megatron's groups in a pool's layout; every rank of the pool must call."""
+    megatron = spec.layout
+    grid = TrainGrid(
+        world_size,
+        tp_size=megatron.tensor_model_parallel_size,
+        pp_size=megatron.pipeline_model_parallel_size,
+        ep_size=megatron.expert_model_parallel_size,
+        etp_size=megatron.expert_tensor_parallel_size,
+    )
+    return initialize_mpu(grid, seed, megatron.virtual_pipeline_model_parallel_size or 1, collective_timeout)

@@ -1,0 +1,30 @@
+"""Every kind of role and its class: what the controller names, and what a rank builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, RoleSpec
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.critic import Critic
+from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.reference import Reference
+from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.roles.role import Role
+from megatron_rl.roles.rollout import Rollout
+
+MODEL_KINDS: dict[str, type[Actor | Reference | Critic | RewardModel]] = {
+    ACTOR: Actor,
+    REFERENCE: Reference,
+    CRITIC: Critic,
+    REWARD_MODEL: RewardModel,
+}
+KINDS: dict[str, type[Role]] = {**MODEL_KINDS, ROLLOUT: Rollout}
+"""Kind -> class."""
+
+
+def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> Role:
+    """Make a role on this rank; neighbours: the roles that it has already, of which a rollout needs the actor."""
+    if spec.kind == ROLLOUT:
+        return Rollout(spec, rank, neighbours)
+    return MODEL_KINDS[spec.kind](spec, rank)

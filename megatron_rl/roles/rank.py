@@ -1,0 +1,63 @@
+"""One rank as the roles on it see it: the run's configuration, the pool's groups, the device, the node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig
+
+from megatron_rl.balance import SequenceWork
+from megatron_rl.config.megatron import OverrideTransformerConfig
+from megatron_rl.config.roles import ACTOR, PassSpec, Placement, PoolSpec, RoleSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.device import Device
+from megatron_rl.experience.batches import num_optimizer_steps
+from megatron_rl.experience.micro_batches import MicroBatching
+from megatron_rl.model.families import ModelShape
+from megatron_rl.observe.memory import MemoryLedger
+from megatron_rl.parallel.mpu import TrainGroups
+
+if TYPE_CHECKING:
+    from megatron_rl.roles.model_source import ModelSource
+
+
+def sequence_work(model_path: str) -> SequenceWork:
+    """What a sequence costs under the model in a Hugging Face folder."""
+    return SequenceWork(ModelShape.from_hf(AutoConfig.from_pretrained(model_path).to_dict()).attention_parity)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where roles are built. node: the number of this rank's node in its pool."""
+
+    config: RunConfig
+    placement: Placement
+    pool: PoolSpec
+    groups: TrainGroups
+    device: Device
+    node: int
+    ledger: MemoryLedger
+
+    def source(self, spec: RoleSpec) -> ModelSource:
+        """The folder that a role starts from. The pool has one layout; what is made again is the role's own."""
+        from megatron_rl.roles.model_source import ModelSource
+
+        override = spec.megatron.override_transformer_config if spec.is_trained else OverrideTransformerConfig()
+        layout = self.pool.layout if self.pool.megatron_roles else spec.megatron
+        megatron = replace(layout, override_transformer_config=override)
+        return ModelSource.open(spec.model_path, self.groups, self.device, megatron)
+
+    def micro_batching(self, one: PassSpec) -> MicroBatching:
+        """How a pass is cut. Work is judged by the actor's model, so that all roles cut alike."""
+        work = sequence_work(self.placement.roles[ACTOR].model_path)
+        return MicroBatching(one.num_rows, one.max_tokens, one.remove_padding, work)
+
+    def num_run_steps(self, spec: RoleSpec) -> int:
+        """Optimizer steps of a trained role in the whole run."""
+        steps, batch_size = self.config.trainer.total_training_steps, self.config.data.train_batch_size
+        return num_optimizer_steps(steps, batch_size, spec.settings.ppo_mini_batch_size, spec.settings.ppo_epochs)
+
+    def loss_scale(self, spec: RoleSpec) -> int:
+        """What `loss_agg_mode=seq-mean-token-sum-norm` divides by."""
+        return spec.settings.loss_scale_factor or self.config.data.max_response_length

@@ -1,0 +1,32 @@
+"""The reference: the frozen policy that KL is measured against."""
+
+from __future__ import annotations
+
+from megatron_rl.config.roles import RoleSpec
+from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.records import Sequences, TokenScores
+from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.role import FrozenRole
+
+
+class Reference(FrozenRole):
+    """Scores tokens as the policy did before training."""
+
+    def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+        from megatron_rl.roles.pipeline import Pipeline
+        from megatron_rl.roles.token_scorer import TokenScorer
+
+        super().__init__(spec)
+        source = rank.source(spec)
+        model = source.language_model()
+        model.load()
+        chunks = [chunk.requires_grad_(False) for chunk in model.chunks]
+        self.pipeline = Pipeline(chunks, rank.groups, rank.device.torch_device)
+        self.cut = rank.micro_batching(spec.score)
+        temperature = rank.config.actor_rollout_ref.rollout.temperature
+        self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, source.hf_config.vocab_size, temperature)
+
+    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    def log_probs(self, sequences: Sequences) -> TokenScores | None:
+        """Log-prob of each response token; None before the last stage."""
+        return self.scorer.score(sequences, self.cut)

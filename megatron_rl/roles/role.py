@@ -1,0 +1,119 @@
+"""What every role of a rank has, and what every trained one has: memory, rest, checkpoint, export.
+
+A role is built on all ranks of its pool; unless a verb says otherwise all of them must be called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
+from megatron_rl.checkpoint.storage import writing
+from megatron_rl.config.roles import RoleSpec
+from megatron_rl.dispatch import Dispatch, verb
+from megatron_rl.hybrid_engine.offload import HostCopy, Resting
+from megatron_rl.observe.memory import storage_bytes
+from megatron_rl.roles.rank import Rank
+
+if TYPE_CHECKING:
+    from megatron_rl.model.families import ParamSpec
+    from megatron_rl.roles.model_source import ModelSource, UnloadedModel
+    from megatron_rl.roles.pipeline import Pipeline
+
+
+class Role:
+    """One role on one rank."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        self.spec = spec
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the tensors that this role keeps now, under the names of the memory plan."""
+        return {}
+
+    def resting(self) -> list[Resting]:
+        """What of it leaves the device while generating."""
+        return []
+
+
+class FrozenRole(Role):
+    """A model that only scores."""
+
+    pipeline: Pipeline
+
+    def memory(self) -> dict[str, int]:
+        """Its parameters."""
+        return {f"{self.spec.name} parameters": storage_bytes(self.pipeline.parameters())}
+
+    def resting(self) -> list[Resting]:
+        """Its parameters, where they are to."""
+        return [HostCopy(self.pipeline.parameters)] if self.spec.megatron.param_offload else []
+
+
+class TrainedRole(Role):
+    """A model with Megatron's DDP, optimizer and schedule, which is saved and exported.
+
+    Specs and architecture are those of the exported model: of a language model, or of a classifier with one label.
+    """
+
+    def __init__(self, spec: RoleSpec, rank: Rank, source: ModelSource, model: UnloadedModel) -> None:
+        from megatron_rl.roles.role_checkpoint import RoleCheckpoint
+        from megatron_rl.roles.training import TrainableModel
+
+        super().__init__(spec)
+        self.config = spec.settings
+        self.cut = rank.micro_batching(spec.update)
+        self.loss_scale = rank.loss_scale(spec)
+        self.source = source
+        self.trainable = TrainableModel(
+            model.chunks,
+            model.load,
+            self.config.optim,
+            rank.num_run_steps(spec),
+            rank.groups,
+            rank.device.torch_device,
+        )
+        self.checkpoint = RoleCheckpoint(self.trainable, model.specs, source.place)
+
+    @property
+    def specs(self) -> dict[str, ParamSpec]:
+        """Global Megatron name -> what it is made of."""
+        return self.checkpoint.specs
+
+    @property
+    def architecture(self) -> str:
+        """transformers' class of the exported model."""
+        family = self.source.family
+        return family.reward_architecture if self.spec.has_value_head else family.architecture
+
+    def memory(self) -> dict[str, int]:
+        """Parameters, gradients, moments and masters."""
+        return {f"{self.spec.name} {name}": size for name, size in self.trainable.memory().items()}
+
+    def resting(self) -> list[Resting]:
+        """As the offload keys say."""
+        return self.trainable.resting(self.spec.megatron)
+
+    @verb(Dispatch.ONE_TO_ALL, phase="export")
+    def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write the model as a Hugging Face folder, in files of at most `max_shard_bytes`.
+
+        A critic becomes a classifier with one label, which a critic can start from. Raises StorageError when a file of
+        this rank could not be written.
+        """
+        from megatron_rl.checkpoint.hf_export import export_hf
+        from megatron_rl.roles.model_source import named_parameters
+
+        source = self.source
+        with writing():
+            export_hf(
+                named_parameters(self.trainable.models),
+                self.specs,
+                source.path,
+                target,
+                source.groups.grid,
+                source.vocab_multiple,
+                self.architecture,
+                max_shard_bytes,
+            )

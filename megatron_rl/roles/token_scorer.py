@@ -1,0 +1,37 @@
+"""Log-probabilities of response tokens under one language model: what actor and reference have in common."""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
+from megatron_rl.model.vocab_head import VocabHead
+from megatron_rl.records import Sequences, TokenScores
+from megatron_rl.roles.pipeline import Pipeline
+
+
+class TokenScorer:
+    """Log-probabilities of response tokens under one language model, at the sampling temperature.
+
+    models: the chunks of this rank's stage, of which the last stage's last one has the head.
+    """
+
+    def __init__(self, pipeline: Pipeline, models: list[GPTModel], vocab_size: int, temperature: float) -> None:
+        self.pipeline = pipeline
+        self.head = VocabHead(models[-1], vocab_size, temperature, pipeline.groups.tp_group)
+
+    def log_probs_and_entropy(self, hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+        """hidden [b, S, H] -> (log-prob [N], entropy [N]) of the block's response tokens, float32."""
+        return self.head.log_probs_and_entropy(hidden[:, :-1][block.predicts_response], block.targets)
+
+    def score(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
+        """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
+        return self.pipeline.score(sequences, cut, lambda hidden, block: self.log_probs_and_entropy(hidden, block)[0])
+
+    def logits(self, sequences: Sequences, cut: MicroBatching) -> Tensor | None:
+        """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
+        return self.pipeline.forward(
+            self.pipeline.micro_batches(sequences, cut),
+            lambda hidden, block: self.head.logits(hidden[:, :-1][block.predicts_response]),
+        )

@@ -1,0 +1,138 @@
+"""The stream of sampled batches: prompts in their order, answers by the rollout, its weights brought up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rl.book import Book
+from megatron_rl.config.algorithms import needs_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.experience.assemble import assemble
+from megatron_rl.experience.groups import differing, first_groups
+from megatron_rl.prompts.dataset import PromptDataset
+from megatron_rl.prompts.mixture import MixtureCursor
+from megatron_rl.records import Experience, Generations, Prompts, Sampling
+from megatron_rl.reward.rule import Scored, join
+from megatron_rl.rewards import Rewards
+from megatron_rl.roles.rollout import Rollout
+
+SALT_STRIDE = 1_000_003
+"""Between the seeds of two batches of one step; more than a run has steps."""
+
+FIXED_SALT = -1
+"""Validation samples, where they are sampled, use the same seeds every time."""
+
+
+@dataclass
+class Batch:
+    """One step's prompts and answers, B rows.
+
+    scored: where the scores had to be known to choose the answers. greedy: one answer per group, where the estimator
+    needs it. metrics: of the sampling itself.
+    """
+
+    prompts: Prompts
+    generations: Generations
+    scored: Scored | None
+    greedy: Generations | None
+    metrics: dict[str, float]
+
+    def experience(self) -> Experience:
+        """Prompts and answers joined; the other fields are filled as they are computed."""
+        return assemble(self.prompts, self.generations)
+
+
+class Rollouts:
+    """Samples batches. bring_weights: called after each update where the rollout has weights of its own."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        train_data: PromptDataset,
+        cursor: MixtureCursor,
+        rollout: Rollout,
+        rewards: Rewards,
+        book: Book,
+        bring_weights: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.train_data, self.cursor = train_data, cursor
+        self.rollout, self.rewards, self.book = rollout, rewards, book
+        self.load_weights = bring_weights
+        self.needs_greedy = needs_of(config).greedy
+
+    def next(self, step: int) -> Batch:
+        """The batch of a step. With `algorithm.filter_groups` batches are drawn until enough groups have scores that
+        differ; after `max_num_gen_batches` the step is filled up with groups that have equal ones.
+        """
+        if self.config.algorithm.filter_groups.enable:
+            batch = self._filtered(step)
+        else:
+            prompts = self._next_prompts()
+            batch = Batch(prompts, self.generate(prompts, self.sampling(salt=step)), None, None, {})
+        if self.needs_greedy:
+            batch.greedy = self.generate(batch.prompts.one_per_group(), self.greedy())
+        return batch
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
+        """Answers to all prompt rows; the ranks are in rollout mode only inside this call."""
+        reports = self.rollout.enter().get()
+        generations = self.rollout.generate(prompts, sampling).get()
+        self.rollout.exit().get()
+        self.book.note_transition(reports)
+        return generations
+
+    def sampling(self, salt: int) -> Sampling:
+        """How training samples are drawn."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, self.config.data.max_response_length, salt)
+
+    def greedy(self) -> Sampling:
+        """How a baseline answer is drawn: greedily, so its seed means nothing."""
+        return Sampling(0.0, 1.0, -1, self.config.data.max_response_length, FIXED_SALT)
+
+    def val_sampling(self) -> Sampling:
+        """How held-out answers are drawn: greedy unless `val_kwargs.do_sample`."""
+        kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
+        if not kwargs.do_sample:
+            return self.greedy()
+        longest = self.config.data.max_response_length
+        return Sampling(kwargs.temperature, kwargs.top_p, kwargs.top_k, longest, FIXED_SALT)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the prompts stand; JSON-ready."""
+        return {"cursor": self.cursor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order are others."""
+        self.cursor.load_state_dict(state["cursor"])
+
+    def _next_prompts(self) -> Prompts:
+        """The next training prompts, each `rollout.n` times."""
+        return self.train_data.batch(self.cursor.next_indices()).repeat(self.config.actor_rollout_ref.rollout.n)
+
+    def _filtered(self, step: int) -> Batch:
+        wanted, most = self.config.data.train_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
+        batches: list[tuple[Prompts, Generations, Scored]] = []
+        while True:
+            prompts = self._next_prompts()
+            # Groups are told apart over all batches.
+            prompts.uid = prompts.uid + sum(len(earlier) for earlier, _, _ in batches)
+            generations = self.generate(prompts, self.sampling(salt=step + SALT_STRIDE * len(batches)))
+            pending = self.rewards.start(prompts, generations)
+            batches.append((prompts, generations, self.rewards.training_scores(prompts, generations, pending)))
+            prompts, generations = (torch.cat(parts) for parts in list(zip(*batches, strict=True))[:2])
+            scored = join([part for _, _, part in batches])
+            differ = differing(scored.scores, prompts.uid)
+            num_differing = len(prompts.uid[differ].unique())
+            if num_differing >= wanted or len(batches) == most:
+                rows = first_groups(prompts.uid, differ, wanted)
+                metrics = {
+                    "train/num_gen_batches": float(len(batches)),
+                    "train/differing_groups": min(num_differing, wanted) / wanted,
+                }
+                return Batch(prompts[rows], generations[rows], scored[rows], None, metrics)

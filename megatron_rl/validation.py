@@ -1,0 +1,69 @@
+"""Held-out prompts, answered by the current policy: metrics per data source, under verl's names."""
+
+from __future__ import annotations
+
+from megatron_rl.book import Book
+from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.config.schema import RunConfig, TrainerConfig
+from megatron_rl.experience.assemble import assemble
+from megatron_rl.observe.validation import validation_metrics
+from megatron_rl.prompts.dataset import PromptDataset
+from megatron_rl.records import Sequences
+from megatron_rl.rewards import Rewards
+from megatron_rl.rollouts import Rollouts
+
+NUM_PARITY_ROWS = 32
+"""Held-out rows on which the exported model is compared with the trainer."""
+
+
+class Validation:
+    """Answers every held-out prompt, `val_kwargs.n` times.
+
+    parity_rows: a few rows of the last validation, to compare the exported model on; None before the first.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: PromptDataset,
+        rollouts: Rollouts,
+        rewards: Rewards,
+        book: Book,
+        stop: StopRequest,
+    ) -> None:
+        self.config, self.data = config, data
+        self.rollouts, self.rewards, self.book = rollouts, rewards, book
+        self._stop = stop
+        self.parity_rows: Sequences | None = None
+
+    def before_training(self, is_resumed: bool) -> None:
+        """Validate where that is configured and the run begins."""
+        if self.config.trainer.val_before_train and not is_resumed:
+            self.book.log(self.run(step=0), step=0)
+
+    def after(self, step: int) -> dict[str, float]:
+        """Validate where that is due after `step`; not where the run is to stop."""
+        is_due = is_validation_step(self.config.trainer, step)
+        return self.run(step) if is_due and not self._stop.is_set else {}
+
+    def run(self, step: int) -> dict[str, float]:
+        """Validate now; keeps rewards, accuracy and a few rows."""
+        prompts = self.data.batch(range(len(self.data))).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        with self.book.clock.phase("testing"):
+            generations = self.rollouts.generate(prompts, self.rollouts.val_sampling())
+            pending = self.rewards.start(prompts, generations)
+            scored = self.rewards.task_scores(prompts, generations, pending)
+            self.book.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)
+            variables = scored.variables()
+            self.book.val_rewards.append(sum(variables["reward"]) / len(prompts))
+            if "acc" in variables:
+                self.book.accuracies.append(sum(variables["acc"]) / len(prompts))
+            self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).sequences()
+            sources, predictions = list(prompts.data_source), scored.predictions()
+            metrics = validation_metrics(sources, prompts.index.tolist(), variables, predictions)
+        return metrics | self.book.clock.take("testing")
+
+
+def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
+    """Every `test_freq` steps, and always the last."""
+    return step == trainer.total_training_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
