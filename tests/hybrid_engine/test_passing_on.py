@@ -109,9 +109,9 @@ def deliver(out: Message, into: Message) -> None:
 def execute(plan, schedules, model, chance: random.Random, laziness: float) -> list[dict[int, torch.Tensor]]:
     """Run all schedules in an order drawn by `chance`; `laziness`: how likely it is that messages wait for ranks."""
     ranks = []
-    for member, mine, steps in zip(plan.members, plan.plans, schedules, strict=True):
+    for number, (member, mine, steps) in enumerate(zip(plan.members, plan.plans, schedules, strict=True)):
         buffers = training_buffers(member, model) | {FOREIGN: torch.zeros(mine.foreign_numel, dtype=torch.int64)}
-        ranks.append(Rank(member.rank, steps, buffers))
+        ranks.append(Rank(number, steps, buffers))
     sent, awaited = defaultdict(deque), defaultdict(deque)
     while not all(rank.is_done for rank in ranks):
         moved = sum(rank.advance(sent, awaited) for rank in chance.sample(ranks, len(ranks))) > 0
