@@ -25,6 +25,12 @@ def has_varlen_attention(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; the CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True)
 class Device:
     """The compute device of a rank: `kind` is "cpu" or "cuda", `local_rank` the index among its node's GPUs."""
@@ -40,6 +46,11 @@ class Device:
     def backend(self) -> str:
         """Collective backend spec for `init_process_group`: CPU tensors always travel over gloo."""
         return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """Kind of a tensor's device -> name of the collective backend that moves it."""
+        return {"cpu": "gloo"} | ({"cuda": "nccl"} if self.kind == "cuda" else {})
 
     @property
     def batched_p2p(self) -> bool:

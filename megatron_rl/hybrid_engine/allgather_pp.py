@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange, Transport, copy_all, region_view
+from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange, copy_all, region_view
 from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
 from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
 from megatron_rl.hybrid_engine.plan import Member, MemberPlan, plan_memory
 from megatron_rl.hybrid_engine.schedule import local_copies, make_schedule
+from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
 
@@ -40,8 +40,8 @@ class Bytes(NamedTuple):
 class AllGatherPPModel:
     """This rank's rollout shard of the whole model, as named views of training's buffers and of the foreign one.
 
-    Building it is collective over `transport.group`, the exchange group, and exchanges the layouts once; the foreign
-    buffer starts released. All ranks of the group must call `gather` and `verify` together.
+    Building it is collective over `transport`, the exchange group's, and exchanges the layouts once; the foreign buffer
+    starts released. All ranks of the group must call `gather` and `verify` together.
 
     tensors: every logical tensor of the model. bucket_bytes: scratch memory of a gather. drop_train_weights: let
     `drop_training` release training's buffers on the ranks that would otherwise hold their shards twice.
@@ -61,13 +61,12 @@ class AllGatherPPModel:
     ) -> None:
         self.own = own
         self.transport = transport
-        members: list = [None] * transport.group.size()
-        dist.all_gather_object(members, own.member, group=transport.group)
-        self.number = transport.group.rank()
+        self.number = transport.number
+        members = transport.all_gather_object(own.member)
         self.plan, self.is_dropping = plan_memory(tensors, members, self.number, drop_train_weights)
         like = own.buffers[0]
         # NCCL connects a group at its first collective, and not all ranks take part in the first message.
-        dist.all_reduce(torch.zeros(1, device=like.device), group=transport.group)
+        transport.all_gather(torch.zeros(1, device=like.device))
         self.foreign = MemoryBuffer(self.mine.foreign_numel, like.dtype, like.device)
         buffers = dict(enumerate(own.buffers)) | {FOREIGN: self.foreign.data}
         message_numel = max(1, bucket_bytes // like.element_size() // NUM_SCRATCH)
@@ -77,7 +76,7 @@ class AllGatherPPModel:
             buffers,
             transport,
         )
-        self._verifier = WeightVerifier(self.plan, self.number, buffers, transport.group)
+        self._verifier = WeightVerifier(self.plan, self.number, buffers, transport)
         self.tensors = {name: slot_view(buffers, slot) for name, slot in self.mine.slots.items()}
         self._padded = [self.tensors[slot.name] for slot in self.mine.foreign if slot.shard.is_padded]
         self._restore = self._restore_copies(buffers) if self.is_dropping else []
@@ -111,8 +110,8 @@ class AllGatherPPModel:
         for tensor in self._padded:
             tensor.zero_()
         self._exchange.run()
-        came, node = self.transport.received_from - before, {member.rank: member.node for member in self.plan.members}
-        far = sum(num_bytes for rank, num_bytes in came.items() if node[rank] != self.own.member.node)
+        came, members = self.transport.received_from - before, self.plan.members
+        far = sum(num_bytes for source, num_bytes in came.items() if members[source].node != self.own.member.node)
         return Bytes(came.total(), far)
 
     def verify(self) -> None:

@@ -5,7 +5,7 @@ Every tensor an exchange touches is bound once, at construction; running it make
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_rl.hybrid_engine.layout import Region
 from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
 from megatron_rl.hybrid_engine.schedule import Leg, Step
+from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.observe.liveness import made_progress
 
 NUM_SCRATCH = 4
@@ -29,33 +30,6 @@ Copies = list[tuple[Tensor, Tensor]]
 def region_view(buffers: Mapping[int, Tensor], region: Region) -> Tensor:
     """The elements of `region` as a view; its buffer must be allocated."""
     return buffers[region.buffer].as_strided(region.shape, region.stride, region.offset)
-
-
-class Transport:
-    """Messages between the ranks of one group; counts the bytes of the tensors that it receives into.
-
-    received_from: global rank -> bytes that came from there.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.received_from: Counter[int] = Counter()
-
-    def start(self, send: tuple[Tensor, int] | None, receive: tuple[Tensor, int] | None) -> list[dist.Work]:
-        """Begin to send a tensor to and to receive another from the ranks (global) beside them."""
-        operations = []
-        if send is not None:
-            operations.append(dist.P2POp(dist.isend, *send, group=self.group))
-        if receive is not None:
-            operations.append(dist.P2POp(dist.irecv, *receive, group=self.group))
-            tensor, source = receive
-            self.received_from[source] += tensor.numel() * tensor.element_size()
-        return dist.batch_isend_irecv(operations)
-
-    def finish(self, works: Sequence[dist.Work], receive: tuple[Tensor, int] | None) -> None:
-        """Wait until what `start` began is done and the received tensor may be read."""
-        for work in works:
-            work.wait()
 
 
 @dataclass

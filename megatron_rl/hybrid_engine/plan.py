@@ -12,8 +12,10 @@ different nodes, that is an exchange among pipeline stages followed by one insid
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
 from typing import NamedTuple
 
 from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
@@ -25,20 +27,36 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of an exchange group. held: its training shards, by buffer and offset; wanted: its rollout place."""
+    """One rank of an exchange group. held: its training shards, by buffer and offset; wanted: its rollout place.
+
+    A rank that only trains wants nothing (None); one that only generates holds nothing. rank: in its own world.
+    pool: the name of that world, where the members are of several.
+    """
 
     rank: int
     node: int
     tp_rank: int
-    held: tuple[Slot, ...]
-    wanted: Place
+    held: tuple[Slot, ...] = ()
+    wanted: Place | None = None
+    pool: str = ""
+
+    @property
+    def label(self) -> str:
+        """Short, for lists of ranks."""
+        return f"{self.pool} {self.rank}".lstrip()
+
+    @property
+    def name(self) -> str:
+        """For messages about this rank."""
+        return f"{self.pool} rank {self.rank}".lstrip()
 
 
 @dataclass(frozen=True)
 class Piece:
     """One box of one segment that member `source` gives to member `dest`.
 
-    In phase 1 the source passes on what it received; `owner` is the member whose training copy it once was.
+    In phase 0 the source holds it in training; in later ones it passes on what it received in an earlier one. `owner`
+    is the member whose training copy it once was.
     """
 
     name: str
@@ -90,7 +108,10 @@ class MemberPlan:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Everything that one transition moves inside an exchange group; the same on all of its ranks."""
+    """Everything that one transition moves inside an exchange group; the same on all of its ranks.
+
+    Members are known by their numbers: their places in `members`.
+    """
 
     tensors: Mapping[str, LogicalTensor]
     members: Sequence[Member]
@@ -111,6 +132,26 @@ class ExchangePlan:
         received = self.plans[member].received
         return sum(piece.numel for piece in received if self.members[piece.source].node != node)
 
+    @cached_property
+    def rounds(self) -> dict[tuple[int, int, int], int]:
+        """(phase, source, dest) -> round of the phase in which the two exchange messages.
+
+        In a round every member sends to at most one other and receives from at most one. Pairs take the first round
+        that is free, those at a small distance in the group first: where all exchange with all, that is the distance.
+        """
+        size = len(self.members)
+        pairs = {(piece.phase, piece.source, piece.dest) for plan in self.plans for piece in plan.received}
+        sending: dict[tuple[int, int], set[int]] = defaultdict(set)
+        receiving: dict[tuple[int, int], set[int]] = defaultdict(set)
+        found = {}
+        for phase, source, dest in sorted(pairs, key=lambda pair: ((pair[2] - pair[1]) % size, pair)):
+            busy = sending[phase, source], receiving[phase, dest]
+            number = next(number for number in count() if number not in busy[0] and number not in busy[1])
+            for numbers in busy:
+                numbers.add(number)
+            found[phase, source, dest] = number
+        return found
+
     def sent(self, source: int) -> Iterator[Piece]:
         """Every piece that a member sends, in the order of its receivers' plans."""
         for plan in self.plans:
@@ -130,17 +171,27 @@ def make_plan(
     them; otherwise they are copied. Raises ValueError when the members do not hold every element of a tensor.
     """
     held = [{slot.name: slot for slot in member.held} for member in members]
-    # By first appearance: tensors that lie together at their holder lie together at the receiver.
-    names = list(dict.fromkeys(slot.name for member in members for slot in member.held))
-    holders = {name: segment_holders(tensors[name], held) for name in names}
+    holders = tensor_holders(tensors, held)
     plans = []
     for number, member in enumerate(members):
         plan = MemberPlan()
-        for name in names:
-            plan.slots[name] = _place_slot(plan, tensors[name], member.wanted, held[number], share_memory[number])
+        for name in holders:
+            own = held[number].get(name) if share_memory[number] else None
+            plan.slots[name] = place_slot(plan, tensors[name], member.wanted, own)
         plans.append(plan)
     _find_pieces(plans, members, holders)
     return ExchangePlan(tensors, members, held, plans)
+
+
+def tensor_holders(
+    tensors: Mapping[str, LogicalTensor], held: Sequence[Mapping[str, Slot]]
+) -> dict[str, list[Holders]]:
+    """`segment_holders` of every tensor, by first appearance.
+
+    Slots are laid out in this order, so tensors that lie together at their holder lie together at the receiver.
+    """
+    names = dict.fromkeys(name for slots in held for name in slots)
+    return {name: segment_holders(tensors[name], held) for name in names}
 
 
 def segment_holders(tensor: LogicalTensor, held: Sequence[Mapping[str, Slot]]) -> list[Holders]:
@@ -160,39 +211,46 @@ def segment_holders(tensor: LogicalTensor, held: Sequence[Mapping[str, Slot]]) -
     return [{box: tuple(members) for box, members in boxes.items()} for boxes in found]
 
 
-def _place_slot(
-    plan: MemberPlan, tensor: LogicalTensor, wanted: Place, held: Mapping[str, Slot], share_memory: bool
-) -> Slot:
-    """The member's rollout slot of one tensor: training's own, or the next free one of the foreign buffer."""
+def place_slot(plan: MemberPlan, tensor: LogicalTensor, wanted: Place, own: Slot | None = None) -> Slot:
+    """A rollout slot of one tensor: `own` where training keeps the same shard, or the next of the foreign buffer."""
     shard = shard_of(tensor, wanted)
-    own = held.get(tensor.name)
-    if share_memory and own is not None and own.shard == shard:
+    if own is not None and own.shard == shard:
         return own
     offset = -(-plan.foreign_numel // ALIGNMENT) * ALIGNMENT
     plan.foreign_numel = offset + shard.numel
     return Slot(tensor.name, FOREIGN, offset, shard)
 
 
+Cut = tuple[int, Box, tuple[int, ...]]
+"""(segment, box, members that hold the box): what can travel as one piece."""
+
+
+def cuts(takers: Iterable[tuple[Slot, Sequence[int]]], segments: Sequence[Holders]) -> dict[Cut, list[int]]:
+    """What training's cuts leave of the slots of one tensor, with the members whose slots contain it.
+
+    takers: foreign slots, each with the members that have it.
+    """
+    found: dict[Cut, list[int]] = defaultdict(list)
+    for slot, numbers in takers:
+        for part in slot.shard.parts:
+            for box, having in segments[part.segment].items():
+                common = intersect(part.box, box)
+                if common is not None:
+                    found[part.segment, common, having].extend(numbers)
+    return found
+
+
 def _find_pieces(plans: list[MemberPlan], members: Sequence[Member], holders: Mapping[str, list[Holders]]) -> None:
     """Fill `local` and `received` of every plan."""
     for name, segments in holders.items():
-        # (segment, piece, holders) -> who lacks it
-        lacking: dict[tuple[int, Box, tuple[int, ...]], list[int]] = defaultdict(list)
-        for number, plan in enumerate(plans):
-            slot = plan.slots[name]
-            if slot.buffer != FOREIGN:
-                continue
-            for part in slot.shard.parts:
-                for box, having in segments[part.segment].items():
-                    common = intersect(part.box, box)
-                    if common is None:
-                        continue
-                    if number in having:
-                        plan.local.append(Piece(name, part.segment, common, number, number, phase=0, owner=number))
-                    else:
-                        lacking[part.segment, common, having].append(number)
-        for (segment, box, having), receivers in lacking.items():
-            for hop in route(members, having, receivers):
+        takers = [
+            (plan.slots[name], (number,)) for number, plan in enumerate(plans) if plan.slots[name].buffer == FOREIGN
+        ]
+        for (segment, box, having), numbers in cuts(takers, segments).items():
+            for number in having:
+                if number in numbers:
+                    plans[number].local.append(Piece(name, segment, box, number, number, phase=0, owner=number))
+            for hop in route(members, having, [number for number in numbers if number not in having]):
                 plans[hop.dest].received.append(Piece(name, segment, box, *hop))
 
 

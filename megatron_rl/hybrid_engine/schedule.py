@@ -1,10 +1,10 @@
 """From pieces to messages: one rank's part of an exchange as a list of steps, each with at most one send and receive.
 
-Steps are ordered alike on all ranks: by phase, then by the distance from sender to receiver in the group, then by
-message. At one distance every rank has one receiver and one sender, so a step never waits for more than its two peers,
-and a rank that finishes its steps in order can never block the others. What a rank passes on to its node (phase 1)
-must have arrived before: `Step.after` says which of its own steps it finishes first. These are earlier ones, so ranks
-still never block each other.
+Steps are ordered alike on all ranks: by phase, then by round (`ExchangePlan.rounds`), then by message. In one round
+every rank has one receiver and one sender at most, so a step never waits for more than its two peers, and a rank that
+finishes its steps in order can never block the others. What a rank passes on (phase 1 and later) must have arrived
+before: `Step.after` says which of its own steps it finishes first. These are earlier ones, so ranks still never block
+each other.
 
 What lies without gaps at both ends travels as it lies, if it is long enough; everything else is packed into buckets.
 """
@@ -25,7 +25,7 @@ DIRECT_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class Leg:
-    """One side of a message: the peer's global rank, and the regions it is gathered from or scattered to, in order."""
+    """One side of a message: the peer's number, and the regions it is gathered from or scattered to, in order."""
 
     peer: int
     regions: tuple[Region, ...]
@@ -55,21 +55,18 @@ class Step:
 
 def make_schedule(plan: ExchangePlan, member: int, message_numel: int) -> list[Step]:
     """All steps of one member; no message is longer than `message_numel` elements."""
-    size = len(plan.members)
-    sends = _by_phase_and_distance(plan.sent(member), size)
-    receives = _by_phase_and_distance(plan.plans[member].received, size)
+    sends, receives = _by_round(plan, plan.sent(member)), _by_round(plan, plan.plans[member].received)
     steps: list[Step] = []
     arrives: dict[Region, int] = {}  # where a fragment is written -> the step that brings it
     for key in sorted(sends.keys() | receives.keys()):
-        phase, distance = key
-        to, source = (plan.members[(member + way) % size].rank for way in (distance, -distance))
+        phase, _ = key
         out = messages(fragments(sends[key], plan, message_numel), message_numel)
         into = messages(fragments(receives[key], plan, message_numel), message_numel)
         for sent, received in zip_longest(out, into):
-            after = 1 + max(arrives[fragment.source] for fragment in sent) if sent and phase == 1 else 0
+            after = 1 + max(arrives[fragment.source] for fragment in sent) if sent and phase > 0 else 0
             arrives |= {fragment.dest: len(steps) for fragment in received or ()}
-            send = Leg(to, merged(fragment.source for fragment in sent)) if sent else None
-            receive = Leg(source, merged(fragment.dest for fragment in received)) if received else None
+            send = Leg(sends[key][0].dest, merged(fragment.source for fragment in sent)) if sent else None
+            receive = Leg(receives[key][0].source, merged(fragment.dest for fragment in received)) if received else None
             steps.append(Step(send, receive, after))
     return steps
 
@@ -85,10 +82,11 @@ def local_copies(plan: ExchangePlan, member: int) -> list[tuple[Region, Region]]
     ]
 
 
-def _by_phase_and_distance(pieces: Iterable[Piece], size: int) -> dict[tuple[int, int], list[Piece]]:
+def _by_round(plan: ExchangePlan, pieces: Iterable[Piece]) -> dict[tuple[int, int], list[Piece]]:
+    """(phase, round) -> pieces, all between the same two members."""
     found: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
-        found[piece.phase, (piece.dest - piece.source) % size].append(piece)
+        found[piece.phase, plan.rounds[piece.phase, piece.source, piece.dest]].append(piece)
     return found
 
 

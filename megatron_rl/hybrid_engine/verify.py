@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.hybrid_engine.exchange import region_view
 from megatron_rl.hybrid_engine.plan import ExchangePlan
+from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.parallel.sharding import Box
 
 WORD_BYTES = 8
@@ -39,15 +39,13 @@ class Check:
 
 
 class WeightVerifier:
-    """Compares all pieces of this rank with their owners'. Every rank of `group` must make and call its own."""
+    """Compares all pieces of one member with their owners'. Every member must make and call its own."""
 
-    def __init__(
-        self, plan: ExchangePlan, member: int, buffers: Mapping[int, Tensor], group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, plan: ExchangePlan, member: int, buffers: Mapping[int, Tensor], transport: Transport) -> None:
         owned = owned_pieces(plan)
-        self._rank = plan.members[member].rank
-        self._ranks = [other.rank for other in plan.members]
-        self._group = group
+        self._members = plan.members
+        self._number = member
+        self._transport = transport
         self._longest = max(map(len, owned))
         self._device = next(iter(buffers.values())).device
         held = [
@@ -69,29 +67,27 @@ class WeightVerifier:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Raise WeightMismatchError, on all ranks of the group alike, when a piece differs on any of them."""
+        """Raise WeightMismatchError, on all members alike, when a piece differs on any of them."""
         ours = torch.zeros(self._longest, dtype=torch.int64, device=self._device)
         ours[: self._num_held] = self._held.compute()
-        theirs = [torch.empty_like(ours) for _ in self._ranks]
-        dist.all_gather(theirs, ours, group=self._group)
+        theirs = self._transport.all_gather(ours)
         expected = torch.stack(theirs)[self._owners, self._indices]
         differing = (self._arrived.compute() != expected).nonzero().flatten().tolist()
         wrong = [self._checks[number] for number in differing]
-        counts = torch.zeros(len(self._ranks), dtype=torch.int64, device=self._device)
-        counts[self._ranks.index(self._rank)] = len(wrong)
-        dist.all_reduce(counts, group=self._group)
-        if counts.any():
-            raise WeightMismatchError(self._describe(wrong, counts.tolist()))
+        counts = self._transport.all_gather(torch.tensor([len(wrong)]))
+        if any(counts):
+            raise WeightMismatchError(self._describe(wrong, [int(count) for count in counts]))
 
     def _describe(self, wrong: Sequence[Check], counts: list[int]) -> str:
+        name = self._members[self._number].name
         if not wrong:
-            ranks = [rank for rank, count in zip(self._ranks, counts, strict=True) if count]
-            return f"rank {self._rank}: weights are right here, but wrong on rank(s) {ranks}"
+            there = [member.label for member, count in zip(self._members, counts, strict=True) if count]
+            return f"{name}: weights are right here, but wrong on rank(s) [{', '.join(there)}]"
         first = wrong[0]
         interval = " x ".join(f"[{start}, {stop})" for start, stop in first.box)
         return (
-            f"rank {self._rank}: {first.name}, segment {first.segment}, elements {interval} differ from those of "
-            f"rank {self._ranks[first.owner]}, their owner ({len(wrong)} of {len(self._checks)} pieces are wrong)"
+            f"{name}: {first.name}, segment {first.segment}, elements {interval} differ from those of "
+            f"{self._members[first.owner].name}, their owner ({len(wrong)} of {len(self._checks)} pieces are wrong)"
         )
 
 

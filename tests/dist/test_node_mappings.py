@@ -105,7 +105,11 @@ def mapping_rank(config, nodes_of: list[list[int]], seeds: range) -> list[dict]:
             {
                 "is_equal": all(torch.equal(expected[name], copies.pop(name)) for name in expected) and not copies,
                 "node": (first_rank, node),
-                "network": sum(transport.received_from[rank] for rank in range(len(nodes)) if nodes[rank] != node),
+                "network": sum(
+                    transport.received_from[number]
+                    for number, member in enumerate(weights.plan.members)
+                    if member.node != node
+                ),
                 "lacking": lacking_bytes(weights.plan, weights.number),
             }
         )

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, ExchangePlan, Member, make_plan
 from megatron_rl.model.families import FAMILIES, ModelShape, ParamSpec, param_map
-from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, box_index, shard_of
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.weights import stage_params, tensors_of
@@ -50,6 +50,35 @@ def members_of(
     return members
 
 
+def bridge_ends(
+    train: TrainGrid,
+    specs: dict[str, ParamSpec],
+    stages: StagePlan,
+    rollout_tp: int,
+    num_replicas: int,
+    *,
+    train_nodes: Sequence[int] = (0,),
+    rollout_nodes: Sequence[int] = (0,),
+    train_multiple: int = 64,
+) -> tuple[list[Member], list[Member]]:
+    """All ranks of a training pool, and those of a rollout pool of `num_replicas` TP groups.
+
+    train_nodes, rollout_nodes: the node of rank 0, 1, ..., repeated when there are more ranks.
+    """
+    colocated = RolloutGrid(train, 1)
+    everyone = list(range(train.world_size))
+    senders = [
+        replace(member, wanted=None)
+        for member in members_of(everyone, colocated, specs, stages, nodes=train_nodes, train_multiple=train_multiple)
+    ]
+    grid = RolloutGrid(TrainGrid(rollout_tp * num_replicas, rollout_tp, 1), rollout_tp)
+    receivers = [
+        Member(rank, rollout_nodes[rank % len(rollout_nodes)], grid.tp_rank(rank), wanted=grid.place(rank, 64))
+        for rank in range(grid.train.world_size)
+    ]
+    return senders, receivers
+
+
 def numbered_model(tensors: dict[str, LogicalTensor]) -> dict[tuple[str, int], torch.Tensor]:
     """(tensor, segment) -> its elements, numbered over the whole model from 1 on."""
     model, start = {}, 1
@@ -68,12 +97,14 @@ def write_slot(data: torch.Tensor, slot: Slot, model: dict[tuple[str, int], torc
         view[part.index] = model[slot.name, part.segment][box_index(part.box)]
 
 
-def training_buffers(member: Member, model: dict[tuple[str, int], torch.Tensor]) -> dict[int, torch.Tensor]:
+def training_buffers(
+    member: Member, model: dict[tuple[str, int], torch.Tensor], dtype: torch.dtype = torch.int64
+) -> dict[int, torch.Tensor]:
     """A member's buffers as training fills them; what no slot covers is 0."""
     sizes: dict[int, int] = {}
     for slot in member.held:
         sizes[slot.buffer] = max(sizes.get(slot.buffer, 0), slot.stop)
-    buffers = {number: torch.zeros(size, dtype=torch.int64) for number, size in sizes.items()}
+    buffers = {number: torch.zeros(size, dtype=dtype) for number, size in sizes.items()}
     for slot in member.held:
         write_slot(buffers[slot.buffer], slot, model)
     return buffers

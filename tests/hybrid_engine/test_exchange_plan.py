@@ -47,7 +47,6 @@ class Running:
 def execute(plan, model, message_numel):
     """Run all members' schedules, no message buffered; returns every member's buffers and the elements it received."""
     buffers = [training_buffers(member, model) for member in plan.members]
-    number_of = {member.rank: i for i, member in enumerate(plan.members)}
     for i, mine in enumerate(plan.plans):
         buffers[i][FOREIGN] = torch.zeros(mine.foreign_numel, dtype=torch.int64)
         for source, dest in local_copies(plan, i):
@@ -61,8 +60,8 @@ def execute(plan, model, message_numel):
         moved = False
         for i, rank in enumerate(ranks):
             if rank.step and rank.receiving:
-                peer = ranks[number_of[rank.step.receive.peer]]
-                if peer.message is not None and number_of[peer.step.send.peer] == i:
+                peer = ranks[rank.step.receive.peer]
+                if peer.message is not None and peer.step.send.peer == i:
                     assert peer.message.numel() == rank.step.receive.numel <= message_numel
                     received[i] += scatter(buffers[i], rank.step.receive.regions, peer.message)
                     peer.message, rank.receiving, moved = None, False, True

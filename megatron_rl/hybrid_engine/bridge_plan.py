@@ -1,0 +1,197 @@
+"""How the weights of a training pool reach a rollout pool on other ranks: pure data, the same on all ranks of both.
+
+Every element leaves the training pool once, however many replicas generate. Phase 0: one receiver fetches a piece from
+one of its holders. Phase 1: it passes the piece on to one rank on each other node that needs it. Phase 2: inside nodes,
+to all the others. Replicas so share the work: each fetches about its part of their common shard, and they complete it
+among themselves (scatter, then all-gather). Data-parallel holders share what leaves training in the same way.
+
+Balance: pieces with the same holders and the same receivers form a class. A class is dealt out in chunks, in the order
+of the buffers, so that what lies together travels together; each chunk leaves the holder that has sent least so far and
+goes to the receiver that has fetched least. Two ranks that hold the same (or want the same) therefore differ by one
+chunk at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.hybrid_engine.layout import split_box
+from megatron_rl.hybrid_engine.plan import (
+    ExchangePlan,
+    Holders,
+    Hop,
+    Member,
+    MemberPlan,
+    Piece,
+    cuts,
+    place_slot,
+    tensor_holders,
+)
+from megatron_rl.parallel.sharding import Box, LogicalTensor, Place, box_numel
+
+MIN_CHUNK = 1 << 18
+"""Elements; a chunk is not made smaller for the sake of balance, because each may cost a message of its own."""
+PARTS_PER_CHUNK = 8
+"""Boxes longer than this fraction of a chunk are cut, so that chunks come out nearly equal."""
+
+TRAINING, ROLLOUT = "training", "rollout"
+
+
+@dataclass(frozen=True)
+class Lot:
+    """One box of one segment that leaves training once; its class says who holds it and who wants it."""
+
+    name: str
+    segment: int
+    box: Box
+
+
+Class = tuple[tuple[int, ...], tuple[int, ...]]
+"""(holders, receivers), by member number."""
+
+
+def make_bridge_plan(
+    tensors: Mapping[str, LogicalTensor], senders: Sequence[Member], receivers: Sequence[Member]
+) -> ExchangePlan:
+    """Plan the transfer after which every receiver has its rollout shard of every tensor.
+
+    senders: all ranks of the training pool, which want nothing; receivers: all ranks of the rollout pool, which hold
+    nothing and are cut by one layout. Nodes are numbered alike in both. The plan's members are the senders, then the
+    receivers. Raises ValueError when the senders do not hold every element of a tensor, when a member holds and wants,
+    or when receivers are cut in different ways.
+    """
+    _check_ends(senders, receivers)
+    members = [replace(sender, pool=TRAINING) for sender in senders]
+    members += [replace(receiver, pool=ROLLOUT) for receiver in receivers]
+    held = [{slot.name: slot for slot in member.held} for member in members]
+    holders = tensor_holders(tensors, held)
+    if missing := tensors.keys() - holders.keys():
+        raise ValueError(f"no training rank holds {', '.join(sorted(missing))}")
+    plans = _receiving_plans(tensors, members, holders)
+    _Dealer(members, plans).deal(_classes(tensors, members, plans, holders))
+    return ExchangePlan(tensors, members, held, plans)
+
+
+def model_numel(tensors: Mapping[str, LogicalTensor]) -> int:
+    """Elements of all tensors without padding: what leaves the training pool, exactly."""
+    return sum(tensor.numel for tensor in tensors.values())
+
+
+def _check_ends(senders: Sequence[Member], receivers: Sequence[Member]) -> None:
+    for sender in senders:
+        if sender.wanted is not None:
+            raise ValueError(f"training rank {sender.rank} of a bridge wants a rollout shard: leave `wanted` out")
+    for receiver in receivers:
+        if receiver.wanted is None or receiver.held:
+            raise ValueError(f"rollout rank {receiver.rank} of a bridge must want a shard and hold none")
+    layouts = {
+        (at.tp_size, at.vocab_multiple, at.ep_size, at.etp_size) for at in (member.wanted for member in receivers)
+    }
+    if len(layouts) != 1:
+        raise ValueError(
+            f"rollout ranks of one bridge share one layout; (tp, vocabulary multiple, ep, etp): {sorted(layouts)}"
+        )
+
+
+def _receiving_plans(
+    tensors: Mapping[str, LogicalTensor], members: Sequence[Member], holders: Mapping[str, list[Holders]]
+) -> list[MemberPlan]:
+    """One plan for each member, with slots for those that want something; replicas' slots are the same objects."""
+    laid_out: dict[Place, MemberPlan] = {}
+    for place in dict.fromkeys(member.wanted for member in members if member.wanted is not None):
+        plan = laid_out[place] = MemberPlan()
+        for name in holders:
+            plan.slots[name] = place_slot(plan, tensors[name], place)
+    return [
+        MemberPlan(laid_out[member.wanted].slots, laid_out[member.wanted].foreign_numel)
+        if member.wanted is not None
+        else MemberPlan()
+        for member in members
+    ]
+
+
+def _classes(
+    tensors: Mapping[str, LogicalTensor],
+    members: Sequence[Member],
+    plans: Sequence[MemberPlan],
+    holders: Mapping[str, list[Holders]],
+) -> dict[Class, list[Lot]]:
+    """All that must move, by who holds and who wants it; in the order of the tensors."""
+    replicas: dict[Place, list[int]] = defaultdict(list)
+    for number, member in enumerate(members):
+        if member.wanted is not None:
+            replicas[member.wanted].append(number)
+    found: dict[Class, list[Lot]] = defaultdict(list)
+    for name, segments in holders.items():
+        takers = [(plans[numbers[0]].slots[name], numbers) for numbers in replicas.values()]
+        moved = 0
+        for (segment, box, having), numbers in cuts(takers, segments).items():
+            found[having, tuple(sorted(numbers))].append(Lot(name, segment, box))
+            moved += box_numel(box)
+        if moved != tensors[name].numel:
+            raise ValueError(f"the rollout ranks want {moved} of the {tensors[name].numel} elements of {name}")
+    return found
+
+
+class _Dealer:
+    """Deals lots out to holders and receivers, and fills the receivers' plans."""
+
+    def __init__(self, members: Sequence[Member], plans: Sequence[MemberPlan]) -> None:
+        self._members = members
+        self._plans = plans
+        self._sent = [0] * len(members)
+        self._fetched = [0] * len(members)
+        self._entered = [0] * len(members)
+
+    def deal(self, classes: Mapping[Class, list[Lot]]) -> None:
+        """Those with the least choice first."""
+        for (having, wanting), lots in sorted(classes.items(), key=lambda item: tuple(map(len, item[0]))):
+            for chunk in chunks(lots, math.lcm(len(having), len(wanting))):
+                numel = sum(box_numel(lot.box) for lot in chunk)
+                owner = min(having, key=lambda number: (self._sent[number], number))
+                first = min(wanting, key=lambda number: (self._fetched[number], number))
+                self._sent[owner] += numel
+                self._fetched[first] += numel
+                for hop in self._hops(owner, first, wanting, numel):
+                    received = self._plans[hop.dest].received
+                    received.extend(Piece(lot.name, lot.segment, lot.box, *hop) for lot in chunk)
+
+    def _hops(self, owner: int, first: int, wanting: Sequence[int], numel: int) -> Iterator[Hop]:
+        """The way of one chunk to all that want it; what comes from other nodes is spread over the ranks of a node."""
+        nodes: dict[int, list[int]] = defaultdict(list)
+        for number in wanting:
+            nodes[self._members[number].node].append(number)
+        self._entered[first] += numel
+        yield Hop(owner, first, 0, owner)
+        for node, numbers in nodes.items():
+            entry = first
+            if node != self._members[first].node:
+                entry = min(numbers, key=lambda number: (self._entered[number], number))
+                self._entered[entry] += numel
+                yield Hop(first, entry, 1, owner)
+            yield from (Hop(entry, number, 2, owner) for number in numbers if number != entry)
+
+
+def chunks(lots: Sequence[Lot], number: int) -> Iterator[list[Lot]]:
+    """Cut a class into about `number` chunks of equal size, or fewer of MIN_CHUNK elements; in order.
+
+    No chunk is larger than the target size and one box more (a 1/PARTS_PER_CHUNK of it, or a single row).
+    """
+    total = sum(box_numel(lot.box) for lot in lots)
+    size = max(-(-total // number), MIN_CHUNK)
+    chunk: list[Lot] = []
+    numel = done = 0
+    for lot in lots:
+        for box in split_box(lot.box, -(-size // PARTS_PER_CHUNK)):
+            chunk.append(replace(lot, box=box))
+            numel += box_numel(box)
+            # Ends are counted from the start, so that what one chunk has too much of the next has less of.
+            if done + numel >= size * (done // size + 1):
+                yield chunk
+                done += numel
+                chunk, numel = [], 0
+    if chunk:
+        yield chunk

@@ -1,0 +1,124 @@
+"""Two torch.distributed worlds on one machine, joined by a group of their own; the ranks of `ranks.run_ranks`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from layouts import bridge_ends, tensors_of, training_buffers
+
+from megatron_rl.device import Device
+from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
+from megatron_rl.hybrid_engine.bridge import BridgeReceiver, BridgeSender
+from megatron_rl.hybrid_engine.plan import Member
+from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
+from megatron_rl.model.families import FAMILIES, ModelShape, param_map
+from megatron_rl.parallel.rank_grid import TrainGrid
+from megatron_rl.parallel.sharding import LogicalTensor, box_index, shard_of
+from megatron_rl.parallel.stages import StagePlan
+
+Model = dict[tuple[str, int], torch.Tensor]
+"""(tensor, segment) -> its elements."""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """A model, a training pool and a rollout pool; options: keywords of `bridge_ends`."""
+
+    name: str
+    train: TrainGrid
+    stages: StagePlan
+    rollout_tp: int
+    num_replicas: int
+    shape: ModelShape
+    architecture: str = "LlamaForCausalLM"
+    dtype: torch.dtype = torch.float32
+    options: dict = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return self.train.world_size + self.rollout_tp * self.num_replicas
+
+    def members(self) -> tuple[list[Member], list[Member], dict[str, LogicalTensor]]:
+        specs = param_map(FAMILIES[self.architecture], self.shape)
+        ends = bridge_ends(self.train, specs, self.stages, self.rollout_tp, self.num_replicas, **self.options)
+        return *ends, tensors_of(specs)
+
+    def model(self, tensors: dict[str, LogicalTensor], seed: int) -> Model:
+        """The whole model's weights after so many updates, the same on all ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            (name, number): torch.randn(segment.shape, generator=generator).to(self.dtype)
+            for name, tensor in tensors.items()
+            for number, segment in enumerate(tensor.segments)
+        }
+
+
+def join(num_training: int, timeout_s: float, make_transport=Transport) -> Transport:
+    """Called by every rank: make its pool's own world, then the joint group, on a second store."""
+    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
+    first = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=number == 0, timeout=timedelta(seconds=60))
+    trains = number < num_training
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("training" if trains else "rollout", first),
+        rank=number if trains else number - num_training,
+        world_size=num_training if trains else size - num_training,
+    )
+    if number == 0:
+        second = dist.TCPStore(host, 0, is_master=True, timeout=timeout)
+        first.set("bridge port", str(second.port))
+    else:
+        second = dist.TCPStore(host, int(first.get("bridge port")), timeout=timeout)
+    return make_transport(open_joint_group(second, number, size, Device("cpu"), timeout))
+
+
+class TrainingRank:
+    """A training rank of `pools` with real flat buffers."""
+
+    def __init__(self, pools: Pools, transport: Transport, bucket_bytes: int, verify_every: int = 1) -> None:
+        senders, _, self.tensors = pools.members()
+        self.pools, self.member = pools, senders[transport.number]
+        self.buffers = self._filled(seed=0)
+        own = FlatParameters(tuple(self.buffers[number] for number in range(len(self.buffers))), self.member)
+        options = {"bucket_bytes": bucket_bytes, "verify_every": verify_every}
+        self.end = BridgeSender(own, self.tensors, transport, **options)
+
+    def update(self, seed: int) -> None:
+        """New weights in the same memory."""
+        for number, buffer in self._filled(seed).items():
+            self.buffers[number].copy_(buffer)
+
+    def _filled(self, seed: int) -> dict[int, torch.Tensor]:
+        return training_buffers(self.member, self.pools.model(self.tensors, seed), self.pools.dtype)
+
+
+class RolloutRank:
+    """A rollout rank of `pools`."""
+
+    def __init__(self, pools: Pools, transport: Transport, bucket_bytes: int, verify_every: int = 1) -> None:
+        senders, receivers, self.tensors = pools.members()
+        self.pools, self.member = pools, receivers[transport.number - len(senders)]
+        self.end = BridgeReceiver(
+            *(self.member, self.tensors, pools.dtype, torch.device("cpu"), transport),
+            bucket_bytes=bucket_bytes,
+            verify_every=verify_every,
+        )
+
+    def differing(self, seed: int) -> Sequence[str]:
+        """Names of tensors that are not this rank's shard of the model, element by element; padding must be 0."""
+        model = self.pools.model(self.tensors, seed)
+        wrong = []
+        for name, tensor in self.tensors.items():
+            shard = shard_of(tensor, self.member.wanted)
+            expected = torch.zeros(shard.shape, dtype=self.pools.dtype)
+            for part in shard.parts:
+                expected[part.index] = model[name, part.segment][box_index(part.box)]
+            if not torch.equal(self.end.tensors[name], expected):
+                wrong.append(name)
+        return wrong
