@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Experience, Generations, Prompts, Sampling
 from megatron_rl.reward.rule import Scored, join
 from megatron_rl.rewards import Rewards
+from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 
 SALT_STRIDE = 1_000_003
@@ -47,7 +47,7 @@ class Batch:
 
 
 class Rollouts:
-    """Samples batches. bring_weights: called after each update where the rollout has weights of its own."""
+    """Samples batches. sender: the actor, where the rollout has weights of its own, which come from there."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Rollouts:
         rollout: Rollout,
         rewards: Rewards,
         book: Book,
-        bring_weights: Callable[[], None] = lambda: None,
+        sender: Actor | None = None,
     ) -> None:
         self.config = config
         self.train_data, self.cursor = train_data, cursor
         self.rollout, self.rewards, self.book = rollout, rewards, book
-        self.load_weights = bring_weights
+        self._sender = sender
         self.needs_greedy = needs_of(config).greedy
 
     def next(self, step: int) -> Batch:
@@ -78,12 +78,20 @@ class Rollouts:
             batch.greedy = self.generate(batch.prompts.one_per_group(), self.greedy())
         return batch
 
+    def load_weights(self) -> None:
+        """Bring the actor's current weights to a rollout in another pool; one in its own pool reads them in place."""
+        if self._sender is not None:
+            sending, receiving = self._sender.send_weights(), self.rollout.receive_weights()
+            self.book.note_transition(receiving.get())
+            sending.get()
+
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """Answers to all prompt rows; the ranks are in rollout mode only inside this call."""
         reports = self.rollout.enter().get()
         generations = self.rollout.generate(prompts, sampling).get()
         self.rollout.exit().get()
-        self.book.note_transition(reports)
+        if self._sender is None:
+            self.book.note_transition(reports)
         return generations
 
     def sampling(self, salt: int) -> Sampling:

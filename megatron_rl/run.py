@@ -128,13 +128,15 @@ def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
         cluster = opened.enter_context(make_cluster(placement, hosting, local))
         roles = build_roles(cluster, placement, book)
         rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock)
-        rollouts = Rollouts(config, data.train, data.cursor, roles.rollout, rewards, book)
+        bridge = None if placement.is_colocated else roles.actor
+        rollouts = Rollouts(config, data.train, data.cursor, roles.rollout, rewards, book, bridge)
         parts = (rollouts, algorithm, book)
         for part in parts:
             folder.give_back(part.load_state_dict)
         validation = Validation(config, data.val, rollouts, rewards, book, stop)
         life = Lifecycle(config, folder, roles.hosts, parts, book, pace)
         life.restore()
+        rollouts.load_weights()
         with life:
             yield Run(config, roles, rollouts, rewards, algorithm, validation, life, book, started)
 
@@ -198,17 +200,25 @@ def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
 def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
     """Every role on its pool, in the order of the table; pools build theirs at the same time."""
     hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
-    building = [(role, hosts[role.pool].build(role.name)) for role in placement.roles.values()]
-    for role, future in building:
-        with book.clock.waiting(f"build {role.name}"):
+    models = [role for role in placement.roles.values() if role.kind != ROLLOUT]
+    building = [(role.name, hosts[role.pool].build(role.name)) for role in models]
+    if placement.is_colocated:
+        building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT)))
+    else:
+        actor = cluster.pools[placement.roles[ACTOR].pool].handle(ACTOR, Actor)
+        address = actor.offer_bridge(placement.pool_of(ROLLOUT).world_size).get()
+        building.append(("bridge", actor.join_bridge(address)))
+        building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT, address)))
+    for name, future in building:
+        with book.clock.waiting(f"build {name}"):
             future.get()
 
     def handle(name: str) -> object | None:
         role = placement.roles.get(name)
         return None if role is None else cluster.pools[role.pool].handle(name, KINDS[role.kind])
 
-    models = [(spec, cluster.pools[spec.pool].handle(spec.name, RewardModel)) for spec in placement.reward_models]
-    return Roles(handle(ACTOR), handle(ROLLOUT), handle(REFERENCE), handle(CRITIC), models, hosts)
+    scorers = [(spec, cluster.pools[spec.pool].handle(spec.name, RewardModel)) for spec in placement.reward_models]
+    return Roles(handle(ACTOR), handle(ROLLOUT), handle(REFERENCE), handle(CRITIC), scorers, hosts)
 
 
 def planned_memory(config: RunConfig, placement: Placement) -> dict[str, dict[str, dict[str, int]]]:

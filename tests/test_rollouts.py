@@ -19,7 +19,6 @@ from megatron_rl.reward.rule import Scored
 from megatron_rl.rewards import Rewards
 from megatron_rl.rollouts import Rollouts
 
-
 REPOSITORY = Path(__file__).parents[1]
 
 

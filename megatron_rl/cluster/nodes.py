@@ -9,21 +9,26 @@ from megatron_rl.cluster.worker_process import ProcessInfo
 LOOPBACK = "127.0.0.1"
 
 
-def node_addresses(processes: Sequence[ProcessInfo]) -> list[str]:
-    """Where each rank's node is reached, in rank order: the loopback address where all ranks are on one."""
-    is_one = len({process.node_id for process in processes}) == 1
+def node_addresses(processes: Sequence[ProcessInfo], everybody: Sequence[ProcessInfo] | None = None) -> list[str]:
+    """Where each rank's node is reached, in rank order: the loopback address where all ranks are on one node.
+
+    everybody: the processes of all pools, which reach each other; None: there is one pool.
+    """
+    is_one = len({process.node_id for process in everybody or processes}) == 1
     return [LOOPBACK if is_one else process.host for process in processes]
 
 
-def place_variables(processes: Sequence[ProcessInfo], master_port: int) -> list[dict[str, str]]:
-    """The variables that each rank needs of where the ranks run, in rank order.
+def place_variables(
+    processes: Sequence[ProcessInfo], master_port: int, everybody: Sequence[ProcessInfo] | None = None
+) -> list[dict[str, str]]:
+    """The variables that each rank of a pool needs of where the ranks run, in rank order; everybody: of all pools.
 
     NODE_RANK: the number of its node, in the order of their first ranks; by Ray's own nodes, so ranks that share a
     machine have one number however many a node was to have. NODE_ADDRESS: its own of `node_addresses`. MASTER_ADDR,
     MASTER_PORT: where rank 0 listens.
     """
-    addresses = node_addresses(processes)
-    nodes = list(dict.fromkeys(process.node_id for process in processes))
+    addresses = node_addresses(processes, everybody)
+    nodes = list(dict.fromkeys(process.node_id for process in everybody or processes))
     return [
         {
             "NODE_RANK": str(nodes.index(process.node_id)),

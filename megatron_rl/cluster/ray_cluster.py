@@ -37,8 +37,9 @@ class RayCluster:
                 self.pools[spec.name] = pool = self._pool(spec, ranks[spec.name], fate)
                 opened.push(pool)
                 pool.spawn()
+            processes = [process for pool in self.pools.values() for process in pool.wait_for_processes()]
             for pool in self.pools.values():
-                pool.start()
+                pool.start(processes)
             self._open = opened.pop_all()
         return self
 

@@ -131,11 +131,11 @@ class RayPool:
         """The handle of the verbs that the hosts themselves have."""
         return self.handle(HOST, kind)
 
-    def start(self) -> None:
+    def start(self, neighbours: Sequence[ProcessInfo] = ()) -> None:
         """Start the processes, construct the hosts and read their coordinates; on any error nothing is left running.
 
+        neighbours: the processes of all pools, this one's among them, where there are several. A pool starts once.
         Raises WorkerFailure when processes do not come up, else what a host's constructor raised, as `Future.get`.
-        A pool starts once.
         """
         if not self._handles:
             self.spawn()
@@ -144,14 +144,15 @@ class RayPool:
         role, world_size = self._host_class.__name__, self._ranks.world_size
         options = self._options
         try:
-            self._processes = self._wait_for_processes()
+            self.wait_for_processes()
+            everybody = neighbours or self._processes
             pickled = ray.put(cloudpickle.dumps((self._host_class, self._args)))
             only_here = all(process.is_local for process in self._processes)
             self._watch = Watch(LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, options.limits)
             node_size = self._ranks.num_ranks_per_node if world_size > options.direct_ranks else 1
             self._calls = RankCalls(self._handles, self._processes, self._watch, node_size, options.grace_s)
-            port = ray.get(self._handles[0].listen_for_ranks.remote(node_addresses(self._processes)[0]))
-            variables = place_variables(self._processes, port)
+            port = ray.get(self._handles[0].listen_for_ranks.remote(node_addresses(self._processes, everybody)[0]))
+            variables = place_variables(self._processes, port, everybody)
             answers = self._calls.construct(role, variables, pickled, self._watch.address)
             coordinates: list[Coordinates] = self._collect("__init__", "init", answers, timeout=None)
             self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
@@ -216,7 +217,13 @@ class RayPool:
         options = self._ranks.actor_options(rank) | {"max_restarts": 0, "max_concurrency": 1}
         return ray.remote(process_class).options(**options, runtime_env={"env_vars": env}).remote(rank)
 
-    def _wait_for_processes(self) -> list[ProcessInfo]:
+    def wait_for_processes(self) -> list[ProcessInfo]:
+        """Where the processes run, once all are up. Raises WorkerFailure when they do not come up."""
+        if not self._processes:
+            self._processes = self._answered_processes()
+        return self._processes
+
+    def _answered_processes(self) -> list[ProcessInfo]:
         answers = [handle.describe_process.remote() for handle in self._handles]
         try:
             return ray.get(answers, timeout=_START_TIMEOUT_S)

@@ -110,7 +110,12 @@ def judge(signs: Mapping[int, Sign], now: float, limits: Limits) -> dict[int, Tr
     return {rank: trouble for rank, trouble in found.items() if trouble is worst}
 
 
-_WAITING = ("torch/distributed/", "vllm/distributed/", "megatron_rl/hybrid_engine/exchange.py")
+_WAITING = (
+    "torch/distributed/",
+    "vllm/distributed/",
+    "megatron_rl/hybrid_engine/exchange.py",
+    "megatron_rl/hybrid_engine/transport.py",
+)
 """Files whose functions wait for other ranks."""
 
 

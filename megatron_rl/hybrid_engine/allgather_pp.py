@@ -138,6 +138,10 @@ class AllGatherPPModel:
                 buffer.zero_()
         copy_all(self._restore)
 
+    def memory(self) -> dict[str, int]:
+        """Bytes beside training's own, under the names of the memory plan."""
+        return {"foreign stages": self.foreign.num_bytes if self.foreign.is_allocated else 0}
+
     def release(self) -> None:
         """Give the foreign buffer's memory back; training's is untouched."""
         self.foreign.release()

@@ -71,12 +71,15 @@ class ReceiveReport(Transfer):
 
     bytes_fetched: of those received, what came out of training; summed over the pool it is `model_bytes`.
     bytes_passed_on: what this rank sent to other rollout ranks.
+    network_bytes: of those received, what came from other nodes; network_bound_bytes: what the plan brings from there.
     """
 
     bytes_received: int
     lower_bound_bytes: int
     bytes_fetched: int
     bytes_passed_on: int
+    network_bytes: int
+    network_bound_bytes: int
 
 
 class BridgeSender:
@@ -150,6 +153,9 @@ class BridgeReceiver:
         self.version: int | None = None
         self._lower_bound = mine.numel_lacking * dtype.itemsize
         self._num_senders = meeting.num_senders
+        self._nodes = [one.node for one in meeting.plan.members]
+        self._node = member.node
+        self._network_bound = meeting.plan.numel_over_network(transport.number) * dtype.itemsize
         self._end = BridgeEnd(meeting, buffers, transport, verify_every)
 
     @property
@@ -171,6 +177,8 @@ class BridgeReceiver:
             lower_bound_bytes=self._lower_bound,
             bytes_fetched=sum(came[number] for number in range(self._num_senders)),
             bytes_passed_on=transport.sent_to.total() - passed_on,
+            network_bytes=sum(size for number, size in came.items() if self._nodes[number] != self._node),
+            network_bound_bytes=self._network_bound,
         )
 
 

@@ -15,11 +15,13 @@ from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.policy import PolicyTokens
 from megatron_rl.losses.registry import policy_loss
 from megatron_rl.records import ActorBatch, Sequences, TokenScores
+from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 
 if TYPE_CHECKING:
     from megatron_rl.experience.micro_batches import MicroBatch
+    from megatron_rl.hybrid_engine.bridge import BridgeSender, SendReport
 
 
 class Actor(TrainedRole):
@@ -35,6 +37,9 @@ class Actor(TrainedRole):
         temperature = rank.config.actor_rollout_ref.rollout.temperature
         vocab_size = source.hf_config.vocab_size
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, vocab_size, temperature)
+        self.rank = rank
+        self.bridge_store: BridgeStore | None = None  # on rank 0, where the rollout has a pool of its own
+        self.sender: BridgeSender | None = None
 
     @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, sequences: Sequences) -> TokenScores | None:
@@ -50,6 +55,36 @@ class Actor(TrainedRole):
     def response_logits(self, sequences: Sequences) -> Tensor | None:
         """Float32 logits [response tokens, vocab_size], for parity checks; None before the last stage."""
         return self.scorer.logits(sequences, self.score_cut)
+
+    # Weights for a rollout in another pool
+
+    @verb(Dispatch.RANK_ZERO)
+    def offer_bridge(self, num_receivers: int) -> BridgeAddress:
+        """Serve a store at which both pools can meet; where it is."""
+        self.bridge_store = BridgeStore(self.rank, num_receivers)
+        return self.bridge_store.address
+
+    @verb(Dispatch.ONE_TO_ALL)
+    def join_bridge(self, address: BridgeAddress) -> None:
+        """Build this pool's end of the bridge; collective over both pools."""
+        from megatron_rl.hybrid_engine.bridge import BridgeSender
+        from megatron_rl.roles.flat_parameters import flat_parameters
+
+        rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
+        self.sender = BridgeSender(
+            flat_parameters(self.trainable, source.specs, source.place, None, self.rank.node),
+            {one.tensor.name: one.tensor for one in source.specs.values()},
+            join_bridge(address, self.rank.groups.rank, self.rank),
+            bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
+            verify_every=rollout.verify_weights_every,
+        )
+
+    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    def send_weights(self) -> SendReport:
+        """Send the current weights, whose version is the number of updates; with the rollout's `receive_weights`."""
+        if self.sender is None:
+            raise RuntimeError("there is no bridge: join_bridge() comes first")
+        return self.sender.send(self.checkpoint.state.num_updates)
 
     def compute_gradients(self, batch: ActorBatch) -> dict[str, float]:
         """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.

@@ -12,12 +12,13 @@ from megatron_rl.roles.training import TrainableModel
 
 
 def flat_parameters(
-    trainable: TrainableModel, specs: dict[str, ParamSpec], held: Place, wanted: Place, node: int
+    trainable: TrainableModel, specs: dict[str, ParamSpec], held: Place, wanted: Place | None, node: int
 ) -> FlatParameters:
     """DDP's own `param_data`, with each parameter's slot under its logical name.
 
-    held, wanted: where this rank's shards lie in training and in generation. node: the number of its node. Raises
-    RuntimeError when DDP's buffers have different dtypes, or a parameter does not lie where DDP and the layout say.
+    held, wanted: where this rank's shards lie in training and in generation; None: it does not generate. node: the
+    number of its node. Raises RuntimeError when DDP's buffers have different dtypes, or a parameter does not lie where
+    DDP and the layout say.
     """
     buffers = trainable.param_buffers
     dtypes = {buffer.param_data.dtype for buffer in buffers}

@@ -21,6 +21,7 @@ from megatron_rl.observe.memory import MemoryLedger, PhaseMemory
 from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import RoleState
+from megatron_rl.roles.bridge_address import BridgeAddress
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.kinds import build_role
 from megatron_rl.roles.rank import Rank
@@ -60,7 +61,9 @@ class RankHost:
         )
         self.groups = initialize_pool(self.spec, environment.world_size, config.trainer.seed, collective_timeout)
         self.ledger = MemoryLedger(self.owned_memory, self.device.reset_peak_memory, self.device.peak_memory_bytes)
-        self.rank = Rank(config, placement, self.spec, self.groups, self.device, environment.node, self.ledger)
+        self.rank = Rank(
+            config, placement, self.spec, self.groups, self.device, environment, collective_timeout, self.ledger
+        )
         self.roles: dict[str, Role] = {}
         self.unfinished: UnfinishedSave | None = None
 
@@ -81,10 +84,10 @@ class RankHost:
         )
 
     @verb(Dispatch.ONE_TO_ALL)
-    def build(self, name: str) -> None:
-        """Make one role of this pool."""
+    def build(self, name: str, bridge: BridgeAddress | None = None) -> None:
+        """Make one role of this pool. bridge: where a rollout meets the actor's pool, if that is another one."""
         spec = next(role for role in self.spec.roles if role.name == name)
-        self.roles[name] = build_role(spec, self.rank, self.roles)
+        self.roles[name] = build_role(spec, self.rank, self.roles, bridge)
         self.ledger.note("init")
 
     def run(self, role: str, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:

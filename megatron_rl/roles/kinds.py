@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, RoleSpec
 from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.bridge_address import BridgeAddress
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.reference import Reference
@@ -23,8 +24,8 @@ KINDS: dict[str, type[Role]] = {**MODEL_KINDS, ROLLOUT: Rollout}
 """Kind -> class."""
 
 
-def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> Role:
-    """Make a role on this rank; neighbours: the roles that it has already, of which a rollout needs the actor."""
+def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: BridgeAddress | None = None) -> Role:
+    """Make a role on this rank; neighbours: the roles that it has already. bridge: as of `Rollout`."""
     if spec.kind == ROLLOUT:
-        return Rollout(spec, rank, neighbours)
+        return Rollout(spec, rank, neighbours, bridge)
     return MODEL_KINDS[spec.kind](spec, rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
@@ -17,6 +18,7 @@ from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.model.families import ModelShape
 from megatron_rl.observe.memory import MemoryLedger
 from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.roles.environment import RankEnvironment
 
 if TYPE_CHECKING:
     from megatron_rl.roles.model_source import ModelSource
@@ -29,15 +31,21 @@ def sequence_work(model_path: str) -> SequenceWork:
 
 @dataclass(frozen=True)
 class Rank:
-    """Where roles are built. node: the number of this rank's node in its pool."""
+    """Where roles are built. timeout: of every collective."""
 
     config: RunConfig
     placement: Placement
     pool: PoolSpec
     groups: TrainGroups
     device: Device
-    node: int
+    environment: RankEnvironment
+    timeout: timedelta
     ledger: MemoryLedger
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node in the cluster."""
+        return self.environment.node
 
     def source(self, spec: RoleSpec) -> ModelSource:
         """The folder that a role starts from. The pool has one layout; what is made again is the role's own."""

@@ -6,20 +6,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch
 from transformers import AutoConfig, GenerationConfig
 
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes
+from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
+from megatron_rl.hybrid_engine.rng import swap
 from megatron_rl.model.families import VOCAB_PADDING, full_attention
 from megatron_rl.observe.memory import storage_bytes
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.records import Generations, Prompts, Sampling
+from megatron_rl.roles.bridge_address import BridgeAddress, join_bridge
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import Role
 
 if TYPE_CHECKING:
-    from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
-    from megatron_rl.hybrid_engine.engine import TransitionReport
+    from megatron_rl.hybrid_engine.bridge import BridgeReceiver
     from megatron_rl.roles.actor import Actor
     from megatron_rl.roles.model_source import ModelSource
 
@@ -27,20 +31,27 @@ if TYPE_CHECKING:
 class Rollout(Role):
     """Generation. Building it ends in train mode: what it does not share with training is released."""
 
-    def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
-        """neighbours: the other roles of this rank, of which the actor is one."""
-        from megatron_rl.hybrid_engine.engine import HybridEngine
-        from megatron_rl.hybrid_engine.rng import swap
+    def __init__(
+        self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: BridgeAddress | None = None
+    ) -> None:
+        """neighbours: the other roles of this rank. bridge: where to meet the actor's pool; None: the actor is one of
+        the neighbours. With a bridge building it is collective over both pools.
+        """
         from megatron_rl.rollout.engine import RolloutEngine
 
         super().__init__(spec)
         source = rank.source(spec)
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
-        self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
+        self.weights: AllGatherPPModel | ReceivedWeights
+        if bridge is None:
+            self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
+        else:
+            self.weights = received_weights(bridge, spec, rank, source, grid)
         data = rank.config.data
         # vLLM reseeds the process's generators while it starts.
         train_rng = swap(None)
-        self.weights.gather()
+        if bridge is None:
+            self.weights.gather()
         self.generator = RolloutEngine(
             model_path=spec.model_path,
             architecture=source.hf_config.architectures[0],
@@ -62,9 +73,8 @@ class Rollout(Role):
         self.engine = HybridEngine(self.weights, self.generator, resting, spec.settings.verify_weights_every)
 
     def memory(self) -> dict[str, int]:
-        """Stages of other ranks, and the KV cache."""
-        foreign = storage_bytes([self.weights.foreign.data])
-        return {"foreign stages": foreign, "KV cache": self.generator.kv_cache.num_bytes}
+        """Weights beside training's own, and the KV cache."""
+        return self.weights.memory() | {"KV cache": self.generator.kv_cache.num_bytes}
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard", stop=Stop.BEFORE)
     def enter(self) -> TransitionReport:
@@ -76,10 +86,93 @@ class Rollout(Role):
         """Rollout mode -> train mode."""
         self.engine.exit()
 
+    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    def receive_weights(self) -> TransitionReport:
+        """Take the weights that the actor sends over the bridge, with its `send_weights`; train mode only."""
+        if not isinstance(self.weights, ReceivedWeights):
+            raise RuntimeError("this rollout reads the actor's own memory: there is no bridge")
+        return self.weights.receive()
+
     @verb(Dispatch.ROLLOUT_DP, phase="gen")
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """One response per row of this replica's prompts; rollout mode only."""
         return self.generator.generate(prompts, sampling)
+
+
+class ReceivedWeights:
+    """A rollout shard that comes over a bridge, as `HybridEngine` wants weights: entering rollout mode moves nothing.
+
+    Raises RuntimeError on entering before any weights came.
+    """
+
+    lower_bound = Bytes(0, 0)
+
+    def __init__(self, receiver: BridgeReceiver) -> None:
+        self.receiver = receiver
+        self.tensors = receiver.tensors
+        for tensor in self.tensors.values():
+            tensor.zero_()  # vLLM runs once while it is built, before the first weights come
+
+    def receive(self) -> TransitionReport:
+        """Take what training sends."""
+        report = self.receiver.receive()
+        return TransitionReport(
+            report.bytes_received,
+            report.lower_bound_bytes,
+            report.network_bytes,
+            report.network_bound_bytes,
+            seconds=report.exchange_seconds + report.verify_seconds,
+            exchange_seconds=report.exchange_seconds,
+            verify_seconds=report.verify_seconds,
+        )
+
+    def memory(self) -> dict[str, int]:
+        """The shard."""
+        return {"rollout weights": storage_bytes(list(self.tensors.values()))}
+
+    def gather(self) -> Bytes:
+        """Nothing: they are here."""
+        if self.receiver.version is None:
+            raise RuntimeError("no weights have come over the bridge yet: receive_weights() comes first")
+        return Bytes(0, 0)
+
+    def verify(self) -> None:
+        """Nothing: they were compared when they came."""
+
+    def drop_training(self) -> None:
+        """Nothing: training is elsewhere."""
+
+    def restore_training(self) -> None:
+        """Nothing."""
+
+    def release(self) -> None:
+        """Nothing: they stay where they are."""
+
+
+def received_weights(
+    bridge: BridgeAddress, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
+) -> ReceivedWeights:
+    """The rollout shard that will come over a bridge; collective over both pools."""
+    from megatron_rl.hybrid_engine.bridge import BridgeReceiver
+    from megatron_rl.hybrid_engine.plan import Member
+
+    number, settings = rank.groups.rank, spec.settings
+    tp_rank, wanted = grid.tp_rank(number), grid.place(number, VOCAB_PADDING)
+    receiver = BridgeReceiver(
+        Member(rank=number, node=rank.node, tp_rank=tp_rank, held=(), wanted=wanted),
+        {one.tensor.name: one.tensor for one in source.specs.values()},
+        torch_dtype(spec.megatron.dtype),
+        rank.device.torch_device,
+        join_bridge(bridge, bridge.num_senders + number, rank),
+        bucket_bytes=settings.update_weights_bucket_megabytes << 20,
+        verify_every=settings.verify_weights_every,
+    )
+    return ReceivedWeights(receiver)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """float32 or bfloat16, by its name."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def shared_weights(
@@ -87,7 +180,7 @@ def shared_weights(
 ) -> AllGatherPPModel:
     """The rollout shard on the actor's own memory; collective over each exchange group."""
     from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
-    from megatron_rl.hybrid_engine.exchange import Transport
+    from megatron_rl.hybrid_engine.transport import Transport
     from megatron_rl.roles.flat_parameters import flat_parameters
 
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)

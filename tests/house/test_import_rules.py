@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "roles": PARTS | STAGES | {"model", "hybrid_engine"},
     "cluster": GROUND,
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
-    **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"roles", "cluster", "planner"}),
+    **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner"}),
     "lives": {"errors"},
     "nightly": {"errors", "lives"},
     "ablation": {"errors", "config", "observe", "checkpoint", "planner", "lives"},
