@@ -30,6 +30,7 @@ from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Experience
 from megatron_rl.reward.function import RewardSource
+from megatron_rl.reward.here import RewardHere
 from megatron_rl.reward.keeper import KeeperSettings
 from megatron_rl.reward.processes import RewardProcesses
 from megatron_rl.reward.rule import NoRule, RuleReward
@@ -113,7 +114,7 @@ def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         data = Data.read(config, tokenizer)
-        rules = rule_reward(config, tokenizer, data.sources)
+        rules = rule_reward(config, tokenizer, data.sources, local)
         folder = RunFolder(config)
         book = Book(config, folder, tokenizer, planned_memory(config, placement))
         algorithm = Algorithm(config, book.clock)
@@ -247,12 +248,18 @@ def watch_limits(config: RunConfig) -> Limits:
     return Limits(stall_timeout_s(config), trainer.heartbeat_timeout_s, Path(trainer.default_local_dir) / STACKS_FILE)
 
 
-def rule_reward(config: RunConfig, tokenizer: PreTrainedTokenizerBase, data_sources: set[str]) -> RuleReward | NoRule:
-    """The configured rules. Raises ConfigError where the function cannot be loaded or cannot judge a data source."""
+def rule_reward(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, data_sources: set[str], local: bool
+) -> RuleReward | NoRule:
+    """The configured rules; local: called in this process.
+
+    Raises ConfigError where the function cannot be loaded or cannot judge a data source.
+    """
     custom, reward = config.custom_reward_function, config.reward_model
     if custom.name is None:
         return NoRule(tokenizer)
     source = RewardSource(custom.path, custom.name, custom.reward_kwargs)
     source.check(data_sources)
     settings = KeeperSettings(source, reward.num_workers, reward.timeout_s, give_up=reward.stop_if_all_failed)
-    return RuleReward(RewardProcesses(settings), tokenizer, reward.failed_score, reward.stop_if_all_failed)
+    processes = RewardHere(source) if local else RewardProcesses(settings)
+    return RuleReward(processes, tokenizer, reward.failed_score, reward.stop_if_all_failed)

@@ -61,8 +61,11 @@ def failed(failure: str, reason: str) -> Outcome:
     return Outcome(None, failure=failure, reason=reason)
 
 
-def score_sample(function: RewardFunction, sample: Sample) -> Outcome:
-    """Call `function` in verl's way. Whatever it raises, `sys.exit` too, and whatever it returns, is an outcome."""
+def score_sample(function: RewardFunction, sample: Sample, passing: tuple[type[BaseException], ...] = ()) -> Outcome:
+    """Call `function` in verl's way. Whatever it raises, `sys.exit` too, and whatever it returns, is an outcome.
+
+    passing: exceptions that are not the function's: they leave this one.
+    """
     try:
         result = function(
             data_source=sample.data_source,
@@ -72,6 +75,8 @@ def score_sample(function: RewardFunction, sample: Sample) -> Outcome:
         )
         score = finite_number(result.get("score") if isinstance(result, dict) else result)
         extras = _extras(result) if isinstance(result, dict) else {}
+    except passing:
+        raise
     except BaseException as error:
         return failed("raised", f"the reward function raised {describe_error(error)}")
     if score is None or abs(score) > LARGEST_SCORE:

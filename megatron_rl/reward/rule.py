@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.errors import RewardError
 from megatron_rl.records import Generations, Prompts
+from megatron_rl.reward.here import RewardHere
 from megatron_rl.reward.outcome import FAILURES, Outcome, Sample, describe
 from megatron_rl.reward.processes import RewardProcesses
 
@@ -96,7 +97,7 @@ class RuleReward:
 
     def __init__(
         self,
-        processes: RewardProcesses,
+        processes: RewardProcesses | RewardHere,
         tokenizer: PreTrainedTokenizerBase,
         failed_score: float = 0.0,
         stop_if_all_failed: bool = True,

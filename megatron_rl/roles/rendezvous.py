@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: a key-value store that rank 0 serves on its own address only."""
+"""How the ranks of a pool find each other: a key-value store that rank 0 serves on its own address only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch.distributed as dist
 from megatron_rl.roles.environment import RankEnvironment
 
 
-def open_store(environment: RankEnvironment, timeout: timedelta) -> dist.TCPStore:
-    """The job's store; every rank must call, and rank 0 serves it.
+def open_store(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
+    """The pool's store; every rank must call, and rank 0 serves it. A rank that is alone needs no server.
 
     Left to itself, torch serves it on all interfaces, and it asks nobody for a password.
     timeout: how long a rank waits for the server, and for a key.
     """
     host, port = environment.master_addr, environment.master_port
     listener_fd = environment.master_listen_fd
+    if environment.world_size == 1 and listener_fd is None:
+        return dist.HashStore()
     if environment.rank == 0 and listener_fd is None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener_fd = socket.create_server((host, port), family=family, backlog=environment.world_size).detach()
