@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.config.keys import followed_keys, put, value_of
 from megatron_rl.config.roles import ACTOR, ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.validate import ROLLOUT as ROLLOUT_KEY
+from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.errors import shown
 from megatron_rl.planner.cache_rules import KVCacheSize
 from megatron_rl.planner.hardware import Hardware
@@ -91,9 +91,7 @@ class MemoryReport:
             "usable_bytes": self.usable,
             "peak_bytes": self.peak,
             "fits": self.fits,
-            "stages": [
-                {"pool": s.pool, "pp_rank": s.pp_rank, "kind": s.kind, "phases": s.phases} for s in self.stages
-            ],
+            "stages": [{"pool": s.pool, "pp_rank": s.pp_rank, "kind": s.kind, "phases": s.phases} for s in self.stages],
             "kv_cache": {
                 "bytes": self.kv_bytes,
                 "tokens": self.kv_tokens,
