@@ -66,6 +66,7 @@ def uses_rule(config: RunConfig) -> bool:
 
 
 def trained_roles(config: RunConfig) -> dict[str, str]:
-    """Role that is trained, and saved in a checkpoint -> the Hugging Face folder that it starts from."""
-    paths = {"actor": config.actor_rollout_ref.model.path}
-    return paths | {"critic": config.critic.model.path} if uses_critic(config) else paths
+    """As `config.roles.trained_roles`, which reads the table of roles."""
+    from megatron_rl.config import roles  # it imports this module
+
+    return roles.trained_roles(config)

@@ -143,6 +143,11 @@ class Placement:
         return self.roles[ROLLOUT].pool == self.roles[ACTOR].pool
 
     @property
+    def megatron_roles(self) -> list[RoleSpec]:
+        """Every role but the rollout."""
+        return [role for role in self.roles.values() if role.kind != ROLLOUT]
+
+    @property
     def trained(self) -> list[RoleSpec]:
         """The roles that a checkpoint keeps."""
         return [role for role in self.roles.values() if role.is_trained]
@@ -193,6 +198,11 @@ def reward_pool(config: RunConfig) -> str:
     """The pool of `reward_model`: `reward_model.pool`, or verl's where enable_resource_pool=true says no more."""
     reward = config.reward_model
     return REWARD_POOL if reward.enable_resource_pool and reward.pool == GLOBAL_POOL else reward.pool
+
+
+def trained_roles(config: RunConfig) -> dict[str, str]:
+    """Role that is trained, and saved in a checkpoint -> the Hugging Face folder that it starts from."""
+    return {role.name: role.model_path for role in roles_of(config) if role.is_trained}
 
 
 def roles_of(config: RunConfig) -> Iterator[RoleSpec]:

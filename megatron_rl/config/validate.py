@@ -1,201 +1,34 @@
-"""The rules a single value must keep, as tables. Rules between values, and with files, are in `planner.preflight`."""
+"""The rules a single value must keep, and those of rewards and data. Others are in `planner.preflight`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES, uses_rule
+from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
+from megatron_rl.config.roles import roles_of
+from megatron_rl.config.schema import RewardModelModelConfig, RunConfig, as_list
+from megatron_rl.config.value_tables import (
+    ACTOR,
+    BUILT_IN_REWARDS,
+    CHOICES,
+    CHOICES_OR_NULL,
+    CRITIC,
+    FINITE,
+    LAYOUT_RANGES,
+    RANGES,
+    RANGES_OR_NULL,
+    REWARD_ARGUMENTS,
+    ROLLOUT,
+    STAGE_SHARES,
+)
 from megatron_rl.errors import Violation, shown
-
-ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
-REWARD_MODEL = "reward_model"
-CORRECTION = "algorithm.rollout_correction"
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "data.truncation": ("error", "left", "right", "middle"),
-    "trainer.device": ("cpu", "cuda"),
-    "trainer.logger": ("console", "jsonl", "tensorboard"),
-    "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "algorithm.kl_penalty": KL_TYPES,
-    "algorithm.filter_groups.metric": ("score",),
-    f"{ACTOR}.kl_loss_type": KL_TYPES,
-    f"{ACTOR}.loss_agg_mode": LOSS_AGG_MODES,
-    f"{CRITIC}.loss_agg_mode": LOSS_AGG_MODES,
-    f"{ROLLOUT}.name": ("vllm",),
-    f"{ACTOR}.megatron.dtype": ("float32", "bfloat16"),
-    f"{ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
-    f"{CRITIC}.optim.lr_decay_style": ("constant", "linear", "cosine"),
-}
-"""Keys whose value (or, for a list, each element) is one of a few names."""
-
-CHOICES_OR_NULL: dict[str, tuple[str, ...]] = {
-    f"{CORRECTION}.rollout_is": ("token", "sequence"),
-    f"{CORRECTION}.rollout_rs": ("token", "sequence", "geometric"),
-}
-"""Keys whose value is one of a few names, or null."""
-
-AT_LEAST_ONE = (
-    "trainer.total_training_steps",
-    "data.train_batch_size",
-    "data.gen_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "algorithm.kl_ctrl.horizon",
-    "reward_model.num_workers",
-    "reward_model.micro_batch_size_per_gpu",
-    "reward_model.forward_max_token_len_per_gpu",
-    f"{ROLLOUT}.val_kwargs.n",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-    *(f"{ROLLOUT}.{name}" for name in ("n", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens")),
-    *(f"{ROLLOUT}.{name}" for name in ("kv_cache_memory_bytes", "log_prob_micro_batch_size_per_gpu")),
-    f"{ROLLOUT}.update_weights_bucket_megabytes",
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
-    f"{REF}.log_prob_max_token_len_per_gpu",
-    f"{CRITIC}.forward_max_token_len_per_gpu",
-    f"{CRITIC}.forward_micro_batch_size_per_gpu",
-    *(
-        f"{role}.{name}"
-        for role in (ACTOR, CRITIC)
-        for name in (
-            "megatron.tensor_model_parallel_size",
-            "megatron.pipeline_model_parallel_size",
-            "megatron.expert_model_parallel_size",
-            "megatron.make_vocab_size_divisible_by",
-            "ppo_mini_batch_size",
-            "ppo_micro_batch_size_per_gpu",
-            "ppo_max_token_len_per_gpu",
-            "ppo_epochs",
-        )
-    ),
-)
-"""Counts and sizes."""
-
-STAGE_SHARES = tuple(
-    f"{role}.megatron.{name}"
-    for role in (ACTOR, CRITIC)
-    for name in (
-        "virtual_pipeline_model_parallel_size",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-    )
-)
-"""How layers are shared out among stages; null: evenly."""
-
-AT_LEAST_ONE_OR_NULL = (
-    "trainer.max_ckpt_to_keep",
-    *STAGE_SHARES,
-    f"{ACTOR}.loss_scale_factor",
-    f"{CRITIC}.loss_scale_factor",
-)
-"""Counts and sizes that may be left open."""
-
-
-BUILT_IN_REWARDS = ("compute_score", "exact_match", "math")
-"""What `custom_reward_function.name` may be where its `path` is null."""
-
-REWARD_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
-"""What every call of a reward function is given."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Numbers from `low` to `high`; `nearest_low` is what to suggest below, where `low` itself does not belong."""
-
-    low: float
-    high: float = math.inf
-    nearest_low: float | None = None
-
-    def holds(self, value: float) -> bool:
-        """Whether `value` is inside; NaN never is."""
-        above = value >= self.low if self.nearest_low is None else value > self.low
-        return above and value <= self.high and math.isfinite(value)
-
-    def nearest(self, value: float) -> float:
-        """A valid value near `value`."""
-        return self.high if value > self.high else self.low if self.nearest_low is None else self.nearest_low
-
-    def __str__(self) -> str:
-        lower = f"{'>=' if self.nearest_low is None else '>'} {shown(self.low)}"
-        return lower if math.isinf(self.high) else f"{lower} and <= {shown(self.high)}"
-
-
-NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
-RANGES_OR_NULL: dict[str, Interval] = {
-    **dict.fromkeys(AT_LEAST_ONE_OR_NULL, Interval(1)),
-    "trainer.stall_timeout_s": Interval(0, nearest_low=1800.0),
-    f"{CORRECTION}.rollout_rs_threshold": Interval(1, nearest_low=2.0),
-    f"{CORRECTION}.rollout_rs_threshold_lower": UNIT,
-    f"{CORRECTION}.rollout_token_veto_threshold": Interval(0, 1, nearest_low=1e-4),
-}
-"""Keys whose value is a number in an interval, or null."""
-
-MOST_RANKS = 100_000
-"""Machines, and ranks of one: more are a slip of the finger, and rules look for every divisor of the ranks."""
-
-LARGEST_SEED = 2**32 - 1
-"""numpy's, with which vLLM seeds every rank; torch's are larger."""
-
-RANGES: dict[str, Interval] = {
-    "trainer.nnodes": Interval(1, MOST_RANKS),
-    "trainer.n_gpus_per_node": Interval(1, MOST_RANKS),
-    **dict.fromkeys(AT_LEAST_ONE, Interval(1)),
-    "trainer.seed": Interval(0, LARGEST_SEED),
-    "reward_model.timeout_s": Interval(0, nearest_low=10.0),
-    "trainer.test_freq": NOT_NEGATIVE,
-    "trainer.max_skipped_updates": NOT_NEGATIVE,
-    "trainer.stop_grace_s": NOT_NEGATIVE,
-    "trainer.heartbeat_timeout_s": Interval(10),
-    f"{ROLLOUT}.verify_weights_every": NOT_NEGATIVE,
-    "algorithm.gamma": UNIT,
-    "algorithm.lam": UNIT,
-    "algorithm.kl_ctrl.kl_coef": NOT_NEGATIVE,
-    "algorithm.filter_groups.max_num_gen_batches": NOT_NEGATIVE,
-    "algorithm.kl_ctrl.target_kl": Interval(0, nearest_low=0.1),
-    f"{ROLLOUT}.temperature": Interval(0, nearest_low=1.0),
-    f"{ROLLOUT}.top_p": Interval(0, 1, nearest_low=1.0),
-    f"{ROLLOUT}.logprob_diff_bound": Interval(0, nearest_low=1e-3),
-    f"{ROLLOUT}.val_kwargs.temperature": Interval(0, nearest_low=1.0),
-    f"{ROLLOUT}.val_kwargs.top_p": Interval(0, 1, nearest_low=1.0),
-    f"{ACTOR}.clip_ratio": Interval(0, nearest_low=0.2),
-    f"{ACTOR}.clip_ratio_low": Interval(0, nearest_low=0.2),
-    f"{ACTOR}.clip_ratio_high": Interval(0, nearest_low=0.2),
-    f"{ACTOR}.clip_ratio_c": Interval(1, nearest_low=3.0),
-    f"{ACTOR}.kl_loss_coef": NOT_NEGATIVE,
-    f"{CORRECTION}.rollout_is_threshold": Interval(0, nearest_low=2.0),
-    "reward_model.overlong_buffer.len": NOT_NEGATIVE,
-    "reward_model.overlong_buffer.penalty_factor": NOT_NEGATIVE,
-    f"{CRITIC}.cliprange_value": Interval(0, nearest_low=0.5),
-    **{
-        f"{role}.optim.{name}": interval
-        for role in (ACTOR, CRITIC)
-        for name, interval in (
-            ("lr", NOT_NEGATIVE),
-            ("min_lr", NOT_NEGATIVE),
-            ("lr_warmup_steps", NOT_NEGATIVE),
-            ("lr_decay_steps", NOT_NEGATIVE),
-            ("eps", Interval(0, nearest_low=1e-8)),
-            ("weight_decay", NOT_NEGATIVE),
-            ("clip_grad", NOT_NEGATIVE),
-        )
-    },
-}
-"""Keys whose value is a number in an interval; none of them may be infinite or NaN."""
-
-FINITE: dict[str, float] = {
-    f"{ACTOR}.entropy_coeff": 0.0,
-    "reward_model.rule_weight": 1.0,
-    "reward_model.weight": 1.0,
-    "reward_model.failed_score": 0.0,
-}
-"""The other numbers with a fraction, which may have either sign, and what to suggest for infinities and NaN."""
 
 
 def value_problems(config: RunConfig) -> Iterable[Violation]:
@@ -233,10 +66,7 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
             "do not go together: the path is for resume_path, which needs it",
             nearest,
         )
-    etp_size = config.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size
-    if etp_size is not None and etp_size < 1:
-        key = f"{ACTOR}.megatron.expert_tensor_parallel_size"
-        yield Violation({key: etp_size}, "must be null (as TP) or >= 1", {key: None})
+    yield from etp_problems(ACTOR, config.actor_rollout_ref.actor.megatron)
     if not rollout.enforce_eager:
         yield Violation(
             {f"{ROLLOUT}.enforce_eager": False},
@@ -245,6 +75,7 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
             {f"{ROLLOUT}.enforce_eager": True},
         )
     yield from _optimizer_problems(config)
+    yield from _leader_problems(config)
     yield from reward_problems(config)
     yield from data_problems(config)
 
@@ -262,6 +93,36 @@ def _choice_problems(config: RunConfig) -> Iterable[Violation]:
             yield Violation({key: given}, f"{rule}, each", {key: list(dict.fromkeys(nearest))})
         else:
             yield Violation({key: given}, rule, {key: nearest[0]})
+
+
+def etp_problems(role: str, megatron: MegatronConfig) -> Iterable[Violation]:
+    """Expert tensor parallelism by itself. role: the group of the layout's owner."""
+    etp_size = megatron.expert_tensor_parallel_size
+    if etp_size is not None and etp_size < 1:
+        key = f"{role}.megatron.expert_tensor_parallel_size"
+        yield Violation({key: etp_size}, "must be null (as TP) or >= 1", {key: None})
+
+
+def _leader_problems(config: RunConfig) -> Iterable[Violation]:
+    """The layout's values of roles whose pool has its layout from them, as far as no table names their keys.
+
+    In the actor's pool, and beside a role that comes first, a layout must equal that one's, which is enough.
+    """
+    led = {config.actor_rollout_ref.actor.pool}
+    for role in roles_of(config):
+        if role.kind == ROLLOUT_ROLE or role.pool in led:
+            continue
+        led.add(role.pool)
+        for name, interval in LAYOUT_RANGES.items():
+            value, key = getattr(role.megatron, name), f"{role.key}.megatron.{name}"
+            if key not in RANGES | RANGES_OR_NULL and value is not None and not interval.holds(value):
+                is_open = f"{ACTOR}.megatron.{name}" in STAGE_SHARES
+                yield Violation({key: value}, f"must be {interval}", {key: None if is_open else 1})
+        dtypes, key = CHOICES[f"{ACTOR}.megatron.dtype"], f"{role.key}.megatron.dtype"
+        if role.megatron.dtype not in dtypes:
+            rule = f"must be one of {', '.join(dtypes)}"
+            yield Violation({key: role.megatron.dtype}, rule, {key: nearest_name(role.megatron.dtype, dtypes)})
+        yield from etp_problems(role.key, role.megatron)
 
 
 def _optimizer_problems(config: RunConfig) -> Iterable[Violation]:
@@ -288,26 +149,46 @@ def reward_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
-    """What is wrong with the reward model and with its part of the score."""
+    """What is wrong with the reward models and with their parts of the score."""
     reward, has_rule = config.reward_model, uses_rule(config)
-    if reward.enable and reward.model.path is None:
-        key = "reward_model.model.path"
-        yield Violation({key: None}, "must be a model folder, as reward_model.enable=true")
-    if reward.enable and reward.model.input_tokenizer is not None:
-        key = "reward_model.model.input_tokenizer"
-        rule = "must be null: the reward model reads the actor's tokens, and no other chat template"
-        yield Violation({key: reward.model.input_tokenizer}, rule, {key: None})
+    if reward.enable:
+        yield from _folder_problems("reward_model", reward.model, "reward_model.enable=true")
+    yield from _further_model_problems(config)
+    has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
-    if not reward.enable and not has_rule:
+    if not has_model and not has_rule:
         rule = "must be a function, as reward_model.enable=false: nothing would be rewarded"
         yield Violation({key: None}, rule, {key: name})
     elif not has_rule and config.custom_reward_function.path is not None:
         path = "custom_reward_function.path"
         yield Violation({path: config.custom_reward_function.path}, f"must be null, as {key}=null", {path: None})
-    weights = {"reward_model.rule_weight": reward.rule_weight, "reward_model.weight": reward.weight}
-    if (has_rule or reward.enable) and not (has_rule and reward.rule_weight) and not (reward.enable and reward.weight):
-        key = "reward_model.weight" if reward.enable else "reward_model.rule_weight"
+    weights = {"reward_model.weight": reward.weight} if reward.enable else {}
+    weights |= {f"reward_models.{name}.weight": further.weight for name, further in config.reward_models.items()}
+    if (has_rule or has_model) and not (has_rule and reward.rule_weight) and not any(weights.values()):
+        weights["reward_model.rule_weight"] = reward.rule_weight
+        key, *_ = weights
         yield Violation({key: weights[key]}, "must not be 0, as no other score counts", {key: 1.0})
+
+
+def _folder_problems(group: str, model: RewardModelModelConfig, reason: str) -> Iterable[Violation]:
+    if model.path is None:
+        yield Violation({f"{group}.model.path": None}, f"must be a model folder, as {reason}")
+    if model.input_tokenizer is not None:
+        key = f"{group}.model.input_tokenizer"
+        rule = "must be null: the reward model reads the actor's tokens, and no other chat template"
+        yield Violation({key: model.input_tokenizer}, rule, {key: None})
+
+
+def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
+    for name, further in config.reward_models.items():
+        group = f"reward_models.{name}"
+        yield from _folder_problems(group, further.model, f"{group} is a reward model")
+        for size in ("micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"):
+            key, interval, value = f"{group}.{size}", RANGES[f"reward_model.{size}"], getattr(further, size)
+            if not interval.holds(value):
+                yield Violation({key: value}, f"must be {interval}", {key: interval.nearest(value)})
+        if not math.isfinite(further.weight):
+            yield Violation({f"{group}.weight": further.weight}, "must be a finite number", {f"{group}.weight": 1.0})
 
 
 def data_problems(config: RunConfig) -> Iterable[Violation]:

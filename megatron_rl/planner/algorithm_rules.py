@@ -10,7 +10,7 @@ from megatron_rl.config.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, Needs, 
 from megatron_rl.config.problems import nearest_name, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import functions_in
-from megatron_rl.config.validate import ACTOR, CORRECTION, ROLLOUT
+from megatron_rl.config.value_tables import ACTOR, CORRECTION, ROLLOUT
 from megatron_rl.errors import ConfigError, Violation, shown
 
 SAMPLES = f"{ROLLOUT}.n"

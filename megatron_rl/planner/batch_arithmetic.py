@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_rl.config.algorithms import uses_critic
+from megatron_rl.config.roles import PoolSize, pool_sizes, roles_of, rollout_pool
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.planner.recompute import Recompute
 
@@ -15,19 +15,19 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     """Rows (name, value, meaning). A value that a broken layout leaves undefined is "-"; shares that do not come out
     even are given as the smallest and the largest.
     """
-    trainer, rollout, actor = config.trainer, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     tp, pp = actor.megatron.tensor_model_parallel_size, actor.megatron.pipeline_model_parallel_size
     vpp = actor.megatron.virtual_pipeline_model_parallel_size or 1
-    world = trainer.nnodes * trainer.n_gpus_per_node
-    dp = _exact(world, tp * pp)
-    replicas = _exact(world, rollout.tensor_model_parallel_size)
+    sizes = used_pools(config)
+    dp = _exact(_world_size(sizes, actor.pool), tp * pp)
+    replicas = _exact(_world_size(sizes, rollout_pool(config)), rollout.tensor_model_parallel_size)
 
     prompts, n = config.data.train_batch_size, rollout.n
     # A mini-batch cannot be larger than the step's batch.
     mini_prompts = min(actor.ppo_mini_batch_size, prompts)
     mini_batch = mini_prompts * n
     return [
-        ("ranks", str(world), f"{trainer.nnodes} node(s) x {trainer.n_gpus_per_node}, {trainer.device}"),
+        ("ranks", str(sum(size.world_size for size in sizes.values())), f"{_shape(sizes)}, {config.trainer.device}"),
         ("TP", str(tp), "ranks that share every layer"),
         ("PP", str(pp), "pipeline stages" if vpp == 1 else f"pipeline stages, of {vpp} model chunks each (VPP)"),
         ("DP", str(dp or UNDEFINED), "ranks / (TP x PP): copies of the model in training"),
@@ -44,6 +44,22 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("micro-batches per rank", *_micro_batches(config, mini_batch, dp, multiple=pp if vpp > 1 else 1)),
         *_recomputed(config),
     ]
+
+
+def used_pools(config: RunConfig) -> dict[str, PoolSize]:
+    """Pools in which a role lives -> their sizes, the actor's first; without those that nobody defines."""
+    sizes = pool_sizes(config)
+    return {name: sizes[name] for name in dict.fromkeys(role.pool for role in roles_of(config)) if name in sizes}
+
+
+def _world_size(sizes: Mapping[str, PoolSize], pool: str) -> int:
+    """Its ranks; 0 where nobody defines it."""
+    return sizes[pool].world_size if pool in sizes else 0
+
+
+def _shape(sizes: Mapping[str, PoolSize]) -> str:
+    shapes = {name: f"{size.num_nodes} node(s) x {size.num_ranks_per_node}" for name, size in sizes.items()}
+    return next(iter(shapes.values())) if len(shapes) == 1 else ", ".join(f"{n}: {s}" for n, s in shapes.items())
 
 
 def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
@@ -66,16 +82,13 @@ def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
 
 def _recomputed(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """A row for each trained role that runs layers forward once more for their backward."""
-    roles = {"actor": config.actor_rollout_ref.actor.megatron}
-    if uses_critic(config):
-        roles["critic"] = config.critic.megatron
-    for role, megatron in roles.items():
-        again = Recompute.of(megatron)
+    for role in roles_of(config):
+        again = Recompute.of(role.megatron) if role.is_trained else Recompute()
         if again.method is not None:
             meaning = f"activations of all layers are made again, {again.num_layers} at a time"
             if again.method == "block":
                 meaning = f"activations of the first {again.num_layers} of each chunk's layers are made again"
-            yield f"{role} recomputes", f"{again.method} {again.num_layers}", meaning
+            yield f"{role.name} recomputes", f"{again.method} {again.num_layers}", meaning
 
 
 def _exact(total: int, parts: int) -> int:

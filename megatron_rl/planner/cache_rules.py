@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.validate import ACTOR, CHOICES, ROLLOUT
+from megatron_rl.config.value_tables import ACTOR, CHOICES, ROLLOUT
 from megatron_rl.errors import Violation
 from megatron_rl.planner.model_folder import ModelSizes
 from megatron_rl.planner.run_models import ELEMENT_BYTES

@@ -7,12 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_rl.config.problems import divisors, nearest_number
-from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.validate import ACTOR
+from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.errors import Violation
 from megatron_rl.planner.model_folder import ModelSizes
-
-EP, ETP = f"{ACTOR}.megatron.expert_model_parallel_size", f"{ACTOR}.megatron.expert_tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,14 @@ class ExpertLayouts:
         return divisors(math.gcd(self.stage_size, *numbers))
 
 
-def expert_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
-    """EP, ETP and sequence parallelism against the ranks and the models.
+def expert_problems(leader: RoleSpec, world_size: int, models: list[ModelSizes]) -> Iterable[Violation]:
+    """EP, ETP and sequence parallelism against the ranks of a pool and the models of its roles.
 
-    Sizes below 1, and TP and PP that do not fit the ranks, are other rules' business.
+    leader: the role whose keys are the pool's layout. Sizes below 1, and TP and PP that do not fit the ranks, are other
+    rules' business.
     """
-    megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
+    megatron, group = leader.megatron, f"{leader.key}.megatron"
+    ep_key, etp_key = f"{group}.expert_model_parallel_size", f"{group}.expert_tensor_parallel_size"
     tp_size, pp_size, ep_size = (
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
@@ -55,28 +54,28 @@ def expert_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Vio
     etp_size = megatron.expert_tensor_parallel_size
     if etp_size is None:
         etp_size = tp_size
-    world_size = trainer.nnodes * trainer.n_gpus_per_node
     if min(tp_size, pp_size, ep_size, etp_size, world_size) < 1 or world_size % (tp_size * pp_size):
         return
     with_experts = [model for model in models if model.num_experts]
     layouts = ExpertLayouts(world_size // pp_size, with_experts)
     if ep_size > 1 and models and not with_experts:
-        yield Violation({EP: ep_size}, f"needs a model with experts, and {models[0].path} has none", {EP: 1})
+        yield Violation({ep_key: ep_size}, f"needs a model with experts, and {models[0].path} has none", {ep_key: 1})
     if layouts.stage_size % (etp_size * ep_size):
         ep, etp = layouts.nearest(ep_size, etp_size)
         rule = f"must divide the {layouts.stage_size} ranks of a stage ({world_size} ranks / pp({pp_size}))"
-        nearest = {EP: ep} | ({} if etp == etp_size else {ETP: etp})
-        subject = f"etp({etp_size}) * ep({ep_size})"
-        yield Violation({EP: ep_size, ETP: megatron.expert_tensor_parallel_size}, rule, nearest, subject=subject)
+        nearest = {ep_key: ep} | ({} if etp == etp_size else {etp_key: etp})
+        subject = f"etp({etp_size}) * ep({ep_size})" + ("" if leader.kind == ACTOR else f" of {group}")
+        given = {ep_key: ep_size, etp_key: megatron.expert_tensor_parallel_size}
+        yield Violation(given, rule, nearest, subject=subject)
     for model in with_experts:
         if model.num_experts % ep_size:
             rule = f"must divide num_experts({model.num_experts}) of {model.path}"
-            yield Violation({EP: ep_size}, rule, {EP: nearest_number(ep_size, layouts.ep_sizes)})
+            yield Violation({ep_key: ep_size}, rule, {ep_key: nearest_number(ep_size, layouts.ep_sizes)})
         if model.moe_intermediate_size % etp_size:
             rule = f"must divide {model.expert_size_key}({model.moe_intermediate_size}) of {model.path}"
-            nearest = {ETP: nearest_number(etp_size, layouts.etp_sizes)}
-            given = {ETP: megatron.expert_tensor_parallel_size}
+            nearest = {etp_key: nearest_number(etp_size, layouts.etp_sizes)}
+            given = {etp_key: megatron.expert_tensor_parallel_size}
             yield Violation(given, rule, nearest, subject=f"etp({etp_size})")
     if with_experts and tp_size > 1 and not megatron.sequence_parallel:
-        key = f"{ACTOR}.megatron.sequence_parallel"
+        key = f"{group}.sequence_parallel"
         yield Violation({key: False}, f"must be true: training experts with tp({tp_size}) > 1 needs it", {key: True})

@@ -9,13 +9,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.keys import value_of
 from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, TrainerConfig, as_list
-from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
+from megatron_rl.config.validate import is_path_or_paths
+from megatron_rl.config.value_tables import REWARD_ARGUMENTS
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.prompts.files import column_kinds, count_rows
 
@@ -34,7 +35,7 @@ PATHS = (
     "trainer.validation_data_dir",
     "trainer.resume_from_path",
 )
-"""Every key that is a path, or a list of some."""
+"""Every key that is a path, or a list of some, beside those of further reward models."""
 
 
 def file_problems(config: RunConfig) -> Iterable[Violation]:
@@ -188,8 +189,8 @@ def path_problems(config: RunConfig) -> Iterator[Violation]:
 
     Where there is one, no other rule can look at files.
     """
-    for key in PATHS:
-        paths = attrgetter(key)(config)
+    for key in (*PATHS, *(f"reward_models.{name}.model.path" for name in config.reward_models)):
+        paths = value_of(config, key)
         for path in [paths] if isinstance(paths, str) else paths if isinstance(paths, list) else ():
             if not isinstance(path, str):
                 continue  # its own rule reports it

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, PassSpec, RoleSpec
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import covers_training
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.planner.activations import (
@@ -25,18 +27,21 @@ from megatron_rl.planner.recompute import Recompute
 from megatron_rl.planner.run_models import PlannedModel, RunModels
 from megatron_rl.planner.weights import TrainedWeights
 
-PHASES = (
-    *("init", "reshard", "generation", "rm_scores", "old_log_prob", "ref", "values"),
-    *("update_critic", "update_actor", "save"),
-)
+GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
+"""Phases that belong to no role's pass; the others are named by `PassSpec.phase`."""
+SCORING = (REWARD_MODEL, ACTOR, REFERENCE, CRITIC)
+UPDATING = (CRITIC, ACTOR)
+"""Kinds of roles, in the order in which a pool runs their passes."""
+
 Held = dict[str, int]
 """What is held -> bytes."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A rank of one pipeline stage: phase -> what it holds then."""
+    """A rank of one pipeline stage of a pool: phase -> what it holds then."""
 
+    pool: str
     pp_rank: int
     kind: str
     phases: dict[str, Held]
@@ -64,77 +69,93 @@ class Passes:
     num_blocks: int
 
 
-def plan_stages(models: RunModels) -> list[StageMemory]:
-    """One rank of every pipeline stage; the others of a stage hold the same up to rounding."""
-    return [MemoryOfStage(models, pp_rank).planned() for pp_rank in range(models.grid.pp_size)]
+def plan_pools(models: RunModels) -> dict[str, list[StageMemory]]:
+    """For every pool one rank of each of its pipeline stages; the others of a stage hold the same up to rounding."""
+    return {name: plan_stages(models, name) for name in models.pools}
+
+
+def plan_stages(models: RunModels, pool: str | None = None) -> list[StageMemory]:
+    """The same of one pool; None: the actor's."""
+    name = models.training.spec.name if pool is None else pool
+    return [MemoryOfStage(models, name, pp_rank).planned() for pp_rank in range(models.pools[name].grid.pp_size)]
 
 
 def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
-    """Phase -> what the stage that needs most holds in it."""
+    """Phase -> what the stage that needs most holds in it, of the stages of one pool."""
     return {
         phase: max((stage.phases[phase] for stage in stages), key=lambda held: sum(held.values()))
         for phase in stages[0].phases
     }
 
 
-class MemoryOfStage:
-    """The arithmetic of one stage."""
+def planned_memory(config: RunConfig) -> dict[str, dict[str, Held]]:
+    """Pool -> phase -> what the rank for which most is planned holds, of a configuration that has passed preflight."""
+    return {pool: worst_of_stages(stages) for pool, stages in plan_pools(RunModels(config)).items()}
 
-    def __init__(self, models: RunModels, pp_rank: int) -> None:
+
+def phase_order(roles: Sequence[RoleSpec]) -> list[str]:
+    """The phases that these roles can have, in the order of a step."""
+    scores = [role.score.phase for kind in SCORING for role in roles if role.kind == kind and role.score]
+    updates = [role.update.phase for kind in UPDATING for role in roles if role.kind == kind and role.update]
+    return [INIT, RESHARD, GEN, *scores, *updates, SAVE]
+
+
+class MemoryOfStage:
+    """The arithmetic of one stage of a pool."""
+
+    def __init__(self, models: RunModels, pool: str, pp_rank: int) -> None:
         self.models = models
+        self.pool = models.pools[pool]
+        self.roles = self.pool.spec.megatron_roles
         self.pp_rank = pp_rank
         self.config = models.config
-        self.is_last = pp_rank == models.grid.pp_size - 1
+        self.is_last = pp_rank == self.pool.grid.pp_size - 1
         self.is_first = pp_rank == 0
+        self.generates = self.pool is models.generating
+        self.is_split = not models.placement.is_colocated
 
     def planned(self) -> StageMemory:
-        """All phases that this run has."""
-        held = self._trained("actor", self.models.actor_weights)
-        if self.models.critic_weights is not None:
-            held |= self._trained("critic", self.models.critic_weights)
-        if self.models.has_reference:
-            held["reference parameters"] = self.models.actor_weights.num_params(self.pp_rank) * self.models.element
-        if self.models.reward_weights is not None:
-            numel = self.models.reward_weights.num_params(self.pp_rank)
-            held["reward model parameters"] = numel * self.models.element
+        """All phases that this pool has."""
+        held: Held = {}
+        for role in self.roles:
+            held |= self._trained(role) if role.is_trained else self._frozen(role)
+        if self.generates and self.is_split:
+            held["rollout weights"] = self.models.rollout_weights_bytes
         phases = {
-            "init": {
+            INIT: {
                 **{name: size for name, size in held.items() if not name.endswith("moments")},
-                **self._rollout_memory(),
+                **(self._rollout_memory() if self.generates else {}),
             },
             **self._generation_phases(held),
-            "old_log_prob": held | self._forward(self.models.actor, self._log_prob_passes()),
         }
-        if self.models.has_reference:
-            phases["ref"] = held | self._forward(self.models.actor, self._ref_passes())
-        if self.models.reward is not None:
-            phases["rm_scores"] = held | self._forward(self.models.reward, self._rm_passes(), has_vocab=False)
-        if self.models.critic is not None:
-            critic, weights = self.models.critic, self.models.critic_weights
-            phases["values"] = held | self._forward(critic, self._value_passes(), has_vocab=False)
-            again = Recompute.of(self.config.critic.megatron)
-            passes = self._critic_passes()
-            phases["update_critic"] = held | self._update(critic, weights, passes, again, has_vocab=False)
-        actor, weights = self.models.actor, self.models.actor_weights
-        again = Recompute.of(self.config.actor_rollout_ref.actor.megatron)
-        phases["update_actor"] = held | self._update(actor, weights, self._actor_passes(), again)
-        phases["save"] = held | self._checkpoint_copy()
+        for role in self.roles:
+            if role.score is not None:
+                phases[role.score.phase] = held | self._forward(role, self._passes(role, role.score))
+            if role.update is not None:
+                phases[role.update.phase] = held | self._update(role, self._passes(role, role.update))
+        if any(role.is_trained for role in self.roles):
+            phases[SAVE] = held | self._checkpoint_copy()
         kind = "only" if self.is_first and self.is_last else "first" if self.is_first else "middle"
         kind = "last" if self.is_last and not self.is_first else kind
-        ordered = {name: phases[name] for name in PHASES if name in phases}
-        return StageMemory(self.pp_rank, kind, ordered)
+        ordered = {name: phases[name] for name in phase_order(self.roles) if name in phases}
+        return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered)
 
     # What stays
 
-    def _trained(self, role: str, weights: TrainedWeights) -> Held:
+    def _frozen(self, role: RoleSpec) -> Held:
+        """Parameters alone, without the padding of buffers."""
+        return {f"{role.name} parameters": self.pool.weights(role).num_params(self.pp_rank) * self.pool.element}
+
+    def _trained(self, role: RoleSpec) -> Held:
         """Parameters in the model's dtype, gradients in float32; moments, and masters of bfloat16 weights, shared out
         over data-parallel ranks (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054)."""
+        weights = self.pool.weights(role)
         numel, share = weights.numel(self.pp_rank), weights.optimizer_share(self.pp_rank)
-        masters = {} if self.models.element == FP32 else {f"{role} masters": share * FP32}
+        masters = {} if self.pool.element == FP32 else {f"{role.name} masters": share * FP32}
         return {
-            f"{role} parameters": numel * self.models.element,
-            f"{role} gradients": numel * FP32,
-            f"{role} moments": share * 2 * FP32,
+            f"{role.name} parameters": numel * self.pool.element,
+            f"{role.name} gradients": numel * FP32,
+            f"{role.name} moments": share * 2 * FP32,
             **masters,
         }
 
@@ -144,40 +165,45 @@ class MemoryOfStage:
         if self.config.trainer.device != "cpu":
             return {}
         copied = 0
-        for weights in (self.models.actor_weights, self.models.critic_weights):
-            if weights is None:
-                continue
+        for weights in (self.pool.weights(role) for role in self.roles if role.is_trained):
             numels = weights.shard_numels(self.pp_rank)
             for buffer in weights.buffers[self.pp_rank]:
                 stacked = [name for name in buffer.names if len(weights.specs[name].tensor.segments) > 1]
                 moments = sum(numels[name] for name in stacked) * 2 * FP32
-                copied += (buffer.num_params * self.models.element + moments) // buffer.num_shares
+                copied += (buffer.num_params * self.pool.element + moments) // buffer.num_shares
         return {"checkpoint copy": copied}
 
     # Generation
 
     def _generation_phases(self, held: Held) -> dict[str, Held]:
-        """Resting memory is away in both; after the exchange the training copy may go, and then the cache comes."""
-        resting = self._resting(held)
-        staying = {name: size for name, size in held.items() if name not in resting}
+        """The transition, and generation where it is this pool's. What may rest is away in both."""
+        if self.is_split and self.generates:
+            staying = self._staying(held)
+            bucket = min(self.models.bucket_bytes, self.models.rollout_weights_bytes)
+            return {
+                RESHARD: staying | {"exchange scratch": bucket},
+                GEN: staying | self._rollout_memory(),
+            }
+        if self.is_split and self.pool is self.models.training:
+            bucket = min(self.models.bucket_bytes, held["actor parameters"])
+            return {RESHARD: held | {"exchange scratch": bucket}}
+        return self._in_place(held) if self.generates else {}
+
+    def _in_place(self, held: Held) -> dict[str, Held]:
+        """On the actor's memory: after the exchange the training copy may go, and then the cache comes."""
+        staying = self._staying(held)
         foreign = self.models.foreign_bytes(self.pp_rank)
         exchange = staying | {"foreign stages": foreign, "exchange scratch": self.models.scratch_bytes(self.pp_rank)}
         dropped = {"actor parameters": 0} if self._drops_training() else {}
         cache = self.config.actor_rollout_ref.rollout.kv_cache_memory_bytes
         woken = staying | dropped | {"foreign stages": foreign, "KV cache": cache}
         reshard = max(exchange, woken, key=lambda moment: sum(moment.values()))
-        return {"reshard": reshard, "generation": staying | dropped | self._rollout_memory()}
+        return {RESHARD: reshard, GEN: staying | dropped | self._rollout_memory()}
 
-    def _resting(self, held: Held) -> set[str]:
-        shared, critic = self.config.actor_rollout_ref, self.config.critic
-        found: set[str] = set()
-        for role, megatron in (("actor", shared.actor.megatron), ("critic", critic.megatron)):
-            found |= {f"{role} {name}" for name in _resting_kinds(megatron)}
-        if shared.ref.megatron.param_offload:
-            found.add("reference parameters")
-        if self.config.reward_model.megatron.param_offload:
-            found.add("reward model parameters")
-        return found & held.keys()
+    def _staying(self, held: Held) -> Held:
+        """What does not rest while this pool generates."""
+        resting = {f"{role.name} {kind}" for role in self.roles for kind in _resting_kinds(role.megatron)}
+        return {name: size for name, size in held.items() if name not in resting}
 
     def _drops_training(self) -> bool:
         if not self.config.actor_rollout_ref.rollout.drop_train_weights:
@@ -196,73 +222,33 @@ class MemoryOfStage:
         tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * self.config.data.max_prompt_length)
         layer = tokens * (4 * shape.hidden_size + heads + 3 * columns) * self.models.element
         logits = 3 * rollout.max_num_seqs * shape.vocab_size * FP32
+        foreign = {} if self.is_split else {"foreign stages": self.models.foreign_bytes(self.pp_rank)}
         return {
-            "foreign stages": self.models.foreign_bytes(self.pp_rank),
+            **foreign,
             "KV cache": rollout.kv_cache_memory_bytes,
             "vLLM activations": layer + logits,
         }
 
     # Passes through the trainer
 
-    def _passes(self, num_samples: int, rows: int, max_tokens: int | None, packed: bool) -> Passes:
-        """The largest block of a rank's share of `num_samples` sequences of full length."""
-        data = self.config.data
-        length, response = data.max_prompt_length + data.max_response_length, data.max_response_length
-        multiple = self.models.grid.tp_size if self.models.megatron.sequence_parallel else 1
-        share = max(1, -(-num_samples // self.models.grid.dp_size))
-        if max_tokens is not None:
-            rows = max(1, max_tokens // length)
+    def _passes(self, role: RoleSpec, one: PassSpec) -> Passes:
+        """The largest block of a rank's share of a step's samples, or of a mini-batch's, all of full length."""
+        data, prompts = self.config.data, self.config.data.train_batch_size
+        if one is role.update:
+            prompts = min(role.settings.ppo_mini_batch_size, prompts)
+        num_samples = prompts * self.config.actor_rollout_ref.rollout.n
+        length = data.max_prompt_length + data.max_response_length + one.extra_tokens
+        multiple = self.pool.grid.tp_size if self.pool.megatron.sequence_parallel else 1
+        share = max(1, -(-num_samples // self.pool.grid.dp_size))
+        rows = one.num_rows if one.max_tokens is None else max(1, one.max_tokens // length)
         rows = min(rows, share)
-        tokens = rows * length
-        tokens = -(-tokens // multiple) * multiple
-        return Passes(Block(tokens, tokens, rows * response, packed), -(-share // rows))
-
-    def _num_samples(self, mini_batch: int) -> int:
-        return min(mini_batch, self.config.data.train_batch_size) * self.config.actor_rollout_ref.rollout.n
-
-    def _actor_passes(self) -> Passes:
-        actor, model = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.model
-        limit = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
-        samples = self._num_samples(actor.ppo_mini_batch_size)
-        return self._passes(samples, actor.ppo_micro_batch_size_per_gpu, limit, model.use_remove_padding)
-
-    def _critic_passes(self) -> Passes:
-        critic = self.config.critic
-        limit = critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None
-        samples, rows = self._num_samples(critic.ppo_mini_batch_size), critic.ppo_micro_batch_size_per_gpu
-        return self._passes(samples, rows, limit, critic.model.use_remove_padding)
-
-    def _log_prob_passes(self) -> Passes:
-        shared = self.config.actor_rollout_ref
-        rollout = shared.rollout
-        limit = rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None
-        samples = self._num_samples(self.config.data.train_batch_size)
-        return self._passes(samples, rollout.log_prob_micro_batch_size_per_gpu, limit, shared.model.use_remove_padding)
-
-    def _ref_passes(self) -> Passes:
-        shared = self.config.actor_rollout_ref
-        limit = shared.ref.log_prob_max_token_len_per_gpu if shared.ref.log_prob_use_dynamic_bsz else None
-        samples, rows = (
-            self._num_samples(self.config.data.train_batch_size),
-            shared.ref.log_prob_micro_batch_size_per_gpu,
-        )
-        return self._passes(samples, rows, limit, shared.model.use_remove_padding)
-
-    def _value_passes(self) -> Passes:
-        critic = self.config.critic
-        limit = critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else None
-        samples = self._num_samples(self.config.data.train_batch_size)
-        return self._passes(samples, critic.forward_micro_batch_size_per_gpu, limit, critic.model.use_remove_padding)
-
-    def _rm_passes(self) -> Passes:
-        reward = self.config.reward_model
-        limit = reward.forward_max_token_len_per_gpu if reward.use_dynamic_bsz else None
-        samples = self._num_samples(self.config.data.train_batch_size)
-        return self._passes(samples, reward.micro_batch_size_per_gpu, limit, reward.model.use_remove_padding)
+        tokens = -(-rows * length // multiple) * multiple
+        block = Block(tokens, tokens, rows * data.max_response_length, one.remove_padding)
+        return Passes(block, -(-share // rows))
 
     def _layer(self, model: PlannedModel) -> LayerSizes:
-        grid = self.models.grid
-        sequence_parallel = self.models.megatron.sequence_parallel
+        grid = self.pool.grid
+        sequence_parallel = self.pool.megatron.sequence_parallel
         return LayerSizes.of(
             model.family,
             model.shape,
@@ -270,48 +256,39 @@ class MemoryOfStage:
             grid.tp_size,
             grid.expert_tp_size,
             sequence_parallel,
-            self.models.element,
+            self.pool.element,
         )
 
-    def _vocab_rows(self) -> int:
-        multiple = self.models.vocab_multiple
-        return -(-self.models.actor.shape.vocab_size // multiple) * multiple // self.models.grid.tp_size
-
-    def _head(self, block: Block, num_chunks: int, has_vocab: bool) -> Held:
+    def _head(self, role: RoleSpec, block: Block, num_chunks: int) -> Held:
         """The logits that exist at once, and the hidden states of the scored tokens."""
-        if not self.is_last or not has_vocab:
+        if not self.is_last or role.has_value_head:
             return {}
-        scored = block.response_tokens * self.models.actor.shape.hidden_size * self.models.element
-        rows, hidden = self._vocab_rows(), self.models.actor.shape.hidden_size
-        logits = min(chunk_tokens(hidden, rows), block.response_tokens) * rows * FP32
+        shape, multiple = self.pool.model(role).shape, self.pool.vocab_multiple
+        rows = -(-shape.vocab_size // multiple) * multiple // self.pool.grid.tp_size
+        scored = block.response_tokens * shape.hidden_size * self.pool.element
+        logits = min(chunk_tokens(shape.hidden_size, rows), block.response_tokens) * rows * FP32
         return {"logits chunk": num_chunks * logits + scored}
 
-    def _forward(self, model: PlannedModel, passes: Passes, has_vocab: bool = True) -> Held:
+    def _forward(self, role: RoleSpec, passes: Passes) -> Held:
         """Nothing is kept but the block's hidden states: one layer at a time, then the head."""
-        layer, block = self._layer(model), passes.block
+        layer, block = self._layer(self.pool.model(role)), passes.block
         hidden = 2 * block.tokens * layer.hidden * layer.element
-        head = self._head(block, CHUNKS_FORWARD, has_vocab)
+        head = self._head(role, block, CHUNKS_FORWARD)
         running = layer.transient_bytes(block, backward=False)
         return {"activations": int(max(hidden + running - sum(head.values()), hidden)), **head}
 
-    def _update(
-        self,
-        model: PlannedModel,
-        weights: TrainedWeights,
-        passes: Passes,
-        recompute: Recompute,
-        has_vocab: bool = True,
-    ) -> Held:
+    def _update(self, role: RoleSpec, passes: Passes) -> Held:
         """The worst of three moments: the head's backward, a layer's backward, the optimizer's step."""
-        layer, block, stages = self._layer(model), passes.block, self.models.stages(model)
+        model, weights, recompute = self.pool.model(role), self.pool.weights(role), Recompute.of(role.megatron)
+        layer, block, stages = self._layer(model), passes.block, self.pool.stages(model)
         chunks = stages.layers(self.pp_rank)
-        alive = in_flight(self.models.grid.pp_size, self.pp_rank, self.models.vpp_size, passes.num_blocks)
+        alive = in_flight(self.pool.grid.pp_size, self.pp_rank, self.pool.vpp_size, passes.num_blocks)
         hidden, saved = layer.input_bytes(block), layer.saved_bytes(block)
         num_layers = max(len(chunk) for chunk in chunks)
         kept = alive * (recompute.kept_bytes(num_layers, hidden, saved) + 2 * hidden)
         gradient = self._largest_gradient(weights, lambda name: "layers" in name)
         running = recompute.made_bytes(num_layers, saved) + layer.transient_bytes(block, backward=True)
-        head = self._head(block, CHUNKS_BACKWARD, has_vocab)
+        head = self._head(role, block, CHUNKS_BACKWARD)
         moments = [{"activations": int(kept + running), "weight gradient": gradient}]
         if head:
             at_head = self._largest_gradient(weights, lambda name: "layers" not in name)
@@ -330,7 +307,7 @@ class MemoryOfStage:
             for name, shard_numel in weights.shard_numels(self.pp_rank).items()
             if wanted(name)
         ]
-        return max(sizes, default=0) * self.models.element
+        return max(sizes, default=0) * self.pool.element
 
 
 def _resting_kinds(megatron: MegatronConfig) -> list[str]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
-from megatron_rl.config.algorithms import uses_critic
-from megatron_rl.config.load import follows
+from megatron_rl.config.keys import followed_keys, put, value_of
+from megatron_rl.config.roles import ACTOR, ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.validate import ACTOR, CRITIC, REF, REWARD_MODEL, ROLLOUT
+from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.errors import shown
 from megatron_rl.planner.cache_rules import KVCacheSize
 from megatron_rl.planner.hardware import Hardware
-from megatron_rl.planner.memory import StageMemory, plan_stages
+from megatron_rl.planner.memory import StageMemory, plan_pools
 from megatron_rl.planner.preflight import preflight, read_models
 from megatron_rl.planner.run_models import RunModels
 
@@ -37,19 +36,25 @@ class Change:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The plan beside a GPU.
+    """The plan beside a GPU, which all pools have alike.
 
-    usable: bytes that tensors may have. kv_tokens, kv_sequences: what the configured cache holds on each replica,
-    sequences at full length. room_kv_bytes: the largest cache that would fit in every phase that has one.
+    pools: the stages of each. usable: bytes that tensors may have. kv_tokens, kv_sequences: what the configured cache
+    holds on each replica, sequences at full length. room_kv_bytes: the largest cache that would fit in every phase that
+    has one.
     """
 
     hardware: Hardware
-    stages: list[StageMemory]
+    pools: dict[str, list[StageMemory]]
     usable: int
     kv_cache: KVCacheSize
     kv_bytes: int
     longest: int
     room_kv_bytes: int
+
+    @property
+    def stages(self) -> list[StageMemory]:
+        """Those of all pools."""
+        return [stage for stages in self.pools.values() for stage in stages]
 
     @property
     def peak(self) -> int:
@@ -58,6 +63,7 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool:
+        """Whether every pool does."""
         return self.peak <= self.usable
 
     @property
@@ -70,11 +76,10 @@ class MemoryReport:
         """Sequences of full length that the configured cache holds at once."""
         return self.kv_cache.num_sequences(self.kv_bytes, self.longest)
 
-    @property
-    def kinds(self) -> dict[str, StageMemory]:
-        """The first, the last and the heaviest of the other stages."""
+    def kinds(self, pool: str) -> dict[str, StageMemory]:
+        """The first, the last and the heaviest of the other stages of a pool."""
         found: dict[str, StageMemory] = {}
-        for stage in self.stages:
+        for stage in self.pools[pool]:
             if stage.kind not in found or stage.peak > found[stage.kind].peak:
                 found[stage.kind] = stage
         return found
@@ -86,7 +91,7 @@ class MemoryReport:
             "usable_bytes": self.usable,
             "peak_bytes": self.peak,
             "fits": self.fits,
-            "stages": [{"pp_rank": s.pp_rank, "kind": s.kind, "phases": s.phases} for s in self.stages],
+            "stages": [{"pool": s.pool, "pp_rank": s.pp_rank, "kind": s.kind, "phases": s.phases} for s in self.stages],
             "kv_cache": {
                 "bytes": self.kv_bytes,
                 "tokens": self.kv_tokens,
@@ -105,15 +110,18 @@ def usable_bytes(hardware: Hardware) -> int:
 def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> MemoryReport:
     """The plan of a configuration that has passed preflight, beside a GPU."""
     usable = usable_bytes(hardware)
-    stages = plan_stages(models)
+    pools = plan_pools(models)
     kv_bytes = config.actor_rollout_ref.rollout.kv_cache_memory_bytes
     beside_cache = max(
-        stage.total(phase) - kv_bytes for stage in stages for phase in stage.phases if "KV cache" in stage.phases[phase]
+        stage.total(phase) - kv_bytes
+        for stage in pools[models.generating.spec.name]
+        for phase in stage.phases
+        if "KV cache" in stage.phases[phase]
     )
     model_sizes = read_models(config, config_only=True)[0][0]
     return MemoryReport(
         hardware,
-        stages,
+        pools,
         usable,
         KVCacheSize.of(config, model_sizes),
         kv_bytes,
@@ -129,16 +137,16 @@ def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Cha
     training's time, comes where nothing cheaper helps, and another layout last.
     """
     usable, found = usable_bytes(hardware), []
-    left = _excess(plan_stages(models), usable)
+    left = _excess(plan_pools(models), usable)
     while left and len(found) < MOST_CHANGES:
         for choices, alike in ((candidates, models), (recomputing, models), (other_layouts, None)):
-            tried = [_tried(config, alike, settings, usable) for settings in choices(config)]
-            better = [one for one in tried if one is not None and one.excess < left]
+            tried = [_tried(config, alike, settings, usable) for settings in choices(config, set(left))]
+            better = [one for one in tried if one is not None and sum(one.excess.values()) < sum(left.values())]
             if better:
                 break
         else:
             break
-        best = min(better, key=lambda one: one.excess)
+        best = min(better, key=lambda one: sum(one.excess.values()))
         config, models, left = best.config, best.models, best.excess
         found = [*(change for change in found if change.settings.keys() != best.change.settings.keys()), best.change]
     return found
@@ -147,7 +155,7 @@ def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Cha
 def recomputing_everything(config: RunConfig, models: RunModels, hardware: Hardware) -> Change | None:
     """What recomputing all layers of all trained models comes to by itself; None where that is so, or is refused."""
     settings: dict[str, Any] = {}
-    for changes in recomputing(config):
+    for changes in recomputing(config, set(models.pools)):
         settings |= changes
     tried = _tried(config, models, settings, usable_bytes(hardware)) if settings else None
     return None if tried is None else tried.change
@@ -158,7 +166,7 @@ class _Tried:
     change: Change
     config: RunConfig
     models: RunModels
-    excess: int
+    excess: dict[str, int]
 
 
 def _tried(config: RunConfig, models: RunModels | None, settings: dict[str, Any], usable: int) -> _Tried | None:
@@ -169,63 +177,77 @@ def _tried(config: RunConfig, models: RunModels | None, settings: dict[str, Any]
     if preflight(changed, config_only=True):
         return None
     planned = RunModels(changed, alike=models)
-    stages = plan_stages(planned)
-    peak = max(stage.peak for stage in stages)
-    return _Tried(Change(settings, peak), changed, planned, _excess(stages, usable))
+    pools = plan_pools(planned)
+    peak = max(stage.peak for stages in pools.values() for stage in stages)
+    return _Tried(Change(settings, peak), changed, planned, _excess(pools, usable))
 
 
-def _excess(stages: list[StageMemory], usable: int) -> int:
-    """Bytes that are too much, summed over phases and stages."""
-    return sum(max(0, stage.total(phase) - usable) for stage in stages for phase in stage.phases)
+def _excess(pools: dict[str, list[StageMemory]], usable: int) -> dict[str, int]:
+    """Pool that does not fit -> bytes that are too much, summed over phases and stages."""
+    found = {
+        name: sum(max(0, stage.total(phase) - usable) for stage in stages for phase in stage.phases)
+        for name, stages in pools.items()
+    }
+    return {name: excess for name, excess in found.items() if excess}
 
 
-def candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Key -> value of what could be changed next within the same layout; numbers are halved."""
-    shared = config.actor_rollout_ref
-    for role in (ACTOR, CRITIC):
-        yield from ({f"{role}.megatron.{name}": True} for name in ("grad_offload", "optimizer_offload"))
-    yield from ({f"{role}.megatron.param_offload": True} for role in (CRITIC, REF, REWARD_MODEL))
-    if shared.actor.megatron.tensor_model_parallel_size > 1:
-        yield {f"{ACTOR}.megatron.sequence_parallel": True}
-    for key in (
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-        f"{CRITIC}.ppo_micro_batch_size_per_gpu",
-        f"{CRITIC}.forward_micro_batch_size_per_gpu",
-        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-        f"{REF}.log_prob_micro_batch_size_per_gpu",
-        f"{REWARD_MODEL}.micro_batch_size_per_gpu",
-        f"{ACTOR}.ppo_max_token_len_per_gpu",
-        f"{ROLLOUT}.kv_cache_memory_bytes",
-        f"{ROLLOUT}.max_num_batched_tokens",
-    ):
-        value = attrgetter(key)(config)
-        if value > 1:
-            yield {key: value // 2}
+def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
+    """Key -> value of what could be changed next within the same layouts, in these pools; numbers are halved."""
+    placement = Placement.of(config)
+    for pool in (placement.pools[name] for name in sorted(pools)):
+        for role in pool.megatron_roles:
+            yield from ({f"{role.key}.megatron.{name}": True} for name in _offloads(role))
+        if pool.layout.tensor_model_parallel_size > 1:
+            yield _of_pool(config, pool, "sequence_parallel", True)
+        keys = [one.key for role in pool.megatron_roles for one in role.passes]
+        if pool.name == placement.roles[ROLLOUT].pool:
+            keys += [f"{ROLLOUT_KEY}.kv_cache_memory_bytes", f"{ROLLOUT_KEY}.max_num_batched_tokens"]
+        for key in dict.fromkeys(keys):
+            value = value_of(config, key)
+            if value > 1:
+                yield {key: value // 2}
 
 
-def recomputing(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """The settings of each trained role that has activations of every layer made again."""
-    for role in (ACTOR, CRITIC) if uses_critic(config) else (ACTOR,):
-        group = f"{role}.megatron.override_transformer_config"
+def _offloads(role: RoleSpec) -> tuple[str, ...]:
+    """What of a role may rest while its pool generates; the actor's parameters may not."""
+    trained = ("grad_offload", "optimizer_offload") if role.is_trained else ()
+    return trained if role.kind == ACTOR else (*trained, "param_offload")
+
+
+def _of_pool(config: RunConfig, pool: PoolSpec, name: str, value: Any) -> dict[str, Any]:
+    """A layout key of a pool's first role, and of those of its others that do not follow it.
+
+    Roles of other pools that follow it keep what they have.
+    """
+    followed, leader = followed_keys(config), f"{pool.megatron_roles[0].key}.megatron.{name}"
+    found = {leader: value}
+    for role in Placement.of(config).megatron_roles:
+        key = f"{role.key}.megatron.{name}"
+        follows_it, old = followed.get(key) == leader, getattr(role.megatron, name)
+        if role.pool == pool.name and not follows_it:
+            found[key] = value
+        elif role.pool != pool.name and follows_it and old == value_of(config, leader):
+            found[key] = old
+    return found
+
+
+def recomputing(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
+    """The settings of each trained role of these pools that has activations of every layer made again."""
+    for role in Placement.of(config).trained:
+        group = f"{role.key}.megatron.override_transformer_config"
         wanted = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        override = attrgetter(group)(config)
-        if any(getattr(override, name) != value for name, value in wanted.items()):
+        override = role.megatron.override_transformer_config
+        if role.pool in pools and any(getattr(override, name) != value for name, value in wanted.items()):
             yield {f"{group}.{name}": value for name, value in wanted.items()}
 
 
-def other_layouts(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Key -> value of what changes where weights lie."""
-    megatron = config.actor_rollout_ref.actor.megatron
-    yield {f"{ROLLOUT}.drop_train_weights": True}
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        yield {f"{ACTOR}.megatron.{name}": 2 * attrgetter(name)(megatron)}
-
-
-def put(config: RunConfig, key: str, value: Any) -> None:
-    """Set a key, and those that follow it as long as they had its value, as an override does."""
-    old = attrgetter(key)(config)
-    group, _, name = key.rpartition(".")
-    setattr(attrgetter(group)(config), name, value)
-    for follower, leader in follows().items():
-        if leader == key and attrgetter(follower)(config) == old:
-            put(config, follower, value)
+def other_layouts(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
+    """Key -> value of what changes where weights lie in these pools."""
+    placement = Placement.of(config)
+    if placement.roles[ROLLOUT].pool in pools:
+        tp_size = placement.roles[ROLLOUT].settings.tensor_model_parallel_size
+        in_place = {f"{ROLLOUT_KEY}.drop_train_weights": True}
+        yield in_place if placement.is_colocated else {f"{ROLLOUT_KEY}.tensor_model_parallel_size": 2 * tp_size}
+    for pool in (placement.pools[name] for name in sorted(pools)):
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size") if pool.megatron_roles else ():
+            yield _of_pool(config, pool, name, 2 * getattr(pool.layout, name))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
+from megatron_rl.config.roles import ROLLOUT, roles_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.validate import ACTOR, CRITIC, REF, REWARD_MODEL
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.model_folder import ModelSizes
@@ -23,17 +22,10 @@ METHODS = ("uniform", "block")
 
 def recompute_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
     """Of all roles that the run has."""
-    shared, reward = config.actor_rollout_ref, config.reward_model
-    roles = [(ACTOR, shared.actor.megatron, shared.model.path)]
-    if uses_critic(config):
-        roles.append((CRITIC, config.critic.megatron, config.critic.model.path))
-    if uses_reference(config):
-        roles.append((REF, shared.ref.megatron, shared.model.path))
-    if reward.enable:
-        roles.append((REWARD_MODEL, reward.megatron, reward.model.path))
-    for role, megatron, path in roles:
-        model = next((model for model in models if model.path == path), None)
-        yield from _role_problems(role, megatron, model)
+    for role in roles_of(config):
+        if role.kind != ROLLOUT:
+            model = next((model for model in models if model.path == role.model_path), None)
+            yield from _role_problems(role.key, role.megatron, model)
 
 
 def _role_problems(role: str, megatron: MegatronConfig, model: ModelSizes | None) -> Iterable[Violation]:

@@ -9,10 +9,10 @@ from typing import Any
 from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.resume import select
-from megatron_rl.config.algorithms import trained_roles
 from megatron_rl.config.problems import violations_of
+from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.validate import CHOICES
+from megatron_rl.config.value_tables import CHOICES
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.planner.config_json import read_config_json
 from megatron_rl.planner.model_folder import STARTING_POINTS, read_model_folder
@@ -24,13 +24,14 @@ def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
     The dtype of training belongs to it: of float32 weights there are no masters that bfloat16 ones could go on with.
     """
     models = {}
-    trained = {"actor": config.actor_rollout_ref.actor.megatron, "critic": config.critic.megatron}
-    for role, path in trained_roles(config).items():
-        folder = Path(path).expanduser()
-        if read_model_folder(role, path, STARTING_POINTS, config_only=True)[0] is None:
+    for role in roles_of(config):
+        if not role.is_trained:
+            continue
+        folder = Path(role.model_path).expanduser()
+        if read_model_folder(role.name, role.model_path, STARTING_POINTS, config_only=True)[0] is None:
             continue  # the model folder's own rules report it
-        settings = read_config_json(folder / "config.json")
-        models[role] = model_identity(settings) | folder_identity(folder, settings) | {"dtype": trained[role].dtype}
+        settings, dtype = read_config_json(folder / "config.json"), {"dtype": role.megatron.dtype}
+        models[role.name] = model_identity(settings) | folder_identity(folder, settings) | dtype
     return models
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.algorithms import uses_critic, uses_reference
+from megatron_rl.config.roles import ACTOR, ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, plan_memory
 from megatron_rl.hybrid_engine.schedule import make_schedule
@@ -24,7 +24,7 @@ from megatron_rl.model.families import (
     value_param_map,
 )
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
-from megatron_rl.parallel.sharding import vocab_multiple
+from megatron_rl.parallel.sharding import shard_of, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.weights import TrainedWeights, tensors_of
 
@@ -74,61 +74,84 @@ class PlannedModel:
         return self.num_params - experts + experts * self.routing.experts_per_token // self.routing.num_experts
 
 
-class RunModels:
-    """The actor, and critic, reference and reward model where the run has them, on the configured grids.
+class PoolModels:
+    """One pool's roles on its ranks: the grids of training and of generation, and what each stage holds.
 
-    The configuration must have passed preflight.
+    Where nobody but the rollout lives, the ranks are one stage of TP 1.
     """
 
-    def __init__(self, config: RunConfig, alike: RunModels | None = None) -> None:
-        """alike: of a configuration with the same models and layouts, whose exchange plan is taken over."""
-        shared = config.actor_rollout_ref
-        megatron = shared.actor.megatron
-        self.config = config
-        self.megatron = megatron
-        self.element = ELEMENT_BYTES[megatron.dtype]
+    def __init__(self, spec: PoolSpec, models: Mapping[str, PlannedModel]) -> None:
+        """models: by the path of their folder."""
+        self.spec = spec
+        self.megatron = spec.layout
+        self.element = ELEMENT_BYTES[self.megatron.dtype]
         self.grid = TrainGrid(
-            config.trainer.nnodes * config.trainer.n_gpus_per_node,
-            megatron.tensor_model_parallel_size,
-            megatron.pipeline_model_parallel_size,
-            megatron.expert_model_parallel_size,
-            megatron.expert_tensor_parallel_size,
+            spec.world_size,
+            self.megatron.tensor_model_parallel_size,
+            self.megatron.pipeline_model_parallel_size,
+            self.megatron.expert_model_parallel_size,
+            self.megatron.expert_tensor_parallel_size,
         )
-        self.rollout = RolloutGrid(self.grid, shared.rollout.tensor_model_parallel_size)
-        self.actor = PlannedModel.read(shared.model.path)
-        self.critic = PlannedModel.read(config.critic.model.path) if uses_critic(config) else None
-        reward = config.reward_model
-        self.reward = PlannedModel.read(reward.model.path) if reward.enable and reward.model.path is not None else None
-        self.has_reference = uses_reference(config)
-        self.vocab_multiple = vocab_multiple(megatron.make_vocab_size_divisible_by, self.grid.tp_size)
-        self.vpp_size = megatron.virtual_pipeline_model_parallel_size or 1
-        self._scratch: dict[tuple[int, int], int] = {}
-        if alike is not None:
-            self.exchange, self._scratch = alike.exchange, alike._scratch
+        generates = spec.role(ROLLOUT)
+        self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
+        self.vocab_multiple = vocab_multiple(self.megatron.make_vocab_size_divisible_by, self.grid.tp_size)
+        self.vpp_size = self.megatron.virtual_pipeline_model_parallel_size or 1
+        self._models = models
+        self._weights: dict[tuple[str, bool], TrainedWeights] = {}
+
+    def model(self, role: RoleSpec) -> PlannedModel:
+        """What a role runs."""
+        return self._models[role.model_path]
 
     def stages(self, model: PlannedModel) -> StagePlan:
         """How the layers of a model are shared out."""
         return StagePlan.from_config(model.shape.num_layers, self.megatron)
 
-    @cached_property
+    def weights(self, role: RoleSpec) -> TrainedWeights:
+        """A role's parameters; the reference holds the same as the actor."""
+        key = (role.model_path, role.has_value_head)
+        if key not in self._weights:
+            model = self.model(role)
+            specs = model.value_specs if role.has_value_head else model.specs
+            self._weights[key] = TrainedWeights(specs, self.stages(model), self.grid, self.vocab_multiple)
+        return self._weights[key]
+
+
+class RunModels:
+    """Every role of a run on the grids of its pool, the actor's pool first.
+
+    grid, megatron, element, vpp_size: of the actor's pool. rollout: the grid of generation. The configuration must have
+    passed preflight.
+    """
+
+    def __init__(self, config: RunConfig, alike: RunModels | None = None) -> None:
+        """alike: of a configuration with the same models and layouts, whose exchange plan is taken over."""
+        self.config = config
+        self.placement = Placement.of(config)
+        models = {path: PlannedModel.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
+        self.pools = {name: PoolModels(spec, models) for name, spec in self.placement.pools.items()}
+        self.training = self.pools[self.placement.roles[ACTOR].pool]
+        self.grid, self.megatron = self.training.grid, self.training.megatron
+        self.element, self.vpp_size = self.training.element, self.training.vpp_size
+        self.generating = self.pools[self.placement.roles[ROLLOUT].pool]
+        self.rollout: RolloutGrid = self.generating.rollout
+        self.actor_role = self.placement.roles[ACTOR]
+        self.actor = self.training.model(self.actor_role)
+        self._scratch: dict[tuple[int, int], int] = {}
+        if alike is not None and self.placement.is_colocated:
+            self.exchange, self._scratch = alike.exchange, alike._scratch
+
+    @property
     def actor_weights(self) -> TrainedWeights:
-        """The policy's parameters; the reference holds the same."""
-        return TrainedWeights(self.actor.specs, self.stages(self.actor), self.grid, self.vocab_multiple)
+        """The policy's parameters."""
+        return self.training.weights(self.actor_role)
 
-    @cached_property
-    def critic_weights(self) -> TrainedWeights | None:
-        """The critic's parameters."""
-        return self._value_weights(self.critic)
+    @property
+    def bucket_bytes(self) -> int:
+        """Scratch memory of a transition at most."""
+        return self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
 
-    @cached_property
-    def reward_weights(self) -> TrainedWeights | None:
-        """The reward model's, a frozen model of the critic's kind."""
-        return self._value_weights(self.reward)
-
-    def _value_weights(self, model: PlannedModel | None) -> TrainedWeights | None:
-        if model is None:
-            return None
-        return TrainedWeights(model.value_specs, self.stages(model), self.grid, self.vocab_multiple)
+    # A rollout on the actor's memory
 
     def members_of_stage(self, pp_rank: int) -> list[int]:
         """Numbers of a stage's ranks in the exchange group."""
@@ -142,7 +165,7 @@ class RunModels:
 
     def scratch_bytes(self, pp_rank: int) -> int:
         """Room for packed messages of a transition; what lies as it travels needs none."""
-        bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+        bucket = self.bucket_bytes
         if (pp_rank, bucket) not in self._scratch:
             message_numel = max(1, bucket // self.element // NUM_SCRATCH)
             steps = make_schedule(self.exchange, self.members_of_stage(pp_rank)[0], message_numel)
@@ -154,7 +177,15 @@ class RunModels:
     def exchange(self) -> ExchangePlan:
         """The transition of the first exchange group, as the hybrid engine plans it; all groups' are alike."""
         group = self.grid.exchange_group(0)
-        per_node = self.config.trainer.n_gpus_per_node
+        per_node = self.training.spec.size.num_ranks_per_node
         members = self.actor_weights.members(group, self.rollout, per_node, VOCAB_PADDING)
         drop = self.config.actor_rollout_ref.rollout.drop_train_weights
         return plan_memory(tensors_of(self.actor.specs), members, 0, drop)[0]
+
+    # A rollout in another pool
+
+    @cached_property
+    def rollout_weights_bytes(self) -> int:
+        """The shard that each rank of a rollout in another pool holds for good, rows of padding included."""
+        place = self.rollout.place(0, VOCAB_PADDING)
+        return sum(shard_of(tensor, place).numel for tensor in tensors_of(self.actor.specs).values()) * self.element

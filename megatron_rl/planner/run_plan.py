@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
 from megatron_rl.planner.file_rules import train_rows
 from megatron_rl.planner.hardware import Hardware
+from megatron_rl.planner.memory import StageMemory
 from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report, recomputing_everything
 from megatron_rl.planner.model_folder import lacking_files
-from megatron_rl.planner.recompute import Recompute
-from megatron_rl.planner.run_models import PlannedModel, RunModels
-from megatron_rl.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.planner.run_models import PoolModels, RunModels
+from megatron_rl.planner.step_time import StepTime, step_load, step_time
 from megatron_rl.planner.transition import TransitionPlan
 
 SHOWN_GROUPS = 4
@@ -39,7 +39,7 @@ def mean_lengths(data: DataConfig, prompt: float | None, response: float | None)
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of one run. seconds: phase -> time of one step. mean_lengths: prompt and answer, as assumed.
+    """The plan of one run. mean_lengths: prompt and answer, as assumed.
 
     changes: what would make it fit, one after the other. recomputing: what recomputed activations would do alone.
     train_rows: those of each training file, up to one batch.
@@ -51,7 +51,7 @@ class RunPlan:
     changes: list[Change]
     recomputing: Change | None
     transition: TransitionPlan
-    seconds: dict[str, float]
+    time: StepTime
     num_tokens: float
     mean_lengths: tuple[float, float]
     lacking: list[str]
@@ -73,7 +73,7 @@ class RunPlan:
             [] if memory.fits else advice(config, models, hardware),
             None if memory.fits else recomputing_everything(config, models, hardware),
             transition,
-            step_seconds(config, models, hardware, load) | {"reshard": transition.seconds(hardware)},
+            step_time(models, hardware, load, transition),
             load.num_tokens,
             mean_lengths,
             lacking_files(config.actor_rollout_ref.model.path),
@@ -81,25 +81,32 @@ class RunPlan:
         )
 
     @property
+    def seconds(self) -> dict[str, float]:
+        """Phase -> seconds of one step."""
+        return self.time.seconds
+
+    @property
     def step_seconds(self) -> float:
-        """One step, its phases one after the other."""
-        return sum(self.seconds.values())
+        """One step: the phases of different pools overlap."""
+        return self.time.total
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of prompts and answers, per rank."""
-        return self.num_tokens / self.step_seconds / self.models.grid.world_size
+        """Tokens of prompts and answers, per rank of all pools."""
+        return self.num_tokens / self.step_seconds / self.models.placement.world_size
+
+    @property
+    def is_several(self) -> bool:
+        """Whether there is more than one pool."""
+        return len(self.models.pools) > 1
 
     @property
     def groups(self) -> dict[str, list[list[int]]]:
-        """Name -> ranks of each group."""
-        grid, rollout = self.models.grid, self.models.rollout
+        """Name -> ranks of each group, numbered within their pool, whose name comes first where there are several."""
         return {
-            "training TP": grid.tp_groups(),
-            "training PP": grid.pp_groups(),
-            "training DP": grid.dp_groups(),
-            "rollout TP": rollout.tp_groups(),
-            "micro-DP": rollout.micro_dp_groups(),
+            f"{pool} {name}" if self.is_several else name: groups
+            for pool, models in self.models.pools.items()
+            for name, groups in pool_groups(models).items()
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -107,6 +114,7 @@ class RunPlan:
         transition = self.transition
         return {
             "batch": {name: value for name, value, _ in batch_table(self.config)},
+            "pools": {name: pool_as_json(pool) for name, pool in self.models.pools.items()},
             "groups": self.groups,
             "memory": self.memory.as_json() | {"changes": [{**c.settings, "peak_bytes": c.peak} for c in self.changes]},
             "transition": {
@@ -114,9 +122,12 @@ class RunPlan:
                 "link_bytes_per_rank": list(transition.link),
                 "model_bytes": transition.model_bytes,
                 "closed_form_bytes": transition.lower_bound,
+                "sent_bytes_per_rank": None if transition.sent is None else list(transition.sent),
             },
             "time": {
                 "seconds": self.seconds,
+                "pools": {phase: list(pools) for phase, pools in self.time.pools.items()},
+                "critical_path": self.time.critical_path,
                 "step_seconds": self.step_seconds,
                 "tokens_per_second_per_rank": self.tokens_per_second,
                 "mean_prompt_length": self.mean_lengths[0],
@@ -131,14 +142,13 @@ class RunPlan:
         """Everything, in the order in which it is read."""
         return [
             layout_table(batch_table(self.config)),
+            plain_table("Pools of ranks", POOL_HEADINGS, [pool_row(pool) for pool in self.models.pools.values()]),
             plain_table("Groups of ranks", ("group", "number", "ranks"), self._group_rows()),
-            plain_table(
-                self._memory_title(), ("phase", *(f"{kind} stage" for kind in self.memory.kinds)), self._memory()
-            ),
+            *map(self._memory_table, self.models.pools),
             plain_table("Largest moment", ("what", "held"), self._largest_moment()),
             layout_table(self._cache_rows(), "Room for generation"),
             layout_table(self._time_rows(), f"One step on {self.memory.hardware.name}, estimated"),
-            layout_table(self._transition_rows(), "Transition to rollout mode, per GPU"),
+            layout_table(transition_rows(self.transition), "Transition to rollout mode, per GPU"),
         ]
 
     def notes(self) -> list[str]:
@@ -147,7 +157,8 @@ class RunPlan:
         found += repeat_notes(self.config.data, self.train_rows)
         if not self.memory.fits:
             over = amount(self.memory.peak - self.memory.usable)
-            found.append(f"the plan does not fit: the worst rank needs {over} more than {self._usable()}")
+            where = f" of {self._worst_stage.pool}" if self.is_several else ""
+            found.append(f"the plan does not fit: the worst rank{where} needs {over} more than {self._usable()}")
             found += [f"  change {change}: the worst rank then needs {amount(change.peak)}" for change in self.changes]
             alone = self.recomputing
             if alone is not None and alone.peak <= self.memory.usable:
@@ -159,11 +170,20 @@ class RunPlan:
                 found.append("  these are not enough: take more GPUs")
         return found
 
+    @property
+    def _worst_stage(self) -> StageMemory:
+        return max(self.memory.stages, key=lambda stage: stage.peak)
+
     def _usable(self) -> str:
         return f"the {amount(self.memory.usable)} that tensors may have of a {self.memory.hardware.name}"
 
-    def _memory_title(self) -> str:
-        return f"Memory per GPU, of {self._usable()}"
+    def _memory_table(self, pool: str) -> Table:
+        kinds = self.memory.kinds(pool)
+        stages = list(kinds.values())
+        rows = [(phase, *(amount(stage.total(phase)) for stage in stages)) for phase in stages[0].phases]
+        where = f" of {pool}" if self.is_several else ""
+        headings = ("phase", *(f"{kind} stage" for kind in kinds))
+        return plain_table(f"Memory per GPU{where}, of {self._usable()}", headings, rows)
 
     def _group_rows(self) -> list[Sequence[str]]:
         rows = []
@@ -172,18 +192,11 @@ class RunPlan:
             rows.append((name, str(len(groups)), shown + (", ..." if len(groups) > SHOWN_GROUPS else "")))
         return rows
 
-    def _kinds(self) -> list[str]:
-        return [f"{kind} stage" for kind in self.memory.kinds]
-
-    def _memory(self) -> list[Sequence[str]]:
-        stages = list(self.memory.kinds.values())
-        phases = stages[0].phases
-        return [(phase, *(amount(stage.total(phase)) for stage in stages)) for phase in phases]
-
     def _largest_moment(self) -> list[Sequence[str]]:
-        stage = max(self.memory.stages, key=lambda stage: stage.peak)
+        stage = self._worst_stage
         held = sorted(stage.phases[stage.worst_phase].items(), key=lambda item: -item[1])
-        title = f"{stage.worst_phase} on the {stage.kind} stage"
+        where = f" of {stage.pool}" if self.is_several else ""
+        title = f"{stage.worst_phase} on the {stage.kind} stage{where}"
         return [(title, amount(stage.peak)), *((f"  {name}", amount(size)) for name, size in held if size)]
 
     def _cache_rows(self) -> list[tuple[str, object, str]]:
@@ -202,75 +215,91 @@ class RunPlan:
 
     def _time_rows(self) -> list[tuple[str, object, str]]:
         prompt, response = self.mean_lengths
-        rows: list[tuple[str, object, str]] = [
-            (phase, f"{seconds:.2f} s", f"{seconds / self.step_seconds:.0%}") for phase, seconds in self.seconds.items()
-        ]
+        path, rows = self.time.critical_path, []
+        for phase, seconds in self.seconds.items():
+            note = f"{seconds / self.step_seconds:.0%}"
+            if self.is_several:
+                note = f"{note if phase in path else 'beside others'}, on {' and '.join(self.time.pools[phase])}"
+            rows.append((phase, f"{seconds:.2f} s", note))
+        if self.is_several:
+            rows.append(("critical path", f"{self.step_seconds:.2f} s", " + ".join(path)))
         note = f"{self.tokens_per_second:.0f} tokens/s per rank, at {prompt:g} + {response:g} tokens a sample"
         return [*rows, ("step", f"{self.step_seconds:.2f} s", note)]
 
-    def _transition_rows(self) -> list[tuple[str, object, str]]:
-        plan = self.transition
 
-        def span(sizes: Sequence[int]) -> str:
-            return f"{amount(min(sizes))} to {amount(max(sizes))}"
+def transition_rows(plan: TransitionPlan) -> list[tuple[str, object, str]]:
+    """(what, bytes, how they come about)."""
 
+    def span(sizes: Sequence[int]) -> str:
+        return f"{amount(min(sizes))} to {amount(max(sizes))}"
+
+    if plan.sent is None:
         formula = "M / rollout TP - M / (TP x PP), M cut evenly"
         return [
             ("over the network", amount(plan.mean_network), f"mean; {span(plan.network)}"),
             ("inside its node", amount(plan.mean_link), f"mean; {span(plan.link)}"),
             ("closed form", amount(plan.lower_bound), f"{formula}, M = {amount(plan.model_bytes)}"),
         ]
+    return [
+        (
+            "received by a rollout rank",
+            amount(plan.mean_network),
+            f"mean; {span(plan.network)}; over the network, as pools are taken to have machines of their own",
+        ),
+        ("sent by a training rank", amount(max(plan.sent)), "at most; replicas pass on what they have received"),
+        ("sent by all", amount(sum(plan.sent)), "M, every byte of the model once"),
+        ("closed form", amount(plan.lower_bound), "M / rollout TP, M cut evenly"),
+    ]
 
 
-def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float, float]) -> Load:
-    """What one step of the actor asks for."""
-    shared, data = config.actor_rollout_ref, config.data
-    actor, rollout = shared.actor, shared.rollout
-    prompt, response = mean_lengths
-    length = prompt + response
-    block = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu * length
-    fitting = int(memory.kv_tokens / (prompt + response / 2))
-    return Load(
-        num_samples=data.train_batch_size * rollout.n,
-        prompt=prompt,
-        response=response,
-        max_response=data.max_response_length,
-        mini_batch=min(actor.ppo_mini_batch_size, data.train_batch_size) * rollout.n,
-        block_tokens=int(block),
-        epochs=actor.ppo_epochs,
-        max_seqs=max(1, min(rollout.max_num_seqs, fitting)),
+SHOWN_SIZES = ("TP", "PP", "DP")
+"""Sizes that are shown even where they are 1."""
+POOL_HEADINGS = ("pool", "nodes x ranks", "roles", "layout", "ranks")
+
+
+def pool_row(pool: PoolModels) -> tuple[str, ...]:
+    """One pool: its size, roles and layouts. Ranks are numbered from 0 in every pool."""
+    size, grid = pool.spec.size, pool.grid
+    layouts = []
+    if pool.spec.megatron_roles:
+        sizes = {"TP": grid.tp_size, "PP": grid.pp_size, "VPP": pool.vpp_size, "EP": grid.ep_size, "DP": grid.dp_size}
+        layouts.append(" ".join(f"{name}{value}" for name, value in sizes.items() if value > 1 or name in SHOWN_SIZES))
+    if pool.rollout is not None:
+        layouts.append(f"rollout TP{pool.rollout.tp_size} x {pool.rollout.num_replicas}")
+    return (
+        pool.spec.name,
+        f"{size.num_nodes} x {size.num_ranks_per_node}",
+        ", ".join(role.name for role in pool.spec.roles),
+        ", ".join(layouts),
+        "0" if size.world_size == 1 else f"0-{size.world_size - 1}",
     )
 
 
-def step_seconds(config: RunConfig, models: RunModels, hardware: Hardware, load: Load) -> dict[str, float]:
-    """Phase -> seconds, of the phases that this run has."""
-    grid = models.grid
-    layout = Layout(
-        grid.world_size,
-        config.trainer.n_gpus_per_node,
-        grid.tp_size,
-        grid.pp_size,
-        models.vpp_size,
-        grid.ep_size,
-        models.rollout.tp_size,
-    )
-    dtype = config.actor_rollout_ref.actor.megatron.dtype
-    actor = Estimator(ModelCost.of(models.actor), layout, hardware, dtype)
-    found = {"generation": actor.generate(load), "old_log_prob": actor.forward(load)}
-    if models.has_reference:
-        found["ref"] = actor.forward(load)
-    if models.reward is not None:
-        found["rm_scores"] = Estimator(ModelCost.of(models.reward), layout, hardware, dtype).forward(load)
-    if models.critic is not None:
-        critic = Estimator(ModelCost.of(models.critic), layout, hardware, dtype)
-        again = recomputed_share(models, models.critic, config.critic.megatron)
-        found |= {"values": critic.forward(load), "update_critic": critic.train(replace(load, recompute=again))}
-    again = recomputed_share(models, models.actor, config.actor_rollout_ref.actor.megatron)
-    return found | {"update_actor": actor.train(replace(load, recompute=again))}
+def pool_as_json(pool: PoolModels) -> dict[str, Any]:
+    """The same as data, with every group."""
+    size, grid = pool.spec.size, pool.grid
+    found: dict[str, Any] = {
+        "nnodes": size.num_nodes,
+        "n_gpus_per_node": size.num_ranks_per_node,
+        "ranks": list(range(size.world_size)),
+        "roles": [role.name for role in pool.spec.roles],
+        "groups": pool_groups(pool),
+    }
+    if pool.spec.megatron_roles:
+        sizes = {"tp": grid.tp_size, "pp": grid.pp_size, "vpp": pool.vpp_size, "dp": grid.dp_size}
+        found |= sizes | {"ep": grid.ep_size, "etp": grid.expert_tp_size}
+    if pool.rollout is not None:
+        found |= {"rollout_tp": pool.rollout.tp_size, "rollout_replicas": pool.rollout.num_replicas}
+    return found
 
 
-def recomputed_share(models: RunModels, model: PlannedModel, megatron: MegatronConfig) -> float:
-    """Share of a trained model's layers that run their forward pass twice."""
-    stages = models.stages(model)
-    sizes = [len(chunk) for pp_rank in range(stages.pp_size) for chunk in stages.layers(pp_rank)]
-    return Recompute.of(megatron).share(sizes)
+def pool_groups(pool: PoolModels) -> dict[str, list[list[int]]]:
+    """Name -> ranks of each group, of the grids that a pool uses."""
+    grid, rollout, found = pool.grid, pool.rollout, {}
+    if pool.spec.megatron_roles:
+        found = {"training TP": grid.tp_groups(), "training PP": grid.pp_groups(), "training DP": grid.dp_groups()}
+    if rollout is not None:
+        found["rollout TP"] = rollout.tp_groups()
+    if rollout is not None and pool.spec.role(ACTOR) is not None:
+        found["micro-DP"] = rollout.micro_dp_groups()
+    return found

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number
-from megatron_rl.config.validate import ACTOR
+from megatron_rl.config.value_tables import ACTOR
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.model_folder import ModelSizes
@@ -36,18 +36,23 @@ def pp_sizes(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size:
     return valid
 
 
-def stage_problems(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> Iterable[Violation]:
-    """The rules of StagePlan that the models break; sizes below 1 must have been sorted out before."""
+def stage_problems(
+    models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int, group: str = f"{ACTOR}.megatron"
+) -> Iterable[Violation]:
+    """The rules of StagePlan that the models break; sizes below 1 must have been sorted out before.
+
+    group: the keys of `megatron`.
+    """
     broken: dict[str, str] = {}
     for model in models:
         rule = _broken_rule(model, megatron)
         if rule is not None:
             broken.setdefault(rule, model.path)
     given = {key: getattr(megatron, key) for key in (PP, *SHARES)}
-    settings = {f"{ACTOR}.megatron.{key}": value for key, value in given.items() if value is not None}
+    settings = {f"{group}.{key}": value for key, value in given.items() if value is not None}
     for rule, path in broken.items():
         changes = _nearest(models, megatron, world_size)
-        nearest = {f"{ACTOR}.megatron.{key}": value for key, value in changes.items()}
+        nearest = {f"{group}.{key}": value for key, value in changes.items()}
         yield Violation(settings, f"({path})", nearest, subject=rule)
 
 

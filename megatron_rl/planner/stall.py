@@ -6,7 +6,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.planner.hardware import default_hardware, load_hardware
 from megatron_rl.planner.memory_report import memory_report
 from megatron_rl.planner.run_models import RunModels
-from megatron_rl.planner.run_plan import step_load, step_seconds
+from megatron_rl.planner.step_time import step_load, step_time
+from megatron_rl.planner.transition import TransitionPlan
 
 SHORTEST_S = 1800.0
 """Starting engines, reading and writing of files are not planned and can take that long on a slow file system."""
@@ -22,4 +23,5 @@ def stall_timeout_s(config: RunConfig) -> float:
     hardware, models = load_hardware(default_hardware(config.trainer.device)), RunModels(config)
     longest = (float(config.data.max_prompt_length), float(config.data.max_response_length))
     load = step_load(config, memory_report(config, models, hardware), longest)
-    return max(SHORTEST_S, PHASES * max(step_seconds(config, models, hardware, load).values()))
+    seconds = step_time(models, hardware, load, TransitionPlan.of(models)).seconds
+    return max(SHORTEST_S, PHASES * max(seconds.values()))

@@ -12,8 +12,11 @@ from megatron_rl.errors import Violation
 FILE = "tokenizer.json"
 
 
-def vocabulary_problems(actor_path: str, reward_path: str) -> Iterable[Violation]:
-    """Why the reward model cannot read the actor's tokens; nothing where a folder has no such file, or none to read."""
+def vocabulary_problems(actor_path: str, reward_path: str, key: str = "reward_model.model.path") -> Iterable[Violation]:
+    """Why a reward model cannot read the actor's tokens; nothing where a folder has no such file, or none to read.
+
+    key: the one that names the reward model's folder.
+    """
     files = [Path(path).expanduser() / FILE for path in (actor_path, reward_path)]
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return
@@ -25,7 +28,7 @@ def vocabulary_problems(actor_path: str, reward_path: str) -> Iterable[Violation
     if different:
         example = min(different, key=lambda token: actor[token])
         yield Violation(
-            {"reward_model.model.path": reward_path},
+            {key: reward_path},
             f"must have the actor's tokens: {len(different)} of {len(actor)} have other numbers or are missing in its "
             f"{FILE}, the first is {example!r} ({actor[example]} in {actor_path}, {reward.get(example)} there)",
             hint="take a reward model that was trained from the actor's base model",

@@ -7,8 +7,8 @@ from operator import attrgetter
 import pytest
 
 from megatron_rl.config.load import KEYS, load_config
-from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL, STAGE_SHARES
 from megatron_rl.config.validate import value_problems as violations
+from megatron_rl.config.value_tables import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL, STAGE_SHARES
 
 MANDATORY = [
     "data.train_files=a",

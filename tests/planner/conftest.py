@@ -25,6 +25,8 @@ def config(tmp_path) -> RunConfig:
     for role in (shared.actor, shared.ref, critic):
         role.megatron = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
     shared.rollout.tensor_model_parallel_size = 2
+    shared.rollout.pool = shared.ref.pool = shared.actor.pool
+    shared.rollout.n_gpus_per_node = config.reward_model.n_gpus_per_node = 6
     shared.actor.clip_ratio_low = shared.actor.clip_ratio_high = shared.actor.clip_ratio
     critic.loss_agg_mode, critic.loss_scale_factor = shared.actor.loss_agg_mode, None
     critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.ppo_epochs = 32, 64, 1

@@ -6,13 +6,13 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from random import Random
 
 from model_folders import EXPERTS, REWARD, write_model, write_prompts
 
-from megatron_rl.config.load import follows, load_config
+from megatron_rl.config.keys import put
+from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -28,16 +28,6 @@ CORRECTION = "algorithm.rollout_correction"
 
 Said = tuple[str, str]
 """First key of a violation, and a part of its rule or of what it calls the settings."""
-
-
-def put(config: RunConfig, key: str, value: object) -> None:
-    """Set a key and those that follow it, as an override of the file does."""
-    old = attrgetter(key)(config)
-    group, _, name = key.rpartition(".")
-    setattr(attrgetter(group)(config), name, value)
-    for follower, leader in follows().items():
-        if leader == key and attrgetter(follower)(config) == old:
-            put(config, follower, value)
 
 
 @dataclass

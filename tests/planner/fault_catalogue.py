@@ -37,7 +37,7 @@ from fault import (
 from model_folders import REWARD, write_prompts
 
 from megatron_rl.config.load import follows
-from megatron_rl.config.validate import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL
+from megatron_rl.config.value_tables import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL
 
 # Layout: 6 ranks TP2 x PP3, 12 heads, 6 key/value heads, 192 columns, 128 rows, 6 layers
 values("ranks", "layout", {GPUS: 7}, (TP, "must divide the 7 ranks"), experts=False)

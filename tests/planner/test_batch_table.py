@@ -19,6 +19,7 @@ def make_config(ranks: int, tp: int, pp: int, rollout_tp: int, prompts: int, n: 
     actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu = mini, micro
     rollout.tensor_model_parallel_size, rollout.n = rollout_tp, n
     config.data.train_batch_size = prompts
+    rollout.pool = actor.pool
     return config
 
 

@@ -14,8 +14,9 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.expert_layout import ExpertLayouts
+from megatron_rl.planner.layout_rules import Layouts
 from megatron_rl.planner.model_folder import ModelSizes
-from megatron_rl.planner.preflight import Layouts, check_preflight
+from megatron_rl.planner.preflight import check_preflight
 from megatron_rl.planner.stage_rules import spreads, stage_problems
 
 MEGATRON = "actor_rollout_ref.actor.megatron"

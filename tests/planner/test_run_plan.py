@@ -85,8 +85,8 @@ def test_what_a_rank_of_70b_keeps(config):
     assert middle["actor gradients"] == pytest.approx(4 * params, rel=1e-6)
     assert middle["actor moments"] == pytest.approx(8 * params / 2, rel=1e-6)
     assert middle["actor masters"] == pytest.approx(4 * params / 2, rel=1e-6)
-    assert "actor gradients" not in stages[1].phases["generation"]
-    assert stages[1].phases["generation"]["foreign stages"] == pytest.approx(13.36e9, rel=1e-3)
+    assert "actor gradients" not in stages[1].phases["gen"]
+    assert stages[1].phases["gen"]["foreign stages"] == pytest.approx(13.36e9, rel=1e-3)
     assert "logits chunk" in stages[3].phases["old_log_prob"] and "logits chunk" not in middle
 
 
@@ -100,7 +100,7 @@ def test_cache_and_room(config):
     changed = dataclasses.replace(config)
     put(changed, "actor_rollout_ref.rollout.kv_cache_memory_bytes", report.room_kv_bytes)
     stages = plan_stages(RunModels(changed))
-    held = max(stage.total(phase) for stage in stages for phase in ("init", "generation", "reshard"))
+    held = max(stage.total(phase) for stage in stages for phase in ("init", "gen", "reshard"))
     assert held <= report.usable < held + 2
 
 
@@ -145,7 +145,7 @@ def test_plan_as_json_has_every_number(config):
     plan = RunPlan.of(config, load_hardware("h200"), (128.0, 512.0))
     said = plan.as_json()
     assert said["groups"]["rollout TP"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert set(said["time"]["seconds"]) == {"generation", "old_log_prob", "ref", "update_actor", "reshard"}
+    assert set(said["time"]["seconds"]) == {"gen", "old_log_prob", "ref", "update_actor", "reshard"}
     assert said["time"]["step_seconds"] == pytest.approx(sum(said["time"]["seconds"].values()))
     assert said["time"]["mean_response_length"] == 512.0
     assert len(said["transition"]["link_bytes_per_rank"]) == 8

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.config.validate import BUILT_IN_REWARDS
+from megatron_rl.config.value_tables import BUILT_IN_REWARDS
 from megatron_rl.errors import ConfigError
 from megatron_rl.reward import built_in
 from megatron_rl.reward.function import RewardSource, load_reward_function

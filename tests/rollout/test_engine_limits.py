@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-from megatron_rl.config.validate import LARGEST_SEED
+from megatron_rl.config.value_tables import LARGEST_SEED
 from megatron_rl.planner.cache_rules import BLOCK_SIZES
 from megatron_rl.planner.engine_rules import CPU_HEAD_SIZES, CPU_TP_SIZES, CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD
 

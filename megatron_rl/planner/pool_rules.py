@@ -1,0 +1,154 @@
+"""Rules of placement: pools that exist and have roles, sizes of pools, and verl's keys that make one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.roles import ACTOR as ACTOR_ROLE
+from megatron_rl.config.roles import (
+    CRITIC,
+    REFERENCE,
+    REWARD_MODEL,
+    REWARD_POOL,
+    ROLLOUT,
+    ROLLOUT_POOL,
+    PoolSize,
+    PoolSpec,
+    RoleSpec,
+    pool_sizes,
+    roles_of,
+    rollout_pool,
+)
+from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
+from megatron_rl.config.value_tables import ACTOR, RANKS
+from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
+from megatron_rl.errors import Violation, shown
+
+OWN_POOLS = {
+    GLOBAL_POOL: "trainer.nnodes and trainer.n_gpus_per_node",
+    ROLLOUT_POOL: "actor_rollout_ref.hybrid_engine=false",
+    REWARD_POOL: "reward_model.enable_resource_pool=true",
+}
+"""Pools that `pools` cannot define -> what does."""
+OWN_ROLES = (ACTOR_ROLE, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT)
+HYBRID = "actor_rollout_ref.hybrid_engine"
+
+
+def countable_pools(config: RunConfig) -> list[PoolSpec]:
+    """The pools with roles whose ranks other rules can count: somebody defines them, and no size is absurd."""
+    sizes, roles = pool_sizes(config), list(roles_of(config))
+    names = dict.fromkeys(role.pool for role in roles if role.pool in sizes)
+    return [
+        PoolSpec(name, sizes[name], tuple(role for role in roles if role.pool == name))
+        for name in names
+        if all(RANKS.holds(number) for number in (sizes[name].num_nodes, sizes[name].num_ranks_per_node))
+    ]
+
+
+def pool_problems(config: RunConfig) -> Iterable[Violation]:
+    """Every violation of placement. Whether machines are there is the cluster's business."""
+    yield from _name_problems(config)
+    sizes, roles = pool_sizes(config), list(roles_of(config))
+    offered = set()
+    for role in roles:
+        if role.pool not in sizes:
+            nearest = nearest_name(role.pool, sizes)
+            offered.add(nearest)
+            rule = f"must be a pool that is defined: {', '.join(sizes)}"
+            yield Violation({f"{role.key}.pool": role.pool}, rule, {f"{role.key}.pool": nearest})
+    for name in config.pools:
+        if name not in OWN_POOLS:
+            yield from _size_problems(sizes[name])
+            if name not in offered and not any(role.pool == name for role in roles):
+                yield _without_role(name, sizes[name])
+    yield from _rollout_problems(config, roles)
+    yield from _reward_pool_problems(config, roles)
+
+
+def _name_problems(config: RunConfig) -> Iterable[Violation]:
+    """Names of the user's own that mean something else already."""
+    for name in config.pools:
+        if name in OWN_POOLS:
+            settings = {f"pools.{name}.nnodes": config.pools[name].nnodes}
+            yield Violation(settings, f"is the size of a pool that {OWN_POOLS[name]} defines", hint="rename the pool")
+    for name, reward in config.reward_models.items():
+        settings = {f"reward_models.{name}.model.path": reward.model.path}
+        if name in OWN_ROLES:
+            rule = f"must belong to a reward model of another name: {name} is a role already"
+            yield Violation(settings, rule, hint=f"rename it, such as reward_models.{name}_2")
+        elif not name.isidentifier():
+            rule = f"must belong to a reward model whose name is a Python identifier, and {name!r} is none"
+            yield Violation(settings, rule, hint=f"rename it, such as reward_models.{_identifier(name)}")
+
+
+def _identifier(name: str) -> str:
+    letters = "".join(letter if letter.isidentifier() or letter.isdigit() else "_" for letter in name)
+    return letters if letters.isidentifier() else f"model_{letters}"
+
+
+def _size_problems(size: PoolSize) -> Iterable[Violation]:
+    """As the ranges of trainer.nnodes and trainer.n_gpus_per_node, for sizes that are the user's own or another's."""
+    for key, number in ((size.nodes_key, size.num_nodes), (size.ranks_key, size.num_ranks_per_node)):
+        if not RANKS.holds(number):
+            yield Violation({key: number}, f"must be {RANKS}", {key: RANKS.nearest(number)})
+
+
+def _without_role(name: str, size: PoolSize) -> Violation:
+    settings = {size.nodes_key: size.num_nodes, size.ranks_key: size.num_ranks_per_node}
+    hint = f"leave pools.{name} out, or let a role live there, such as with critic.pool={name}"
+    return Violation(settings, "are the size of a pool in which no role lives", hint=hint)
+
+
+def _rollout_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Violation]:
+    """hybrid_engine, rollout.pool and rollout.nnodes, which say the same in verl's words and in ours."""
+    shared = config.actor_rollout_ref
+    rollout, hybrid, actor_pool = shared.rollout, shared.hybrid_engine, shared.actor.pool
+    nodes_key, pool_key = f"{ROLLOUT_KEY}.nnodes", f"{ROLLOUT_KEY}.pool"
+    where = rollout_pool(config)
+    if hybrid is True and rollout.pool != actor_pool:
+        rule = f"do not go together: true means that the rollout lives in the actor's pool, {ACTOR}.pool={actor_pool}"
+        yield Violation({HYBRID: True, pool_key: rollout.pool}, rule, {HYBRID: None})
+    if hybrid is not False and rollout.nnodes > 0:
+        rule = f"must be 0, as {HYBRID}={shown(hybrid)}: only with false does the rollout have {ROLLOUT_POOL}"
+        yield Violation({nodes_key: rollout.nnodes}, rule, {nodes_key: 0}, f"or set {HYBRID}=false")
+    elif hybrid is False and where != ROLLOUT_POOL and rollout.nnodes > 0:
+        rule = "both say where the rollout lives"
+        yield Violation({pool_key: rollout.pool, nodes_key: rollout.nnodes}, rule, {nodes_key: 0})
+    if hybrid is False:
+        reason = f"as {HYBRID}=false gives the rollout a pool of its own"
+        yield from _made_pool_problems(config, roles, ROLLOUT_POOL, reason)
+    if where != actor_pool and rollout.drop_train_weights:
+        key = f"{ROLLOUT_KEY}.drop_train_weights"
+        rule = f"must be false, as the rollout lives in {where} and the actor in {actor_pool}: there is nothing to drop"
+        yield Violation({key: True}, rule, {key: False})
+
+
+def _reward_pool_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Violation]:
+    """reward_model's enable_resource_pool, pool and nnodes, which say the same in verl's words and in ours."""
+    reward = config.reward_model
+    if not reward.enable:
+        return
+    nodes_key, own_key = f"{REWARD_MODEL}.nnodes", f"{REWARD_MODEL}.enable_resource_pool"
+    if not reward.enable_resource_pool and reward.nnodes > 0:
+        rule = f"must be 0, as {own_key}=false: only with true is there a {REWARD_POOL}"
+        yield Violation({nodes_key: reward.nnodes}, rule, {nodes_key: 0}, f"or set {own_key}=true")
+    elif reward.enable_resource_pool and reward.pool not in (GLOBAL_POOL, REWARD_POOL) and reward.nnodes > 0:
+        settings = {f"{REWARD_MODEL}.pool": reward.pool, nodes_key: reward.nnodes}
+        yield Violation(settings, "both say where the reward model lives", {nodes_key: 0})
+    if reward.enable_resource_pool:
+        reason = f"as {own_key}=true gives the reward model a pool of its own"
+        yield from _made_pool_problems(config, roles, REWARD_POOL, reason)
+
+
+def _made_pool_problems(config: RunConfig, roles: list[RoleSpec], name: str, reason: str) -> Iterable[Violation]:
+    """The sizes of a pool that verl's keys make, where a role lives in it."""
+    if name in config.pools or not any(role.pool == name for role in roles):
+        return
+    size = pool_sizes(config)[name]
+    if 0 <= size.num_nodes < 1:
+        yield Violation({size.nodes_key: size.num_nodes}, f"must be >= 1, {reason}", {size.nodes_key: 1})
+    # Numbers below 0 break the key's own range.
+    key, number = size.ranks_key, size.num_ranks_per_node
+    if not RANKS.holds(number):
+        yield Violation({key: number}, f"must be {RANKS}", {key: RANKS.nearest(number)})
