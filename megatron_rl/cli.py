@@ -18,12 +18,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_rl.ablation.config import read_ablation
-from megatron_rl.ablation.outcome import FAILED
-from megatron_rl.ablation.outcome import Outcome as PointOutcome
-from megatron_rl.ablation.planned import plan_points
-from megatron_rl.ablation.run import Ablation, only_ablation
-from megatron_rl.ablation.table import dry_run_tables
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cluster.signals import exit_on_signals
@@ -31,12 +25,7 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Violation
-from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.loading import without_collections
-from megatron_rl.nightly.golden import read_golden, write_golden
-from megatron_rl.nightly.lives import OUTPUT, run_lives
-from megatron_rl.nightly.outcome import Outcome, outcome_of
-from megatron_rl.nightly.report import markdown
 from megatron_rl.observe.output import drop_unread_output, lost_output
 from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
@@ -44,6 +33,17 @@ from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import default_hardware, load_hardware
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
+from megatron_rl.trials.ablation import Ablation, only_ablation
+from megatron_rl.trials.ablation_file import read_ablation
+from megatron_rl.trials.golden import read_golden, write_golden
+from megatron_rl.trials.metrics_file import read_metrics
+from megatron_rl.trials.nightly import OUTPUT, run_lives
+from megatron_rl.trials.nightly_report import markdown
+from megatron_rl.trials.outcome import FAILED
+from megatron_rl.trials.outcome import Outcome as PointOutcome
+from megatron_rl.trials.planned import plan_points
+from megatron_rl.trials.table import dry_run_tables
+from megatron_rl.trials.verdict import Outcome, outcome_of
 
 app = typer.Typer(
     help="PPO with Megatron training and vLLM generation on one memory.",

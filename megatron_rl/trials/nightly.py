@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.lives.metrics_file import read_metrics
-from megatron_rl.lives.process import living
-from megatron_rl.nightly.golden import Golden
-from megatron_rl.nightly.outcome import Life
+from megatron_rl.trials.golden import Golden
+from megatron_rl.trials.metrics_file import read_metrics
+from megatron_rl.trials.process import living
+from megatron_rl.trials.verdict import Life
 
 POLL_S = 0.2
 OUTPUT = "output.txt"

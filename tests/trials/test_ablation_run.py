@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from megatron_rl.ablation.outcome import Outcome, outcome_of
-from megatron_rl.ablation.run import live, only_ablation
 from megatron_rl.errors import ConfigError
+from megatron_rl.trials.ablation import live, only_ablation
+from megatron_rl.trials.outcome import Outcome, outcome_of
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,15 +9,15 @@ import io
 import matplotlib.image
 import pytest
 
-from megatron_rl.ablation.config import AblationConfig
-from megatron_rl.ablation.grid import Point
-from megatron_rl.ablation.outcome import Outcome
-from megatron_rl.ablation.picture import draw_ablation
-from megatron_rl.ablation.planned import Expected, Layout, PlannedPoint
-from megatron_rl.ablation.record import Record
-from megatron_rl.ablation.result import Row, ratios, result_of, rows_of
-from megatron_rl.ablation.table import as_csv, as_markdown, dry_run_tables
 from megatron_rl.errors import Violation
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.outcome import Outcome
+from megatron_rl.trials.picture import draw_ablation
+from megatron_rl.trials.planned import Expected, Layout, PlannedPoint
+from megatron_rl.trials.points import Point
+from megatron_rl.trials.record import Record
+from megatron_rl.trials.result import Row, ratios, result_of, rows_of
+from megatron_rl.trials.table import as_csv, as_markdown, dry_run_tables
 
 ABLATION = AblationConfig("base.yaml", baseline="a", warmup_steps=1)
 

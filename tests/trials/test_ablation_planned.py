@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl import cli
-from megatron_rl.ablation.config import AblationConfig, Settings
-from megatron_rl.ablation.planned import Layout, plan_points
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.preflight import preflight
+from megatron_rl.trials.ablation_file import AblationConfig, Settings
+from megatron_rl.trials.planned import Layout, plan_points
 
 REPOSITORY = Path(__file__).parents[2]
 MEGATRON = "actor_rollout_ref.actor.megatron"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.lives.metrics_file import read_metrics
-from megatron_rl.nightly.golden import Band, Golden, read_golden, write_golden
-from megatron_rl.nightly.outcome import Life, Outcome, outcome_of
-from megatron_rl.nightly.report import markdown
+from megatron_rl.trials.golden import Band, Golden, read_golden, write_golden
+from megatron_rl.trials.metrics_file import read_metrics
+from megatron_rl.trials.nightly_report import markdown
+from megatron_rl.trials.verdict import Life, Outcome, outcome_of
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Golden(

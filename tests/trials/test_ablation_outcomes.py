@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.ablation.outcome import Ending, Outcome, outcome_of, reason_of
+from megatron_rl.trials.outcome import Ending, Outcome, outcome_of, reason_of
 
 REPOSITORY = Path(__file__).parents[2]
 CPU_TEXT = "[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.lives.process import living
+from megatron_rl.trials.process import living
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,7 +25,7 @@ print("two orphans", flush=True)
 """
 HOLD = """
 import sys, time, pathlib
-from megatron_rl.lives.process import living
+from megatron_rl.trials.process import living
 with living([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"],
             pathlib.Path(sys.argv[1])):
     time.sleep(600)

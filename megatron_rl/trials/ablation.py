@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.ablation.config import AblationConfig
-from megatron_rl.ablation.grid import Point
-from megatron_rl.ablation.outcome import Ending, Outcome, outcome_of, reason_of
-from megatron_rl.ablation.planned import RUN, PlannedPoint, point_folder, run_overrides
-from megatron_rl.ablation.record import (
+from megatron_rl.errors import ConfigError
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.outcome import Ending, Outcome, outcome_of, reason_of
+from megatron_rl.trials.planned import RUN, PlannedPoint, point_folder, run_overrides
+from megatron_rl.trials.points import Point
+from megatron_rl.trials.process import living
+from megatron_rl.trials.record import (
     NUM_TAIL_LINES,
     OUTPUT,
     Record,
@@ -24,10 +26,8 @@ from megatron_rl.ablation.record import (
     recorded_numbers,
     write_record,
 )
-from megatron_rl.ablation.result import Row, rows_of
-from megatron_rl.ablation.table import as_csv, as_markdown
-from megatron_rl.errors import ConfigError
-from megatron_rl.lives.process import living
+from megatron_rl.trials.result import Row, rows_of
+from megatron_rl.trials.table import as_csv, as_markdown
 
 LOCK = ".ablation"
 """Marks a folder as an ablation's; locked while one runs in it."""
@@ -55,7 +55,7 @@ class Ablation:
 
     def write_report(self) -> list[Row]:
         """ablation.csv, ablation.md and, where something has finished, ablation.png; the rows in them."""
-        from megatron_rl.ablation.picture import draw_ablation  # matplotlib takes a second to load
+        from megatron_rl.trials.picture import draw_ablation  # matplotlib takes a second to load
 
         rows = self.rows()
         drawn = draw_ablation(rows, self.config.baseline, self.folder / PICTURE)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.nightly.golden import Check
-from megatron_rl.nightly.outcome import Life, Outcome
+from megatron_rl.trials.golden import Check
+from megatron_rl.trials.verdict import Life, Outcome
 
 MAX_OUTPUT_LINES = 30
 

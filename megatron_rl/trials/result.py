@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.ablation.outcome import Outcome
-from megatron_rl.ablation.planned import PlannedPoint
-from megatron_rl.ablation.record import Record, is_current
+from megatron_rl.trials.outcome import Outcome
+from megatron_rl.trials.planned import PlannedPoint
+from megatron_rl.trials.record import Record, is_current
 
 PHASES = {
     "gen": ("gen",),

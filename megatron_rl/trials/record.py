@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.ablation.grid import Point
-from megatron_rl.ablation.outcome import FAILED, Outcome
 from megatron_rl.checkpoint.durable import write_text
-from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.observe.summary import finite_or_null
+from megatron_rl.trials.metrics_file import read_metrics
+from megatron_rl.trials.outcome import FAILED, Outcome
+from megatron_rl.trials.points import Point
 
 RECORD, OUTPUT, METRICS, SUMMARY = "record.json", "output.txt", "metrics.jsonl", "summary.json"
 KEPT = ("timing_s/", "perf/", "reshard/", "critic/score/mean")

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from megatron_rl.ablation.config import AblationConfig
-from megatron_rl.ablation.outcome import Outcome
-from megatron_rl.ablation.result import PHASES, REST, Row, by_step_time, memory_unit, ratios
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.planner.run_plan import amount
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.outcome import Outcome
+from megatron_rl.trials.result import PHASES, REST, Row, by_step_time, memory_unit, ratios
 
 COLUMNS = (*PHASES, REST)
 LEGEND = """\

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from megatron_rl.ablation.config import AblationConfig
-from megatron_rl.ablation.grid import Point, name_of, points_of, short_names
-from megatron_rl.ablation.outcome import Outcome
-from megatron_rl.ablation.record import Record, must_run, read_record, write_record
 from megatron_rl.errors import ConfigError
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.outcome import Outcome
+from megatron_rl.trials.points import Point, name_of, points_of, short_names
+from megatron_rl.trials.record import Record, must_run, read_record, write_record
 
 TP = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
 PP = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron_rl.errors import ConfigError, StoppedAfterStep, StoppedBeforeStep
-from megatron_rl.nightly.golden import Check
+from megatron_rl.trials.golden import Check
 
 PREEMPTED = (StoppedAfterStep.exit_code, StoppedBeforeStep.exit_code)
 
