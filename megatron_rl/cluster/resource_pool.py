@@ -13,7 +13,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -21,9 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_rl.cluster import ray_cluster
 from megatron_rl.cluster.daemons import DaemonWatch
 from megatron_rl.cluster.daemons import children as daemon_children
+from megatron_rl.cluster.leftovers import MARK, end, marked
 from megatron_rl.cluster.ray_cluster import JOIN_LIMIT_S, listing, shortage
 from megatron_rl.cluster.reaper import Reaper
-from megatron_rl.cluster.scratch import MARK, marked_processes
 from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep, WorkerFailure
 
 _NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep)
@@ -109,9 +108,7 @@ class ResourcePool:
         self._watch = DaemonWatch(daemons, server, self._kill_marked)
 
     def _kill_marked(self) -> None:
-        for process in marked_processes(self._reaper.scratch.mark):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        end(lambda: marked(self._reaper.scratch.mark), patience_s=0.0)
 
     def _reserve(self) -> None:
         """Raises ConfigError: soon where the cluster is too small, and after a longer wait where it is occupied."""

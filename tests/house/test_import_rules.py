@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "cluster": GROUND,
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
     **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"roles", "cluster", "planner"}),
-    "trials": {"errors", "config", "observe", "checkpoint", "planner"},
+    "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
     "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials"},
     "__main__": {"cli"},
 }
