@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -18,12 +17,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_rl.ablation.config import read_ablation
-from megatron_rl.ablation.outcome import FAILED
-from megatron_rl.ablation.outcome import Outcome as PointOutcome
-from megatron_rl.ablation.planned import plan_points
-from megatron_rl.ablation.run import Ablation, only_ablation
-from megatron_rl.ablation.table import dry_run_tables
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cluster.signals import exit_on_signals
@@ -31,12 +24,7 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Violation
-from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.loading import without_collections
-from megatron_rl.nightly.golden import read_golden, write_golden
-from megatron_rl.nightly.lives import OUTPUT, run_lives
-from megatron_rl.nightly.outcome import Outcome, outcome_of
-from megatron_rl.nightly.report import markdown
 from megatron_rl.observe.output import drop_unread_output, lost_output
 from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
@@ -44,6 +32,14 @@ from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import default_hardware, load_hardware
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
+from megatron_rl.trials.ablation import Ablation, only_ablation
+from megatron_rl.trials.ablation_file import read_ablation
+from megatron_rl.trials.ablation_report import dry_run_tables
+from megatron_rl.trials.golden import read_golden, write_golden
+from megatron_rl.trials.nightly import REPORT, nightly_trial, run_nightly
+from megatron_rl.trials.outcome import FAILED, TrialOutcome
+from megatron_rl.trials.planned import plan_points
+from megatron_rl.trials.verdict import Verdict
 
 app = typer.Typer(
     help="PPO with Megatron training and vLLM generation on one memory.",
@@ -182,29 +178,17 @@ def nightly_command(
     Exit codes: 0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang.
     """
     bands = read_golden(golden)
-    report = folder / "report.md"
     _, violations = checked(config, overrides)
     raise_problems("this run cannot start", violations)
-    if folder.exists() and any(folder.iterdir()) and not (folder / OUTPUT).is_file():
-        raise ConfigError(f"--folder {folder} holds files of something else; nearest: --folder {folder}/nightly")
-    shutil.rmtree(folder, ignore_errors=True)
-    with writing():
-        folder.mkdir(parents=True)
+    trial = nightly_trial(bands, config, folder, overrides or ())
     exit_on_signals()  # so that training ends, too
-    save = ("trainer.save_freq=1000000",)  # a run that never saves is not saved when it is stopped, either
-    lives = run_lives(bands, config, folder, [*save, *(overrides or ())])
-    recorded = read_metrics(folder / "run" / "metrics.jsonl")
-    checks = bands.checks(recorded)
-    outcome = outcome_of(lives, checks)
-    command = shlex.join(["megatron-rl", *sys.argv[1:]])
-    with writing():
-        report.write_text(markdown(outcome, command, lives, checks, (folder / OUTPUT).read_text(errors="replace")))
-    if renew and outcome in (Outcome.PASS, Outcome.REGRESSION):
-        write_golden(bands.renewed(recorded), golden)
-        Console().print(f"{golden} renewed; it was a {outcome.name.lower()} before", soft_wrap=True, markup=False)
-        outcome = Outcome.PASS
-    Console().print(f"nightly: {outcome.name.lower()}; {report}", soft_wrap=True, markup=False)
-    raise typer.Exit(outcome.value)
+    verdict = run_nightly(trial, bands, shlex.join(["megatron-rl", *sys.argv[1:]]))
+    if renew and verdict in (Verdict.PASS, Verdict.REGRESSION):
+        write_golden(bands.renewed(trial.recorded()), golden)
+        Console().print(f"{golden} renewed; it was a {verdict.name.lower()} before", soft_wrap=True, markup=False)
+        verdict = Verdict.PASS
+    Console().print(f"nightly: {verdict.name.lower()}; {folder / REPORT}", soft_wrap=True, markup=False)
+    raise typer.Exit(verdict.value)
 
 
 @app.command("ablate")
@@ -245,7 +229,7 @@ def ablate_command(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     say(f"{sum(row.result is not None for row in rows)} of {len(rows)} points have results; report in {folder}")
-    if any(row.outcome in FAILED or (row.outcome is PointOutcome.INVALID and row.seconds) for row in rows):
+    if any(row.outcome in FAILED or (row.outcome is TrialOutcome.INVALID and row.seconds) for row in rows):
         raise typer.Exit(SOME_POINTS_FAILED)
 
 

@@ -13,8 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
+from megatron_rl.trials.metrics_file import read_metrics
 
 PICTURE = Path(__file__).parents[1] / "docs" / "recipe_curves.png"
 COLUMNS = 4

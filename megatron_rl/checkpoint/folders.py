@@ -145,12 +145,19 @@ def remove_old(root: Path, keep: int | None) -> list[Path]:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Delete what a killed run left half done; returns the folders that were deleted. Raises OSError."""
-    in_use = {found.path for found in find(root)}
+    """Delete what a killed run left half done; returns the folders that were deleted. Raises OSError.
+
+    Also writes the number of the newest checkpoint, where the run was killed before it could.
+    """
+    found = find(root)
+    in_use = {one.path for one in found}
     leftovers = sorted(path for path, _, suffix in _named(root) if suffix and path not in in_use)
     for path in leftovers:
         _delete(path)
     (root / (LATEST + UNFINISHED)).unlink(missing_ok=True)
+    ours = [one.step for one in found if (step_folder(root, one.step) / MANIFEST).is_file()]
+    if ours and _read_latest(root) != str(ours[0]):
+        _write_latest(root, ours[0])
     return leftovers
 
 
@@ -195,6 +202,10 @@ def _delete(folder: Path) -> None:
         folder.unlink()  # what it leads to is somebody's own arrangement
     else:
         shutil.rmtree(folder)
+
+
+def _read_latest(root: Path) -> str | None:
+    return (root / LATEST).read_text().strip() if (root / LATEST).is_file() else None
 
 
 def _write_latest(root: Path, step: int | None) -> None:

@@ -9,14 +9,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-import psutil
 import ray
 
 from megatron_rl.cluster import ray_server
 from megatron_rl.cluster.daemons import DaemonWatch
 from megatron_rl.cluster.daemons import children as daemon_children
+from megatron_rl.cluster.leftovers import MARK, end, marked
 from megatron_rl.cluster.reaper import Reaper
-from megatron_rl.cluster.scratch import MARK, marked_processes
 from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep, WorkerFailure
 
 _NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep)
@@ -72,9 +71,7 @@ class RaySession:
         self._watch = DaemonWatch(daemons, server, self._kill_marked)
 
     def _kill_marked(self) -> None:
-        for process in marked_processes(self._reaper.scratch.mark):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        end(lambda: marked(self._reaper.scratch.mark), patience_s=0.0)
 
     def _release(self, error: BaseException | None) -> None:
         """Give everything back. Raises WorkerFailure where Ray itself was lost, as nothing else can then be true."""

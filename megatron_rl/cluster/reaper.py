@@ -22,7 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.cluster.scratch import MARK, Scratch, marked_processes
+from megatron_rl.cluster.leftovers import MARK, descendants, end, living, marked
+from megatron_rl.cluster.scratch import Scratch
 
 CLEAN = b"clean"
 PEERS_GRACE_S = 10.0
@@ -40,13 +41,13 @@ class Reaper:
     @contextmanager
     def marking(self) -> Iterator[None]:
         """Start the companion for what the body starts, whether or not the body raises."""
-        before = _descendants()
+        before = descendants()
         os.environ[MARK] = self.scratch.mark
         try:
             yield
         finally:
             del os.environ[MARK]
-            pids = [process.pid for process in _descendants() - before]
+            pids = [process.pid for process in descendants() - before]
             self._companion = _start_companion(self.scratch, pids, grace_s=0.0)
 
     def stop(self, clean: bool = True) -> None:
@@ -94,25 +95,17 @@ def _start_companion(scratch: Scratch, pids: list[int], grace_s: float) -> subpr
         os.close(claim)
 
 
-def _descendants() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
-
-
 def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
     """Wait for the parent's word or end, then kill; a pid that meanwhile went to another process is left alone."""
     scratch = Scratch.join(mark)
     watched = [process for process in psutil.process_iter() if process.pid in pids]
     clean = _await_end(parent) == CLEAN
     ended, deadline = time.time(), time.monotonic() + grace_s
-    while marked_processes(mark) and time.monotonic() < deadline:
+    while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
     # Ranks that were started after the parent's end belong to another group of the same run.
     latest = ended if grace_s else float("inf")
-    while doomed := [*watched, *(one for one in marked_processes(mark) if one.create_time() <= latest)]:
-        for process in doomed:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        watched = []
+    end(lambda: [*living(watched), *(one for one in marked(mark) if one.create_time() <= latest)])
     if os.getppid() != parent:  # a living one does it, as it still holds the folder
         scratch.remove(keep_logs=not clean)
 

@@ -18,14 +18,11 @@ import time
 import uuid
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-import psutil
-
+from megatron_rl.cluster.leftovers import end, marked
 from megatron_rl.errors import ConfigError
-
-MARK = "MEGATRON_RL_RUN"
-"""The environment variable that every process of a run starts with."""
 
 SEGMENTS = Path("/dev/shm")
 PREFIX = "megatron_rl-"
@@ -51,16 +48,6 @@ def of_dead_runs(entries: Iterable[tuple[str, int]], uid: int, dead: Container[s
     """
     marks = {name: name.removeprefix(PREFIX).split("-")[0] for name, _ in entries if name.startswith(PREFIX)}
     return [name for name, owner in entries if owner == uid and name in marks and marks[name] in dead]
-
-
-def marked_processes(mark: str) -> list[psutil.Process]:
-    """Running processes that were started with `mark` in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # gone meanwhile, or another user's
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 class Scratch:
@@ -130,8 +117,7 @@ def sweep(base: Path) -> None:
                 lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
                 try:
                     if _is_free(lock):
-                        for process in marked_processes(folder.name):
-                            process.kill()
+                        end(partial(marked, folder.name), EXIT_PATIENCE_S)
                         _remove(folder)
                 finally:
                     os.close(lock)

@@ -1,11 +1,9 @@
-"""Checkpoint folders come and go; a process that dies at any instant leaves nothing that only looks complete."""
+"""Checkpoint folders come and go. What a process leaves that dies in between: `test_every_instant`."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,6 @@ from megatron_rl.checkpoint.folders import LATEST, commit, find, only_writer, re
 from megatron_rl.checkpoint.manifest import ManifestError, broken_files, read_manifest
 from megatron_rl.errors import ConfigError
 
-CHANGES_THE_DISK = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
-
 
 def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
@@ -24,26 +20,6 @@ def names(root: Path) -> set[str]:
 
 def steps(root: Path) -> list[int]:
     return [found.step for found in find(root)]
-
-
-def run_until(limit: int, action: Callable[[], object]) -> bool:
-    """Run `action` in a child that dies, as by kill -9, before its `limit`-th change of the disk; whether it ended."""
-    pid = os.fork()
-    if not pid:
-        count = 0
-
-        def die(event: str, _: tuple) -> None:
-            nonlocal count
-            count += event in CHANGES_THE_DISK
-            if count > limit:
-                os._exit(9)
-
-        sys.addaudithook(die)
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def assert_all_complete(folders: list[Path]) -> None:
@@ -73,34 +49,11 @@ def test_a_commit_with_a_file_too_short_is_refused(tmp_path):
 
 
 def test_a_step_is_replaced(tmp_path):
-    """The second one is there, the first is gone. Would not catch a moment between them; the next test does."""
+    """The second one is there, the first is gone. Would not catch a moment between them."""
     save(tmp_path, 4, "first")
     save(tmp_path, 4, "second")
     assert "second" in (step_folder(tmp_path, 4) / "run.json").read_text()
     assert names(tmp_path) == {"global_step_4", LATEST}
-
-
-@pytest.mark.parametrize("replaces", [False, True])
-def test_kill_at_any_instant_of_a_commit(tmp_path, replaces):
-    """Before each change of the disk. Would not catch what a power cut does to changes that were not synced."""
-    for limit in range(200):
-        root = tmp_path / str(limit)
-        save(root, 3)
-        if replaces:
-            save(root, 4, "first")
-        folder, manifest = write_files(root, 4, "second")
-        ended = run_until(limit, lambda folder=folder, manifest=manifest: commit(folder, manifest))
-        assert steps(root) in ([[4, 3]] if replaces or ended else [[4, 3], [3]])
-        assert_all_complete([found.path for found in find(root)])
-        assert_all_complete([folder for step in (3, 4) if (folder := step_folder(root, step)).exists()])
-        before = steps(root)
-        sweep(root)
-        assert steps(root) == before
-        assert len(names(root) - {LATEST}) == len(before) and not list(root.glob("*.unfinished"))
-        assert_all_complete([found.path for found in find(root)])
-        if ended:
-            break
-    assert ended and limit > 5
 
 
 def test_old_checkpoints_are_deleted(tmp_path):
@@ -114,22 +67,6 @@ def test_old_checkpoints_are_deleted(tmp_path):
     assert remove_old(tmp_path, 2) == []
 
 
-def test_kill_at_any_instant_of_a_deletion(tmp_path):
-    """Nothing half deleted is found, and the next run clears it. Would not catch a slow deletion by another host."""
-    for limit in range(200):
-        root = tmp_path / str(limit)
-        for step in (1, 2, 3):
-            save(root, step)
-        ended = run_until(limit, lambda root=root: remove_old(root, 1))
-        assert_all_complete([found.path for found in find(root)])
-        assert steps(root)[0] == 3
-        sweep(root)
-        assert remove_old(root, 1) is not None and names(root) == {"global_step_3", LATEST}
-        if ended:
-            break
-    assert ended and limit > 10
-
-
 def test_sweeping_deletes_leftovers_only(tmp_path):
     """All kinds at once. Would not catch a leftover of a later version."""
     save(tmp_path, 1)
@@ -139,10 +76,12 @@ def test_sweeping_deletes_leftovers_only(tmp_path):
     shutil.copytree(step_folder(tmp_path, 1), tmp_path / "global_step_5.replaced")
     set_aside_before = tmp_path / "global_step_9.set_aside"
     set_aside_before.mkdir()
+    (tmp_path / LATEST).write_text("9")
     assert steps(tmp_path) == [5, 1]
     deleted = ["global_step_1.deleted", "global_step_1.replaced", "global_step_2.unfinished"]
     assert [path.name for path in sweep(tmp_path)] == deleted
     assert names(tmp_path) == {"global_step_1", "global_step_5.replaced", "global_step_9.set_aside", LATEST}
+    assert (tmp_path / LATEST).read_text() == "1"
     save(tmp_path, 5)
     assert names(tmp_path) == {"global_step_1", "global_step_5", "global_step_9.set_aside", LATEST}
     assert sweep(tmp_path / "none") == []
@@ -161,22 +100,6 @@ def test_later_checkpoints_step_aside_and_are_never_overwritten(tmp_path):
     assert steps(tmp_path) == [5] and sweep(tmp_path) == [] and set_aside(tmp_path, 5) == []
     set_aside(tmp_path, 0)
     assert steps(tmp_path) == [] and LATEST not in names(tmp_path)
-
-
-def test_kill_at_any_instant_of_setting_aside(tmp_path):
-    """All folders stay whole. Would not catch a later run that goes on from one that was to be set aside."""
-    for limit in range(200):
-        root = tmp_path / str(limit)
-        for step in (1, 2, 3):
-            save(root, step)
-        ended = run_until(limit, lambda root=root: set_aside(root, 1))
-        assert_all_complete(list(root.glob("global_step_*")))
-        assert len(list(root.glob("global_step_*"))) == 3
-        latest = int((root / LATEST).read_text())
-        assert latest in steps(root)
-        if ended:
-            break
-    assert ended and limit > 1
 
 
 def test_one_run_at_a_time(tmp_path):

@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.cluster.leftovers import MARK, end, living
 from megatron_rl.cluster.reaper import Reaper
-from megatron_rl.cluster.scratch import MARK, SEGMENTS, segment_name
+from megatron_rl.cluster.scratch import SEGMENTS, segment_name
 from megatron_rl.errors import GraceOver, WorkerFailure
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -46,9 +47,7 @@ def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Proc
     finally:
         driver.kill()
         driver.wait()
-        for process in tree:
-            if process.is_running():
-                process.kill()
+        assert end(lambda: living(tree)) == []
 
 
 @pytest.mark.parametrize(

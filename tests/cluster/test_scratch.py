@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cluster import scratch
-from megatron_rl.cluster.scratch import MARK, SEGMENTS, Scratch, of_dead_runs, segment_name
+from megatron_rl.cluster.leftovers import MARK
+from megatron_rl.cluster.scratch import SEGMENTS, Scratch, of_dead_runs, segment_name
 from megatron_rl.errors import ConfigError
 
 HOLDER = """

@@ -9,11 +9,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from megatron_rl.cluster.scratch import MARK, SEGMENTS
+from megatron_rl.cluster.leftovers import MARK, end, marked
+from megatron_rl.cluster.scratch import SEGMENTS
 
 REPOSITORY = Path(__file__).parents[2]
 TAG = "MEGATRON_RL_TEST_TAG"
@@ -56,15 +58,10 @@ class CommandLine:
 
     def family(self) -> list[psutil.Process]:
         """Every living process that inherited this run's tag."""
-        members = []
-        for process in psutil.process_iter():
-            try:
-                variables = process.environ()
-                if variables.get(TAG) == self.tag and process.status() != psutil.STATUS_ZOMBIE:
-                    members.append(process)
-                    self.marks |= {variables[MARK]} if MARK in variables else set()
-            except psutil.Error:
-                continue
+        members = marked(self.tag, TAG)
+        for process in members:
+            with suppress(psutil.Error):  # it has just ended
+                self.marks |= {mark for name, mark in process.environ().items() if name == MARK}
         return members
 
     def workers(self) -> list[psutil.Process]:
@@ -112,5 +109,4 @@ class CommandLine:
         return [*self.files(), *(" ".join(process.cmdline()) for process in family)]
 
     def kill_all(self) -> None:
-        for process in self.family():
-            process.kill()
+        assert end(self.family) == []

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl.cluster.leftovers import end, marked
 from megatron_rl.cluster.worker_process import listen
 
 NODE = "MEGATRON_RL_TEST_NODE"
@@ -88,14 +89,7 @@ class Raylets:
 
     def family(self, node: int) -> list[psutil.Process]:
         """Every living process of a node: raylet, agents, ranks, and what these started."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(NODE) == self._nodes[node] and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return marked(self._nodes[node], NODE)
 
     def ranks(self, node: int) -> dict[int, psutil.Process]:
         """Rank -> its process, on one node."""
@@ -118,13 +112,16 @@ class Raylets:
             time.sleep(0.2)
 
     def kill(self, node: int) -> None:
-        """End a node as a power cut would: every process of it at once."""
-        while family := self.family(node):
+        """End a node as a power cut would: every process of it at once, as none that is stopped sees another's end."""
+
+        def stopped() -> list[psutil.Process]:
+            family = self.family(node)
             for process in family:
-                process.suspend()
-            for process in family:
-                process.kill()
-            psutil.wait_procs(family, timeout=5)
+                with suppress(psutil.Error):
+                    process.suspend()
+            return family
+
+        assert end(stopped) == []
 
     def stop(self) -> None:
         """Kill all nodes and remove their folder."""

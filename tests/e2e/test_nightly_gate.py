@@ -7,8 +7,8 @@ import sys
 import pytest
 from lives import ONE, SHORT
 
-from megatron_rl.lives.metrics_file import read_metrics
-from megatron_rl.nightly.golden import Band, Golden, write_golden
+from megatron_rl.trials.golden import Band, Golden, write_golden
+from megatron_rl.trials.metrics_file import read_metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 

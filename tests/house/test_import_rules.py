@@ -38,10 +38,8 @@ ROOMS: dict[str, set[str]] = {
     "cluster": GROUND,
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
     **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner"}),
-    "lives": {"errors"},
-    "nightly": {"errors", "lives"},
-    "ablation": {"errors", "config", "observe", "checkpoint", "planner", "lives"},
-    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "lives", "nightly", "ablation"},
+    "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
+    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials"},
     "__main__": {"cli"},
 }
 """Room -> rooms it may import."""
@@ -76,7 +74,7 @@ LIBRARIES: dict[str, set[str]] = {
 
 WITHOUT_TORCH = (
     *("errors", "balance", "dispatch", "loading", "config", "planner"),
-    *("lives", "nightly", "ablation", "cli", "__main__"),
+    *("trials", "cli", "__main__"),
 )
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "observe"),

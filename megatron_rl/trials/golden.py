@@ -46,8 +46,8 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Check:
-    """One comparison. step: None for a median. found: None where the run recorded nothing."""
+class Comparison:
+    """Of one number. step: None for a median. found: None where the run recorded nothing."""
 
     metric: str
     step: int | None
@@ -72,36 +72,36 @@ class Golden:
     step_within_s: float
     metrics: dict[str, Band]
 
-    def checks(self, recorded: Recorded) -> list[Check]:
+    def compare(self, recorded: Recorded) -> list[Comparison]:
         """Every comparison, metric by metric, step by step."""
-        return [check for metric, band in self.metrics.items() for check in self._checks_of(metric, band, recorded)]
+        return [one for metric, band in self.metrics.items() for one in self._compared(metric, band, recorded)]
 
     def renewed(self, recorded: Recorded) -> Golden:
         """The same bands around what was recorded. Raises ConfigError where a number is missing or not finite."""
         missing = [
-            f"{check.metric} of step {check.step}"
-            for check in self.checks(recorded)
-            if check.found is None or not math.isfinite(check.found)
+            f"{one.metric} of step {one.step}"
+            for one in self.compare(recorded)
+            if one.found is None or not math.isfinite(one.found)
         ]
         if missing:
             raise ConfigError(f"the golden file cannot be renewed: the run recorded no {', no '.join(missing)}")
         found: dict[str, list[float]] = {}
-        for check in self.checks(recorded):
-            found.setdefault(check.metric, []).append(float(f"{check.found:.6g}"))
+        for one in self.compare(recorded):
+            found.setdefault(one.metric, []).append(float(f"{one.found:.6g}"))
         bands = {name: dataclasses.replace(band, values=tuple(found[name])) for name, band in self.metrics.items()}
         return dataclasses.replace(self, metrics=bands)
 
-    def _checks_of(self, metric: str, band: Band, recorded: Recorded) -> Iterator[Check]:
+    def _compared(self, metric: str, band: Band, recorded: Recorded) -> Iterator[Comparison]:
         def found(step: int) -> float | None:
             return recorded.get(step, {}).get(metric)
 
         if band.over == "median":
             known = [value for step in range(1, self.steps + 1) if (value := found(step)) is not None]
             median = statistics.median(known) if known else None
-            yield Check(metric, None, band.values[0], *band.limits(band.values[0]), median)
+            yield Comparison(metric, None, band.values[0], *band.limits(band.values[0]), median)
             return
         for step, value in enumerate(band.values, start=1):
-            yield Check(metric, step, value, *band.limits(value), found(step))
+            yield Comparison(metric, step, value, *band.limits(value), found(step))
 
 
 def read_golden(path: Path) -> Golden:

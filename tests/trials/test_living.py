@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.lives.process import living
+from megatron_rl.cluster.leftovers import descendants
+from megatron_rl.trials.process import living
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,15 +26,11 @@ print("two orphans", flush=True)
 """
 HOLD = """
 import sys, time, pathlib
-from megatron_rl.lives.process import living
+from megatron_rl.trials.process import living
 with living([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"],
             pathlib.Path(sys.argv[1])):
     time.sleep(600)
 """
-
-
-def children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
 
 
 def wait_for(condition) -> None:
@@ -49,12 +46,12 @@ def test_orphans_of_other_sessions_end_too(tmp_path: Path, end: str) -> None:
 
     Would not catch a process that was told to run by a service outside of the family.
     """
-    before, output = children(), tmp_path / "output.txt"
+    before, output = descendants(), tmp_path / "output.txt"
     with living([sys.executable, "-c", FAMILY + end], output, grace_s=5.0) as process:
         wait_for(lambda: "two orphans" in output.read_text())
-        wait_for(lambda: len(children() - before) >= 2)
+        wait_for(lambda: len(descendants() - before) >= 2)
         wait_for(lambda: end or process.poll() is not None)
-    assert children() == before
+    assert descendants() == before
     assert process.returncode == (-signal.SIGTERM if end else 0)
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from megatron_rl.ablation.config import AblationConfig
-from megatron_rl.ablation.outcome import Outcome
-from megatron_rl.ablation.result import PHASES, REST, Row, by_step_time, memory_unit, ratios
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.planner.run_plan import amount
+from megatron_rl.trials import markdown
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.outcome import TrialOutcome
+from megatron_rl.trials.result import PHASES, REST, Row, by_step_time, memory_unit, ratios
 
 COLUMNS = (*PHASES, REST)
 LEGEND = """\
@@ -45,7 +46,7 @@ def as_csv(rows: Sequence[Row], baseline: str | None) -> str:
 def as_markdown(rows: Sequence[Row], ablation: AblationConfig, picture: str | None) -> str:
     """What finished, the fastest first; then what did not, with its reason; then what cannot run."""
     finished = by_step_time(rows)
-    counts = ", ".join(f"{count} {outcome}" for outcome in Outcome if (count := _count(rows, outcome)))
+    counts = ", ".join(f"{count} {outcome}" for outcome in TrialOutcome if (count := _count(rows, outcome)))
     lines = [f"# Ablation of {ablation.config}", "", f"{len(rows)} points: {counts}. {_baseline_text(rows, ablation)}"]
     if finished:
         apart = largest_difference([row.result.scores for row in finished if row.result is not None])
@@ -56,18 +57,21 @@ def as_markdown(rows: Sequence[Row], ablation: AblationConfig, picture: str | No
             lines[-2] += f" Rewards of the same step differ between points by at most {apart:.3g}."
         lines += [*([f"![seconds by phase, tokens per second, bytes, memory]({picture})", ""] if picture else [])]
         lines += [*_results_table(finished, rows, ablation.baseline), "", LEGEND]
-    other = [row for row in rows if row.outcome not in (Outcome.FINISHED, Outcome.INVALID)]
+    other = [row for row in rows if row.outcome not in (TrialOutcome.FINISHED, TrialOutcome.INVALID)]
     if other:
-        lines += ["", "## Not finished", "", "| point | outcome | seconds | reason |", "|---|---|---|---|"]
-        lines += [_line(row.planned.label, row.outcome, _number(row.seconds, "{:.0f}"), row.reason) for row in other]
+        lines += ["", "## Not finished", "", *markdown.table("point", "outcome", "seconds", "reason")]
         for row in other:
-            if row.tail and row.outcome is not Outcome.INTERRUPTED:
-                lines += ["", f"The end of what {row.name} printed:", "", "```", *row.tail, "```"]
-    invalid = [row for row in rows if row.outcome is Outcome.INVALID]
+            seconds = _number(row.seconds, "{:.0f}")
+            lines.append(markdown.row(row.planned.label, row.outcome, seconds, row.reason))
+        for row in other:
+            if row.tail and row.outcome is not TrialOutcome.INTERRUPTED:
+                lines += ["", *markdown.block(f"The end of what {row.name} printed:", row.tail)]
+    invalid = [row for row in rows if row.outcome is TrialOutcome.INVALID]
     if invalid:
-        lines += ["", "## Invalid", "", "| points | rule |", "|---|---|"]
+        lines += ["", "## Invalid", "", *markdown.table("points", "rule")]
         for reason in dict.fromkeys(row.reason for row in invalid):
-            lines.append(_line(", ".join(row.name for row in invalid if row.reason == reason), reason))
+            names = ", ".join(row.name for row in invalid if row.reason == reason)
+            lines.append(markdown.row(names, reason))
     return "\n".join(lines) + "\n"
 
 
@@ -107,8 +111,8 @@ def _results_table(finished: Sequence[Row], rows: Sequence[Row], baseline: str |
     headings = ["layout", "step s", "x", *COLUMNS, "tokens/s", "per rank", "x"]
     headings += [f"received / least {name}", "exchange ms", f"memory / planned {name}", "x"]
     headings += ["planned step s", "measured / planned", "reward"]
-    rule = "|" + "|".join(["---", *("---:" for _ in headings[1:])]) + "|"
-    return [_line(*headings), rule, *(_line(*_cells(row, rows, baseline, unit)) for row in finished)]
+    cells = (_cells(row, rows, baseline, unit) for row in finished)
+    return [*markdown.table(*headings, rule="---:"), *(markdown.row(*values) for values in cells)]
 
 
 def _cells(row: Row, rows: Sequence[Row], baseline: str | None, unit: float) -> Iterable[str]:
@@ -182,12 +186,8 @@ def _baseline_text(rows: Sequence[Row], ablation: AblationConfig) -> str:
     return f"Ratios are to {base.name}."
 
 
-def _count(rows: Sequence[Row], outcome: Outcome) -> int:
+def _count(rows: Sequence[Row], outcome: TrialOutcome) -> int:
     return sum(row.outcome is outcome for row in rows)
-
-
-def _line(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def _number(value: float | None, form: str) -> str:

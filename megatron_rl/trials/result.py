@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.ablation.outcome import Outcome
-from megatron_rl.ablation.planned import PlannedPoint
-from megatron_rl.ablation.record import Record, is_current
+from megatron_rl.trials.outcome import TrialOutcome
+from megatron_rl.trials.planned import PlannedPoint
+from megatron_rl.trials.record import Record, is_current
 
 PHASES = {
     "gen": ("gen",),
@@ -63,7 +63,7 @@ class Row:
     """One point in a report: what was planned, how it ended, and its numbers where it finished."""
 
     planned: PlannedPoint
-    outcome: Outcome
+    outcome: TrialOutcome
     reason: str = ""
     seconds: float | None = None
     result: Result | None = None
@@ -143,11 +143,11 @@ def memory_unit(finished: Sequence[Row]) -> tuple[float, str]:
 
 def _row(planned: PlannedPoint, record: Record | None, warmup_steps: int) -> Row:
     if planned.layout is None:
-        return Row(planned, Outcome.INVALID, planned.reason)
+        return Row(planned, TrialOutcome.INVALID, planned.reason)
     if record is None or not is_current(record, planned.point):
-        return Row(planned, Outcome.NOT_RUN)
+        return Row(planned, TrialOutcome.NOT_RUN)
     result = None
-    if record.outcome is Outcome.FINISHED:
+    if record.outcome is TrialOutcome.FINISHED:
         result = result_of(record, planned.layout.num_ranks, warmup_steps)
     return Row(planned, record.outcome, record.reason, record.seconds, result, tuple(record.tail))
 

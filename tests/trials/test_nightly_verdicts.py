@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -9,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.lives.metrics_file import read_metrics
-from megatron_rl.nightly.golden import Band, Golden, read_golden, write_golden
-from megatron_rl.nightly.outcome import Life, Outcome, outcome_of
-from megatron_rl.nightly.report import markdown
+from megatron_rl.trials.golden import Band, Golden, read_golden, write_golden
+from megatron_rl.trials.metrics_file import read_metrics
+from megatron_rl.trials.outcome import Life
+from megatron_rl.trials.verdict import Verdict, report, verdict_of
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Golden(
@@ -32,13 +33,13 @@ WELL = [Life(20, 9.0, 1, to_stop=True), Life(0, 9.0, 3)]
 
 
 def failed(recorded) -> list[tuple[str, int | None]]:
-    return [(check.metric, check.step) for check in GOLDEN.checks(recorded) if not check.passed]
+    return [(one.metric, one.step) for one in GOLDEN.compare(recorded) if not one.passed]
 
 
 def test_inside_all_bands_is_a_pass():
     """Far above an open side, on the edge of a closed one, and a slow first step that the median forgives."""
     assert failed(GOOD) == []
-    assert outcome_of(WELL, GOLDEN.checks(GOOD)) is Outcome.PASS
+    assert verdict_of(WELL, GOLDEN.compare(GOOD)) is Verdict.PASS
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_outside_one_band_is_a_regression(step, metric, value, expected):
     """Each names metric and step. By hand: 0.7 - 0.1, 4 + 0.5, 4 - 0.25; a median of 69 is below 100 - 30%."""
     recorded = {**GOOD, step: GOOD[step] | {metric: value}}
     assert failed(recorded) == expected
-    assert outcome_of(WELL, GOLDEN.checks(recorded)) is Outcome.REGRESSION
+    assert verdict_of(WELL, GOLDEN.compare(recorded)) is Verdict.REGRESSION
 
 
 def test_what_was_not_recorded_fails():
@@ -67,32 +68,32 @@ def test_what_was_not_recorded_fails():
 @pytest.mark.parametrize(
     ("lives", "expected"),
     [
-        ([Life(21, 1, 1, to_stop=True), Life(0, 1, 3)], Outcome.PASS),
-        ([Life(0, 1, 3, to_stop=True)], Outcome.PASS),  # it ended before it saw the signal
-        ([Life(0, 1, 3)], Outcome.PASS),
-        ([Life(-9, 1, 1, hung_after_s=60.0)], Outcome.HANG),
-        ([Life(20, 1, 1, to_stop=True), Life(-9, 1, 1, hung_after_s=60.0)], Outcome.HANG),
-        ([Life(2, 1, 0)], Outcome.INVALID_CONFIG),
-        ([Life(3, 1, 1)], Outcome.CRASH),
-        ([Life(-9, 1, 1)], Outcome.CRASH),
-        ([Life(20, 1, 1)], Outcome.CRASH),  # somebody else stopped it
-        ([Life(22, 1, 1, to_stop=True)], Outcome.CRASH),  # it could not save in time
-        ([Life(20, 1, 1, to_stop=True), Life(1, 1, 2)], Outcome.CRASH),
-        ([Life(20, 1, 1, to_stop=True)], Outcome.CRASH),  # it never went on
-        ([], Outcome.CRASH),
+        ([Life(21, 1, 1, to_stop=True), Life(0, 1, 3)], Verdict.PASS),
+        ([Life(0, 1, 3, to_stop=True)], Verdict.PASS),  # it ended before it saw the signal
+        ([Life(0, 1, 3)], Verdict.PASS),
+        ([Life(-9, 1, 1, overran_s=60.0)], Verdict.HANG),
+        ([Life(20, 1, 1, to_stop=True), Life(-9, 1, 1, overran_s=60.0)], Verdict.HANG),
+        ([Life(2, 1, 0)], Verdict.INVALID_CONFIG),
+        ([Life(3, 1, 1)], Verdict.CRASH),
+        ([Life(-9, 1, 1)], Verdict.CRASH),
+        ([Life(20, 1, 1)], Verdict.CRASH),  # somebody else stopped it
+        ([Life(22, 1, 1, to_stop=True)], Verdict.CRASH),  # it could not save in time
+        ([Life(20, 1, 1, to_stop=True), Life(1, 1, 2)], Verdict.CRASH),
+        ([Life(20, 1, 1, to_stop=True)], Verdict.CRASH),  # it never went on
+        ([], Verdict.CRASH),
     ],
 )
 def test_how_lives_end_decides_first(lives, expected):
     """Even where every metric is right."""
-    assert outcome_of(lives, GOLDEN.checks(GOOD)) is expected
+    assert verdict_of(lives, GOLDEN.compare(GOOD)) is expected
 
 
 def test_exit_codes_are_distinct_and_documented():
     """Would not catch a code that documentation explains wrongly."""
-    codes = [outcome.value for outcome in Outcome]
+    codes = [verdict.value for verdict in Verdict]
     assert codes == [0, 2, 10, 11, 12]
     page = (REPOSITORY / "docs/nightly.md").read_text()
-    assert all(f"| {code} | {outcome.name.lower()}" in page for code, outcome in zip(codes, Outcome, strict=True))
+    assert all(f"| {code} | {verdict.name.lower()}" in page for code, verdict in zip(codes, Verdict, strict=True))
 
 
 def test_renewed_golden_passes_and_survives_the_file(tmp_path):
@@ -104,7 +105,7 @@ def test_renewed_golden_passes_and_survives_the_file(tmp_path):
     assert read_golden(tmp_path / "golden.json") == renewed
     assert renewed.metrics["score"] == Band((0.1, 0.2, 0.3), below=0.1)
     assert renewed.metrics["speed"].values == (90.0,)
-    assert all(check.passed for check in renewed.checks(worse))
+    assert all(one.passed for one in renewed.compare(worse))
     with pytest.raises(ConfigError, match="score of step 3"):
         GOLDEN.renewed({1: GOOD[1], 2: GOOD[2]})
     with pytest.raises(ConfigError, match="length of step 2"):
@@ -139,12 +140,12 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
 def test_report_says_what_failed_first():
     """One page: outcome, lives, the failed comparison above the others, the end of the output."""
     recorded = {**GOOD, 3: GOOD[3] | {"length": 9.0}}
-    checks = GOLDEN.checks(recorded)
-    text = markdown(Outcome.REGRESSION, "megatron-rl nightly", WELL, checks, "first\n" * 100 + "last\n")
+    lives = [WELL[0], dataclasses.replace(WELL[1], output="first\n" * 100 + "last\n")]
+    text = report(Verdict.REGRESSION, "megatron-rl nightly", lives, GOLDEN.compare(recorded))
     assert text.startswith("# Nightly: regression (exit code 10)")
     assert "| 1 | 9 | 1 | SIGTERM, then exit code 20 |" in text
     rows = [line for line in text.splitlines() if line.startswith(("| score", "| length", "| speed"))]
     assert rows[0] == "| length | 3 | 9 | 4 | 3.75 to 4.5 | **out** |" and len(rows) == 7
     assert "last" in text and text.count("first") < 30
-    killed = markdown(Outcome.HANG, "x", [Life(-9, 70, 1, hung_after_s=60.0)], [], "")
+    killed = report(Verdict.HANG, "x", [Life(-9, 70, 1, overran_s=60.0)], [])
     assert "killed after 60 s without a step" in killed

@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl import cli
-from megatron_rl.ablation.config import AblationConfig, Settings
-from megatron_rl.ablation.planned import Layout, plan_points
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.preflight import preflight
+from megatron_rl.trials.ablation_file import AblationConfig, Settings
+from megatron_rl.trials.planned import GroupSizes, plan_points
 
 REPOSITORY = Path(__file__).parents[2]
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -60,7 +60,7 @@ def test_a_grid_of_layouts(files, tmp_path):
     valid = [point for point in planned if not point.violations]
     assert len(planned) == 27 and len(valid) == 18
     assert all(point.layout.num_ranks == 4 for point in valid)
-    assert valid[0].layout == Layout(1, 1, 4, 1) and valid[0].label == "TP1 PP1 DP4 \N{RIGHTWARDS ARROW} TP1"
+    assert valid[0].layout == GroupSizes(1, 1, 4, 1) and valid[0].label == "TP1 PP1 DP4 \N{RIGHTWARDS ARROW} TP1"
     assert [point.expected.received_bytes for point in valid[:3]] == [0, 0, 0]
     assert all(point.expected.received_bytes > 0 for point in valid if point.layout.pp > 1)
     refused = next(point for point in planned if point.violations)

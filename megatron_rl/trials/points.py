@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.ablation.config import NAME, AblationConfig, Settings
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError, shown
+from megatron_rl.trials.ablation_file import NAME, AblationConfig, Settings
 
 ACTOR_MEGATRON = "actor_rollout_ref.actor.megatron"
 LAYOUT = {

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import fcntl
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.ablation.config import AblationConfig
-from megatron_rl.ablation.grid import Point
-from megatron_rl.ablation.outcome import Ending, Outcome, outcome_of, reason_of
-from megatron_rl.ablation.planned import RUN, PlannedPoint, point_folder, run_overrides
-from megatron_rl.ablation.record import (
-    NUM_TAIL_LINES,
-    OUTPUT,
-    Record,
-    must_run,
-    read_record,
-    recorded_numbers,
-    write_record,
-)
-from megatron_rl.ablation.result import Row, rows_of
-from megatron_rl.ablation.table import as_csv, as_markdown
 from megatron_rl.errors import ConfigError
-from megatron_rl.lives.process import living
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.ablation_report import as_csv, as_markdown
+from megatron_rl.trials.outcome import TrialOutcome
+from megatron_rl.trials.planned import PlannedPoint, trial_of
+from megatron_rl.trials.points import Point
+from megatron_rl.trials.record import Record, must_run, read_record, record_of, write_record
+from megatron_rl.trials.result import Row, rows_of
+from megatron_rl.trials.trial import Patience, Trial, require_own
 
 LOCK = ".ablation"
 """Marks a folder as an ablation's; locked while one runs in it."""
 CSV, MARKDOWN, PICTURE = "ablation.csv", "ablation.md", "ablation.png"
-POLL_S = 0.2
-GRACE_S = 20.0
-"""What a run that is stopped has to close Ray; it saves nothing unless it is configured to."""
-VMSTAT = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True)
@@ -47,15 +33,18 @@ class Ablation:
     planned: Sequence[PlannedPoint]
     say: Callable[[str], None]
 
+    def trial(self, point: Point) -> Trial:
+        return trial_of(point, self.config, self.folder)
+
     def rows(self) -> list[Row]:
         """Every point, with what its record says."""
         points = [planned.point for planned in self.planned]
-        records = {point.name: read_record(point_folder(self.folder, point)) for point in points}
+        records = {point.name: read_record(self.trial(point).folder) for point in points}
         return rows_of(self.planned, records, self.config.warmup_steps)
 
     def write_report(self) -> list[Row]:
         """ablation.csv, ablation.md and, where something has finished, ablation.png; the rows in them."""
-        from megatron_rl.ablation.picture import draw_ablation  # matplotlib takes a second to load
+        from megatron_rl.trials.picture import draw_ablation  # matplotlib takes a second to load
 
         rows = self.rows()
         drawn = draw_ablation(rows, self.config.baseline, self.folder / PICTURE)
@@ -77,11 +66,11 @@ class Ablation:
                 self.say(f"{planned.point.name}: invalid, skipped: {planned.reason}")
         due = []
         for point in valid:
-            record = read_record(point_folder(self.folder, point))
+            record = read_record(self.trial(point).folder)
             if must_run(record, point, retry_failed):
                 due.append(point)
             else:
-                retried = "" if record.outcome is Outcome.FINISHED else " (--retry-failed runs it again)"
+                retried = "" if record.outcome is TrialOutcome.FINISHED else " (--retry-failed runs it again)"
                 self.say(f"{point.name}: {record.outcome} before, not repeated{retried}")
         due.sort(key=lambda point: point.name != self.config.baseline)
         rows = self.write_report()
@@ -92,60 +81,26 @@ class Ablation:
         return rows
 
     def _run_point(self, point: Point) -> None:
-        folder = point_folder(self.folder, point)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "megatron_rl", "train", "--config", self.config.config]
+        trial = self.trial(point)
+        trial.empty()
         started = time.monotonic()
         try:
-            ending = live([*command, *run_overrides(point, self.folder)], folder / OUTPUT, self.config.time_limit_s)
+            life = trial.live(Patience(whole_s=self.config.time_limit_s))
         except (KeyboardInterrupt, SystemExit):
             seconds = round(time.monotonic() - started, 1)
-            write_record(folder, Record(point.name, point.key, Outcome.INTERRUPTED, seconds=seconds))
+            write_record(trial.folder, Record(point.name, point.key, TrialOutcome.INTERRUPTED, seconds=seconds))
             self.write_report()
             self.say(f"  interrupted; the report is in {self.folder}, and the same command goes on from here")
             raise
-        outcome = outcome_of(ending)
-        reason = reason_of(ending, outcome, self.config.time_limit_s)
-        record = Record(
-            point.name,
-            point.key,
-            outcome,
-            reason,
-            ending.exit_code,
-            round(ending.seconds, 1),
-            point.settings,
-            **recorded_numbers(folder / RUN),
-            tail=[] if outcome is Outcome.FINISHED else ending.output.splitlines()[-NUM_TAIL_LINES:],
-        )
-        write_record(folder, record)
-        self.say(f"  {outcome} in {ending.seconds:.0f} s{': ' if reason else ''}{reason}")
-
-
-def live(command: Sequence[str], output: Path, time_limit_s: float) -> Ending:
-    """One process from its start to its end, or to its time limit; no process of its family is left."""
-    started, killed_before = time.monotonic(), oom_kills()
-    timed_out = False
-    with living(command, output, GRACE_S) as process:
-        while process.poll() is None and not timed_out:
-            time.sleep(POLL_S)
-            timed_out = time.monotonic() - started > time_limit_s
-        timed_out = process.poll() is None
-    text = output.read_text(errors="replace")
-    return Ending(process.returncode, time.monotonic() - started, text, timed_out, oom_kills() - killed_before)
-
-
-def oom_kills() -> int:
-    """Processes that the kernel has killed for memory since this machine started; 0 where it does not count."""
-    counts = dict(line.split() for line in VMSTAT.read_text().splitlines()) if VMSTAT.is_file() else {}
-    return int(counts.get("oom_kill", 0))
+        record = record_of(point, trial, life)
+        write_record(trial.folder, record)
+        self.say(f"  {record.outcome} in {life.seconds:.0f} s{': ' if record.reason else ''}{record.reason}")
 
 
 @contextmanager
 def only_ablation(folder: Path) -> Iterator[None]:
     """Make the folder and keep other ablations out of it. Raises ConfigError where one is in it, or something else."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK).exists():
-        raise ConfigError(f"--folder {folder} holds files of something else; nearest: --folder {folder}/ablation")
+    require_own(folder, LOCK, "ablation")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:
         try:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from megatron_rl.ablation.config import AblationConfig
-from megatron_rl.ablation.grid import Point, name_of, points_of, short_names
-from megatron_rl.ablation.outcome import Outcome
-from megatron_rl.ablation.record import Record, must_run, read_record, write_record
 from megatron_rl.errors import ConfigError
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.outcome import TrialOutcome
+from megatron_rl.trials.points import Point, name_of, points_of, short_names
+from megatron_rl.trials.record import Record, must_run, read_record, write_record
 
 TP = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
 PP = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
@@ -76,7 +76,7 @@ def test_every_value_survives_the_command_line(value):
 
 
 def test_names_are_short_and_apart():
-    """Layout sizes have their own; others as many parts as they need."""
+    """GroupSizes sizes have their own; others as many parts as they need."""
     keys = {TP, PACKED, "critic.use_dynamic_bsz", "trainer.seed"}
     short = short_names(keys)
     assert short == {
@@ -113,13 +113,13 @@ POINT = Point("a", "key", {}, {})
     ("record", "runs", "runs_with_retry"),
     [
         (None, True, True),
-        (Record("a", "key", Outcome.FINISHED), False, False),
-        (Record("a", "key", Outcome.INTERRUPTED), True, True),
-        (Record("a", "key", Outcome.CRASHED), False, True),
-        (Record("a", "key", Outcome.OUT_OF_MEMORY), False, True),
-        (Record("a", "key", Outcome.TIMED_OUT), False, True),
-        (Record("a", "key", Outcome.INVALID), False, True),
-        (Record("a", "other", Outcome.FINISHED), True, True),
+        (Record("a", "key", TrialOutcome.FINISHED), False, False),
+        (Record("a", "key", TrialOutcome.INTERRUPTED), True, True),
+        (Record("a", "key", TrialOutcome.CRASHED), False, True),
+        (Record("a", "key", TrialOutcome.OUT_OF_MEMORY), False, True),
+        (Record("a", "key", TrialOutcome.TIMED_OUT), False, True),
+        (Record("a", "key", TrialOutcome.INVALID), False, True),
+        (Record("a", "other", TrialOutcome.FINISHED), True, True),
     ],
 )
 def test_what_runs_again(record, runs, runs_with_retry):
@@ -130,7 +130,9 @@ def test_what_runs_again(record, runs, runs_with_retry):
 
 def test_records_survive_the_file(tmp_path):
     """A number that is none becomes null. Would not catch a record of a later version that has the same fields."""
-    record = Record("a", "key", Outcome.FINISHED, exit_code=0, steps={1: {"timing_s/step": 2.5}}, received_bytes=[3, 4])
+    record = Record(
+        "a", "key", TrialOutcome.FINISHED, exit_code=0, steps={1: {"timing_s/step": 2.5}}, received_bytes=[3, 4]
+    )
     write_record(tmp_path, record)
     assert read_record(tmp_path) == record
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]

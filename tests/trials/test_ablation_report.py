@@ -9,15 +9,15 @@ import io
 import matplotlib.image
 import pytest
 
-from megatron_rl.ablation.config import AblationConfig
-from megatron_rl.ablation.grid import Point
-from megatron_rl.ablation.outcome import Outcome
-from megatron_rl.ablation.picture import draw_ablation
-from megatron_rl.ablation.planned import Expected, Layout, PlannedPoint
-from megatron_rl.ablation.record import Record
-from megatron_rl.ablation.result import Row, ratios, result_of, rows_of
-from megatron_rl.ablation.table import as_csv, as_markdown, dry_run_tables
 from megatron_rl.errors import Violation
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.ablation_report import as_csv, as_markdown, dry_run_tables
+from megatron_rl.trials.outcome import TrialOutcome
+from megatron_rl.trials.picture import draw_ablation
+from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
+from megatron_rl.trials.points import Point
+from megatron_rl.trials.record import Record
+from megatron_rl.trials.result import Row, ratios, result_of, rows_of
 
 ABLATION = AblationConfig("base.yaml", baseline="a", warmup_steps=1)
 
@@ -38,7 +38,7 @@ def step(seconds: float, memory: float = 0.5) -> dict[str, float]:
     }
 
 
-def planned(name: str, layout: Layout | None = None, **violated) -> PlannedPoint:
+def planned(name: str, layout: GroupSizes | None = None, **violated) -> PlannedPoint:
     point = Point(name, f"key of {name}", {}, {})
     if layout is None:
         return PlannedPoint(point, "", [Violation(violated, "must be less", {"x": 1})])
@@ -48,20 +48,22 @@ def planned(name: str, layout: Layout | None = None, **violated) -> PlannedPoint
 def record(name: str, *seconds: float, **changes) -> Record:
     steps = {number: step(value) for number, value in enumerate(seconds, start=1)}
     sizes = {"received_bytes": [2_000_000, 3_000_000], "bound_bytes": [2_000_000, 3_000_000]}
-    return Record(name, f"key of {name}", Outcome.FINISHED, seconds=20.0, steps=steps, **(sizes | changes))
+    return Record(name, f"key of {name}", TrialOutcome.FINISHED, seconds=20.0, steps=steps, **(sizes | changes))
 
 
 PLANNED = [
-    planned("a", Layout(2, 2, 1, 2)),
-    planned("b", Layout(1, 1, 4, 1)),
-    planned("c", Layout(4, 1, 1, 4)),
-    planned("d", Layout(1, 2, 2, 1)),
+    planned("a", GroupSizes(2, 2, 1, 2)),
+    planned("b", GroupSizes(1, 1, 4, 1)),
+    planned("c", GroupSizes(4, 1, 1, 4)),
+    planned("d", GroupSizes(1, 2, 2, 1)),
     planned("e", x=9),
 ]
 RECORDS = {
     "a": record("a", 9.0, 2.0, 4.0, 3.0),
     "b": record("b", 9.0, 1.5, 1.5),
-    "c": dataclasses.replace(record("c"), outcome=Outcome.CRASHED, reason="exit code 3: bang", tail=["first", "bang"]),
+    "c": dataclasses.replace(
+        record("c"), outcome=TrialOutcome.CRASHED, reason="exit code 3: bang", tail=["first", "bang"]
+    ),
 }
 ROWS = rows_of(PLANNED, RECORDS, warmup_steps=1)
 
@@ -89,10 +91,16 @@ def test_ratios_to_the_baseline():
 
 def test_rows_follow_points_and_not_files():
     """A record of another configuration counts as none. Would not catch a change that leaves the key as it is."""
-    outcomes = [Outcome.FINISHED, Outcome.FINISHED, Outcome.CRASHED, Outcome.NOT_RUN, Outcome.INVALID]
+    outcomes = [
+        TrialOutcome.FINISHED,
+        TrialOutcome.FINISHED,
+        TrialOutcome.CRASHED,
+        TrialOutcome.NOT_RUN,
+        TrialOutcome.INVALID,
+    ]
     assert [row.outcome for row in ROWS] == outcomes
     stale = RECORDS | {"a": dataclasses.replace(RECORDS["a"], key="of before")}
-    assert rows_of(PLANNED, stale, 1)[0] == Row(PLANNED[0], Outcome.NOT_RUN)
+    assert rows_of(PLANNED, stale, 1)[0] == Row(PLANNED[0], TrialOutcome.NOT_RUN)
 
 
 def test_csv_has_every_point():

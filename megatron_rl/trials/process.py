@@ -11,16 +11,15 @@ import ctypes
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
+from megatron_rl.cluster.leftovers import descendants, end
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
-POLL_S = 0.05
-UNKILLABLE_AFTER_S = 30.0
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -33,7 +32,7 @@ def living(command: Sequence[str], output: Path, grace_s: float = 10.0) -> Itera
     (a second signal to this process cuts them short); then whatever is left of its family is killed and waited for. It
     gets SIGKILL when this process dies. Raises RuntimeError when a process cannot be killed.
     """
-    before = _descendants()
+    before = descendants()
     with _adopting_orphans(), output.open("ab") as file:
         process = subprocess.Popen(
             command,
@@ -61,22 +60,21 @@ def _kill_family(process: subprocess.Popen, before: set[psutil.Process]) -> None
     try:
         process.kill()
         process.wait()
-        deadline = time.monotonic() + UNKILLABLE_AFTER_S
-        while family := _descendants() - before:
-            for member in family:
-                with suppress(psutil.NoSuchProcess):
-                    member.kill()
-                with suppress(ChildProcessError):  # only those that this process has adopted are its to wait for
-                    os.waitpid(member.pid, os.WNOHANG)
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"processes that cannot be killed: {sorted(member.pid for member in family)}")
-            time.sleep(POLL_S)
+        left = end(lambda: _unreaped(descendants() - before))
+        if left:
+            raise RuntimeError(f"processes that cannot be killed: {sorted(member.pid for member in left)}")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _descendants() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+def _unreaped(family: set[psutil.Process]) -> set[psutil.Process]:
+    """Wait for those that have ended; only the ones that this process has adopted are its to wait for."""
+    reaped = set()
+    for member in family:
+        with suppress(ChildProcessError):
+            if os.waitpid(member.pid, os.WNOHANG)[0]:
+                reaped.add(member)
+    return family - reaped
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is kept of a point that ran: one JSON file, written at one instant, and what it means for the next start."""
+"""What is kept of a trial: one JSON file, written at one instant, and what it means for the next start."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.ablation.grid import Point
-from megatron_rl.ablation.outcome import FAILED, Outcome
 from megatron_rl.checkpoint.durable import write_text
-from megatron_rl.lives.metrics_file import read_metrics
 from megatron_rl.observe.summary import finite_or_null
+from megatron_rl.trials.outcome import FAILED, Life, TrialOutcome
+from megatron_rl.trials.points import Point
+from megatron_rl.trials.trial import Trial
 
-RECORD, OUTPUT, METRICS, SUMMARY = "record.json", "output.txt", "metrics.jsonl", "summary.json"
+RECORD, SUMMARY = "record.json", "summary.json"
 KEPT = ("timing_s/", "perf/", "reshard/", "critic/score/mean")
 """Beginnings of the metrics that reports are made from."""
 NUM_TAIL_LINES = 20
@@ -29,7 +29,7 @@ class Record:
 
     name: str
     key: str
-    outcome: Outcome
+    outcome: TrialOutcome
     reason: str = ""
     exit_code: int | None = None
     seconds: float = 0.0
@@ -49,9 +49,9 @@ def must_run(record: Record | None, point: Point, retry_failed: bool) -> bool:
     """Whether a point is to be started: what finished never again, what was interrupted always, failures on demand."""
     if record is None or not is_current(record, point):
         return True
-    if record.outcome is Outcome.FINISHED:
+    if record.outcome is TrialOutcome.FINISHED:
         return False
-    return retry_failed or record.outcome not in (*FAILED, Outcome.INVALID)
+    return retry_failed or record.outcome not in (*FAILED, TrialOutcome.INVALID)
 
 
 def read_record(folder: Path) -> Record | None:
@@ -62,7 +62,7 @@ def read_record(folder: Path) -> Record | None:
     try:
         content = json.loads(file.read_text())
         steps = {int(step): metrics for step, metrics in content["steps"].items()}
-        return Record(**(content | {"outcome": Outcome(content["outcome"]), "steps": steps}))
+        return Record(**(content | {"outcome": TrialOutcome(content["outcome"]), "steps": steps}))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
         return None
 
@@ -72,16 +72,23 @@ def write_record(folder: Path, record: Record) -> None:
     write_text(folder / RECORD, json.dumps(finite_or_null(asdict(record)), indent=1, allow_nan=False))
 
 
-def recorded_numbers(run: Path) -> dict[str, Any]:
-    """The fields `steps`, `received_bytes` and `bound_bytes` of a record, from a run's folder, as far as it came."""
-    steps = read_metrics(run / METRICS)
-    kept = {step: _kept(metrics) for step, metrics in steps.items() if step > 0}  # step 0 is before training
-    summary = json.loads((run / SUMMARY).read_text()) if (run / SUMMARY).is_file() else {}
-    return {
-        "steps": kept,
-        "received_bytes": summary.get("transition_bytes_received_per_rank", []),
-        "bound_bytes": summary.get("transition_bytes_lower_bound_per_rank", []),
-    }
+def record_of(point: Point, trial: Trial, life: Life) -> Record:
+    """Of a trial that has ended after one life, with the numbers of its run as far as it came."""
+    summary_file = trial.run / SUMMARY
+    summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {}
+    return Record(
+        point.name,
+        point.key,
+        life.outcome,
+        life.reason,
+        life.exit_code,
+        round(life.seconds, 1),
+        point.settings,
+        steps={step: _kept(metrics) for step, metrics in trial.recorded().items() if step > 0},  # 0: before training
+        received_bytes=summary.get("transition_bytes_received_per_rank", []),
+        bound_bytes=summary.get("transition_bytes_lower_bound_per_rank", []),
+        tail=[] if life.outcome is TrialOutcome.FINISHED else life.tail(NUM_TAIL_LINES),
+    )
 
 
 def _kept(metrics: Mapping[str, float]) -> dict[str, float]:

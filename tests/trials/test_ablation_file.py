@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.ablation.config import RULES, AblationConfig, read_ablation
 from megatron_rl.errors import ConfigError
+from megatron_rl.trials.ablation_file import RULES, AblationConfig, read_ablation
 
 REPOSITORY = Path(__file__).parents[2]
 TP = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"

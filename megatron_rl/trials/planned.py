@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.ablation.config import AblationConfig
-from megatron_rl.ablation.grid import LAYOUT, Point, points_of, short_names
 from megatron_rl.config.load import read_config, read_file
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
 from megatron_rl.planner.hardware import default_hardware, load_hardware
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.points import LAYOUT, Point, points_of, short_names
+from megatron_rl.trials.trial import Trial
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Sizes of a run's groups."""
+class GroupSizes:
+    """Sizes of a run's groups: its layout, in short."""
 
     tp: int
     pp: int
@@ -56,7 +57,7 @@ class PlannedPoint:
     point: Point
     options: str
     violations: list[Violation]
-    layout: Layout | None = None
+    layout: GroupSizes | None = None
     expected: Expected | None = None
 
     @property
@@ -70,20 +71,10 @@ class PlannedPoint:
         return "; ".join(map(str, self.violations))
 
 
-RUN = "run"
-"""A point's folder of its run, beside its record and output."""
-
-
-def point_folder(folder: Path, point: Point) -> Path:
-    """Where a point's record, output and run are. folder: the ablation's."""
-    return folder / "points" / point.name
-
-
-def run_overrides(point: Point, folder: Path) -> list[str]:
-    """All that a point's run is told. folder: the ablation's."""
-    run = point_folder(folder, point) / RUN
+def trial_of(point: Point, ablation: AblationConfig, folder: Path) -> Trial:
+    """The trial of a point, which starts anew. folder: the ablation's."""
     anew = ("trainer.resume_mode=disable", "trainer.resume_from_path=null")
-    return [*point.overrides, *anew, f"trainer.default_local_dir={run}"]
+    return Trial(Path(ablation.config), folder / "points" / point.name, (*point.overrides, *anew))
 
 
 def plan_points(ablation: AblationConfig, folder: Path) -> list[PlannedPoint]:
@@ -97,7 +88,7 @@ def plan_points(ablation: AblationConfig, folder: Path) -> list[PlannedPoint]:
 def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, folder: Path) -> PlannedPoint:
     others = {short[key]: value for key, value in point.own.items() if key not in LAYOUT}
     options = " ".join(f"{name}={shown(value)}" for name, value in others.items())
-    config, violations = read_config(ablation.config, run_overrides(point, folder))
+    config, violations = read_config(ablation.config, trial_of(point, ablation, folder).overrides)
     if config is not None:
         violations = [*violations, *preflight(config), *_recording_problems(config, ablation)]
     if config is None or violations:
@@ -110,7 +101,7 @@ def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, fold
         point,
         options,
         [],
-        Layout(grid.tp_size, grid.pp_size, grid.dp_size, plan.models.rollout.tp_size),
+        GroupSizes(grid.tp_size, grid.pp_size, grid.dp_size, plan.models.rollout.tp_size),
         Expected(
             plan.step_seconds,
             plan.memory.peak,

@@ -10,9 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl.ablation.outcome import FAILED
-from megatron_rl.ablation.result import PHASES, REST, Result, Row, by_step_time, memory_unit
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
+from megatron_rl.trials.outcome import FAILED
+from megatron_rl.trials.result import PHASES, REST, Result, Row, by_step_time, memory_unit
 
 PHASE_COLORS = dict(zip((*PHASES, REST), ("#edae49", "#30638e", "#0b7a75", "#d1495b", "#c3cad3"), strict=True))
 PLAIN_COLOR, BASELINE_COLOR = "#9fb0bf", "#4d6173"
