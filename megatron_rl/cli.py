@@ -6,9 +6,10 @@ Configuration mistakes are reported before torch, Ray or vLLM is imported; exit 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,9 @@ from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.load import read_config
+from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems, violations_of
+from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Violation
 from megatron_rl.loading import without_collections
@@ -32,6 +35,7 @@ from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import default_hardware, load_hardware
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
+from megatron_rl.roles.environment import worker_environment
 from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
 from megatron_rl.trials.ablation_report import dry_run_tables
@@ -56,15 +60,37 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: t
 
 
 @app.command("train")
-def train_command(config: ConfigPath, overrides: Overrides = None) -> None:
+def train_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="One rank, all roles in this process, without Ray: for a debugger.")
+    ] = False,
+    collapse: Annotated[
+        bool, typer.Option("--collapse", help="Run on one rank whatever layout and pools are configured.")
+    ] = False,
+) -> None:
     """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
-    run_config, violations = checked(config, overrides)
+    run_config, violations = checked(config, overrides, change=collapsed if collapse else None)
     raise_problems("this run cannot start", violations)
+    if local:
+        run_config = on_one_rank(run_config)
+        os.environ |= worker_environment(run_config.trainer.device, ranks_per_node=1)
     quiet_libraries()
     with without_collections():
         from megatron_rl.train import train
 
-    train(run_config)
+    train(run_config, local)
+
+
+def on_one_rank(config: RunConfig) -> RunConfig:
+    """The run in one pool of one rank. Raises ConfigError where a pool has more than one."""
+    sizes = {name: pool.size for name, pool in Placement.of(config).pools.items()}
+    larger = [f"{name} has {size.world_size} ({size})" for name, size in sizes.items() if size.world_size > 1]
+    if larger:
+        rule = "--local runs one rank in this process, and"
+        raise ConfigError(f"{rule} {', '.join(larger)}; nearest: --local --collapse")
+    return collapsed(config) if len(sizes) > 1 else config
 
 
 @app.command("plan")
@@ -118,11 +144,18 @@ def plan_command(
 
 
 def checked(
-    path: Path, overrides: Sequence[str] | None, without_files: bool = False
+    path: Path,
+    overrides: Sequence[str] | None,
+    without_files: bool = False,
+    change: Callable[[RunConfig], RunConfig] | None = None,
 ) -> tuple[RunConfig | None, list[Violation]]:
-    """The configuration, and everything that is wrong with its keys, its values and the files it names."""
+    """The configuration, and everything that is wrong with its keys, its values and the files it names.
+
+    change: what to make of the configuration before its rules are checked.
+    """
     run_config, violations = read_config(path, overrides or ())
     if run_config is not None:
+        run_config = run_config if change is None else change(run_config)
         violations = [*violations, *preflight(run_config, config_only=without_files)]
     return run_config, violations
 

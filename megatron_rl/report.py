@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from megatron_rl.errors import ParityError
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.summary import before_after_table, write_summary
+from megatron_rl.observe.timeline import plot_timeline
 from megatron_rl.records import Sequences
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ def finish_run(run: Run) -> dict:
         write_summary(run.book.folder.path / "summary.json", summary)
     if "jsonl" in run.config.trainer.logger:
         draw(run)
+    draw_steps(run)
     names = {"held-out accuracy": "val_accuracy"} | (
         {"held-out reward": "val_reward"} if run.roles.reward_models else {}
     )
@@ -53,6 +57,16 @@ def draw(run: Run) -> None:
         plot_curves(run.book.folder.path / METRICS_FILE, run.book.folder.path / "curves.png")
     except OSError as error:
         run.book.warn(f"curves.png could not be written: {error}")
+
+
+def draw_steps(run: Run) -> None:
+    """The timeline of the last steps, one lane for each pool, as a picture and as numbers; likewise."""
+    ran, folder = run.book.clock.recent, run.book.folder.path
+    try:
+        (folder / "timeline.json").write_text(json.dumps([asdict(one) for one in ran], indent=1) + "\n")
+        plot_timeline(ran, folder / "timeline.png")
+    except OSError as error:
+        run.book.warn(f"the timeline could not be written: {error}")
 
 
 def summarise(run: Run, export_diff: float | None) -> dict:

@@ -23,8 +23,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.lifecycle import Lifecycle, Pace
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
-from megatron_rl.planner.memory import plan_stages, worst_of_stages
-from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.memory import planned_memory
 from megatron_rl.planner.stall import stall_timeout_s
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
@@ -116,7 +115,7 @@ def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
         data = Data.read(config, tokenizer)
         rules = rule_reward(config, tokenizer, data.sources, local)
         folder = RunFolder(config)
-        book = Book(config, folder, tokenizer, planned_memory(config, placement))
+        book = Book(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, book.clock)
         opened.enter_context(folder)
         opened.enter_context(book)
@@ -220,12 +219,6 @@ def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
 
     scorers = [(spec, cluster.pools[spec.pool].handle(spec.name, RewardModel)) for spec in placement.reward_models]
     return Roles(handle(ACTOR), handle(ROLLOUT), handle(REFERENCE), handle(CRITIC), scorers, hosts)
-
-
-def planned_memory(config: RunConfig, placement: Placement) -> dict[str, dict[str, dict[str, int]]]:
-    """Pool -> phase -> what is held then, in bytes, on the stage that needs most."""
-    worst = worst_of_stages(plan_stages(RunModels(config)))
-    return dict.fromkeys(placement.pools, worst)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

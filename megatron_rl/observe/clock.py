@@ -34,7 +34,8 @@ class Clock:
         self._announced = PhaseTimer(on_phase=on_phase)
         self._seconds: dict[str, float] = {}
         self._step_started = time.perf_counter()
-        self._steps: deque[list[Ran]] = deque([[]], maxlen=KEPT_STEPS)
+        self._steps: deque[list[Ran]] = deque(maxlen=KEPT_STEPS)
+        self._is_in_step = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -45,7 +46,7 @@ class Clock:
                 yield
         finally:
             self._add(name, time.perf_counter() - start)
-            self._steps[-1].append(Ran("driver", name, wall, time.time()))
+            self._keep(Ran("driver", name, wall, time.time()))
 
     @contextmanager
     def waiting(self, phase: str) -> Iterator[None]:
@@ -57,13 +58,14 @@ class Clock:
         """A verb has run in a pool. Verbs without a phase belong to no step's seconds."""
         if phase:
             self._add(phase, seconds)
-            self._steps[-1].append(Ran(pool, phase, start, stop))
+            self._keep(Ran(pool, phase, start, stop))
 
     def begin_step(self) -> None:
         """Forget all seconds: a step begins now."""
         self._seconds.clear()
         self._step_started = time.perf_counter()
         self._steps.append([])
+        self._is_in_step = True
 
     def take(self, *phases: str) -> dict[str, float]:
         """`timing_s/<phase>` since the last call, which are forgotten; only `phases` where some are given."""
@@ -72,12 +74,17 @@ class Clock:
 
     def take_step(self) -> dict[str, float]:
         """The same, with the step itself, from `begin_step` until now."""
+        self._is_in_step = False
         return self.take() | {"timing_s/step": time.perf_counter() - self._step_started}
 
     @property
     def recent(self) -> list[Ran]:
         """What ran in the last steps, in the order in which it was heard of."""
         return [one for step in self._steps for one in step]
+
+    def _keep(self, ran: Ran) -> None:
+        if self._is_in_step:
+            self._steps[-1].append(ran)
 
     def _add(self, phase: str, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
