@@ -54,7 +54,7 @@ def test_the_message_names_rank_role_verb_traceback_and_the_others() -> None:
     error = to_error([failure(3, 1.0, traceback="  File train.py, line 7"), failure(5, 2.0), failure(4, 2.0)])
     assert type(error) is WorkerFailure and error.exit_code == 3
     assert str(error) == (
-        "rank 3 (host) raised RuntimeError in update_actor: bad value\n\n  File train.py, line 7\n"
+        "rank 3 (actor) raised RuntimeError in update_actor: bad value\n\n  File train.py, line 7\n"
         "2 other rank(s) failed after it: 4, 5"
     )
 

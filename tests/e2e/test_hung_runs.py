@@ -52,9 +52,9 @@ def is_in(process: psutil.Process, verb: str) -> bool:
 @pytest.mark.parametrize(
     "verb",
     [
-        "update_actor",
+        "actor_update",
         pytest.param("generate", marks=pytest.mark.exhaustive),
-        pytest.param("enter_rollout", marks=pytest.mark.exhaustive),
+        pytest.param("rollout_enter", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_stopped_rank_is_named(command_line, verb: str) -> None:
@@ -65,7 +65,7 @@ def test_a_stopped_rank_is_named(command_line, verb: str) -> None:
     code = run.wait(STALL_S + 60)
     assert code == 3 and time.monotonic() - stopped_at < STALL_S + 30, run.text()
     text = " ".join(run.text().split())
-    assert f"rank {rank} (" in text and f"in {verb}: process {stopped.pid} on node " in text, text
+    assert f"rank {rank} (" in text and f"in {verb.partition('_')[2]}: process {stopped.pid} on node " in text, text
     assert "no sign of life" in text and "was stopped by a signal" in text, text
     assert "thread MainThread" in (run.run / STACKS_FILE).read_text()
     assert run.left_over() == []
@@ -82,7 +82,7 @@ def test_a_stopped_rank_is_named(command_line, verb: str) -> None:
 def test_a_signal_ends_a_run_with_a_stopped_rank(command_line, keys: tuple[str, ...], code: int) -> None:
     """The grace is over before the rank is missed. Would not catch a driver that is stopped itself."""
     run = command_line(*TWO, "trainer.heartbeat_timeout_s=300", "trainer.stall_timeout_s=300", *keys)
-    stop_rank_in(run, "update_actor")
+    stop_rank_in(run, "actor_update")
     run.process.send_signal(signal.SIGTERM)
     signalled_at = time.monotonic()
     assert run.wait(60) == code, run.text()

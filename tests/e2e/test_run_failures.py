@@ -131,7 +131,7 @@ def test_raising_worker(command_line, tmp_path: Path) -> None:
     key = "actor_rollout_ref.actor.policy_loss"
     run = command_line(*SMALL, f"{key}.loss_mode=broken", f"{key}.custom.path={loss}")
     run.wait_for(lambda: "raised" in run.text(), timeout=150, may_end=True)
-    assert_clean_end(run, 3, "(actor)", "update_actor", "Traceback", "no such loss")
+    assert_clean_end(run, 3, "(actor)", "in update", "Traceback", "no such loss")
 
 
 def test_killed_worker(command_line) -> None:

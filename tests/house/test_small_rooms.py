@@ -109,3 +109,50 @@ def test_environment_is_read_in_few_places():
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
     ]
     assert not readers
+
+
+MAX_PUBLIC_METHODS, MAX_ATTRIBUTES = 15, 20
+
+
+def public_methods(kind: ast.ClassDef) -> set[str]:
+    """Names of methods and properties that do not begin with an underscore."""
+    return {node.name for node in kind.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+
+
+def attributes(kind: ast.ClassDef) -> set[str]:
+    """Names of fields, and of whatever a method assigns to `self`."""
+    fields = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign)}
+    assigned = {
+        target.attr
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        for target in [node]
+        if isinstance(target.value, ast.Name) and target.value.id == "self"
+    }
+    return fields | assigned
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for path in SOURCES:
+        if name(path).startswith("megatron_rl/") and name(path) not in SCHEMAS:
+            yield from (
+                (f"{name(path)}:{node.lineno} {node.name}", node)
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.ClassDef)
+            )
+
+
+def test_classes_have_few_methods_and_attributes():
+    """Would not catch a class whose few attributes are bags."""
+    methods = {
+        where: len(found) for where, node in classes() if len(found := public_methods(node)) > MAX_PUBLIC_METHODS
+    }
+    kept = {where: len(found) for where, node in classes() if len(found := attributes(node)) > MAX_ATTRIBUTES}
+    assert not methods and not kept
+
+
+def test_the_counts_of_a_class():
+    """By hand. Would not catch attributes that are set from outside, or inherited ones."""
+    source = "class A:\n  x: int\n  def f(self):\n    self.y, self.z = 1, 2\n    b.w = 3\n  def _g(self): pass\n"
+    (node,) = ast.parse(source).body
+    assert public_methods(node) == {"f"} and attributes(node) == {"x", "y", "z"}

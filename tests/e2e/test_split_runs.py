@@ -1,0 +1,103 @@
+"""Roles on pools of their own, as users start them: the numbers of one process, at the same time, ending together."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
+
+SPLIT = "configs/split_cpu.yaml"
+SMALL = (
+    *("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"),
+    *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.total_training_steps=2"),
+)
+MEASURED = ("timing_s/", "perf/", "reshard/", "training/rollout_")
+"""Metrics of clocks, memory and transfers, and the difference between two engines, which is all rounding."""
+SIX_DIGITS = 1e-5
+
+
+def numbers(run) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in run.metrics().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
+def answers(folder: Path) -> list[list[str]]:
+    """The text of every sample of every step."""
+    files = sorted(folder.iterdir(), key=lambda file: int(file.stem))
+    return [[json.loads(line)["output"] for line in file.read_text().splitlines()] for file in files]
+
+
+def intervals(run, name: str) -> list[tuple[float, float]]:
+    ran = json.loads((run.run / "timeline.json").read_text())
+    return [(one["start"], one["stop"]) for one in ran if one["name"] == name]
+
+
+def overlap(run, first: str, second: str) -> float:
+    """Seconds in which both phases ran."""
+    pairs = [(a, b) for a in intervals(run, first) for b in intervals(run, second)]
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
+
+
+def test_six_processes_compute_what_one_does(command_line, tmp_path: Path) -> None:
+    """The same samples; log-probs, values, losses, gradient norms and weights to 1e-5; bytes at their bound; and what
+    does not depend on each other overlaps.
+
+    The whole model in one process is the other run. Would not catch what all layouts compute wrong; the references in
+    tests/dist do.
+    """
+    split = command_line(*SMALL, f"trainer.rollout_data_dir={tmp_path / 'split'}", config=SPLIT)
+    assert split.wait(300) == 0, split.text()
+    one = command_line(*SMALL, "--local", "--collapse", f"trainer.rollout_data_dir={tmp_path / 'one'}", config=SPLIT)
+    assert one.wait(200) == 0, one.text()
+    assert split.left_over() == []
+
+    assert answers(tmp_path / "split") == answers(tmp_path / "one")
+    for ours, theirs in zip(numbers(split), numbers(one), strict=True):
+        assert ours.keys() == theirs.keys()
+        far = {
+            name: (ours[name], theirs[name])
+            for name in ours
+            if not math.isclose(ours[name], theirs[name], rel_tol=SIX_DIGITS, abs_tol=1e-6)
+        }
+        assert not far
+    weights = [load_file(run.run / "hf_model" / "model.safetensors") for run in (split, one)]
+    for name, tensor in weights[1].items():
+        assert (weights[0][name] - tensor).abs().max() <= SIX_DIGITS * tensor.abs().max(), name
+
+    summary = json.loads((split.run / "summary.json").read_text())
+    received = summary["transition_bytes_received_per_rank"]
+    assert received == summary["transition_bytes_lower_bound_per_rank"] and len(received) == 2 and min(received) > 0
+    for first, second in (("old_log_prob", "values"), ("ref", "values"), ("update_actor", "update_critic")):
+        assert overlap(split, first, second) > 0, (first, second)
+    assert (split.run / "timeline.png").stat().st_size > 10_000
+
+
+def caught_in(run, method: str):
+    """A rank's process that is in a verb, stopped there; None where there is none now."""
+    for process in run.workers():
+        with suppress(psutil.Error):  # it has just ended
+            if process.cmdline()[:1] == [f"ray::RankHost.{method}"]:
+                process.suspend()
+                if process.cmdline()[:1] == [f"ray::RankHost.{method}"]:
+                    return process
+                process.resume()
+    return None
+
+
+def test_a_rank_of_one_pool_that_dies_ends_all_pools(command_line) -> None:
+    """Killed in an update: one message with pool, rank, role and verb. Would not catch a node that dies."""
+    run = command_line(*SMALL, "trainer.total_training_steps=50", config=SPLIT)
+    caught: list[psutil.Process] = []
+    run.wait_for(lambda: caught.extend(filter(None, [caught_in(run, "critic_update")])) or caught, 250, interval=0.005)
+    rank = caught[0].environ()["RANK"]
+    caught[0].kill()
+    assert run.wait(60) == 3, run.text()
+    assert f"pool critic, rank {rank} (critic): the process died during update" in run.text(), run.text()
+    assert run.left_over() == []
