@@ -1,9 +1,12 @@
 """How fast and how lean is the way from training to rollout shards? Interleaved runs of several ways, on gloo ranks.
 
+Two layouts generate on the ranks that train, one on others ("split").
+
     python scripts/bench/transition.py [--json FILE] [--megabytes 256] [--rounds 7]
 
 Prints, for each layout and arm: bytes received over the lower bound, median time and spread, speed of ours over the
-arm, peak extra memory; and the time that each further tensor costs when the bytes stay the same.
+arm, peak extra memory, bytes out of training over the model's where pools are split; and the time that each further
+tensor costs when the bytes stay the same.
 """
 
 from __future__ import annotations
@@ -26,17 +29,42 @@ from resident import give_back, peak_growth
 from rich.console import Console
 from rich.table import Table
 from transition_arms import Arm, FullGather, Ours, OursVerified, PerTensor
-from transition_job import Job, Layout, qwen2_model, synthetic_model
+from transition_job import Job, Layout, ModelJob, qwen2_model, synthetic_model
+from transition_split import (
+    GatherThenBroadcast,
+    PerTensorBroadcast,
+    ShardToShard,
+    SplitJob,
+    SplitLayout,
+    SplitOurs,
+)
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.parallel.sharding import LogicalTensor
 
-LAYOUTS = [Layout("TP2PP2->TP2", 4, 2, 2, 2), Layout("TP4->TP2", 4, 4, 1, 2)]
+LAYOUTS = [
+    Layout("TP2PP2->TP2", 4, 2, 2, 2),
+    Layout("TP4->TP2", 4, 4, 1, 2),
+    SplitLayout("split TP2PP2->2xTP2", 4, 2, 2, 2, num_replicas=2),
+]
 SLOPE_TENSORS = (64, 256, 1024)
 MIB = 1 << 20
 BUCKET_BYTES = RolloutConfig().update_weights_bucket_megabytes * MIB
 
 
-def make_arms(job: Job) -> dict[str, Arm]:
+def make_job(layout: Layout, tensors: dict[str, LogicalTensor]) -> ModelJob:
+    return SplitJob(layout, tensors) if isinstance(layout, SplitLayout) else Job(layout, tensors)
+
+
+def make_arms(job: ModelJob) -> dict[str, Arm]:
+    if isinstance(job, SplitJob):
+        return {
+            "ours": SplitOurs(job, BUCKET_BYTES),
+            "ours, verified": SplitOurs(job, BUCKET_BYTES, verify_every=1),
+            "gather, then broadcast": GatherThenBroadcast(job, BUCKET_BYTES),
+            "per tensor broadcast": PerTensorBroadcast(job, BUCKET_BYTES),
+            "shard to shard, stacked whole": ShardToShard(job, BUCKET_BYTES),
+        }
     from transition_megatron import CoreResharding
 
     return {
@@ -71,7 +99,14 @@ def release(arm: Arm) -> None:
     give_back()
 
 
-def measure(job: Job, rounds: int) -> dict[str, dict]:
+def sent_bytes(arm: Arm) -> int:
+    """What left the training pool in the last run."""
+    total = torch.tensor(arm.sent_bytes, dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def measure(job: ModelJob, rounds: int) -> dict[str, dict]:
     """Every arm: right shards first, then interleaved timings; numbers are those of the worst rank."""
     arms = make_arms(job)
     results: dict[str, dict] = {}
@@ -79,9 +114,14 @@ def measure(job: Job, rounds: int) -> dict[str, dict]:
         arm.run()
         if not job.is_right(arm.shards()):
             raise RuntimeError(f"rank {job.rank}: arm {name!r} leaves wrong rollout shards")
-        numbers = torch.tensor([arm.received_bytes, peak_extra_bytes(arm)], dtype=torch.int64)
+        received = 0 if job.wanted is None else arm.received_bytes
+        numbers = torch.tensor([received, peak_extra_bytes(arm)], dtype=torch.int64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         results[name] = {"received_bytes": int(numbers[0]), "peak_extra_bytes": int(numbers[1]), "seconds": []}
+        if isinstance(job, SplitJob):
+            results[name]["sent_over_model"] = sent_bytes(arm) / sum(
+                4 * tensor.numel for tensor in job.tensors.values()
+            )
         release(arm)
     order = list(arms)
     for number in range(rounds):
@@ -95,24 +135,29 @@ def measure(job: Job, rounds: int) -> dict[str, dict]:
     return {"lower_bound_bytes": int(limits[0]), "need_plus_bucket_bytes": int(limits[1]), "arms": results}
 
 
-def rank_main(rank: int, port: int, megabytes: int, slope_megabytes: int, rounds: int, only: str, path: str) -> None:
+def rank_main(rank: int, port: int, size: int, megabytes: int, slope_megabytes: int, rounds: int, path: str) -> None:
+    """Measure the chosen layouts of `size` ranks, and add them to the report in the file `path`."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=LAYOUTS[0].world_size)
-    report: dict = {}
-    for layout in (layout for layout in LAYOUTS if only in layout.name):
-        report[layout.name] = measure(Job(layout, qwen2_model(megabytes)), rounds)
-        if slope_megabytes:
-            report[layout.name]["us_per_tensor"] = slopes(layout, slope_megabytes * MIB, rounds)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    report: dict = json.loads(Path(path).read_text())
+    for layout in LAYOUTS:
+        if layout.num_ranks == size and layout.name in report:
+            measured = measure(make_job(layout, qwen2_model(megabytes)), rounds)
+            if slope_megabytes:
+                measured["us_per_tensor"] = slopes(layout, slope_megabytes * MIB, rounds)
+            report[layout.name] = measured
+    dist.barrier()
     if rank == 0:
         Path(path).write_text(json.dumps(report, indent=2))
-    dist.barrier()
     dist.destroy_process_group()
 
 
 def slopes(layout: Layout, num_bytes: int, rounds: int) -> dict[str, float]:
     """For each arm the microseconds that one more tensor costs when all of them together stay as large."""
-    runs = {count: measure(Job(layout, synthetic_model(count, num_bytes)), rounds)["arms"] for count in SLOPE_TENSORS}
+    runs = {
+        count: measure(make_job(layout, synthetic_model(count, num_bytes)), rounds)["arms"] for count in SLOPE_TENSORS
+    }
     medians = {
         arm: [statistics.median(runs[count][arm]["seconds"]) for count in SLOPE_TENSORS]
         for arm in runs[SLOPE_TENSORS[0]]
@@ -123,9 +168,11 @@ def slopes(layout: Layout, num_bytes: int, rounds: int) -> dict[str, float]:
 def print_report(report: dict) -> None:
     for layout, measured in report.items():
         table = Table(title=f"{layout}: lower bound {measured['lower_bound_bytes'] / MIB:.1f} MiB per rank")
+        is_split = any("sent_over_model" in arm for arm in measured["arms"].values())
         for column in (
             "arm",
             "received / bound",
+            *(["out of training / M"] if is_split else []),
             "median ms",
             "min - max",
             "arm / ours",
@@ -139,13 +186,14 @@ def print_report(report: dict) -> None:
             table.add_row(
                 name,
                 f"{arm['received_bytes'] / measured['lower_bound_bytes']:.2f}",
+                *([f"{arm['sent_over_model']:.2f}"] if is_split else []),
                 f"{median * 1e3:.1f}",
                 f"{min(arm['seconds']) * 1e3:.1f} - {max(arm['seconds']) * 1e3:.1f}",
                 f"{median / ours:.2f}",
                 f"{arm['peak_extra_bytes'] / MIB:.1f}",
                 f"{measured['us_per_tensor'][name]:.1f}" if "us_per_tensor" in measured else "-",
             )
-        Console(width=110).print(table)
+        Console(width=130).print(table)
         Console().print(f"need plus one bucket: {measured['need_plus_bucket_bytes'] / MIB:.1f} MiB\n")
 
 
@@ -160,13 +208,15 @@ def main(
     rounds: Annotated[int, typer.Option(help="Interleaved runs of every arm.")] = 7,
     only: Annotated[str, typer.Option(help="Layouts whose name holds this.")] = "",
 ) -> None:
-    """Run the benchmark on four processes of this machine."""
+    """Run the benchmark on processes of this machine."""
     json_file.parent.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = (port, megabytes, slope_megabytes, rounds, only, str(json_file))
-    mp.spawn(rank_main, args=arguments, nprocs=LAYOUTS[0].world_size)
+    chosen = [layout for layout in LAYOUTS if only in layout.name]
+    json_file.write_text(json.dumps({layout.name: {} for layout in chosen}))
+    for size in dict.fromkeys(layout.num_ranks for layout in chosen):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        mp.spawn(rank_main, args=(port, size, megabytes, slope_megabytes, rounds, str(json_file)), nprocs=size)
     print_report(json.loads(json_file.read_text()))
 
 

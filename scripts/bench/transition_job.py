@@ -1,4 +1,4 @@
-"""One rank of the transition benchmark: a synthetic model in flat training memory, and the groups of two layouts."""
+"""One rank of the transition benchmark: a synthetic model in flat training memory, and the groups of its layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
 from megatron_rl.model.families import FAMILIES, ModelShape, param_map
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
-from megatron_rl.parallel.sharding import LogicalTensor, Segment, box_index, shard_of
+from megatron_rl.parallel.sharding import LogicalTensor, Place, Segment, box_index, shard_of
 
 VOCAB_MULTIPLE = 64
 
@@ -26,6 +26,11 @@ class Layout:
     tp_size: int
     pp_size: int
     rollout_tp_size: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all processes."""
+        return self.world_size
 
     @property
     def grid(self) -> RolloutGrid:
@@ -84,39 +89,35 @@ class Wire:
         self.bytes_received += tensor.numel() * tensor.element_size()
 
 
-class Job:
-    """This rank's memory and groups under one layout. Every rank must construct it."""
+class ModelJob:
+    """What a rank knows of the model, however its layouts lie on ranks. wanted: its place in rollout, if it has one."""
 
     def __init__(self, layout: Layout, tensors: dict[str, LogicalTensor]) -> None:
         self.layout = layout
         self.tensors = tensors
         self.rank = dist.get_rank()
         self.grid = layout.grid
-        train = self.grid.train
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(train.tp_groups())
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(train.pp_groups())
-        self.exchange_group, _ = dist.new_subgroups_by_enumeration(train.exchange_groups())
-        self.rollout_group, _ = dist.new_subgroups_by_enumeration(self.grid.tp_groups())
-        self.place = train.place(self.rank, VOCAB_MULTIPLE)
-        self.wanted = self.grid.place(self.rank, VOCAB_MULTIPLE)
-        self.pp_rank = train.pp_rank(self.rank)
+        self.wanted: Place | None = None
         names = list(tensors)
         self.stage_of = {name: i * layout.pp_size // len(names) for i, name in enumerate(names)}
+        self.slots: dict[str, Slot] = {}
+        self.flat = torch.zeros(0)
+
+    def hold(self) -> None:
+        """Fill this rank's training memory."""
+        train = self.grid.train
+        self.place = train.place(self.rank, VOCAB_MULTIPLE)
+        self.pp_rank = train.pp_rank(self.rank)
         slots, end = [], 0
-        for name in names:
+        for name, tensor in self.tensors.items():
             if self.stage_of[name] == self.pp_rank:
-                shard = shard_of(tensors[name], self.place)
-                slots.append(Slot(name, 0, -(-end // ALIGNMENT) * ALIGNMENT, shard))
+                slots.append(Slot(name, 0, -(-end // ALIGNMENT) * ALIGNMENT, shard_of(tensor, self.place)))
                 end = slots[-1].stop
         self.slots = {slot.name: slot for slot in slots}
         self.flat = torch.zeros(end)
         for slot in slots:
             for part in slot.shard.parts:
                 self.held(slot.name)[part.index] = self.content(slot.name, part.segment)[box_index(part.box)]
-
-    @cached_property
-    def member(self) -> Member:
-        return Member(self.rank, 0, self.grid.train.tp_rank(self.rank), tuple(self.slots.values()), self.wanted)
 
     def held(self, name: str) -> torch.Tensor:
         """This rank's training shard, a view of the flat buffer."""
@@ -150,9 +151,27 @@ class Job:
         ]
 
     def is_right(self, shards: dict[str, torch.Tensor]) -> bool:
-        """Whether these are this rank's rollout shards of the whole model."""
-        return all(
+        """Whether these are this rank's rollout shards of the whole model; a rank that only trains has none."""
+        return self.wanted is None or all(
             torch.equal(shards[name][part.index], self.content(name, part.segment)[box_index(part.box)])
             for name, tensor in self.tensors.items()
             for part in shard_of(tensor, self.wanted).parts
         )
+
+
+class Job(ModelJob):
+    """This rank's memory and groups where all ranks train and generate. Every rank must construct it."""
+
+    def __init__(self, layout: Layout, tensors: dict[str, LogicalTensor]) -> None:
+        super().__init__(layout, tensors)
+        train = self.grid.train
+        self.tp_group, _ = dist.new_subgroups_by_enumeration(train.tp_groups())
+        self.pp_group, _ = dist.new_subgroups_by_enumeration(train.pp_groups())
+        self.exchange_group, _ = dist.new_subgroups_by_enumeration(train.exchange_groups())
+        self.rollout_group, _ = dist.new_subgroups_by_enumeration(self.grid.tp_groups())
+        self.wanted = self.grid.place(self.rank, VOCAB_MULTIPLE)
+        self.hold()
+
+    @cached_property
+    def member(self) -> Member:
+        return Member(self.rank, 0, self.grid.train.tp_rank(self.rank), tuple(self.slots.values()), self.wanted)

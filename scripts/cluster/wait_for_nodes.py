@@ -1,6 +1,6 @@
 """Wait until the Ray cluster of RAY_ADDRESS has enough nodes: exit code 0, or 1 with what it has when time is over.
 
-    RAY_ADDRESS=node0:6379 python scripts/cluster/wait_for_nodes.py --nodes 8 --resource GPU --count 8 --timeout 600
+RAY_ADDRESS=node0:6379 python scripts/cluster/wait_for_nodes.py --nodes 8 --resource GPU --count 8 --timeout 600
 """
 
 from __future__ import annotations
