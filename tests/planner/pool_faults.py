@@ -76,7 +76,7 @@ def rollout_tp_of_another_pool(case: Case, rng: Random) -> list[Said]:
 def hybrid_rollout_elsewhere(case: Case, rng: Random) -> list[Said]:
     put_pool(case, "gen")
     case.set({HYBRID: True, f"{ROLLOUT}.pool": "gen"})
-    return [(HYBRID, "do not go together")]
+    return [(f"{ROLLOUT}.pool", "do not go together")]
 
 
 @fault(PLACED)

@@ -55,7 +55,7 @@ def test_dry_run_prints_the_plan(dry_run):
     assert [rows[name] for name in shown] == ["64", "8", "4", "2", "8", "1024", "128"]
     assert rows["over the network"] == "13.23 GB"
     assert rows["training DP"] == "32" and rows["micro-DP"] == "64" and "[0, 8], [1, 9]" in printed
-    assert {"generation", "update_critic", "update_actor", "save", "step"} <= rows.keys()
+    assert {"gen", "update_critic", "update_actor", "save", "step"} <= rows.keys()
     assert "does not fit" not in printed
 
 
