@@ -95,7 +95,7 @@ def test_plan_as_json_holds_the_whole_plan(small_run):
     said = json.loads(megatron_rl(*arguments).stdout)
     assert said["valid"] and said["plan"]["memory"]["hardware"] == "a100" and said["plan"]["memory"]["fits"]
     assert said["plan"]["time"]["mean_response_length"] == 5
-    assert {"batch", "groups", "memory", "transition", "time", "lacking_files"} == set(said["plan"])
+    assert {"batch", "pools", "groups", "memory", "transition", "time", "lacking_files"} == set(said["plan"])
     finished = megatron_rl("plan", "--hardware", "b10", "--config", DEMO, *small_run)
     assert finished.returncode == 2 and "must be one of a100, cpu, h100, h200" in finished.stderr
 

@@ -60,12 +60,13 @@ def expert_problems(leader: RoleSpec, world_size: int, models: list[ModelSizes])
     layouts = ExpertLayouts(world_size // pp_size, with_experts)
     if ep_size > 1 and models and not with_experts:
         yield Violation({ep_key: ep_size}, f"needs a model with experts, and {models[0].path} has none", {ep_key: 1})
+        ep_size = 1  # the other rules are for what it must become
     if layouts.stage_size % (etp_size * ep_size):
         ep, etp = layouts.nearest(ep_size, etp_size)
         rule = f"must divide the {layouts.stage_size} ranks of a stage ({world_size} ranks / pp({pp_size}))"
         nearest = {ep_key: ep} | ({} if etp == etp_size else {etp_key: etp})
         subject = f"etp({etp_size}) * ep({ep_size})" + ("" if leader.kind == ACTOR else f" of {group}")
-        given = {ep_key: ep_size, etp_key: megatron.expert_tensor_parallel_size}
+        given = {ep_key: megatron.expert_model_parallel_size, etp_key: megatron.expert_tensor_parallel_size}
         yield Violation(given, rule, nearest, subject=subject)
     for model in with_experts:
         if model.num_experts % ep_size:

@@ -153,11 +153,15 @@ def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Cha
 
 
 def recomputing_everything(config: RunConfig, models: RunModels, hardware: Hardware) -> Change | None:
-    """What recomputing all layers of all trained models comes to by itself; None where that is so, or is refused."""
+    """What recomputing all layers of trained models comes to by itself, in the pools that do not fit.
+
+    None where that is so already, or is refused.
+    """
     settings: dict[str, Any] = {}
-    for changes in recomputing(config, set(models.pools)):
+    usable = usable_bytes(hardware)
+    for changes in recomputing(config, set(_excess(plan_pools(models), usable))):
         settings |= changes
-    tried = _tried(config, models, settings, usable_bytes(hardware)) if settings else None
+    tried = _tried(config, models, settings, usable) if settings else None
     return None if tried is None else tried.change
 
 

@@ -108,7 +108,7 @@ def _rollout_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Viol
     where = rollout_pool(config)
     if hybrid is True and rollout.pool != actor_pool:
         rule = f"do not go together: true means that the rollout lives in the actor's pool, {ACTOR}.pool={actor_pool}"
-        yield Violation({HYBRID: True, pool_key: rollout.pool}, rule, {HYBRID: None})
+        yield Violation({pool_key: rollout.pool, HYBRID: True}, rule, {HYBRID: None})
     if hybrid is not False and rollout.nnodes > 0:
         rule = f"must be 0, as {HYBRID}={shown(hybrid)}: only with false does the rollout have {ROLLOUT_POOL}"
         yield Violation({nodes_key: rollout.nnodes}, rule, {nodes_key: 0}, f"or set {HYBRID}=false")

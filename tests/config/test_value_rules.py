@@ -138,6 +138,8 @@ def test_built_in_rewards_are_chosen_by_name(config):
 
 
 MODEL_ALONE = ("custom_reward_function.path=null", "custom_reward_function.name=null")
+FURTHER = "reward_models.helpful.model.path=rm"
+ZERO = ("reward_model.weight=0", "reward_models.helpful.weight=0")
 WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
 
 
@@ -159,6 +161,26 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
         ),
         ((*WITH_MODEL, "reward_model.model.input_tokenizer=m"), ["reward_model.model.input_tokenizer=m must be null"]),
         (MODEL_ALONE, ["custom_reward_function.name=null must be a function, as reward_model.enable=false"]),
+        ((*MODEL_ALONE, FURTHER), []),
+        ((FURTHER, "reward_model.rule_weight=0"), []),
+        (
+            (*MODEL_ALONE, FURTHER, "reward_models.helpful.weight=0"),
+            ["reward_models.helpful.weight=0 must not be 0, as no other score counts; nearest: 1"],
+        ),
+        (
+            (*WITH_MODEL, FURTHER, *ZERO, "reward_model.rule_weight=0"),
+            ["reward_model.weight=0 must not be 0, as no other score counts; nearest: 1"],
+        ),
+        (("reward_models.helpful.weight=2",), ["reward_models.helpful.model.path=null must be a model folder"]),
+        ((FURTHER, "reward_models.helpful.weight=.nan"), ["reward_models.helpful.weight=nan must be a finite number"]),
+        (
+            (FURTHER, "reward_models.helpful.micro_batch_size_per_gpu=0"),
+            ["reward_models.helpful.micro_batch_size_per_gpu=0 must be >= 1; nearest: 1"],
+        ),
+        (
+            (FURTHER, "reward_models.helpful.model.input_tokenizer=m"),
+            ["reward_models.helpful.model.input_tokenizer=m must be null"],
+        ),
     ],
 )
 def test_rule_and_reward_model_together(config, overrides, expected):
@@ -166,3 +188,24 @@ def test_rule_and_reward_model_together(config, overrides, expected):
     problems = value_problems(config(*overrides))
     assert len(problems) == len(expected)
     assert all(problem.startswith(start) for problem, start in zip(problems, expected, strict=True))
+
+
+ALONE = ("pools.own.nnodes=1", "actor_rollout_ref.ref.pool=own")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("tensor_model_parallel_size=0", "tensor_model_parallel_size=0 must be >= 1; nearest: 1"),
+        ("virtual_pipeline_model_parallel_size=0", "pipeline_model_parallel_size=0 must be >= 1; nearest: null"),
+        ("make_vocab_size_divisible_by=-2", "make_vocab_size_divisible_by=-2 must be >= 1; nearest: 1"),
+        ("expert_tensor_parallel_size=0", "expert_tensor_parallel_size=0 must be null (as TP) or >= 1; nearest: null"),
+        ("dtype=float16", "dtype=float16 must be one of float32, bfloat16; nearest: bfloat16"),
+    ],
+)
+def test_who_is_first_in_a_pool_brings_its_layout(config, override, expected):
+    """The reference's keys count by themselves where it has its own pool. Would not catch a key that is no layout."""
+    given = config(*ALONE, f"actor_rollout_ref.ref.megatron.{override}")
+    (problem,) = value_problems(given)
+    assert problem.startswith("actor_rollout_ref.ref.megatron.") and problem.endswith(expected)
+    assert value_problems(config(f"actor_rollout_ref.ref.megatron.{override}")) == []

@@ -10,6 +10,7 @@ from operator import attrgetter
 from random import Random
 
 import model_faults  # noqa: F401 - puts its faults into the catalogue
+import pool_faults  # noqa: F401 - as well
 from fault import (
     ACTOR,
     CATALOGUE,
