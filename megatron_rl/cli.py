@@ -73,6 +73,7 @@ def train_command(
     """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
     run_config, violations = checked(config, overrides, change=collapsed if collapse else None)
     raise_problems("this run cannot start", violations)
+    assert run_config is not None  # a file without a configuration has violations
     if local:
         run_config = on_one_rank(run_config)
         os.environ |= worker_environment(run_config.trainer.device, ranks_per_node=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorClass
@@ -33,7 +34,8 @@ def ragged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Te
 
 def row_lengths(batch: torch.Tensor) -> torch.Tensor:
     """Lengths `[B]` (int64) of the rows of a ragged tensor."""
-    return batch.offsets().diff()
+    lengths: torch.Tensor = batch.offsets().diff()  # type: ignore[attr-defined]  # torch types no jagged layout
+    return lengths
 
 
 def to_padded(batch: torch.Tensor, length: int, padding: float = 0) -> torch.Tensor:
@@ -56,6 +58,13 @@ def no_responses(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return lengths, ragged_from_lengths(torch.empty(0), lengths)
 
 
+def known(field: torch.Tensor | None) -> torch.Tensor:
+    """A field that the loop must have filled by now. Raises ValueError where it is None."""
+    if field is None:
+        raise ValueError("a field of this record is needed before it was computed")
+    return field
+
+
 class Prompts(TensorClass):
     """Questions of one step, as tokens, with what the reward function will be told about them.
 
@@ -69,12 +78,12 @@ class Prompts(TensorClass):
     index: torch.Tensor
     sample: torch.Tensor
     prompt_ids: torch.Tensor
-    data_source: list
-    ground_truth: list
-    extra_info: list
+    data_source: list[str]
+    ground_truth: list[Any]
+    extra_info: list[dict[str, Any]]
     uid: torch.Tensor | None = None
 
-    def repeat(self, num_samples: int) -> Prompts:
+    def repeat(self, num_samples: int) -> Prompts:  # type: ignore[override]  # a tensor's takes a number for each dim
         """Each row `num_samples` times, samples of one row adjacent, `sample` counting all samples of a prompt from 0.
 
         A prompt that the batch holds twice (where it straddles two epochs) goes on counting, so no two samples share
@@ -91,7 +100,7 @@ class Prompts(TensorClass):
 
     def one_per_group(self) -> Prompts:
         """The first row of each group, in the order of `uid`."""
-        _, group = self.uid.unique(return_inverse=True)
+        _, group = known(self.uid).unique(return_inverse=True)
         rows = torch.arange(len(self))
         first = torch.full((int(group.max()) + 1,), len(self)).scatter_reduce(0, group, rows, "amin")
         return self[first]
@@ -213,8 +222,8 @@ class Experience(TensorClass):
         return ActorBatch(
             self.input_ids,
             self.response_lengths,
-            self.old_log_probs,
-            self.advantages,
+            known(self.old_log_probs),
+            known(self.advantages),
             self.ref_log_probs if with_reference else None,
             self.rollout_weights,
             self.kept,
@@ -223,9 +232,12 @@ class Experience(TensorClass):
 
     def critic_batch(self) -> CriticBatch:
         """The fields a value update reads; needs `old_values` and `returns`."""
-        return CriticBatch(
-            self.input_ids, self.response_lengths, self.old_values, self.returns, batch_size=self.batch_size
-        )
+        values, returns = known(self.old_values), known(self.returns)
+        return CriticBatch(self.input_ids, self.response_lengths, values, returns, batch_size=self.batch_size)
+
+
+TokenRows = Sequences | ActorBatch | CriticBatch
+"""Records with `input_ids` and `response_lengths`: what a model role reads."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +252,6 @@ class RoleState:
     adam_step: int
 
 
-def non_tensor(values: Sequence) -> NonTensorStack:
+def non_tensor(values: Sequence[Any]) -> NonTensorStack:
     """Wrap one Python object per row so that it slices with the record."""
     return NonTensorStack(*values)

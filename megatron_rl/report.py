@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,7 +27,7 @@ EXPORT_LOGIT_BOUND = 1e-4
 """Largest allowed difference between the exported model's logits and the trainer's, in float32."""
 
 
-def finish_run(run: Run) -> dict:
+def finish_run(run: Run) -> dict[str, Any]:
     """Write everything a user takes home from a run; returns the summary. Raises ParityError, StorageError."""
     if run.validation.parity_rows is None:  # every step had been taken before
         run.validation.run(run.config.trainer.total_training_steps)
@@ -69,7 +69,7 @@ def draw_steps(run: Run) -> None:
         run.book.warn(f"the timeline could not be written: {error}")
 
 
-def summarise(run: Run, export_diff: float | None) -> dict:
+def summarise(run: Run, export_diff: float | None) -> dict[str, Any]:
     """The run in a dozen numbers; bytes are per rank, in rank order, of the last transition to rollout mode.
 
     Without a rule there is no accuracy, only a reward.

@@ -9,6 +9,8 @@ other is started before anything is waited for, so that roles in pools of their 
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.records import Experience
 from megatron_rl.report import finish_run
@@ -16,7 +18,7 @@ from megatron_rl.rollouts import Batch
 from megatron_rl.run import Run, open_run
 
 
-def train(config: RunConfig, local: bool = False) -> dict:
+def train(config: RunConfig, local: bool = False) -> dict[str, Any]:
     """Run PPO as configured and return the summary that is also written to `summary.json`.
 
     Goes on from the newest checkpoint, or as `trainer.resume_mode` says. local: one rank, all roles in this process.

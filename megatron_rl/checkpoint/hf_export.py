@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,8 @@ def plan_export(sizes: dict[str, int], holders: dict[str, tuple[int, ...]], max_
     sizes: tensor -> bytes. holders: tensor -> the ranks of one stage that together hold it.
     """
     if sum(sizes.values()) <= max_shard_bytes:
-        return [ExportFile(*file_names(1), holders, writer=0)]
+        (only,) = file_names(1)
+        return [ExportFile(only, holders, writer=0)]
     stages: dict[int, dict[str, int]] = {}
     for name, size in sizes.items():
         stages.setdefault(min(holders[name]), {})[name] = size
@@ -86,7 +88,7 @@ def export_hf(
     # Phase 1
     rank = dist.get_rank()
     places = {other: grid.place(other, vocab_multiple) for other in range(grid.world_size)}
-    held: list = [None] * grid.world_size
+    held: list[Any] = [None] * grid.world_size
     dist.all_gather_object(held, {name: parameter.dtype for name, parameter in named_parameters.items()})
     tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
     parameters = {tensor.parameter for tensor in tensors.values()}

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -64,7 +65,7 @@ class HFFolder:
             made_progress()
             self._account((last - first) * row)
 
-    def _slice(self, name: str):
+    def _slice(self, name: str) -> Any:
         """The tensor, of which nothing is read yet."""
         file = self.files[name]
         if file not in self.handles:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,12 +69,13 @@ def hf_tensors(specs: dict[str, ParamSpec]) -> list[HFTensor]:
 
 def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -> list[Piece]:
     """The pieces that make up `tensor`, each from the first of `holders` (ranks that have a shard) that has it."""
-    found: dict[tuple, Piece] = {}
+    found: dict[tuple[Any, ...], Piece] = {}
     for rank in holders:
         for part in shard_of(tensor.spec.tensor, places[rank]).parts:
             if part.segment != tensor.segment:
                 continue
-            box, source = part.box, part.index
+            box: tuple[Any, ...] = part.box
+            source: tuple[Any, ...] = part.index
             if tensor.expert is not None:
                 (first, stop), box = box[0], box[1:]
                 if not first <= tensor.expert < stop:

@@ -15,6 +15,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 METADATA = ".metadata"
 DCP = "torch.distributed.checkpoint"
@@ -91,7 +92,7 @@ def _globals_of(pickle: bytes) -> Iterator[str]:
 
     The names of STACK_GLOBAL are known when the two opcodes before it push known strings; memo writes do not matter.
     """
-    memo: dict[int, str | None] = {}
+    memo: dict[Any, str | None] = {}
     pushed: list[str | None] = []
     for opcode, argument, _ in pickletools.genops(pickle):
         if opcode.name in STRINGS:
@@ -102,10 +103,10 @@ def _globals_of(pickle: bytes) -> Iterator[str]:
             memo[len(memo) if argument is None else argument] = pushed[-1] if pushed else None
         elif opcode.name not in NO_EFFECT:
             if opcode.name in ("GLOBAL", "INST"):
-                yield argument
+                yield str(argument)
             elif opcode.name == "STACK_GLOBAL":
-                known = len(pushed) >= 2 and None not in pushed[-2:]
-                yield " ".join(pushed[-2:]) if known else "<a name put together while loading>"
+                known = [name for name in pushed[-2:] if name is not None]
+                yield " ".join(known) if len(known) == 2 else "<a name put together while loading>"
             elif opcode.name in EXTENSIONS:
                 yield f"<extension {argument}>"
             pushed.clear()

@@ -51,7 +51,7 @@ def select(trainer: TrainerConfig, models: Models, checksums: bool = True) -> Re
         return ResumePoint(None, 0)
     at_path = trainer.resume_mode == "resume_path"
     key = "trainer.resume_from_path" if at_path else "trainer.default_local_dir"
-    given = trainer.resume_from_path if at_path else trainer.default_local_dir
+    given = trainer.resume_from_path or "" if at_path else trainer.default_local_dir
     try:
         return _at_path(given, models, checksums) if at_path else _newest(Path(given), models, checksums)
     except OSError as error:

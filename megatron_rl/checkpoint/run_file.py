@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +16,7 @@ from megatron_rl.records import RoleState
 def read_run_file(file: Path) -> dict[str, Any]:
     """The content: "run", "roles" (role -> numbers of its RoleState) and "config". Raises ConfigError for another."""
     with reading(file):
-        content = json.loads(file.read_text())
+        content: dict[str, Any] = json.loads(file.read_text())
         if not all(isinstance(content[name], dict) for name in ("run", "roles", "config")):
             raise TypeError("run, roles and config must be objects in braces")
         for role, state in content["roles"].items():
@@ -37,7 +37,7 @@ def reading(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file} is not what a run writes: {reason}; {_way_out()}") from error
 
 
-def _are_counts(values) -> bool:
+def _are_counts(values: Iterable[Any]) -> bool:
     return all(type(value) is int and value >= 0 for value in values)
 
 

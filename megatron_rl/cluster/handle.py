@@ -36,7 +36,7 @@ class Target:
         return self.role or "host"
 
 
-Submit = Callable[[Target, tuple, dict[str, Any]], Future]
+Submit = Callable[[Target, tuple[Any, ...], dict[str, Any]], Future[Any]]
 
 
 def targets_of(role: str, kind: type, phases: dict[str, str]) -> dict[str, Target]:
@@ -56,9 +56,9 @@ class Handle:
         raise AttributeError(f"no verb {name!r} in {self._kind.__name__}; its verbs are: {', '.join(self._verbs)}")
 
     @staticmethod
-    def _bound(method: Callable, target: Target, submit: Submit) -> Callable[..., Future]:
+    def _bound(method: Callable[..., Any], target: Target, submit: Submit) -> Callable[..., Future[Any]]:
         @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Future:
+        def call(*args: Any, **kwargs: Any) -> Future[Any]:
             return submit(target, args, kwargs)
 
         return call

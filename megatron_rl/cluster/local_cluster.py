@@ -36,7 +36,7 @@ class LocalPool:
         """As of a `RayPool`."""
         return self.handle(HOST, kind)
 
-    def _call(self, target: Target, args: tuple, kwargs: dict[str, Any]) -> Future:
+    def _call(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         observer = self._hosting.observer
         observer.before(target.mark)
         start = time.time()

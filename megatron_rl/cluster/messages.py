@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray import ObjectRef, cloudpickle
 
-Payload = tuple[tuple, dict[str, Any]]
+Payload = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a verb."""
 
 INLINE_BYTES = 64 << 10

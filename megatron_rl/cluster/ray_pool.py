@@ -236,7 +236,7 @@ class RayPool:
         except RayError as error:
             raise WorkerFailure(f"the processes of pool {self.name} did not come up: {error}") from error
 
-    def _submit(self, target: Target, args: tuple, kwargs: dict[str, Any]) -> Future:
+    def _submit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         self._fate.raise_if_ended()
         if self._calls is None:
             raise RuntimeError(f"start the pool {self.name} before calling {target.verb}")

@@ -36,7 +36,7 @@ class Reaper:
     def __init__(self) -> None:
         """Begin the run's scratch folder. Raises ConfigError where there is no place for it."""
         self.scratch = Scratch.begin()
-        self._companion: subprocess.Popen | None = None
+        self._companion: subprocess.Popen[bytes] | None = None
 
     @contextmanager
     def marking(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ def settle_in() -> object:
     return scratch, _start_companion(scratch, [], PEERS_GRACE_S)
 
 
-def _start_companion(scratch: Scratch, pids: list[int], grace_s: float) -> subprocess.Popen | None:
+def _start_companion(scratch: Scratch, pids: list[int], grace_s: float) -> subprocess.Popen[bytes] | None:
     """None where the run has one on this machine."""
     claim = scratch.claim()
     if claim is None:

@@ -80,7 +80,9 @@ class Split:
     order: torch.Tensor | None = None
 
 
-def split_call(args: tuple, kwargs: dict[str, Any], num_chunks: int, work: SequenceWork | None = None) -> Split:
+def split_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], num_chunks: int, work: SequenceWork | None = None
+) -> Split:
     """Cut a call into one payload per chunk.
 
     Top-level arguments that are records are split, all others go whole into every payload. With `work` chunks have

@@ -90,7 +90,7 @@ class RankFailed(Exception):
         super().__init__(failure.message)
         self.failure = failure
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return RankFailed, (self.failure,)
 
 
@@ -167,7 +167,7 @@ class WorkerProcess:
         counts = self._place is None or is_collector(target.mark.dispatch, self._place)
         return Answered(answer, start, time.time()) if counts else None
 
-    def _attempt(self, role: str, verb: str, body: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def _attempt(self, role: str, verb: str, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._failure is None:
             try:
                 with self._pulse.during(role, verb):
@@ -185,7 +185,7 @@ def with_verbs(name: str, methods: Mapping[str, Target]) -> type[WorkerProcess]:
     it, too.
     """
 
-    def method(method_name: str, target: Target) -> Callable:
+    def method(method_name: str, target: Target) -> Callable[..., Any]:
         def run(self: WorkerProcess, *message: bytes | Payload) -> Any:
             return self._run(target, message)
 

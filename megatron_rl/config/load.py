@@ -27,7 +27,7 @@ from megatron_rl.errors import ConfigError, Violation
 def _leaf_types(group: type, prefix: str = "") -> dict[str, Any]:
     types: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(group).items():
-        if dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             types |= _leaf_types(kind, f"{prefix}{name}.")
         elif _element_group(kind) is not None:
             continue
@@ -39,7 +39,8 @@ def _leaf_types(group: type, prefix: str = "") -> dict[str, Any]:
 def _element_group(kind: Any) -> type | None:
     """The class of the groups in a `dict[str, GROUP]`; None for any other type."""
     _, *elements = typing.get_args(kind) or (None,)
-    return elements[0] if elements and dataclasses.is_dataclass(elements[0]) else None
+    element = elements[0] if elements else None
+    return element if isinstance(element, type) and dataclasses.is_dataclass(element) else None
 
 
 KEYS: dict[str, Any] = _leaf_types(RunConfig)
@@ -132,7 +133,7 @@ def follows() -> dict[str, str]:
 
 def flat_settings(tree: dict[str, Any]) -> dict[str, Any]:
     """Dotted key -> value, of a configuration as nested dicts; sequences are lists, as JSON has them."""
-    settings = {}
+    settings: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
             settings |= {f"{name}.{key}": inner for key, inner in flat_settings(value).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -89,4 +90,5 @@ LAYOUT_KEYS = (
 
 def follow_actor() -> MegatronConfig:
     """A layout that is the actor's until a key is set."""
-    return MegatronConfig(**{name: f"${{actor_rollout_ref.actor.megatron.{name}}}" for name in LAYOUT_KEYS})
+    references: dict[str, Any] = {name: f"${{actor_rollout_ref.actor.megatron.{name}}}" for name in LAYOUT_KEYS}
+    return MegatronConfig(**references)

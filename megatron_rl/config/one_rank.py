@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from megatron_rl.config.megatron import LAYOUT_KEYS, MegatronConfig
 from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
@@ -34,7 +35,7 @@ def collapsed(config: RunConfig) -> RunConfig:
     shared.hybrid_engine, reward.enable_resource_pool = None, False
     for group in (shared.rollout, reward):
         group.nnodes, group.n_gpus_per_node = 0, 1
-    roles = [shared.actor, shared.ref, found.critic, reward, *found.reward_models.values()]
+    roles: list[Any] = [shared.actor, shared.ref, found.critic, reward, *found.reward_models.values()]
     for role in (*roles, shared.rollout):
         role.pool = GLOBAL_POOL
     for role in roles:

@@ -39,7 +39,7 @@ def load_function(path: str, key: str, name: str, arguments: tuple[str, ...]) ->
     if name not in names:
         listing = ", ".join(names) or "no function"
         raise ConfigError(f"{key}={path} must define the function {name}; it defines {listing}")
-    function = vars(_run(Path(path).expanduser(), key))[name]
+    function: Callable[..., Any] = vars(_run(Path(path).expanduser(), key))[name]
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

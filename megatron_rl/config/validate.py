@@ -58,13 +58,13 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
         )
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         path = trainer.resume_from_path
-        nearest = {"trainer.resume_mode": "auto" if path is None else "resume_path"}
+        remedy: dict[str, Any] = {"trainer.resume_mode": "auto" if path is None else "resume_path"}
         if path is not None and not Path(path).expanduser().is_dir():
-            nearest = {"trainer.resume_from_path": None}
+            remedy = {"trainer.resume_from_path": None}
         yield Violation(
             {"trainer.resume_from_path": trainer.resume_from_path, "trainer.resume_mode": trainer.resume_mode},
             "do not go together: the path is for resume_path, which needs it",
-            nearest,
+            remedy,
         )
     yield from etp_problems(ACTOR, config.actor_rollout_ref.actor.megatron)
     if not rollout.enforce_eager:

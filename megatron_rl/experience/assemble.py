@@ -10,7 +10,7 @@ from megatron_rl.losses.estimators import Estimator, Samples
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.rollout_correction import correct_rollout
 from megatron_rl.losses.rows import mean_rows
-from megatron_rl.records import Experience, Generations, Prompts, ragged, ragged_from_lengths, row_lengths
+from megatron_rl.records import Experience, Generations, Prompts, known, ragged, ragged_from_lengths, row_lengths
 
 
 def assemble(prompts: Prompts, generations: Generations) -> Experience:
@@ -38,9 +38,9 @@ def add_rewards(experience: Experience, kl_coef: float, kl_type: str = "kl") -> 
     rewards = torch.zeros(int(lengths.sum()))
     kl = None
     if experience.ref_log_probs is not None:
-        kl = KL_ESTIMATORS[kl_type](experience.old_log_probs.values(), experience.ref_log_probs.values())
+        kl = KL_ESTIMATORS[kl_type](known(experience.old_log_probs).values(), experience.ref_log_probs.values())
         rewards = -kl_coef * kl
-    rewards[(lengths.cumsum(0) - 1)[has_tokens]] += experience.scores[has_tokens]
+    rewards[(lengths.cumsum(0) - 1)[has_tokens]] += known(experience.scores)[has_tokens]
     experience.rewards = ragged_from_lengths(rewards, lengths)
     return None if kl is None or not has_tokens.any() else mean_rows(kl, lengths)[has_tokens].mean()
 
@@ -52,10 +52,10 @@ def add_advantages(experience: Experience, estimator: Estimator, config: Algorit
     """
     lengths, values = experience.response_lengths, experience.old_values
     samples = Samples(
-        rewards=experience.rewards.values(),
+        rewards=known(experience.rewards).values(),
         lengths=lengths,
-        groups=experience.groups,
-        scores=experience.scores,
+        groups=known(experience.groups),
+        scores=known(experience.scores),
         values=None if values is None else values.values(),
         greedy_scores=experience.greedy_scores,
     )
@@ -75,7 +75,7 @@ def add_rollout_correction(experience: Experience, config: RolloutCorrectionConf
     """Fill `rollout_weights` and `kept` as configured, from both log-probs of the sampled tokens; returns metrics."""
     lengths = experience.response_lengths
     weights, kept, metrics = correct_rollout(
-        experience.old_log_probs.values(), experience.rollout_log_probs.values(), lengths, config
+        known(experience.old_log_probs).values(), experience.rollout_log_probs.values(), lengths, config
     )
     experience.rollout_weights = None if weights is None else ragged_from_lengths(weights, lengths)
     experience.kept = None if kept is None else ragged_from_lengths(kept, lengths)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.balance import SequenceWork, pack
-from megatron_rl.records import row_lengths, to_padded
+from megatron_rl.records import TokenRows, row_lengths, to_padded
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MicroBatching:
         num_blocks and multiple are wishes that only dynamic blocks can follow: at least so many, and a multiple of
         so many; never more than there are rows.
         """
-        if self.is_dynamic:
+        if self.max_tokens is not None:
             return pack(lengths, self.work(lengths), self.max_tokens, num_blocks, multiple)
         starts = range(0, len(lengths), self.num_rows)
         return [list(range(start, min(start + self.num_rows, len(lengths)))) for start in starts]
@@ -79,9 +79,14 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same block on another device."""
-        tensors = (self.input_ids, self.predicts_response, self.response_lengths, self.rows)
-        fields = {name: field.to(device) for name, field in self.fields.items()}
-        return MicroBatch(*(tensor.to(device) for tensor in tensors), fields, self.segments)
+        return MicroBatch(
+            self.input_ids.to(device),
+            self.predicts_response.to(device),
+            self.response_lengths.to(device),
+            self.rows.to(device),
+            {name: field.to(device) for name, field in self.fields.items()},
+            self.segments,
+        )
 
     def neutral(self) -> MicroBatch:
         """A block of the same shape without any row: it runs like this one and adds nothing to a loss."""
@@ -96,7 +101,7 @@ class MicroBatch:
 
 
 def micro_batches(
-    record, plan: Sequence[Sequence[int]], remove_padding: bool, column_multiple: int = 1
+    record: TokenRows, plan: Sequence[Sequence[int]], remove_padding: bool, column_multiple: int = 1
 ) -> list[MicroBatch]:
     """The blocks of a record with `input_ids`, `response_lengths` and ragged float fields, as `plan` says.
 
@@ -118,7 +123,7 @@ def micro_batches(
     return blocks
 
 
-def padded(record, column_multiple: int) -> tuple[Tensor, Tensor, None]:
+def padded(record: TokenRows, column_multiple: int) -> tuple[Tensor, Tensor, None]:
     """(input_ids, predicts_response, no segments) of rows under each other."""
     lengths = row_lengths(record.input_ids)
     width = round_up(int(lengths.max()), column_multiple)
@@ -127,7 +132,7 @@ def padded(record, column_multiple: int) -> tuple[Tensor, Tensor, None]:
     return to_padded(record.input_ids, width), (column >= first) & (column < (lengths - 1)[:, None]), None
 
 
-def packed(record, column_multiple: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+def packed(record: TokenRows, column_multiple: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """(input_ids, predicts_response, segments) of rows end to end; filler is a segment of its own."""
     lengths, tokens = row_lengths(record.input_ids), record.input_ids.values()
     filler = round_up(len(tokens), column_multiple) - len(tokens)

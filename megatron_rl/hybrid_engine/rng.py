@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from megatron_rl.device import rng_states, set_rng_states
 class RNGState:
     """Every global generator of a process: Python's, numpy's, torch's on the CPU and on the CUDA devices in use."""
 
-    python_state: tuple
-    numpy_state: dict
+    python_state: tuple[Any, ...]
+    numpy_state: dict[str, Any]
     torch_states: list[torch.Tensor]
 
     @classmethod
@@ -28,7 +29,7 @@ class RNGState:
         np.random.set_state(self.numpy_state)
         set_rng_states(self.torch_states)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         """The state in values that JSON has."""
         version, words, gauss = self.python_state
         inner = self.numpy_state["state"]
@@ -39,7 +40,7 @@ class RNGState:
         }
 
     @classmethod
-    def from_json(cls, content: dict) -> RNGState:
+    def from_json(cls, content: dict[str, Any]) -> RNGState:
         """What `to_json` returned, also after a round trip through a file."""
         version, words, gauss = content["python"]
         inner = content["numpy"]["state"]

@@ -45,12 +45,18 @@ class Samples:
         """bool [B, R]: real tokens of right-padded rows."""
         return torch.arange(int(self.lengths.max()))[None] < self.lengths[:, None]
 
-    def padded(self, values: Tensor) -> Tensor:
-        """values [T] as right-padded rows [B, R]."""
-        mask = self.mask
+    def padded(self, values: Tensor | None) -> Tensor:
+        """values [T] as right-padded rows [B, R]. Raises ValueError where there are none."""
+        mask, values = self.mask, _there(values)
         dense = values.new_zeros(mask.shape)
         dense[mask] = values
         return dense
+
+
+def _there(field: Tensor | None) -> Tensor:
+    if field is None:
+        raise ValueError("this estimator needs samples with the critic's values, or with greedy_scores")
+    return field
 
 
 Estimator = Callable[[Samples, AlgorithmConfig], tuple[Tensor, Tensor]]
@@ -100,7 +106,7 @@ def estimate_remax(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, T
     """Rewards to go, without discount, minus the score of the greedy answer (ReMax: Li et al., arXiv:2310.10505)."""
     mask = samples.mask
     returns = rewards_to_go(samples.padded(samples.rewards), mask, gamma=1.0)[mask]
-    return returns - spread(samples.greedy_scores, samples.lengths), returns
+    return returns - spread(_there(samples.greedy_scores), samples.lengths), returns
 
 
 def _on_tokens(advantages: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ and S = T tokens of several segments.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
@@ -31,7 +33,7 @@ class StackedQKVSelfAttention(SelfAttention):
         *,
         rotary_pos_emb: Tensor,
         packed_seq_params: Segments | None = None,
-        **options,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [S, B, H] (under sequence parallelism this rank's part of S) -> (the same shape, bias).
 
@@ -39,13 +41,14 @@ class StackedQKVSelfAttention(SelfAttention):
         """
         if packed_seq_params is not None:
             rotary_pos_emb = rotary_pos_emb[packed_seq_params.positions]
-        return super().forward(
+        out: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states,
             attention_mask,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
             **options,
         )
+        return out
 
     def get_query_key_value_tensors(
         self,
@@ -77,7 +80,7 @@ class CausalAttention(MegatronModule):
     Padded rows are aligned left, so the causal mask alone keeps padding on the right out of every real position.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, **unused) -> None:
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: Any, **unused: Any) -> None:
         super().__init__(config=config)
 
     def forward(
@@ -87,7 +90,7 @@ class CausalAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None,
         packed_seq_params: Segments | None = None,
-        **unused,
+        **unused: Any,
     ) -> Tensor:
         """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N * D]."""
         if packed_seq_params is None:
@@ -95,7 +98,8 @@ class CausalAttention(MegatronModule):
             out_SBND = attend(q_BSND, k_BSKD, v_BSKD).transpose(0, 1)
         else:
             attend_segments = varlen if has_varlen_attention(query) else bucketed
-            out_SBND = attend_segments(*(x.squeeze(1) for x in (query, key, value)), packed_seq_params)[:, None]
+            heads = (query.squeeze(1), key.squeeze(1), value.squeeze(1))
+            out_SBND = attend_segments(*heads, packed_seq_params)[:, None]
         return out_SBND.flatten(2)
 
 
@@ -117,4 +121,6 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Ten
     longest = segments.max_seqlen_q
     grouped = query.shape[1] != key.shape[1]
     boundaries = (segments.cu_seqlens_q, segments.cu_seqlens_kv, longest, longest)
-    return varlen_attn(query, key, value, *boundaries, window_size=(-1, 0), enable_gqa=grouped)
+    out = varlen_attn(query, key, value, *boundaries, window_size=(-1, 0), enable_gqa=grouped)
+    assert isinstance(out, Tensor)  # with the log-sums only where they are asked for
+    return out

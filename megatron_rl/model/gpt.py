@@ -165,6 +165,8 @@ def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Ten
     kind = rope_type(hf_config.to_dict())
     if kind == "default":
         exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
-        return 1.0 / hf_config.rope_parameters["rope_theta"] ** exponents
+        theta: float = hf_config.rope_parameters["rope_theta"]
+        return 1.0 / theta**exponents
+    frequencies: torch.Tensor
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
     return frequencies

@@ -9,6 +9,7 @@ a token, and made again when gradients are asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ class HeadLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -33,7 +34,7 @@ class HeadLogProb(torch.autograd.Function):
         """See `head_log_probs`."""
         rows = LocalRows(weight, vocab_size, temperature, tp_group.rank())
         largest, sums = hidden.new_empty(len(hidden), dtype=torch.float32), hidden.new_empty(3, len(hidden)).float()
-        for chunk in chunks(*hidden.shape, len(weight)):
+        for chunk in chunks(len(hidden), hidden.shape[1], len(weight)):
             logits = rows.logits(hidden[chunk])
             # A shard of padding alone has no largest logit; any finite number gives it the sum 0.
             largest[chunk] = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min / 4)
@@ -50,7 +51,7 @@ class HeadLogProb(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_prob: Tensor, grad_entropy: Tensor):
+    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         """d log p / d z_j = 1[j = target] - p_j;   d E / d z_j = -p_j (log p_j + E).
 
         Of the gradient of `hidden` this is the part that goes through this rank's rows.
@@ -58,7 +59,7 @@ class HeadLogProb(torch.autograd.Function):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         rows = LocalRows(weight, *ctx.rows)
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        for chunk in chunks(*hidden.shape, len(weight)):
+        for chunk in chunks(len(hidden), hidden.shape[1], len(weight)):
             log_probs = rows.logits(hidden[chunk]).sub_(log_z[chunk, None])
             probs = log_probs.exp()
             grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
@@ -135,4 +136,5 @@ def head_log_probs(
     adds up the ranks' gradients; weight [v, H], this rank's rows; targets int64 [N] < vocab_size. temperature: logits
     are divided by it. All ranks of `tp_group` must call.
     """
-    return HeadLogProb.apply(hidden, weight, targets, vocab_size, temperature, tp_group)
+    found: tuple[Tensor, Tensor] = HeadLogProb.apply(hidden, weight, targets, vocab_size, temperature, tp_group)
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -13,11 +15,12 @@ class RMSNorm(torch.nn.Module):
     `finalize_model_grads` sum its gradient over TP ranks.
     """
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> same shape."""

@@ -109,10 +109,12 @@ class ToTokens(torch.autograd.Function):
 
 def to_slots(x: Tensor, segments: Segments) -> list[Tensor]:
     """x [T, ...] -> one [segments, slots of each, ...] for every bucket."""
-    parts = ToSlots.apply(x, segments).split([count * width for count, width in segments.shapes])
+    slots: Tensor = ToSlots.apply(x, segments)
+    parts = slots.split([count * width for count, width in segments.shapes])
     return [part.unflatten(0, shape) for part, shape in zip(parts, segments.shapes, strict=True)]
 
 
 def to_tokens(buckets: Sequence[Tensor], segments: Segments) -> Tensor:
     """One [segments, slots of each, ...] for every bucket -> [T, ...]."""
-    return ToTokens.apply(torch.cat([bucket.flatten(0, 1) for bucket in buckets]), segments)
+    tokens: Tensor = ToTokens.apply(torch.cat([bucket.flatten(0, 1) for bucket in buckets]), segments)
+    return tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -14,14 +16,16 @@ class ValueHead(torch.nn.Module):
     The weight is drawn from its own seeded generator, so that every layout starts from the same critic.
     """
 
-    def __init__(self, config, seed: int, tp_group: dist.ProcessGroup) -> None:
+    def __init__(self, config: Any, seed: int, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(1, config.hidden_size, generator=generator) * config.init_method_std
         self.weight = torch.nn.Parameter(weight.to(config.params_dtype))
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         """hidden [S, B, H] (under sequence parallelism this rank's part of S) -> (values [S, B, 1], None).
 
         The other arguments are Megatron's and unused. All TP ranks must call.

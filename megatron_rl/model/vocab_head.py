@@ -21,7 +21,9 @@ def pass_hidden_states(output_layer: ColumnParallelLinear, tp_group: dist.Proces
     The layer keeps its weight, which import, export, checkpoints and tied embeddings look for there.
     """
 
-    def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         if output_layer.sequence_parallel:
             # The gradient that comes back is already the sum over TP ranks.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
@@ -42,9 +44,9 @@ class VocabHead:
     @property
     def weight(self) -> Tensor:
         """This rank's rows [v, H], the embedding's where the two are one."""
-        if self.model.share_embeddings_and_output_weights:
-            return self.model.shared_embedding_or_output_weight()
-        return self.model.output_layer.weight
+        shared = self.model.share_embeddings_and_output_weights
+        weight: Tensor = self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
+        return weight
 
     def log_probs_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [N, H], targets int64 [N] -> (log-prob [N], entropy [N]), float32. All TP ranks must call.

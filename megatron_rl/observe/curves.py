@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from megatron_rl.errors import ConfigError
@@ -18,7 +21,7 @@ Series = dict[str, tuple[list[int], list[float]]]
 
 COLUMNS = 3
 INK, FAINT = "#1f2933", "#9aa5b1"
-TITLE = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "reshard")
 LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
@@ -61,8 +64,8 @@ def draw_curves(metrics_jsonl: Path) -> Figure:
         )
     num_columns = min(COLUMNS, len(panels))
     num_rows = math.ceil(len(panels) / num_columns)
-    figure = Figure(figsize=(5.0 * num_columns, 3.1 * num_rows), dpi=130, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(5.0 * num_columns, 3.1 * num_rows), dpi=130, layout=layout)
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(num_rows, num_columns)
     for number, draw in enumerate(panels):
@@ -96,9 +99,7 @@ def _panels(series: Series) -> list[Callable[[Axes], None]]:
     for title, names, scale in LINE_PANELS:
         present = {name: label for name, label in names.items() if name in series}
         if present:
-            panels.append(
-                lambda axes, title=title, present=present, scale=scale: _draw_lines(axes, series, title, present, scale)
-            )
+            panels.append(partial(_draw_lines, series=series, title=title, names=present, scale=scale))
     timed = [name.removeprefix("timing_s/") for name in series if name.startswith("timing_s/")]
     phases = [phase for phase in PHASES if phase in timed]
     if phases:

@@ -151,7 +151,7 @@ class MetricLogger:
         and TensorBoard is dropped.
         """
         if self._jsonl is not None:
-            self._log_line(metrics, step)
+            self._log_line(self._jsonl, metrics, step)
         if self._tensorboard is not None:
             with self._dropping_tensorboard():
                 self._tensorboard.log(metrics, step)
@@ -168,9 +168,9 @@ class MetricLogger:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def _log_line(self, metrics: Mapping[str, float], step: int) -> None:
+    def _log_line(self, jsonl: JsonlBackend, metrics: Mapping[str, float], step: int) -> None:
         try:
-            self._jsonl.log(metrics, step)
+            jsonl.log(metrics, step)
         except OSError as error:
             if self._waiting_since is None:
                 self._waiting_since = step

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,11 +102,13 @@ class StorageMeter(TorchDispatchMode):
         super().__init__()
         self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
         self._owned = owned
-        self._live: dict[int, tuple[weakref.ref, int]] = {}
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._bytes = 0
         self.peak = owned()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 STANDARD = (0, 1, 2)
 """stdin, stdout and stderr, which the files of a program must never become."""
@@ -49,7 +49,7 @@ class _Forgiving(io.FileIO):
 
     lost: OSError | None = None
 
-    def write(self, data: bytes | memoryview) -> int | None:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:

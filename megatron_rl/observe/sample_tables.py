@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.observe.summary import finite_or_null
 
 
-def write_sample_table(folder: Path, step: int, rows: Iterable[dict]) -> Path:
+def write_sample_table(folder: Path, step: int, rows: Iterable[dict[str, Any]]) -> Path:
     """Write `rows` to `folder/STEP.jsonl`, as verl names it, in place of an earlier table of that step.
 
     What JSON does not have is written as text; floats that are not finite become null. Returns the file.

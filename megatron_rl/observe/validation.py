@@ -35,7 +35,7 @@ def validation_metrics(
     for source, groups in sorted(rows_of.items()):
         n = max(len(rows) for rows in groups.values())
         for name, values in variables.items():
-            for metric, value in _source_metrics(groups.values(), values, predictions, n).items():
+            for metric, value in _source_metrics(list(groups.values()), values, predictions, n).items():
                 is_core = name == core and metric.startswith(CORE_KINDS) and f"@{n}" in metric
                 metrics[f"val-{'core' if is_core else 'aux'}/{source}/{name}/{metric}"] = value
     return metrics
@@ -72,7 +72,7 @@ def majority_metrics(values: Sequence[float], votes: Sequence[str], n: int) -> d
     """
     number_of = {vote: number for number, vote in enumerate(dict.fromkeys(votes))}
     vote, value = np.array([number_of[text] for text in votes]), np.asarray(values, dtype=float)
-    metrics = {}
+    metrics: dict[str, float] = {}
     for k in subset_sizes(n):
         drawn = np.random.default_rng(42).integers(len(vote), size=(NUM_VOTES, k))
         draws = np.arange(NUM_VOTES)[:, None]
@@ -90,14 +90,13 @@ def _source_metrics(
     """Each metric's mean over the prompts that have it."""
     collected: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        rows = [row for row in group if values[row] is not None]
-        if not rows:
+        of_prompt = [(value, predictions[row]) for row in group if (value := values[row]) is not None]
+        if not of_prompt:
             continue
-        of_prompt = [values[row] for row in rows]
-        metrics = prompt_metrics(of_prompt, n)
-        voters = [row for row in rows if predictions[row] is not None]
+        metrics = prompt_metrics([value for value, _ in of_prompt], n)
+        voters = [(value, vote) for value, vote in of_prompt if vote is not None]
         if voters:
-            metrics |= majority_metrics([values[row] for row in voters], [predictions[row] for row in voters], n)
+            metrics |= majority_metrics([value for value, _ in voters], [vote for _, vote in voters], n)
         for name, value in metrics.items():
             collected[name].append(value)
     return {name: float(np.mean(per_prompt)) for name, per_prompt in collected.items()}

@@ -141,10 +141,10 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
     if world_size % tp_size and not (in_place and tp_size == train_tp):
         where = "" if in_place else f" of {pool.name} ({pool.size})"
         yield Violation({key: tp_size}, f"must divide the {world_size} ranks{where}", nearest)
-    misfits = {} if model is None else _rollout_misfits(model, tp_size)
-    for name, rule in misfits.items():
-        if tp_size != train_tp or name not in model.tp_divides:
-            yield Violation({key: tp_size}, f"must {rule} of {model.path}", nearest)
+    if model is not None:
+        for name, rule in _rollout_misfits(model, tp_size).items():
+            if tp_size != train_tp or name not in model.tp_divides:
+                yield Violation({key: tp_size}, f"must {rule} of {model.path}", nearest)
     if drops and train_tp % tp_size:
         rule = (
             f"must divide training tp({train_tp}), as drop_train_weights=true needs training shards inside of its own"

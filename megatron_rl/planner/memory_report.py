@@ -136,7 +136,8 @@ def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Cha
     Each is the one that takes most off what is too much, over all phases. Recomputing, which costs up to a third of
     training's time, comes where nothing cheaper helps, and another layout last.
     """
-    usable, found = usable_bytes(hardware), []
+    usable = usable_bytes(hardware)
+    found: list[Change] = []
     left = _excess(plan_pools(models), usable)
     while left and len(found) < MOST_CHANGES:
         for choices, alike in ((candidates, models), (recomputing, models), (other_layouts, None)):

@@ -16,6 +16,7 @@ from megatron_rl.model.families import (
     VOCAB_PADDING,
     Family,
     Routing,
+    experts_of,
     num_experts_key,
     num_labels,
     rope_problem,
@@ -154,7 +155,7 @@ def _read_settings(
     path: str, file: Path, settings: dict[str, Any], family: Family
 ) -> tuple[ModelSizes | None, list[Violation]]:
     problems = list(_unsupported(file, settings, family))
-    wanted = SIZES
+    wanted: tuple[str, ...] = SIZES
     if family.experts is not None:
         wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
     lacking = {name: settings.get(name) for name in dict.fromkeys(wanted) if not is_size(settings.get(name))}
@@ -185,12 +186,12 @@ def _head_problems(file: Path, settings: dict[str, Any]) -> Iterable[Violation]:
 
 def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing | None) -> ModelSizes:
     vocab_size = settings["vocab_size"]
-    experts = {}
+    experts: dict[str, Any] = {}
     if routing is not None:
         experts = {
             "num_experts": routing.num_experts,
             "moe_intermediate_size": routing.ffn_size,
-            "expert_size_key": family.experts.size_key,
+            "expert_size_key": experts_of(family).size_key,
         }
     return ModelSizes(
         path=path,
@@ -214,8 +215,9 @@ def _routing_problems(file: Path, routing: Routing, family: Family) -> list[Viol
     if top_k > num_experts:
         return [_in_file(file, {key: top_k}, f"must be >= 1 and <= num_experts({num_experts})", {key: num_experts})]
     if top_k == 1 and routing.normalised:
-        settings, nearest = {key: 1, "norm_topk_prob": True}, {"norm_topk_prob": False}
-        if family.experts.norm_topk_prob:
+        settings: dict[str, Any] = {key: 1, "norm_topk_prob": True}
+        nearest: dict[str, Any] = {"norm_topk_prob": False}
+        if experts_of(family).norm_topk_prob:
             settings, nearest = {key: 1}, {key: 2}
         rule = "leaves the router without a gradient, because the only weight, of a sum of 1, is always 1"
         return [_in_file(file, settings, rule, nearest)]

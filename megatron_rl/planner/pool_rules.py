@@ -73,13 +73,13 @@ def _name_problems(config: RunConfig) -> Iterable[Violation]:
             settings = {f"pools.{name}.nnodes": config.pools[name].nnodes}
             yield Violation(settings, f"is the size of a pool that {OWN_POOLS[name]} defines", hint="rename the pool")
     for name, reward in config.reward_models.items():
-        settings = {f"reward_models.{name}.model.path": reward.model.path}
+        model = {f"reward_models.{name}.model.path": reward.model.path}
         if name in OWN_ROLES:
             rule = f"must belong to a reward model of another name: {name} is a role already"
-            yield Violation(settings, rule, hint=f"rename it, such as reward_models.{name}_2")
+            yield Violation(model, rule, hint=f"rename it, such as reward_models.{name}_2")
         elif not name.isidentifier():
             rule = f"must belong to a reward model whose name is a Python identifier, and {name!r} is none"
-            yield Violation(settings, rule, hint=f"rename it, such as reward_models.{_identifier(name)}")
+            yield Violation(model, rule, hint=f"rename it, such as reward_models.{_identifier(name)}")
 
 
 def _identifier(name: str) -> str:

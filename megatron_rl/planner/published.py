@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.planner.hardware import Hardware, load_hardware
 from megatron_rl.planner.run_models import PlannedModel
@@ -36,7 +37,7 @@ class Point:
     phases: tuple[str, ...]
     calibrates: str | None = None
 
-    def estimate(self, hardware: Hardware | None = None, **changes: float) -> float:
+    def estimate(self, hardware: Hardware | None = None, **changes: Any) -> float:
         """Seconds by our arithmetic; `changes`: other values of the load's fields."""
         estimator = Estimator(self.model, self.layout, hardware or load_hardware(self.gpu))
         load = dataclasses.replace(self.load, **changes)
@@ -137,15 +138,15 @@ def _reinforcement() -> Iterable[Point]:
             title = f"{name} GRPO {phase}, {layout.num_gpus} H100"
             phases_of = ("log-prob", "ref") if phase == "log-prob" else (phase,)
             yield Point(title, ISSUE, cost(name), "h100", layout, load, seconds, phases_of, calibrates)
-    for name, layout, response, seconds in (
+    for name, layout, response, step_s in (
         ("llama-3-8b", Layout(16, 8, pp=2), 1060, 97.7),
         ("qwen3-32b", Layout(32, 8, tp=4, pp=4, rollout_tp=4), 3206, 393),
         ("qwen3-30b-a3b", Layout(32, 8, tp=2, ep=8, rollout_tp=4), 3154, 225),
     ):
         load = dataclasses.replace(base, response=response)
         title = f"{name} GRPO step, {layout.num_gpus} H100"
-        phases = ("train", "generation", "log-prob", "ref")
-        yield Point(title, SUMMARY, cost(name), "h100", layout, load, seconds, phases)
+        every_phase = ("train", "generation", "log-prob", "ref")
+        yield Point(title, SUMMARY, cost(name), "h100", layout, load, step_s, every_phase)
 
 
 def points() -> list[Point]:

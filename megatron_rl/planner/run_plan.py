@@ -186,7 +186,7 @@ class RunPlan:
         return plain_table(f"Memory per GPU{where}, of {self._usable()}", headings, rows)
 
     def _group_rows(self) -> list[Sequence[str]]:
-        rows = []
+        rows: list[Sequence[str]] = []
         for name, groups in self.groups.items():
             shown = ", ".join(str(group) for group in groups[:SHOWN_GROUPS])
             rows.append((name, str(len(groups)), shown + (", ..." if len(groups) > SHOWN_GROUPS else "")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number
@@ -71,7 +72,8 @@ def _nearest(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size:
         given = getattr(megatron, key)
         if given is None:
             continue
-        valid = [size for size in range(1, fewest_layers + 1) if spreads(models, replace(megatron, **{key: size}))]
+        changed: list[dict[str, Any]] = [{key: size} for size in range(1, fewest_layers + 1)]
+        valid = [change[key] for change in changed if spreads(models, replace(megatron, **change))]
         if valid:
             return {key: nearest_number(given, valid)}
     nearest = nearest_number(megatron.pipeline_model_parallel_size, pp_sizes(models, megatron, world_size))

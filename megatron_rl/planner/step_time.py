@@ -124,6 +124,8 @@ def _scored(load: Load, one: PassSpec) -> Load:
 def _updated(load: Load, role: RoleSpec, pool: PoolModels, config: RunConfig) -> Load:
     """With the role's own mini-batches, epochs, passes and recomputed layers."""
     settings, prompts = role.settings, config.data.train_batch_size
+    if role.update is None:
+        raise ValueError(f"{role.name} is not trained")
     return replace(
         load,
         mini_batch=min(settings.ppo_mini_batch_size, prompts) * config.actor_rollout_ref.rollout.n,

@@ -92,7 +92,8 @@ class TransitionPlan:
 def _sent_bytes(models: RunModels) -> list[int]:
     """Of every rank of the actor's pool: each stage sends what it holds once, spread evenly over its ranks."""
     specs, grid, found = models.actor.specs, models.grid, []
-    stages, sent = models.training.stages(models.actor), set()
+    stages = models.training.stages(models.actor)
+    sent: set[str] = set()
     for pp_rank in range(grid.pp_size):
         names = {specs[name].tensor.name for chunk in stage_params(specs, stages, pp_rank) for name in chunk} - sent
         sent |= names

@@ -37,7 +37,8 @@ def vocabulary_problems(actor_path: str, reward_path: str, key: str = "reward_mo
 
 def _numbers(tokenizer: dict[str, Any]) -> dict[str, int]:
     """Token -> number, of tokenizer.json's model (a mapping, or for Unigram a list of pairs) and added tokens."""
-    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary: Any = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    numbers: dict[str, int] = vocabulary
+    return numbers | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from megatron_rl.errors import ConfigError
 
@@ -42,7 +43,7 @@ class PromptCursor:
             self.position = end
         return indices
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """Where the cursor stands, and the dataset and order for which that means something; JSON-ready."""
         return {
             "epoch": self.epoch,
@@ -52,7 +53,7 @@ class PromptCursor:
             "seed": self.seed,
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; `batch_size` may differ. Raises ConfigError if the order is another one."""
         for key, own in (("num_prompts", self.num_prompts), ("shuffle", self.shuffle), ("seed", self.seed)):
             if state[key] != own:

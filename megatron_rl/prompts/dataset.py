@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.prompts.files import PromptRow, read_rows
+from megatron_rl.prompts.files import Message, PromptRow, read_rows
 from megatron_rl.prompts.mixture import PromptFile
 from megatron_rl.records import Prompts, non_tensor, ragged
 
@@ -95,15 +95,15 @@ def tokenise(
         encoded = tokenizer([rows[number].prompt for number in texts])["input_ids"]
         for number, ids in zip(texts, encoded, strict=True):
             prompt_ids[number] = ids
-    chats = [number for number, row in enumerate(rows) if not isinstance(row.prompt, str)]
+    chats = [(number, row.prompt) for number, row in enumerate(rows) if not isinstance(row.prompt, str)]
     if chats and tokenizer.chat_template is None:
         raise ConfigError(
             f"the prompts of {path} are chat messages, but the tokenizer has no chat_template: "
             "add one to the model folder, or store the prompts as plain strings"
         )
     if chats:
-        encoded = _apply_template(path, [(number, rows[number].prompt) for number in chats], tokenizer, data_config)
-        for number, ids in zip(chats, encoded, strict=True):
+        encoded = _apply_template(path, chats, tokenizer, data_config)
+        for (number, _), ids in zip(chats, encoded, strict=True):
             prompt_ids[number] = ids
     for number, ids in enumerate(prompt_ids):
         if not ids:
@@ -112,12 +112,12 @@ def tokenise(
 
 
 def _apply_template(
-    path: str, chats: Sequence[tuple[int, list[dict]]], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
+    path: str, chats: Sequence[tuple[int, list[Message]]], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
 ) -> list[list[int]]:
     """Token ids of (row, messages) pairs, all at once, which is what tokenizers are fast at."""
     kwargs = {"add_generation_prompt": True, "return_dict": False} | data_config.apply_chat_template_kwargs
     try:
-        return tokenizer.apply_chat_template([prompt for _, prompt in chats], **kwargs)
+        encoded: list[list[int]] = tokenizer.apply_chat_template([prompt for _, prompt in chats], **kwargs)
     except jinja2.TemplateError as error:
         if len(chats) > 1:  # one of them is to blame
             for chat in chats:
@@ -125,6 +125,7 @@ def _apply_template(
         raise ConfigError(
             f"the tokenizer's chat_template refuses a prompt of {path} (row {chats[0][0]}): {error}"
         ) from error
+    return encoded
 
 
 def short_enough(path: str, prompt_ids: Sequence[Sequence[int]], data_config: DataConfig) -> list[int]:

@@ -21,14 +21,18 @@ from megatron_rl.errors import ConfigError
 
 ROWS_AT_ONCE = 1024
 
+Message = dict[str, Any]
+Located = tuple[str, dict[str, Any]]
+"""Where a row stands, which begins an error message, and its content."""
+
 
 class PromptRow(NamedTuple):
     """One row; prompt: text, or messages as dicts with role and content."""
 
-    prompt: str | list[dict]
+    prompt: str | list[Message]
     data_source: str
     ground_truth: Any
-    extra_info: dict
+    extra_info: dict[str, Any]
 
 
 def read_rows(path: str, data_config: DataConfig, needs_ground_truth: bool = True) -> list[PromptRow]:
@@ -114,8 +118,8 @@ def nearest_hint(name: str, choices: Sequence[str], kind: str) -> str:
     return f"the nearest {kind} is {nearest_name(name, choices)!r}" if choices else f"there is no {kind}"
 
 
-def _read_parquet(path: str, file: Path, data_config: DataConfig, needed: Sequence[str]) -> Iterator[tuple[str, dict]]:
-    """(place, content) per row, which must have the columns `needed`; the place begins an error message."""
+def _read_parquet(path: str, file: Path, data_config: DataConfig, needed: Sequence[str]) -> Iterator[Located]:
+    """Every row, which must have the columns `needed`."""
     try:
         parquet = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
@@ -158,8 +162,8 @@ def _check_columns(path: str, schema: pyarrow.Schema, data_config: DataConfig, n
         )
 
 
-def _read_json_lines(path: str, file: Path, _: DataConfig | None, __: Sequence[str] = ()) -> Iterator[tuple[str, dict]]:
-    """(place, content) per line that is not blank; rows count these lines, from 0."""
+def _read_json_lines(path: str, file: Path, _: DataConfig | None, __: Sequence[str] = ()) -> Iterator[Located]:
+    """Every line that is not blank; rows count these lines, from 0."""
     row = 0
     try:
         lines = file.open("rb")
@@ -183,7 +187,7 @@ def _read_json_lines(path: str, file: Path, _: DataConfig | None, __: Sequence[s
             row += 1
 
 
-def _check_unicode(place: str, line: bytes, content: dict) -> None:
+def _check_unicode(place: str, line: bytes, content: dict[str, Any]) -> None:
     """JSON can write halves of a pair of surrogates, which are no characters and which no tokenizer takes."""
     if b"\\ud" not in line.lower():
         return
@@ -198,7 +202,7 @@ def _check_unicode(place: str, line: bytes, content: dict) -> None:
             ) from None
 
 
-def _checked(place: str, content: dict, data_config: DataConfig, needed: Sequence[str]) -> PromptRow:
+def _checked(place: str, content: dict[str, Any], data_config: DataConfig, needed: Sequence[str]) -> PromptRow:
     for name in needed:
         if content.get(name) is None:
             given = ", ".join(key for key, value in content.items() if value is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.prompts.cursor import PromptCursor
@@ -62,7 +63,7 @@ class MixtureCursor:
         self.drawn[number] += 1
         return self._offsets[number] + self._streams[number].next_indices()[0]
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """Where each stream stands, and the files, weights and order for which that means something; JSON-ready."""
         return {
             "files": [_identity(file) for file in self.files],
@@ -71,7 +72,7 @@ class MixtureCursor:
             "streams": [stream.state_dict() for stream in self._streams],
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; `batch_size` and the files' folder may differ.
 
         Raises ConfigError, with what differs, if files, their contents, weights or order are others.
@@ -98,7 +99,7 @@ class MixtureCursor:
         self.drawn = list(state["drawn"])
 
 
-def _identity(file: PromptFile) -> dict:
+def _identity(file: PromptFile) -> dict[str, Any]:
     return {"name": Path(file.path).name, "num_prompts": file.num_prompts, "digests": file.digests}
 
 

@@ -9,22 +9,22 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError
 
 Score = dict[str, float | str]
+Extra = dict[str, Any] | None
 
 
-def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None) -> Score:
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Extra = None) -> Score:
     """Right if the answer is the ground truth, letter for letter; blanks at both ends do not count."""
     answer = solution_str.strip()
     return _score(answer == str(ground_truth).strip(), answer)
 
 
-def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None) -> Score:
+def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: Extra = None) -> Score:
     r"""Right if the final answer (in \boxed{}, LaTeX, or else the last number) is mathematically the ground truth.
 
     Raises ValueError for a ground truth that math-verify does not understand, with which no answer could be right.
@@ -39,7 +39,7 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
     return _score(right, str(answer[0]) if answer else "")
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None) -> Score:
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Extra = None) -> Score:
     """The rule that BY_DATA_SOURCE names; raises KeyError for a source that is not there."""
     return BY_DATA_SOURCE[data_source](data_source, solution_str, ground_truth, extra_info)
 
@@ -101,7 +101,7 @@ def _score(right: bool, answer: str) -> Score:
 
 
 @functools.cache
-def _math_verify() -> ModuleType:
+def _math_verify() -> Any:
     """The library, loaded with the first math answer; without its warning, at every call, that it has no alarm set."""
     import math_verify
 

@@ -49,10 +49,11 @@ def load_reward_function(source: RewardSource) -> RewardFunction:
         hint = f"the nearest function there is {nearest!r}" if nearest else "it defines no function"
         raise ConfigError(f"{where} has no function {source.name!r} (custom_reward_function.name): {hint}")
     function = functions[source.name]
-    signature = ""
+    signature: inspect.Signature | str = ""
     try:
         signature = inspect.signature(function)
-        signature.bind(**{"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}} | source.kwargs)
+        arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}} | source.kwargs
+        signature.bind(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{where}: {source.name}{signature} cannot be called with the keywords of {source.name}{SIGNATURE} and "

@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     data_source: str
     solution: str
     ground_truth: Any
-    extra_info: dict
+    extra_info: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _type_name(value: object) -> str:
     return plain_text(type.__dict__["__name__"].__get__(type(value)), LONGEST_QUOTE)
 
 
-def _extras(result: dict) -> dict[str, float | str]:
+def _extras(result: dict[str, Any]) -> dict[str, float | str]:
     extras: dict[str, float | str] = {}
     for key, value in result.items():
         name = plain_text(str(key))

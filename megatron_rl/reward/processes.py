@@ -65,7 +65,7 @@ class RewardProcesses:
         """
         try:
             self._connection.send(list(samples))
-            answer = self._connection.recv()
+            answer: list[Outcome] | str = self._connection.recv()
         except (EOFError, OSError) as error:
             raise RewardError("the process that keeps the reward workers has died") from error
         if isinstance(answer, str):

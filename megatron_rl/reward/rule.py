@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -33,8 +33,8 @@ class Scored:
     def __getitem__(self, rows: torch.Tensor) -> Scored:
         """The answers of these rows, int64 [b]."""
         numbers = rows.tolist()
-        picked = [[column[row] for row in numbers] for column in (self.samples, self.outcomes)]
-        return Scored(self.scores[rows], *picked, self.first_failure)
+        samples, outcomes = ([column[row] for row in numbers] for column in (self.samples, self.outcomes))
+        return Scored(self.scores[rows], samples, outcomes, self.first_failure)
 
     def metrics(self) -> dict[str, float]:
         """Failed samples, as a share and counted by kind; the mean of each further number over samples that have it."""
@@ -65,7 +65,7 @@ class Scored:
         """The answer as the function understood it, its "pred", per row; None where it told none."""
         return self._extras(str).get("pred", [None] * len(self.outcomes))
 
-    def table(self, questions: list[str], step: int) -> list[dict]:
+    def table(self, questions: list[str], step: int) -> list[dict[str, Any]]:
         """Rows of a sample table, under verl's names, with data source and failure."""
         rows = zip(questions, self.samples, self.scores.tolist(), self.outcomes, strict=True)
         return [
@@ -75,7 +75,7 @@ class Scored:
             for question, sample, score, outcome in rows
         ]
 
-    def _extras(self, kind: type) -> dict[str, list]:
+    def _extras(self, kind: type) -> dict[str, list[Any]]:
         """Name -> value per row, of extras of one type; None where a row lacks it."""
         names = {name for outcome in self.outcomes for name, value in outcome.extras.items() if type(value) is kind}
         columns = {name: [outcome.extras.get(name) for outcome in self.outcomes] for name in sorted(names)}
@@ -111,7 +111,7 @@ class RuleReward:
         self.processes.__enter__()
         return self
 
-    def __exit__(self, *failure) -> None:
+    def __exit__(self, *failure: Any) -> None:
         """End them."""
         self.processes.__exit__(*failure)
 
@@ -133,7 +133,7 @@ class RuleReward:
         return Scored(torch.tensor(scores, dtype=torch.float32), samples, outcomes, first_failure)
 
 
-class NoRule(contextlib.nullcontext):
+class NoRule(contextlib.nullcontext[Any]):
     """What stands in the place of a rule where a reward model judges alone: every score is 0, and nobody's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):

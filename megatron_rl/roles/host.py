@@ -90,7 +90,7 @@ class RankHost:
         self.roles[name] = build_role(spec, self.rank, self.roles, bridge)
         self.ledger.note("init")
 
-    def run(self, role: str, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run(self, role: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A verb of a role, its memory accounted for under its phase."""
         hosted = self.roles[role]
         body = getattr(hosted, name)

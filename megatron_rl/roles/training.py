@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,7 @@ class TrainableModel:
         return [chunk.module for chunk in self.chunks]
 
     @property
-    def param_buffers(self) -> list:
+    def param_buffers(self) -> list[Any]:
         """DDP's flat buffers of all chunks; each has `param_data` and `grad_data`."""
         return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 

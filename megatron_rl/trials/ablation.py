@@ -67,7 +67,7 @@ class Ablation:
         due = []
         for point in valid:
             record = read_record(self.trial(point).folder)
-            if must_run(record, point, retry_failed):
+            if record is None or must_run(record, point, retry_failed):
                 due.append(point)
             else:
                 retried = "" if record.outcome is TrialOutcome.FINISHED else " (--retry-failed runs it again)"

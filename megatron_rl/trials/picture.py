@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
@@ -29,8 +31,8 @@ def draw_ablation(rows: Sequence[Row], baseline: str | None, output_png: Path) -
         return False
     failed = [row for row in rows if row.outcome in FAILED]
     shown = [*finished, *failed]
-    figure = Figure(figsize=(14.0, 1.9 + 0.42 * len(shown)), dpi=130, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)
+    layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
+    figure = Figure(figsize=(14.0, 1.9 + 0.42 * len(shown)), dpi=130, layout=layout)
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 4, sharey=True, width_ratios=WIDTHS)
     results = [row.result for row in finished if row.result is not None]
@@ -99,8 +101,8 @@ def _mark_planned(axes: Axes, values: Sequence[float]) -> None:
 def _name_lines(axes: Axes, rows: Sequence[Row], baseline: str | None) -> None:
     axes.set_yticks(range(len(rows)), [_label(row, baseline) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    style = {"ha": "right", "va": "bottom", "fontsize": SMALL, "color": FAINT, "transform": axes.transAxes}
-    axes.text(-0.01, 1.01, "training \N{RIGHTWARDS ARROW} rollout", **style)
+    style: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": SMALL, "color": FAINT}
+    axes.text(-0.01, 1.01, "training \N{RIGHTWARDS ARROW} rollout", transform=axes.transAxes, **style)
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_fontweight("bold" if row.name == baseline else "normal")
 

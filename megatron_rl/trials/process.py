@@ -25,7 +25,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
-def living(command: Sequence[str], output: Path, grace_s: float = 10.0) -> Iterator[subprocess.Popen]:
+def living(command: Sequence[str], output: Path, grace_s: float = 10.0) -> Iterator[subprocess.Popen[bytes]]:
     """Start `command` in a session of its own, what it prints appended to `output`; the body watches it.
 
     When the body is left, however it is, a process that still runs gets SIGTERM and `grace_s` seconds to end by itself
@@ -54,7 +54,7 @@ def living(command: Sequence[str], output: Path, grace_s: float = 10.0) -> Itera
                 _kill_family(process, before)
 
 
-def _kill_family(process: subprocess.Popen, before: set[psutil.Process]) -> None:
+def _kill_family(process: subprocess.Popen[bytes], before: set[psutil.Process]) -> None:
     """Kill and wait for all descendants that were not there `before`. Signals wait until that is done."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.planned import PlannedPoint
@@ -132,7 +133,8 @@ def ratios(row: Row, rows: Sequence[Row], baseline: str | None) -> Ratios | None
 
 def by_step_time(rows: Sequence[Row]) -> list[Row]:
     """Those that finished, the fastest first."""
-    return sorted((row for row in rows if row.result is not None), key=lambda row: row.result.step_s[0])
+    finished = [(row.result.step_s[0], row) for row in rows if row.result is not None]
+    return [row for _, row in sorted(finished, key=itemgetter(0))]
 
 
 def memory_unit(finished: Sequence[Row]) -> tuple[float, str]:

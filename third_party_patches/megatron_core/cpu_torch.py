@@ -15,6 +15,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ class ModuleProxy(types.ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
-def on_cpu(factory: Callable) -> Callable:
+def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a tensor factory: a CUDA device becomes the CPU, pinned memory ordinary memory."""
 
     @functools.wraps(factory)

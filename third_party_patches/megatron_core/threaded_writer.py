@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import queue
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from third_party_patches.guard import Patch
 
 
 def write_from_threads(
-    transforms: list, use_msc: bool, rank: int, write_buckets: list, results: queue.SimpleQueue
+    transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: queue.SimpleQueue[Any]
 ) -> None:
     """Write every bucket to its file; puts {number: write results} into `results`, or the first exception."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    answers: queue.SimpleQueue = queue.SimpleQueue()
-    waiting: queue.Queue = queue.Queue()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    waiting: queue.Queue[Any] = queue.Queue()
     with ThreadPoolExecutor(len(write_buckets)) as threads:
         for number, bucket in enumerate(write_buckets):
             waiting.put(number)

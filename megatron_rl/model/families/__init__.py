@@ -11,6 +11,7 @@ from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type
 from megatron_rl.model.families.shape import (
     ModelShape,
     Routing,
+    experts_of,
     full_attention,
     num_experts_key,
     num_labels,
@@ -29,6 +30,7 @@ __all__ = [
     "family_of",
     "full_attention",
     "is_reward_model",
+    "experts_of",
     "num_experts_key",
     "num_labels",
     "param_map",

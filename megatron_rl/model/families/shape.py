@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.family import Experts, Family
 from megatron_rl.model.families.registry import family_of
 
 DEFAULT_NUM_LABELS = 2
@@ -25,7 +25,7 @@ class Routing:
     @classmethod
     def from_hf(cls, family: Family, settings: Mapping[str, Any]) -> Routing:
         """From the content of a config.json of a family with experts. Raises KeyError when a number is not there."""
-        experts = family.experts
+        experts = experts_of(family)
         normalised = experts.norm_topk_prob
         return cls(
             num_experts=settings[num_experts_key(family, settings)],
@@ -35,9 +35,16 @@ class Routing:
         )
 
 
+def experts_of(family: Family) -> Experts:
+    """How a family names its experts. Raises ValueError for a family without."""
+    if family.experts is None:
+        raise ValueError(f"{family.architecture} has no experts")
+    return family.experts
+
+
 def num_experts_key(family: Family, settings: Mapping[str, Any]) -> str:
     """The key under which this config.json has, or should have, the number of experts."""
-    keys = family.experts.count_keys
+    keys = experts_of(family).count_keys
     return next((key for key in keys if settings.get(key) is not None), keys[0])
 
 
@@ -90,12 +97,13 @@ def sliding_window(family: Family, settings: Mapping[str, Any]) -> int | None:
     window = family.window
     if window is None or (window.switch is not None and not settings.get(window.switch, False)):
         return None
-    return settings.get("sliding_window", window.default)
+    size: int | None = settings.get("sliding_window", window.default)
+    return size
 
 
 def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that put full attention in the place of a window, for a run in which that is the same; else empty."""
-    if sliding_window(family, settings) is None:
+    if family.window is None or sliding_window(family, settings) is None:
         return {}
     switch = {} if family.window.switch is None else {family.window.switch: False}
     return {"sliding_window": None, "layer_types": ["full_attention"] * settings["num_hidden_layers"], **switch}
@@ -104,6 +112,6 @@ def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any
 def num_labels(settings: Mapping[str, Any]) -> int:
     """Outputs of a classification head."""
     if "num_labels" in settings:
-        return settings["num_labels"]
+        return int(settings["num_labels"])
     labels = settings.get("id2label")
     return DEFAULT_NUM_LABELS if labels is None else len(labels)
