@@ -13,7 +13,7 @@ from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.losses.registry import estimator, policy_loss
 from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.observe.clock import Clock
-from megatron_rl.records import ActorBatch, CriticBatch, Experience
+from megatron_rl.records import ActorBatch, CriticBatch, Experience, known
 
 
 class Algorithm:
@@ -66,7 +66,7 @@ class Algorithm:
         because then the two are meant to differ.
         """
         rollout = self.config.actor_rollout_ref.rollout
-        metrics = parity_metrics(experience.rollout_log_probs.values(), experience.old_log_probs.values())
+        metrics = parity_metrics(experience.rollout_log_probs.values(), known(experience.old_log_probs).values())
         largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
         comparable = rollout.top_p == 1.0 and rollout.top_k == -1
         if comparable:

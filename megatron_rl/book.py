@@ -23,7 +23,7 @@ from megatron_rl.observe.memory import PhaseMemory, memory_metrics
 from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.sample_tables import write_sample_table
 from megatron_rl.observe.updates import SkippedUpdates, update_means
-from megatron_rl.records import Experience, Generations, Prompts, row_lengths
+from megatron_rl.records import Experience, Generations, Prompts, known, row_lengths
 from megatron_rl.reward.rule import Scored
 from megatron_rl.run_folder import RunFolder
 
@@ -114,12 +114,13 @@ class Book:
         """Statistics of one step's samples, what its transition cost, and its seconds by phase."""
         lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
         values = None if experience.old_values is None else experience.old_values.values()
-        returns, advantages = experience.returns.values(), experience.advantages.values()
-        totals = total_rows(experience.rewards.values(), experience.response_lengths, experience.scores)
+        returns, advantages = known(experience.returns).values(), known(experience.advantages).values()
+        scores = known(experience.scores)
+        totals = total_rows(known(experience.rewards).values(), experience.response_lengths, scores)
         num_tokens, timings = experience.input_ids.values().numel(), self.clock.take_step()
         return (
             length_metrics(*lengths, generations.truncated)
-            | score_metrics(experience.scores, totals, advantages, returns, values)
+            | score_metrics(scores, totals, advantages, returns, values)
             | throughput_metrics(num_tokens, timings["timing_s/step"], self._num_ranks)
             | self._transition_metrics()
             | scored.metrics()

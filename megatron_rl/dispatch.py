@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 Params = ParamSpec("Params")
 Answer = TypeVar("Answer")
@@ -158,13 +158,37 @@ def is_collector(dispatch: Dispatch, place: Coordinates) -> bool:
     return True
 
 
+@overload
 def verb(
-    dispatch: Dispatch, *, phase: str = "", balanced: bool = False, stop: Stop = Stop.UNRELATED
-) -> Callable[[Callable[Concatenate[Owner, Params], Answer]], Callable[Concatenate[Owner, Params], Future[Answer]]]:
-    """Mark a method as callable from the controller (see `Verb`). On a rank it stays the plain method that it is."""
+    dispatch: Literal[Dispatch.ONE_TO_ALL], *, phase: str = ..., balanced: bool = ..., stop: Stop = ...
+) -> Callable[
+    [Callable[Concatenate[Owner, Params], Answer]], Callable[Concatenate[Owner, Params], Future[list[Answer]]]
+]: ...
 
-    def mark(method: Callable[Concatenate[Owner, Params], Answer]) -> Any:
-        method.verb = Verb(dispatch, phase, balanced, stop)  # type: ignore[attr-defined]
+
+@overload
+def verb(
+    dispatch: Literal[Dispatch.RANK_ZERO], *, phase: str = ..., balanced: bool = ..., stop: Stop = ...
+) -> Callable[[Callable[Concatenate[Owner, Params], Answer]], Callable[Concatenate[Owner, Params], Future[Answer]]]: ...
+
+
+@overload
+def verb(
+    dispatch: Literal[Dispatch.DP, Dispatch.ROLLOUT_DP], *, phase: str = ..., balanced: bool = ..., stop: Stop = ...
+) -> Callable[
+    [Callable[Concatenate[Owner, Params], Answer | None]], Callable[Concatenate[Owner, Params], Future[Answer]]
+]: ...
+
+
+def verb(dispatch: Dispatch, *, phase: str = "", balanced: bool = False, stop: Stop = Stop.UNRELATED) -> Any:
+    """Mark a method as callable from the controller (see `Verb`). On a rank it stays the plain method that it is.
+
+    A type checker sees the controller's side: a `Future` of all ranks' answers, of rank 0's, or of the joined record
+    or dict of those that count, where None means that a rank's does not.
+    """
+
+    def mark(method: Any) -> Any:
+        method.verb = Verb(dispatch, phase, balanced, stop)
         return method
 
     return mark

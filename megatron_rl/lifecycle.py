@@ -242,8 +242,9 @@ class Lifecycle:
             return
         with self._storing(self._under_way.step):
             finishing = [host.finish_save(wait) for host in self.hosts.values()]
-            reports = [report for future in finishing for report in future.get()]
-            if None in reports:
+            answers = [report for future in finishing for report in future.get()]
+            reports = [report for report in answers if report is not None]
+            if len(reports) < len(answers):
                 return
             manifest, self._under_way = self._under_way, None
             folder = unfinished_folder(self.root, manifest.step)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import NonTensorStack, TensorClass
@@ -234,6 +234,15 @@ class Experience(TensorClass):
         """The fields a value update reads; needs `old_values` and `returns`."""
         values, returns = known(self.old_values), known(self.returns)
         return CriticBatch(self.input_ids, self.response_lengths, values, returns, batch_size=self.batch_size)
+
+
+Record = TypeVar("Record", bound=TensorClass)
+
+
+def concatenate(records: Sequence[Record]) -> Record:
+    """The rows of several records of one class, one after the other."""
+    joined: Any = torch.cat(list(records))  # type: ignore[arg-type]  # tensordict's own for its classes
+    return cast(Record, joined)
 
 
 TokenRows = Sequences | ActorBatch | CriticBatch

@@ -46,8 +46,8 @@ def finish_run(run: Run) -> dict[str, Any]:
     rows = [row for row in rows if None not in row]
     if rows:
         run.book.console.print(before_after_table(rows))
-    names = sorted(path.name for path in run.book.folder.path.iterdir() if not path.name.startswith("."))
-    run.book.say(f"written to {run.book.folder.path}: {', '.join(names)}")
+    files = sorted(path.name for path in run.book.folder.path.iterdir() if not path.name.startswith("."))
+    run.book.say(f"written to {run.book.folder.path}: {', '.join(files)}")
     return summary
 
 
@@ -115,12 +115,15 @@ def export_and_compare(run: Run) -> float:
     Raises ParityError when a float32 model differs by more than EXPORT_LOGIT_BOUND, StorageError when it cannot be
     written, and then nothing of it is left.
     """
-    target = run.book.folder.path / "hf_model"
+    target, rows = run.book.folder.path / "hf_model", run.validation.parity_rows
+    if rows is None:
+        raise ValueError("nothing was validated: there are no rows to compare the export on")
     with run.book.clock.phase("export"):
         with removing_unfinished(target), storing(target.name, run.book.folder.path):
             run.roles.actor.export_hf(target.resolve()).get()
-        trainer_logits = torch.cat(run.roles.actor.response_logits(run.validation.parity_rows).get())
-    differences = (hf_response_logits(target, run.validation.parity_rows) - trainer_logits).abs()
+        answers: Any = run.roles.actor.response_logits(rows).get()  # no records, so one of each data-parallel rank
+        trainer_logits = torch.cat(answers)
+    differences = (hf_response_logits(target, rows) - trainer_logits).abs()
     largest = float(differences.max()) if differences.numel() else 0.0
     if run.config.actor_rollout_ref.actor.megatron.dtype == "float32" and not largest <= EXPORT_LOGIT_BOUND:
         raise ParityError(

@@ -12,13 +12,13 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Future
 from megatron_rl.experience.assemble import assemble
 from megatron_rl.observe.clock import Clock
-from megatron_rl.records import Generations, Prompts, SequenceScores, row_lengths
+from megatron_rl.records import Generations, Prompts, SequenceScores, known, row_lengths
 from megatron_rl.reward.combined import ModelScores, combine
 from megatron_rl.reward.overlong import overlong_penalty
 from megatron_rl.reward.rule import NoRule, RuleReward, Scored
 from megatron_rl.roles.reward_model import RewardModel
 
-Pending = list[tuple[RoleSpec, Future[SequenceScores | None]]]
+Pending = list[tuple[RoleSpec, Future[SequenceScores]]]
 """Scores of reward models that are under way."""
 
 
@@ -68,5 +68,5 @@ class Rewards:
 
     def greedy_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> torch.Tensor:
         """float32 [B]: for each row of `prompts` the score of its group's answer, in the order of `one_per_group`."""
-        _, group = prompts.uid.unique(return_inverse=True)
+        _, group = known(prompts.uid).unique(return_inverse=True)
         return self.training_scores(prompts.one_per_group(), generations, pending).scores[group]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megatron_rl.book import Book
 from megatron_rl.config.algorithms import needs_of
 from megatron_rl.config.schema import RunConfig
@@ -14,7 +12,7 @@ from megatron_rl.experience.assemble import assemble
 from megatron_rl.experience.groups import differing, first_groups
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
-from megatron_rl.records import Experience, Generations, Prompts, Sampling
+from megatron_rl.records import Experience, Generations, Prompts, Sampling, concatenate, known
 from megatron_rl.reward.rule import Scored, join
 from megatron_rl.rewards import Rewards
 from megatron_rl.roles.actor import Actor
@@ -129,16 +127,18 @@ class Rollouts:
         while True:
             prompts = self._next_prompts()
             # Groups are told apart over all batches.
-            prompts.uid = prompts.uid + sum(len(earlier) for earlier, _, _ in batches)
+            prompts.uid = known(prompts.uid) + sum(len(earlier) for earlier, _, _ in batches)
             generations = self.generate(prompts, self.sampling(salt=step + SALT_STRIDE * len(batches)))
             pending = self.rewards.start(prompts, generations)
             batches.append((prompts, generations, self.rewards.training_scores(prompts, generations, pending)))
-            prompts, generations = (torch.cat(parts) for parts in list(zip(*batches, strict=True))[:2])
+            prompts = concatenate([part for part, _, _ in batches])
+            generations = concatenate([part for _, part, _ in batches])
+            groups = known(prompts.uid)
             scored = join([part for _, _, part in batches])
-            differ = differing(scored.scores, prompts.uid)
-            num_differing = len(prompts.uid[differ].unique())
+            differ = differing(scored.scores, groups)
+            num_differing = len(groups[differ].unique())
             if num_differing >= wanted or len(batches) == most:
-                rows = first_groups(prompts.uid, differ, wanted)
+                rows = first_groups(groups, differ, wanted)
                 metrics = {
                     "train/num_gen_batches": float(len(batches)),
                     "train/differing_groups": min(num_differing, wanted) / wanted,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -46,6 +47,8 @@ from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollouts import Batch, Rollouts
 from megatron_rl.run_folder import RunFolder
 from megatron_rl.validation import Validation
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -213,12 +216,14 @@ def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
         with book.clock.waiting(f"build {name}"):
             future.get()
 
-    def handle(name: str) -> object | None:
-        role = placement.roles.get(name)
-        return None if role is None else cluster.pools[role.pool].handle(name, KINDS[role.kind])
+    def handle(name: str, kind: type[Kind]) -> Kind:
+        return cluster.pools[placement.roles[name].pool].handle(name, kind)
 
-    scorers = [(spec, cluster.pools[spec.pool].handle(spec.name, RewardModel)) for spec in placement.reward_models]
-    return Roles(handle(ACTOR), handle(ROLLOUT), handle(REFERENCE), handle(CRITIC), scorers, hosts)
+    reference = handle(REFERENCE, Reference) if REFERENCE in placement.roles else None
+    critic = handle(CRITIC, Critic) if CRITIC in placement.roles else None
+
+    scorers = [(spec, handle(spec.name, RewardModel)) for spec in placement.reward_models]
+    return Roles(handle(ACTOR, Actor), handle(ROLLOUT, Rollout), reference, critic, scorers, hosts)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

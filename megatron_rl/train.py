@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.dispatch import Future
 from megatron_rl.records import Experience
 from megatron_rl.report import finish_run
 from megatron_rl.rollouts import Batch
@@ -67,8 +68,9 @@ def score(run: Run, batch: Batch) -> Experience:
 
 def update(run: Run, experience: Experience, step: int) -> dict[str, float]:
     """Several epochs of mini-batches through the critic's and the actor's optimizer; metrics are means over updates."""
-    roles, algorithm, metrics = run.roles, run.algorithm, {}
-    of_critic = []
+    roles, algorithm = run.roles, run.algorithm
+    metrics: dict[str, float] = {}
+    of_critic: list[Future[dict[str, float]]] = []
     if roles.critic is not None:
         of_critic = [roles.critic.update(batch) for batch in algorithm.critic_batches(experience, step)]
     of_actor = [roles.actor.update(batch) for batch in algorithm.actor_batches(experience, step)]

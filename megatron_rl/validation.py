@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_rl.book import Book
 from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.schema import RunConfig, TrainerConfig
@@ -55,13 +57,18 @@ class Validation:
             scored = self.rewards.task_scores(prompts, generations, pending)
             self.book.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)
             variables = scored.variables()
-            self.book.val_rewards.append(sum(variables["reward"]) / len(prompts))
+            self.book.val_rewards.append(mean(variables["reward"]))
             if "acc" in variables:
-                self.book.accuracies.append(sum(variables["acc"]) / len(prompts))
+                self.book.accuracies.append(mean(variables["acc"]))
             self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).sequences()
             sources, predictions = list(prompts.data_source), scored.predictions()
             metrics = validation_metrics(sources, prompts.index.tolist(), variables, predictions)
         return metrics | self.book.clock.take("testing")
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """Over all rows; one without a value counts as 0."""
+    return sum(value for value in values if value is not None) / len(values)
 
 
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:

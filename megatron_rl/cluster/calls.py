@@ -155,6 +155,7 @@ class RankCalls:
         """Open calls without an answer."""
         if not self._open:
             return []
+        running: list[ObjectRef]
         _, running = ray.wait(list(self._open), num_returns=len(self._open), timeout=0, fetch_local=False)
         return running
 

@@ -57,7 +57,9 @@ class Pool(Protocol):
 class Cluster(Protocol):
     """Where pools live; a context manager round all of them."""
 
-    pools: Mapping[str, Pool]
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        """By name; there are none outside of the `with` block."""
 
     def __enter__(self) -> Self: ...
 

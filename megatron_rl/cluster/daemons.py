@@ -65,7 +65,9 @@ class DaemonWatch:
             return
         self._on_loss()
         if self._interrupts:
-            signal.pthread_kill(threading.main_thread().ident, _SIGNAL)
+            main = threading.main_thread().ident
+            assert main is not None  # it runs
+            signal.pthread_kill(main, _SIGNAL)
         if not self._stopped.wait(LAST_RESORT_S):
             with suppress(OSError):
                 os.write(2, f"\n{self.lost}\n".encode())
@@ -102,6 +104,7 @@ def owner(path: str) -> int:
     """The pid of the process that listens on a Unix socket; 0 where it is in another container."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.connect(path)
+        pid: int
         pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid
 

@@ -60,5 +60,6 @@ def end(find: Callable[[], Iterable[psutil.Process]], patience_s: float = UNKILL
 def _variable(process: psutil.Process, name: str) -> str | None:
     """None also where it is another user's."""
     with suppress(psutil.Error):
-        return process.environ().get(name)
+        value: str | None = process.environ().get(name)
+        return value
     return None

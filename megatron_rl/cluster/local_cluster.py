@@ -53,7 +53,8 @@ class LocalPool:
 
     def _body(self, target: Target) -> Callable[..., Any]:
         if target.role == HOST:
-            return getattr(self._host, target.verb)
+            body: Callable[..., Any] = getattr(self._host, target.verb)
+            return body
         return lambda *args, **kwargs: self._host.run(target.role, target.verb, args, kwargs)
 
 

@@ -36,4 +36,5 @@ def unpack(message: Sequence[Any]) -> Payload:
     if not message:
         return (), {}
     (content,) = message
-    return pickle.loads(content) if isinstance(content, bytes) else content
+    payload: Payload = pickle.loads(content) if isinstance(content, bytes) else content
+    return payload

@@ -154,7 +154,7 @@ class RayPool:
             port = ray.get(self._handles[0].listen_for_ranks.remote(node_addresses(self._processes, everybody)[0]))
             variables = place_variables(self._processes, port, everybody)
             answers = self._calls.construct(role, variables, pickled, self._watch.address)
-            coordinates: list[Coordinates] = self._collect("__init__", "init", answers, timeout=None)
+            coordinates: list[Coordinates] = self._collect(self._calls, "__init__", "init", answers)
             self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
         except BaseException:
             self.shutdown()
@@ -226,7 +226,8 @@ class RayPool:
     def _answered_processes(self) -> list[ProcessInfo]:
         answers = [handle.describe_process.remote() for handle in self._handles]
         try:
-            return ray.get(answers, timeout=_START_TIMEOUT_S)
+            processes: list[ProcessInfo] = ray.get(answers, timeout=_START_TIMEOUT_S)
+            return processes
         except GetTimeoutError:
             num_up = len(ray.wait(answers, num_returns=len(answers), timeout=0)[0])
             raise WorkerFailure(
@@ -238,7 +239,8 @@ class RayPool:
 
     def _submit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         self._fate.raise_if_ended()
-        if self._calls is None:
+        calls = self._calls
+        if calls is None:
             raise RuntimeError(f"start the pool {self.name} before calling {target.verb}")
         self._options.observer.before(target.mark)
         self.raise_if_failed()
@@ -253,16 +255,17 @@ class RayPool:
         chunks = [packed[id(payload)] for payload in split.payloads]
         ranks = sorted(route.chunk_of_rank)
         messages = {rank: chunks[route.chunk_of_rank[rank]] for rank in ranks}
-        answers = self._calls.send(target.who, target.verb, target.method, messages)
+        answers = calls.send(target.who, target.verb, target.method, messages)
 
         def fetch(timeout: float | None) -> Any:
-            got = dict(zip(ranks, self._collect(target.verb, target.phase, answers, timeout), strict=True))
+            collected = self._collect(calls, target.verb, target.phase, answers, timeout)
+            got = dict(zip(ranks, collected, strict=True))
             answered: list[Answered] = [got[rank] for rank in route.collectors]
             self._note(target, answered)
-            collected = [one.value for one in answered]
+            values = [one.value for one in answered]
             if splits:
-                return join_answers(collected, split)
-            return collected[0] if mark.dispatch is Dispatch.RANK_ZERO else collected
+                return join_answers(values, split)
+            return values[0] if mark.dispatch is Dispatch.RANK_ZERO else values
 
         return Future(fetch)
 
@@ -272,12 +275,14 @@ class RayPool:
         interval = Interval(self.name, target.role, target.verb, target.phase, start, stop, seconds)
         self._options.observer.ran(interval)
 
-    def _collect(self, verb: str, phase: str, answers: Sequence[ObjectRef], timeout: float | None) -> list[Any]:
+    def _collect(
+        self, calls: RankCalls, verb: str, phase: str, answers: Sequence[ObjectRef], timeout: float | None = None
+    ) -> list[Any]:
         """`RankCalls.wait`, where a failure or an interrupt ends all pools."""
         self._fate.raise_if_ended()
         try:
             with self._options.observer.waiting(phase):
-                return self._calls.wait(verb, answers, timeout, self._fate.look)
+                return calls.wait(verb, answers, timeout, self._fate.look)
         except CallsFailed as error:
             self._end(error.failures)
         except (KeyboardInterrupt, SystemExit):

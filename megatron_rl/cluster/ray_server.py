@@ -20,7 +20,7 @@ from ray._common.usage.usage_lib import get_cluster_metadata
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.services import find_node_ids
 from ray._private.worker import BaseContext
-from ray._raylet import AuthenticationTokenLoader, GcsClient
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]  # its stub lacks both
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import AuthenticationError, RayError
 

@@ -71,7 +71,9 @@ class RaySession:
         self._watch = DaemonWatch(daemons, server, self._kill_marked)
 
     def _kill_marked(self) -> None:
-        end(lambda: marked(self._reaper.scratch.mark), patience_s=0.0)
+        reaper = self._reaper
+        if reaper is not None:
+            end(lambda: marked(reaper.scratch.mark), patience_s=0.0)
 
     def _release(self, error: BaseException | None) -> None:
         """Give everything back. Raises WorkerFailure where Ray itself was lost, as nothing else can then be true."""

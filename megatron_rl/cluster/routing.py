@@ -101,7 +101,9 @@ def split_call(
     order = None
     if work is not None and num_chunks > 1:
         costs = work(row_lengths(records[0].input_ids).tolist())
-        order = torch.tensor([row for part in share_out(costs, [1] * len(costs), sizes) for row in part])
+        shares = share_out(costs, [1] * len(costs), sizes)
+        assert shares is not None  # weights of one always fill the sizes
+        order = torch.tensor([row for part in shares for row in part])
         args = tuple(value[order] if is_record(value) else value for value in args)
         kwargs = {name: value[order] if is_record(value) else value for name, value in kwargs.items()}
     payloads: list[Payload] = []

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 from megatron_rl.cluster.last_resort import CLEANUP_S, LastResort
 from megatron_rl.errors import GraceOver, MegatronRLError
@@ -73,7 +74,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
     previous = {number: signal.getsignal(number) for number in signals}
     reason: BaseException | None = None
 
-    def leave(error: BaseException) -> None:
+    def leave(error: BaseException) -> NoReturn:
         nonlocal reason
         reason = error
         request.last_resort.arm(CLEANUP_S, exit_code_of(error))
@@ -101,9 +102,10 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
         _say(f"{request.signal.name}: the run saves and stops within {grace_s:g} s (trainer.stop_grace_s){second}")
 
     def ring(number: int, frame: object) -> None:
+        sent = "the signal" if request.signal is None else request.signal.name
         leave(
             GraceOver(
-                f"the run could not save within trainer.stop_grace_s={grace_s:g} s of {request.signal.name}; the last "
+                f"the run could not save within trainer.stop_grace_s={grace_s:g} s of {sent}; the last "
                 "complete checkpoint stands; nearest: more seconds than saving, and giving up a step, take"
             )
         )

@@ -29,7 +29,8 @@ def failures_of(
     where = _write(stacks, watch.limits)
     # The first call that a rank has not answered is the verb it is in: the last sign of a silent one is older.
     calls = {call.rank: call for call in reversed(running)}
-    signs, now, failures = watch.signs, time.monotonic(), []
+    signs, now = watch.signs, time.monotonic()
+    failures: list[RankFailure] = []
     for rank in sorted(trouble, key=lambda rank: (waits_for_peers(stacks.get(rank, "")), -signs[rank].idle_s)):
         sign, process = signs[rank], processes[rank]
         call = calls.get(rank, Call(rank, "worker", "no verb"))

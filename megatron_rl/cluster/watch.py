@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_rl.cluster.failures import RankFailure
 from megatron_rl.cluster.pulse import INTERVAL_S, WatchAddress
@@ -149,7 +149,8 @@ class Watch:
     @property
     def address(self) -> WatchAddress:
         """What a rank needs to connect."""
-        return WatchAddress(*self._listener.getsockname()[:2], self.token)
+        host, port, *_ = self._listener.getsockname()
+        return WatchAddress(host, port, self.token)
 
     @property
     def signs(self) -> dict[int, Sign]:
@@ -225,8 +226,8 @@ class RankConnection(asyncio.Protocol):
         self._rank: int | None = None
         self._unread = b""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         *lines, self._unread = (self._unread + data).split(b"\n")

@@ -50,7 +50,7 @@ class ProcessInfo:
     @property
     def is_local(self) -> bool:
         """Whether it runs on this process's node."""
-        return self.node_id == ray.get_runtime_context().get_node_id()
+        return bool(self.node_id == ray.get_runtime_context().get_node_id())
 
 
 class Call(NamedTuple):
@@ -117,7 +117,7 @@ class WorkerProcess:
     def listen_for_ranks(self, host: str) -> int:
         """Listen on `host`, for the host to meet the other ranks there; the port."""
         listener = listen(host)
-        port = listener.getsockname()[1]
+        port: int = listener.getsockname()[1]
         os.environ["MASTER_LISTEN_FD"] = str(listener.detach())
         return port
 
@@ -128,7 +128,8 @@ class WorkerProcess:
             with without_collections():
                 host_class, args = cloudpickle.loads(pickled)
                 self._host = host_class(*args)
-            return self._host.coordinates()
+            coordinates: Coordinates = self._host.coordinates()
+            return coordinates
 
         os.environ.update(env)
         self._pulse = Pulse(self._rank, watch)
@@ -168,13 +169,16 @@ class WorkerProcess:
         return Answered(answer, start, time.time()) if counts else None
 
     def _attempt(self, role: str, verb: str, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        pulse = self._pulse
+        if pulse is None:
+            raise RuntimeError(f"{verb} before the rank is constructed")
         if self._failure is None:
             try:
-                with self._pulse.during(role, verb):
+                with pulse.during(role, verb):
                     return body(*args, **kwargs)
             except (Exception, SystemExit) as error:
                 self._failure = describe(error, rank=self._rank, role=role, verb=verb)
-                self._pulse.tell_failure(self._failure.as_json())
+                pulse.tell_failure(self._failure.as_json())
         raise RankFailed(self._failure) from None
 
 

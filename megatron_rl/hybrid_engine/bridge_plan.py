@@ -87,9 +87,8 @@ def _check_ends(senders: Sequence[Member], receivers: Sequence[Member]) -> None:
     for receiver in receivers:
         if receiver.wanted is None or receiver.held:
             raise ValueError(f"rollout rank {receiver.rank} of a bridge must want a shard and hold none")
-    layouts = {
-        (at.tp_size, at.vocab_multiple, at.ep_size, at.etp_size) for at in (member.wanted for member in receivers)
-    }
+    places = [member.wanted for member in receivers if member.wanted is not None]
+    layouts = {(at.tp_size, at.vocab_multiple, at.ep_size, at.etp_size) for at in places}
     if len(layouts) != 1:
         raise ValueError(
             f"rollout ranks of one bridge share one layout; (tp, vocabulary multiple, ep, etp): {sorted(layouts)}"

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
+from megatron_rl.hybrid_engine.allgather_pp import Bytes
 from megatron_rl.hybrid_engine.offload import Resting
 from megatron_rl.hybrid_engine.rng import RNGState, swap
 
@@ -25,6 +25,29 @@ class Generator(Protocol):
 
     def sleep(self) -> None:
         """Give the KV cache back; it may not have been taken."""
+
+
+class Weights(Protocol):
+    """What the hybrid engine asks of the weights that generation reads."""
+
+    @property
+    def lower_bound(self) -> Bytes:
+        """The least that this rank can receive in one transition."""
+
+    def gather(self) -> Bytes:
+        """Bring what is missing; what it cost."""
+
+    def verify(self) -> None:
+        """Compare checksums. Raises WeightMismatchError."""
+
+    def release(self) -> None:
+        """Give the memory back."""
+
+    def drop_training(self) -> None:
+        """Give training's copy back, where that is configured."""
+
+    def restore_training(self) -> None:
+        """Take it again."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +77,7 @@ class HybridEngine:
     """
 
     def __init__(
-        self, weights: AllGatherPPModel, generator: Generator, resting: Sequence[Resting] = (), verify_every: int = 1
+        self, weights: Weights, generator: Generator, resting: Sequence[Resting] = (), verify_every: int = 1
     ) -> None:
         self.weights = weights
         self.generator = generator

@@ -41,6 +41,13 @@ class Member:
     pool: str = ""
 
     @property
+    def rollout_place(self) -> Place:
+        """`wanted`, of a rank that generates. Raises ValueError for another."""
+        if self.wanted is None:
+            raise ValueError(f"{self.name} does not generate")
+        return self.wanted
+
+    @property
     def label(self) -> str:
         """Short, for lists of ranks."""
         return f"{self.pool} {self.rank}".lstrip()
@@ -177,7 +184,7 @@ def make_plan(
         plan = MemberPlan()
         for name in holders:
             own = held[number].get(name) if share_memory[number] else None
-            plan.slots[name] = place_slot(plan, tensors[name], member.wanted, own)
+            plan.slots[name] = place_slot(plan, tensors[name], member.rollout_place, own)
         plans.append(plan)
     _find_pieces(plans, members, holders)
     return ExchangePlan(tensors, members, held, plans)
@@ -319,6 +326,6 @@ def plan_memory(
         if not shares and not covers_training(mine, held):
             raise ValueError(
                 f"rank {member.rank} cannot drop its training weights: its shards for generation (tp_rank "
-                f"{member.wanted.tp_rank} of {member.wanted.tp_size}) do not contain them"
+                f"{member.rollout_place.tp_rank} of {member.rollout_place.tp_size}) do not contain them"
             )
     return plan, not sharing[number]

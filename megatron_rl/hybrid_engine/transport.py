@@ -96,7 +96,7 @@ def open_joint_group(
     for kind, backend_name in device.backends.items():
         own_store = dist.PrefixStore(kind, store)
         if backend_name == "gloo":
-            backend = dist.ProcessGroupGloo(own_store, rank, size, timeout)
+            backend: Any = dist.ProcessGroupGloo(own_store, rank, size, timeout)
             backend_type = dist.ProcessGroup.BackendType.GLOO
         else:
             options = dist.ProcessGroupNCCL.Options()

@@ -6,8 +6,6 @@ Legend: T tokens that reached this rank, E experts of this rank, H hidden size, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -52,9 +50,9 @@ class StackedExperts(MegatronModule):
         hidden, columns = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
 
         def weight(*shape: int) -> torch.nn.Parameter:
-            parameter: Any = torch.nn.Parameter(torch.empty(num_local_experts, *shape, dtype=config.params_dtype))
+            parameter = torch.nn.Parameter(torch.empty(num_local_experts, *shape, dtype=config.params_dtype))
             # False: not reduced with the other parameters, whose replicas are elsewhere, but in DDP's expert buffers.
-            parameter.allreduce = False
+            vars(parameter)["allreduce"] = False
             return parameter
 
         self.w13 = weight(2 * columns, hidden)

@@ -15,6 +15,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_rl.records import known
+
 SHORTEST_SHARE = 0.75
 """A segment joins a bucket if it is at least this share of its longest,"""
 FEW_TOKENS = 16
@@ -86,7 +88,7 @@ class ToSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
         ctx.segments = segments
-        return x.index_select(0, segments.token_of_slot)
+        return x.index_select(0, known(segments.token_of_slot))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -99,7 +101,7 @@ class ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
         ctx.segments, ctx.num_slots = segments, len(x)
-        return x.index_select(0, segments.slot_of_token)
+        return x.index_select(0, known(segments.slot_of_token))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

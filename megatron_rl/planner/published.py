@@ -166,13 +166,14 @@ def calibrated() -> dict[str, float]:
 
             found[f"matmul_efficiency {point.gpu}"] = _solve(seconds, point.seconds, 1e-3, 1.0)
         else:
-            field = {"RL_SHARE": "efficiency_share", "DECODE_OVERHEAD": "decode_overhead"}[point.calibrates]
+            field = {"RL_SHARE": "efficiency_share", "DECODE_OVERHEAD": "decode_overhead"}[str(point.calibrates)]
 
-            def seconds(value: float, point: Point = point, field: str = field) -> float:
-                return point.estimate(**{field: value})
+            def seconds_with(value: float, point: Point = point, field: str = field) -> float:
+                changes: dict[str, Any] = {field: value}
+                return point.estimate(**changes)
 
             bounds = (1e-3, 1.0) if field == "efficiency_share" else (0.1, 0.0)
-            found[point.calibrates] = _solve(seconds, point.seconds, *bounds)
+            found[str(point.calibrates)] = _solve(seconds_with, point.seconds, *bounds)
     return found
 
 

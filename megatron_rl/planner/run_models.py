@@ -134,7 +134,9 @@ class RunModels:
         self.grid, self.megatron = self.training.grid, self.training.megatron
         self.element, self.vpp_size = self.training.element, self.training.vpp_size
         self.generating = self.pools[self.placement.roles[ROLLOUT].pool]
-        self.rollout: RolloutGrid = self.generating.rollout
+        rollout = self.generating.rollout
+        assert rollout is not None  # its pool generates
+        self.rollout: RolloutGrid = rollout
         self.actor_role = self.placement.roles[ACTOR]
         self.actor = self.training.model(self.actor_role)
         self._scratch: dict[tuple[int, int], int] = {}

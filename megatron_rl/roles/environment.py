@@ -36,10 +36,17 @@ class RankEnvironment:
     @classmethod
     def read(cls) -> RankEnvironment:
         variables = os.environ
-        numbers = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"))
         listener = variables.get("MASTER_LISTEN_FD")
-        master = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"]))
-        return cls(*numbers, variables["NODE_ADDRESS"], *master, None if listener is None else int(listener))
+        return cls(
+            rank=int(variables["RANK"]),
+            world_size=int(variables["WORLD_SIZE"]),
+            local_rank=int(variables["LOCAL_RANK"]),
+            node=int(variables["NODE_RANK"]),
+            node_address=variables["NODE_ADDRESS"],
+            master_addr=variables["MASTER_ADDR"],
+            master_port=int(variables["MASTER_PORT"]),
+            master_listen_fd=None if listener is None else int(listener),
+        )
 
     def choose_interfaces(self) -> None:
         """Let gloo and NCCL use the network that the node's address belongs to; before torch.distributed starts.
@@ -74,7 +81,7 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
 
 def worker_environment(device_kind: str, ranks_per_node: int) -> dict[str, str]:
     """Variables that must be set before a worker imports torch or vLLM."""
-    threads = max(1, os.cpu_count() // ranks_per_node) if device_kind == "cpu" else 1
+    threads = max(1, (os.cpu_count() or 1) // ranks_per_node) if device_kind == "cpu" else 1
     variables = {
         # The engine lives in this process; it must not fork a core of its own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -134,6 +135,7 @@ def mark_tensor_parallel(parameters: dict[str, torch.nn.Parameter], specs: dict[
     Megatron sets these marks only where it draws the initial weights. Without them the gradient norm counts the
     shards of TP rank 0 alone.
     """
+    parameter: Any  # Megatron's marks are no attributes of torch's
     for name, parameter in parameters.items():
         if specs[name].tensor.tp_dim is not None:
             parameter.tensor_model_parallel = True

@@ -6,7 +6,8 @@ must be called by all TP and PP ranks of a data-parallel rank, with the same mic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from megatron_rl.experience.micro_batches import (
 from megatron_rl.model.segments import Segments
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.mpu import TrainGroups
-from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths, row_lengths
+from megatron_rl.records import Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
 """(model output [b, S, ...], its micro-batch) -> one float32 per response token, [N]."""
@@ -37,11 +38,11 @@ class Pipeline:
     """One role's model chunks, in the order they run, together with the groups their schedule runs over."""
 
     def __init__(self, chunks: list[torch.nn.Module], groups: TrainGroups, device: torch.device) -> None:
-        self.chunks = chunks
+        self.chunks: list[Any] = chunks  # Megatron's modules, which have a `config`
         self.groups = groups
         self.device = device
 
-    def micro_batches(self, record, cut: MicroBatching) -> list[MicroBatch]:
+    def micro_batches(self, record: TokenRows, cut: MicroBatching) -> list[MicroBatch]:
         """Cut a record into blocks that this pipeline can run; all ranks must call.
 
         Under sequence parallelism the columns spread evenly over TP ranks. Where data-parallel ranks hold different
@@ -83,7 +84,7 @@ class Pipeline:
         On the last stage; None before.
         """
 
-        def step(iterator, model):
+        def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
             block = next(iterator).to(self.device)
             # The schedule calls this with non_loss_data=True and collects what it returns.
             return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
@@ -108,7 +109,7 @@ class Pipeline:
         # Megatron divides by the number of micro-batches and averages over data-parallel ranks; the sum is wanted.
         scale = len(blocks) * self.groups.grid.dp_size
 
-        def step(iterator, model):
+        def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
             block = next(iterator).to(self.device)
 
             def scaled(output: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,14 +133,15 @@ class Pipeline:
         made_progress()
         positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
         segments = None if block.segments is None else Segments.of(block.segments, self.device)
-        return model(block.input_ids, positions, None, packed_seq_params=segments)
+        output: Tensor = model(block.input_ids, positions, None, packed_seq_params=segments)
+        return output
 
-    def _schedule(self, step: Callable, blocks: list[MicroBatch], **options) -> list[Tensor]:
+    def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Tensor]:
         shapes = {block.input_ids.shape for block in blocks}
         # Stages tell each other every block's shape, which costs a message and a wait each, only where they differ.
         self.chunks[0].config.variable_seq_lengths = len(shapes) > 1
         num_rows, num_columns = blocks[0].input_ids.shape
-        return get_forward_backward_func()(
+        outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(blocks) for _ in self.chunks],
             model=self.chunks,
@@ -148,3 +150,4 @@ class Pipeline:
             micro_batch_size=num_rows,
             **options,
         )
+        return outputs

@@ -56,8 +56,13 @@ class Rank:
         megatron = replace(layout, override_transformer_config=override)
         return ModelSource.open(spec.model_path, self.groups, self.device, megatron)
 
-    def micro_batching(self, one: PassSpec) -> MicroBatching:
-        """How a pass is cut. Work is judged by the actor's model, so that all roles cut alike."""
+    def micro_batching(self, one: PassSpec | None) -> MicroBatching:
+        """How a pass is cut. Work is judged by the actor's model, so that all roles cut alike.
+
+        Raises ValueError where the role has no such pass.
+        """
+        if one is None:
+            raise ValueError("this role has no such pass")
         work = sequence_work(self.placement.roles[ACTOR].model_path)
         return MicroBatching(one.num_rows, one.max_tokens, one.remove_padding, work)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -36,7 +37,7 @@ def save_rank_state(folder: Path, pool: str, groups: TrainGroups, rollout_rng: R
 def load_rank_state(folder: Path, pool: str, groups: TrainGroups) -> tuple[bool, RNGState | None]:
     """Put back what `save_rank_state` wrote: (whether there was a state for this grid, the rollout's generators)."""
     file = rank_file(folder, pool, groups.rank)
-    content = json.loads(file.read_text()) if file.exists() else {"grid": None}
+    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"grid": None}
     if content["grid"] != dataclasses.asdict(groups.grid) or content["rank"] != groups.rank:
         return False, None
     RNGState.from_json(content["train"]).restore()

@@ -180,7 +180,7 @@ class TrainableModel:
 
     def totals(self, blocks: list[MicroBatch]) -> BatchTotals:
         """What counts in one optimizer step, over all blocks and data-parallel ranks; losses are divided by it."""
-        counts = sum(counted(block.kept, block.response_lengths) for block in blocks).to(self.device)
+        counts = torch.stack([counted(block.kept, block.response_lengths) for block in blocks]).sum(0).to(self.device)
         dist.all_reduce(counts, group=self.groups.dp_group)
         return BatchTotals(*counts.tolist())
 
@@ -242,7 +242,7 @@ def in_flat_buffers(models: list[GPTModel]) -> list[DistributedDataParallel]:
     return [DistributedDataParallel(model.config, ddp_config, model) for model in models]
 
 
-def optimizer_config(optim: OptimConfig, config) -> OptimizerConfig:
+def optimizer_config(optim: OptimConfig, config: Any) -> OptimizerConfig:
     """Megatron's Adam configuration. clip_grad = 0 switches clipping off."""
     return OptimizerConfig(
         optimizer="adam",
@@ -259,7 +259,7 @@ def optimizer_config(optim: OptimConfig, config) -> OptimizerConfig:
     )
 
 
-def lr_scheduler(optimizer, optim: OptimConfig, num_run_steps: int) -> OptimizerParamScheduler:
+def lr_scheduler(optimizer: Any, optim: OptimConfig, num_run_steps: int) -> OptimizerParamScheduler:
     """Warm-up then `lr_decay_style`, counted in optimizer steps; weight decay stays constant.
 
     As in Megatron the warm-up starts from 0, so with one the very first update changes nothing.

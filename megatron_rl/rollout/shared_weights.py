@@ -6,6 +6,9 @@ tensor of the same name. The engine never has weights of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.model_executor.model_loader import register_model_loader
@@ -19,7 +22,9 @@ LOAD_FORMAT = "megatron_rl_shared"
 class EmptyOnMeta(TorchFunctionMode):
     """While active, `torch.empty` allocates nothing. Layers create weights with it, computed buffers otherwise."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
@@ -62,18 +67,19 @@ def register_shared_loader(tensors: dict[str, torch.Tensor]) -> None:
     """Make `load_format=LOAD_FORMAT` build models on `tensors`; call before each engine that is to use them."""
 
     class SharedWeightLoader(BaseModelLoader):
-        def download_model(self, model_config) -> None:
+        def download_model(self, model_config: Any) -> None:
             """Nothing to fetch."""
 
-        def load_weights(self, model, model_config) -> None:
+        def load_weights(self, model: Any, model_config: Any) -> None:
             """The weights are there already."""
 
-        def load_model(self, vllm_config, model_config, prefix: str = "") -> torch.nn.Module:
+        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
             device = torch.device(vllm_config.device_config.device)
             with set_default_torch_dtype(model_config.dtype), device, EmptyOnMeta():
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             bind_parameters(model, tensors)
             process_weights_after_loading(model, model_config, device)
-            return model.eval()
+            ready: torch.nn.Module = model.eval()
+            return ready
 
     register_model_loader(LOAD_FORMAT)(SharedWeightLoader)

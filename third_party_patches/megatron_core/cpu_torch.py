@@ -96,7 +96,8 @@ def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["device"] = "cpu"
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
+        made: torch.Tensor = factory(*args, **kwargs)
+        return made
 
     return make
 
@@ -126,39 +127,42 @@ def cpu_cuda_module() -> ModuleProxy:
 
 def called_from_megatron() -> bool:
     """Whether the caller of the wrapped method (two frames up) is a module of megatron-core."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.core")
 
 
 def wrap_methods() -> None:
     """Let megatron-core, and only it, see CPU tensors as CUDA ones in `.cuda()` and `.type()`."""
-    tensor_cuda, tensor_type, module_cuda = torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    tensor_cuda, tensor_type, module_cuda = tensor.cuda, tensor.type, module.cuda
 
-    def cuda(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if called_from_megatron() else tensor_cuda(self, *args, **kwargs)
 
-    def type_(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)
         if args or kwargs or not called_from_megatron():
             return answer
         return answer.replace("torch.", "torch.cuda.", 1)
 
-    def cuda_of_module(self: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
+    def cuda_of_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         return self if called_from_megatron() else module_cuda(self, *args, **kwargs)
 
-    torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda = cuda, type_, cuda_of_module
+    tensor.cuda, tensor.type, module.cuda = cuda, type_, cuda_of_module
 
 
 def apply() -> None:
     """Give every loaded module of megatron-core the proxy; a second call serves modules loaded since."""
     for name in MODULES:
         importlib.import_module(name)
-    overrides = {name: on_cpu(getattr(torch, name)) for name in FACTORIES} | {"cuda": cpu_cuda_module()}
+    overrides: dict[str, object] = {name: on_cpu(getattr(torch, name)) for name in FACTORIES}
+    overrides["cuda"] = cpu_cuda_module()
     proxy = ModuleProxy(torch, overrides)
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
     first_time = not any(isinstance(vars(module).get("torch"), ModuleProxy) for module in modules)
     for module in modules:
         if vars(module).get("torch") is torch:
-            module.torch = proxy
+            vars(module)["torch"] = proxy
     if first_time:
         wrap_methods()
 

@@ -7,6 +7,8 @@ What it does: such a gather becomes an all-to-all, which gloo does with pieces o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -29,7 +31,12 @@ def apply() -> None:
     if original.__module__ == __name__:
         return
 
-    def gather_along_first_dim(input_, group, output_split_sizes=None, use_global_buffer=False):
+    def gather_along_first_dim(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return original(input_, group, output_split_sizes, use_global_buffer)
         return gather_pieces(input_, group, output_split_sizes)

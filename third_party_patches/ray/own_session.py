@@ -9,6 +9,8 @@ kernel kills them when their parent dies.
 
 from __future__ import annotations
 
+from typing import Any
+
 from third_party_patches.guard import Patch
 
 
@@ -20,7 +22,7 @@ def apply() -> None:
         return
 
     class SessionLeader(services.ConsolePopen):
-        def __init__(self, *args, **kwargs) -> None:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs | {"start_new_session": True})
 
     services.ConsolePopen = SessionLeader

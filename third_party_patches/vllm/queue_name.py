@@ -12,6 +12,7 @@ import os
 import uuid
 from multiprocessing import shared_memory
 from types import SimpleNamespace
+from typing import Any
 
 from third_party_patches.guard import Patch
 
@@ -19,7 +20,7 @@ from third_party_patches.guard import Patch
 class MarkedMemory(shared_memory.SharedMemory):
     """Shared memory that is created under a name with the run's mark, where the process belongs to a run."""
 
-    def __init__(self, name: str | None = None, create: bool = False, size: int = 0, **others) -> None:
+    def __init__(self, name: str | None = None, create: bool = False, size: int = 0, **others: Any) -> None:
         if create and name is None and "MEGATRON_RL_RUN" in os.environ:
             name = f"megatron_rl-{os.environ['MEGATRON_RL_RUN']}-{uuid.uuid4().hex}"
         super().__init__(name, create, size, **others)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from third_party_patches.guard import Patch
 
@@ -37,7 +38,7 @@ def apply() -> None:
         return
     original = parallel_state.init_model_parallel_group
 
-    def init_model_parallel_group(group_ranks: list[list[int]], *args, **kwargs):
+    def init_model_parallel_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         order = _order.get()
         if order is not None:
             group_ranks = [[order[place] for place in group] for group in group_ranks]

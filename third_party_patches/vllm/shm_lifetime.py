@@ -9,6 +9,7 @@ that one that was left under it; memory without a name goes with the last proces
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from third_party_patches.guard import Patch
 
@@ -23,10 +24,10 @@ def apply() -> None:
         return
     original = cpu_communicator._CPUSHMDistributed._init_cpu_shm
 
-    def init_cpu_shm(self: object) -> int:
+    def init_cpu_shm(self: Any) -> int:
         mine = SEGMENTS / f"{self.group_name}_{self.communicator.rank_in_group}"
         mine.unlink(missing_ok=True)
-        handle = original(self)  # ends with a barrier, when everyone has mapped everyone's
+        handle: int = original(self)  # ends with a barrier, when everyone has mapped everyone's
         mine.unlink(missing_ok=True)
         return handle
 

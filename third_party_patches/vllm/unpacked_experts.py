@@ -8,6 +8,8 @@ What it does: nothing is packed, and each expert multiplies its tokens with the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -49,14 +51,14 @@ def plain_experts(
 
 
 def apply_plain(
-    experts: object,
+    experts: Any,
     output: torch.Tensor,
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    activation: object,
+    activation: Any,
     global_num_experts: int,
     expert_map: torch.Tensor | None,
     a1q_scale: torch.Tensor | None,

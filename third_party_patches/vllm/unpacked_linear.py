@@ -8,6 +8,8 @@ What it does: linears multiply with the plain `[out, in]` weight, through oneDNN
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from third_party_patches.guard import Patch
@@ -16,11 +18,12 @@ from third_party_patches.guard import Patch
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., in] times weight [out, in], plus bias [out]; reads the weight where it lies."""
     if weight.dtype == torch.float32:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def dispatch_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+def dispatch_plain_linear(layer: Any, remove_weight: bool) -> None:
     """Stand in for vLLM's `dispatch_cpu_unquantized_gemm`: nothing is packed and nothing removed."""
     layer.cpu_linear = plain_linear
 
