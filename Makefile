@@ -46,7 +46,8 @@ test-fast: lint
 
 lint: install
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
 
 clean:
-	rm -rf $(VENV) assets build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) assets build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find megatron_rl third_party_patches tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -34,7 +34,8 @@ def ragged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Te
 
 def row_lengths(batch: torch.Tensor) -> torch.Tensor:
     """Lengths `[B]` (int64) of the rows of a ragged tensor."""
-    lengths: torch.Tensor = batch.offsets().diff()  # type: ignore[attr-defined]  # torch types no jagged layout
+    nested: Any = batch  # torch types no jagged layout
+    lengths: torch.Tensor = nested.offsets().diff()
     return lengths
 
 
@@ -241,8 +242,8 @@ Record = TypeVar("Record", bound=TensorClass)
 
 def concatenate(records: Sequence[Record]) -> Record:
     """The rows of several records of one class, one after the other."""
-    joined: Any = torch.cat(list(records))  # type: ignore[arg-type]  # tensordict's own for its classes
-    return cast(Record, joined)
+    parts: Any = records  # torch types no more than tensors here; tensordict joins its classes
+    return cast(Record, torch.cat(parts))
 
 
 TokenRows = Sequences | ActorBatch | CriticBatch

@@ -88,7 +88,11 @@ LAYOUT_KEYS = (
 """Keys of MegatronConfig that all roles of one pool share, because they share one grid of processes."""
 
 
+def follows(key: str) -> Any:
+    """A field's default: the value of another key, as an interpolation that the loader resolves."""
+    return f"${{{key}}}"
+
+
 def follow_actor() -> MegatronConfig:
     """A layout that is the actor's until a key is set."""
-    references: dict[str, Any] = {name: f"${{actor_rollout_ref.actor.megatron.{name}}}" for name in LAYOUT_KEYS}
-    return MegatronConfig(**references)
+    return MegatronConfig(**{name: follows(f"actor_rollout_ref.actor.megatron.{name}") for name in LAYOUT_KEYS})

@@ -2,7 +2,8 @@
 
 One class per group; the text under a field is its documentation. Batch sizes count prompts unless the name
 says `per_gpu`; `rollout.n` multiplies them. `per_gpu` means per data-parallel rank, as in verl.
-Fields with a `${...}` default follow another key until they are set. The elements of a `dict` field are the user's own.
+Fields whose default is `follows(KEY)` have that key's value until they are set. The elements of a `dict` field are the
+user's own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor
+from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 
 MISSING = "???"
 
@@ -54,7 +55,7 @@ class DataConfig:
     """Further keyword arguments of the tokenizer's chat template, such as enable_thinking."""
     train_batch_size: int = 64
     """Prompts per training step."""
-    gen_batch_size: int = "${data.train_batch_size}"  # type: ignore[assignment]
+    gen_batch_size: int = follows("data.train_batch_size")
     """Prompts per batch of generation; other than train_batch_size only with algorithm.filter_groups."""
     max_prompt_length: int = 512
     """Longest prompt, in tokens."""
@@ -66,7 +67,7 @@ class DataConfig:
     """Prompts longer than max_prompt_length: error | left, right: cut that side off | middle: keep both ends."""
     shuffle: bool = True
     """Visit the training prompts in a new seeded order every epoch."""
-    seed: int = "${trainer.seed}"  # type: ignore[assignment]
+    seed: int = follows("trainer.seed")
     """Seed of that order."""
 
 
@@ -120,9 +121,9 @@ class ActorConfig:
     """Draw a new seeded split into mini-batches every epoch."""
     clip_ratio: float = 0.2
     """PPO's epsilon: how far the probability ratio may leave 1 before the clip decides."""
-    clip_ratio_low: float = "${actor_rollout_ref.actor.clip_ratio}"  # type: ignore[assignment]
+    clip_ratio_low: float = follows("actor_rollout_ref.actor.clip_ratio")
     """The same below 1."""
-    clip_ratio_high: float = "${actor_rollout_ref.actor.clip_ratio}"  # type: ignore[assignment]
+    clip_ratio_high: float = follows("actor_rollout_ref.actor.clip_ratio")
     """The same above 1; larger than clip_ratio_low it is DAPO's clip-higher."""
     clip_ratio_c: float = 3.0
     """Dual clip: where the advantage is negative, the ratio counts at most this much. Not used by gspo."""
@@ -167,7 +168,7 @@ class RolloutConfig:
     """The pool whose ranks generate. In the actor's vLLM reads the actor's memory; to another one weights are sent."""
     nnodes: int = 0
     """Machines of a pool for generation alone, rollout_pool; only with hybrid_engine=false."""
-    n_gpus_per_node: int = "${trainer.n_gpus_per_node}"  # type: ignore[assignment]
+    n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
     """Ranks per machine of that pool."""
     n: int = 1
     """Samples per prompt."""
@@ -177,7 +178,7 @@ class RolloutConfig:
     """Nucleus sampling mass. Below 1 the sampled distribution is no longer the trained one."""
     top_k: int = -1
     """Sample among the k likeliest tokens; -1 means all."""
-    tensor_model_parallel_size: int = "${actor_rollout_ref.actor.megatron.tensor_model_parallel_size}"  # type: ignore[assignment]
+    tensor_model_parallel_size: int = follows("actor_rollout_ref.actor.megatron.tensor_model_parallel_size")
     """TP of generation."""
     max_num_seqs: int = 256
     """Sequences decoded together in one replica."""
@@ -197,9 +198,9 @@ class RolloutConfig:
     """No compiled or captured graphs."""
     log_prob_micro_batch_size_per_gpu: int = 128
     """Samples per forward pass when the trainer recomputes log-probabilities, where not dynamic."""
-    log_prob_use_dynamic_bsz: bool = "${actor_rollout_ref.actor.use_dynamic_bsz}"  # type: ignore[assignment]
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Join those samples by their tokens."""
-    log_prob_max_token_len_per_gpu: int = "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
+    log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Tokens per such pass."""
     logprob_diff_bound: float = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| on sampled tokens; beyond it the run stops.
@@ -212,10 +213,10 @@ class RolloutConfig:
 class RefConfig:
     pool: str = "${actor_rollout_ref.actor.pool}"
     """The pool whose ranks hold the frozen reference."""
-    log_prob_micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
+    log_prob_micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
     """Samples per forward pass of the frozen reference, where not dynamic."""
-    log_prob_use_dynamic_bsz: bool = "${actor_rollout_ref.rollout.log_prob_use_dynamic_bsz}"  # type: ignore[assignment]
-    log_prob_max_token_len_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu}"  # type: ignore[assignment]
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz")
+    log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
     megatron: MegatronConfig = field(default_factory=follow_actor)
 
 
@@ -234,7 +235,7 @@ class ActorRolloutRefConfig:
 class CriticModelConfig:
     path: str = "${actor_rollout_ref.model.path}"
     """Hugging Face folder of the critic's trunk; the value head starts fresh."""
-    use_remove_padding: bool = "${actor_rollout_ref.model.use_remove_padding}"  # type: ignore[assignment]
+    use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
 
 
 @dataclass
@@ -244,23 +245,23 @@ class CriticConfig:
     pool: str = GLOBAL_POOL
     """The pool whose ranks train the critic."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    ppo_mini_batch_size: int = "${actor_rollout_ref.actor.ppo_mini_batch_size}"  # type: ignore[assignment]
-    ppo_micro_batch_size_per_gpu: int = "${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}"  # type: ignore[assignment]
-    forward_micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
-    use_dynamic_bsz: bool = "${actor_rollout_ref.actor.use_dynamic_bsz}"  # type: ignore[assignment]
-    ppo_max_token_len_per_gpu: int = "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
-    forward_max_token_len_per_gpu: int = "${critic.ppo_max_token_len_per_gpu}"  # type: ignore[assignment]
+    ppo_mini_batch_size: int = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
+    ppo_micro_batch_size_per_gpu: int = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    forward_micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
+    use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    ppo_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    forward_max_token_len_per_gpu: int = follows("critic.ppo_max_token_len_per_gpu")
     """Tokens per pass that computes values."""
-    ppo_epochs: int = "${actor_rollout_ref.actor.ppo_epochs}"  # type: ignore[assignment]
-    shuffle: bool = "${actor_rollout_ref.actor.shuffle}"  # type: ignore[assignment]
+    ppo_epochs: int = follows("actor_rollout_ref.actor.ppo_epochs")
+    shuffle: bool = follows("actor_rollout_ref.actor.shuffle")
     cliprange_value: float = 0.5
     """How far a value may move from its old one before its loss is clipped."""
     loss_agg_mode: str = "${actor_rollout_ref.actor.loss_agg_mode}"
-    loss_scale_factor: int | None = "${actor_rollout_ref.actor.loss_scale_factor}"  # type: ignore[assignment]
+    loss_scale_factor: int | None = follows("actor_rollout_ref.actor.loss_scale_factor")
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     megatron: MegatronConfig = field(default_factory=follow_actor)
     checkpoint: CheckpointConfig = field(
-        default_factory=lambda: CheckpointConfig("${actor_rollout_ref.actor.checkpoint.async_save}")  # type: ignore[arg-type]
+        default_factory=lambda: CheckpointConfig(follows("actor_rollout_ref.actor.checkpoint.async_save"))
     )
 
 
@@ -281,7 +282,7 @@ class RewardModelModelConfig:
     input_tokenizer: str | None = None
     """Only null: the reward model reads prompt and answer exactly as the actor does. Another tokenizer or chat template
     is refused."""
-    use_remove_padding: bool = "${actor_rollout_ref.model.use_remove_padding}"  # type: ignore[assignment]
+    use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
 
 
 @dataclass
@@ -294,17 +295,17 @@ class RewardModelConfig:
     """Give the reward model a pool of its own, reward_pool, of nnodes x n_gpus_per_node ranks."""
     nnodes: int = 0
     """Machines of that pool."""
-    n_gpus_per_node: int = "${trainer.n_gpus_per_node}"  # type: ignore[assignment]
+    n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
     """Ranks per machine of that pool."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     rule_weight: float = 1.0
     """Weight of the rule's score, also without a reward model."""
     weight: float = 1.0
     """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
-    micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
+    micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
     """Samples per forward pass of the reward model, where not dynamic."""
-    use_dynamic_bsz: bool = "${critic.use_dynamic_bsz}"  # type: ignore[assignment]
-    forward_max_token_len_per_gpu: int = "${critic.forward_max_token_len_per_gpu}"  # type: ignore[assignment]
+    use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
+    forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
     megatron: MegatronConfig = field(default_factory=follow_actor)
     num_workers: int = 4
     """Processes that call the reward function, beside the ranks."""
@@ -324,9 +325,9 @@ class FurtherRewardModelConfig:
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     pool: str = GLOBAL_POOL
     weight: float = 1.0
-    micro_batch_size_per_gpu: int = "${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}"  # type: ignore[assignment]
-    use_dynamic_bsz: bool = "${critic.use_dynamic_bsz}"  # type: ignore[assignment]
-    forward_max_token_len_per_gpu: int = "${critic.forward_max_token_len_per_gpu}"  # type: ignore[assignment]
+    micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
+    use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
+    forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
     megatron: MegatronConfig = field(default_factory=follow_actor)
 
 

@@ -85,12 +85,12 @@ def score_sample(function: RewardFunction, sample: Sample, passing: tuple[type[B
     return Outcome(score, extras)
 
 
-def finite_number(value: object) -> float | None:
+def finite_number(value: Any) -> float | None:
     """`value` as a float if it is a finite number of any library, else None; text is no number."""
     if value is None or isinstance(value, str | bytes | bytearray):
         return None
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
     except Exception:  # any library's way to say that it is none
         return None
     return number if math.isfinite(number) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -121,7 +121,7 @@ class RankHost:
     @property
     def rollout_rng(self) -> RNGState | None:
         """The generators' state at the end of the last generation, where this rank generates."""
-        rollout: Rollout | None = self.roles.get(ROLLOUT)  # type: ignore[assignment]
+        rollout = cast("Rollout | None", self.roles.get(ROLLOUT))
         return None if rollout is None else rollout.engine.rollout_rng
 
     @verb(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
@@ -164,7 +164,7 @@ class RankHost:
         for name, role in self.trained.items():
             role.checkpoint.load(folder / name, states[name])
         same_layout, rollout_rng = load_rank_state(folder, self.spec.name, self.groups)
-        rollout: Rollout | None = self.roles.get(ROLLOUT)  # type: ignore[assignment]
+        rollout = cast("Rollout | None", self.roles.get(ROLLOUT))
         if rollout is not None:
             rollout.engine.rollout_rng = rollout_rng
         return same_layout
