@@ -194,8 +194,8 @@ def shortage(nodes: Iterable[Mapping[str, float]], pools: Sequence[Wanted], rank
     beside = f" beside {', '.join(others)}" if others else ""
     nearest = f"{pool.nodes_key}={places}" if places else f"a smaller {pool.ranks_key}"
     return (
-        f"the cluster cannot give {pool} x [{listing(rank)}] each{beside}: its {len(nodes)} node(s) have [{have}], which "
-        f"is room for {places}; nearest: {nearest}, or more nodes (`ray start --address=...` on each)"
+        f"the cluster cannot give {pool} x [{listing(rank)}] each{beside}: its {len(nodes)} node(s) have [{have}], "
+        f"which is room for {places}; nearest: {nearest}, or more nodes (`ray start --address=...` on each)"
     )
 
 

@@ -103,7 +103,8 @@ class ResourcePool:
         if not self._group.wait(self._ready_timeout_s):
             raise ConfigError(
                 f"the cluster cannot give {self._wanted} x [{listing(self._bundle)}] each within "
-                f"{self._ready_timeout_s:g} s: it has [{listing(ray.cluster_resources())}] in all, [{listing(ray.available_resources())}] free"
+                f"{self._ready_timeout_s:g} s: it has [{listing(ray.cluster_resources())}] in all, "
+                f"[{listing(ray.available_resources())}] free"
             )
 
     def _require_enough(self) -> None:

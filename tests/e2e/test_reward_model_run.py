@@ -115,5 +115,6 @@ def test_two_reward_models_on_pools_of_their_own(command_line, tmp_path: Path) -
         assert row["strict_score"] == pytest.approx(row["rm_score"], abs=1e-5)
         total = 2 * row["rule_score"] - 0.5 * row["rm_score"] + 0.25 * row["strict_score"]
         assert row["score"] == pytest.approx(total, abs=1e-5)
-    assert metrics(run)[1]["reward/strict_score/mean"] == pytest.approx(metrics(run)[1]["reward/rm_score/mean"], abs=1e-5)
+    logged = metrics(run)[1]
+    assert logged["reward/strict_score/mean"] == pytest.approx(logged["reward/rm_score/mean"], abs=1e-5)
     assert run.left_over() == []
