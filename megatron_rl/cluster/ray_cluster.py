@@ -21,8 +21,6 @@ from megatron_rl.config.roles import PoolSpec
 class RayCluster:
     """Every pool of a run, started together. Raises as `RaySession`, `ResourcePool` and `RayPool` do."""
 
-    is_local = False
-
     def __init__(self, specs: Sequence[PoolSpec], hosting: Hosting) -> None:
         self.pools: dict[str, RayPool] = {}
         self._specs, self._hosting = specs, hosting
