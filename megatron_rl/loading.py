@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect nothing inside, and never look again at the objects that are there at its end.
+    """Pause the garbage collector, then freeze what was imported.
 
     What torch, Megatron and vLLM make when they are imported stays for as long as the process. Collections would go
     through all of it again and again: of the CPU time of a rank's imports they took 28%.

@@ -31,7 +31,7 @@ def violations_of(error: ConfigError) -> list[Violation]:
 
 
 def without_echoes(violations: Sequence[Violation], follows: Mapping[str, str]) -> list[Violation]:
-    """The same violations; one that a key only has because it follows another joins that key's, and both are named.
+    """Merge inherited violations into their source key's, which then names both keys.
 
     follows: key -> the key whose value it has until it is set.
     """

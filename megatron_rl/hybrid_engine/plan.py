@@ -1,4 +1,4 @@
-"""What every rank of an exchange group needs for generation, what of it it lacks, and who sends it: pure data.
+"""What every rank of an exchange group needs for generation, what it is missing, and who sends that: pure data.
 
 Training cuts every segment of a logical tensor into boxes, each held by one rank or by several. A rank needs its
 rollout shard; each of its intersections with a box that the rank does not hold is one piece, sent by one holder. So

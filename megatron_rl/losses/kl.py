@@ -55,12 +55,12 @@ KL_ESTIMATORS = {
 
 @dataclass
 class FixedKL:
-    """A weight that stays."""
+    """Constant coefficient."""
 
     coef: float
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Nothing follows from a measurement."""
+        """No-op."""
 
 
 @dataclass

@@ -85,7 +85,7 @@ def throughput_metrics(num_tokens: int, step_seconds: float, num_ranks: int) -> 
 
 
 def _statistics(name: str, values: torch.Tensor) -> dict[str, float]:
-    """Mean, max and min; nothing of nothing."""
+    """Mean, max and min; {} if empty."""
     if not values.numel():
         return {}
     return {

@@ -20,6 +20,7 @@ def experience():
         data_source=non_tensor(["a", "a"]),
         ground_truth=non_tensor(["x", "y"]),
         extra_info=non_tensor([{}, {}]),
+        uid=torch.tensor([0, 1]),
         batch_size=[2],
     )
     generations = Generations(
