@@ -135,17 +135,17 @@ class Observer(Protocol):
 
 
 class Nobody:
-    """An observer that looks away."""
+    """An observer that ignores everything."""
 
     def before(self, verb: Verb) -> None:
-        """Nothing."""
+        """No-op."""
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
-        """Nothing."""
+        """No-op."""
         return nullcontext()
 
     def ran(self, interval: Interval) -> None:
-        """Nothing."""
+        """No-op."""
 
 
 def is_collector(dispatch: Dispatch, place: Coordinates) -> bool:

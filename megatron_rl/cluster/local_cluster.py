@@ -29,11 +29,11 @@ class LocalPool:
         self._targets = {role: targets_of(role, kind, phases.get(role, {})) for role, kind in kinds.items()}
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
-        """As of a `RayPool`."""
+        """As `RayPool` does."""
         return cast(Kind, Handle(kind, self._targets[role], self._call))
 
     def host(self, kind: type[Kind]) -> Kind:
-        """As of a `RayPool`."""
+        """As `RayPool` does."""
         return self.handle(HOST, kind)
 
     def _call(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
@@ -80,4 +80,4 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing: the process ends with the run."""
+        """No-op: the process ends with the run."""

@@ -89,7 +89,7 @@ class AllGatherPPModel:
 
     @property
     def lower_bound(self) -> Bytes:
-        """What a gather must bring to this rank: bytes needed minus bytes held, and what of it its node lacks.
+        """What a gather must bring to this rank: bytes needed minus bytes held; and the part that its node is missing.
 
         A piece that a node lacks is counted for the one rank there that fetches it for the others of this group.
         """

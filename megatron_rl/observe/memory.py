@@ -94,7 +94,7 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 class StorageMeter(TorchDispatchMode):
     """While active, follows every tensor storage that an operation makes until it is freed.
 
-    owned: what is there anyhow, its storages excluded from the following and its bytes added at every operation.
+    excluded: storages that are not followed. owned: the bytes of those, added at every operation.
     Not seen: memory inside of a kernel, of collectives, and of what never was a tensor.
     """
 

@@ -24,13 +24,13 @@ class RewardHere:
         self._function = load_reward_function(source)
 
     def __enter__(self) -> Self:
-        """Nothing is started."""
+        """No-op."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is to be ended."""
+        """No-op."""
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """One outcome per sample, in order."""
