@@ -61,7 +61,7 @@ def draw(run: Run) -> None:
 
 
 def draw_steps(run: Run) -> None:
-    """The timeline of the last steps, one lane for each pool, as a picture and as numbers; as `draw`, a warning if not."""
+    """The timeline of the last steps, one lane for each pool, as a picture and as numbers. Warns as `draw` does."""
     ran, folder = run.book.clock.recent, run.book.folder.path
     try:
         (folder / "timeline.json").write_text(json.dumps([asdict(one) for one in ran], indent=1) + "\n")
