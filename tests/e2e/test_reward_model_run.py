@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import MEGATRON, SHORT, metrics
+from lives import LOCAL, MEGATRON, SHORT, metrics
 from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -37,16 +37,19 @@ def without_ground_truth(file: Path, target: Path) -> Path:
     return target
 
 
-def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
-    """ReMax on PP2, whose greedy answers it scores too; it rests while generating; mini-batches are uneven.
+PP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.tensor_model_parallel_size=1")
+
+
+@pytest.mark.parametrize("layout", [LOCAL, pytest.param(PP2, marks=pytest.mark.exhaustive)], ids=["local", "PP2"])
+def test_a_reward_model_alone(command_line, layout, tmp_path: Path) -> None:
+    """ReMax, whose greedy answers it scores too; it rests while generating; mini-batches are uneven.
 
     Would not catch a wrong score; `tests/dist/test_reward_model.py` does.
     """
     tables = tmp_path / "tables"
     run = command_line(
         *SHORT,
-        "trainer.n_gpus_per_node=2",
-        f"{MEGATRON}.tensor_model_parallel_size=1",
+        *layout,
         f"data.train_files={without_ground_truth(DEMO / 'train.parquet', tmp_path / 'train.jsonl')}",
         f"data.val_files={without_ground_truth(DEMO / 'test.parquet', tmp_path / 'test.jsonl')}",
         "custom_reward_function.path=null",
