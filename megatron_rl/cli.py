@@ -29,7 +29,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Violation
 from megatron_rl.loading import without_collections
 from megatron_rl.observe.output import drop_unread_output, lost_output
-from megatron_rl.observe.quiet import quiet_libraries
+from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import default_hardware, load_hardware
@@ -76,6 +76,8 @@ def train_command(
     if local:
         run_config = on_one_rank(run_config)
         os.environ |= worker_environment(run_config.trainer.device, ranks_per_node=1)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        quiet_engines()
     quiet_libraries()
     with without_collections():
         from megatron_rl.train import train

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
+from megatron_rl.config.roles import ACTOR, Placement
 from megatron_rl.errors import ParityError
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.loggers import METRICS_FILE
@@ -75,21 +76,22 @@ def summarise(run: Run, export_diff: float | None) -> dict:
     Without a rule there is no accuracy, only a reward.
     """
     config = run.config
-    megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
-    world_size = trainer.nnodes * trainer.n_gpus_per_node
-    tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    trainer, placement = config.trainer, Placement.of(config)
+    pool = placement.pool_of(ACTOR)
+    tp_size, pp_size = pool.layout.tensor_model_parallel_size, pool.layout.pipeline_model_parallel_size
     return {
         **before_and_after("val_accuracy", run.book.accuracies, trainer.val_before_train),
         **before_and_after("val_reward", run.book.val_rewards, trainer.val_before_train),
         "steps": trainer.total_training_steps,
         "wall_s": round(time.monotonic() - run.started, 1),
         "layout": {
-            "world_size": world_size,
+            "world_size": placement.world_size,
             "tp": tp_size,
             "pp": pp_size,
-            "dp": world_size // (tp_size * pp_size),
+            "dp": pool.world_size // (tp_size * pp_size),
             "rollout_tp": config.actor_rollout_ref.rollout.tensor_model_parallel_size,
         },
+        "pools": {name: [role.name for role in one.roles] for name, one in placement.pools.items()},
         "seed": trainer.seed,
         "skipped_updates": run.book.updates.totals,
         "rollout_logprob_diff_max": run.algorithm.logprob_diff_max,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -110,14 +109,6 @@ class Rollouts:
             return self.greedy()
         longest = self.config.data.max_response_length
         return Sampling(kwargs.temperature, kwargs.top_p, kwargs.top_k, longest, FIXED_SALT)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the prompts stand; JSON-ready."""
-        return {"cursor": self.cursor.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order are others."""
-        self.cursor.load_state_dict(state["cursor"])
 
     def _next_prompts(self) -> Prompts:
         """The next training prompts, each `rollout.n` times."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -119,6 +120,9 @@ def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
         algorithm = Algorithm(config, book.clock)
         opened.enter_context(folder)
         opened.enter_context(book)
+        parts = (data, algorithm, book)
+        for part in parts:
+            folder.give_back(part.load_state_dict)
         book.console.print(layout_table(batch_table(config)))
         for note in (*data.notes(config), *(f"skipped {reason}" for reason in folder.start.skipped)):
             book.warn(note)
@@ -130,9 +134,6 @@ def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
         rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock)
         bridge = None if placement.is_colocated else roles.actor
         rollouts = Rollouts(config, data.train, data.cursor, roles.rollout, rewards, book, bridge)
-        parts = (rollouts, algorithm, book)
-        for part in parts:
-            folder.give_back(part.load_state_dict)
         validation = Validation(config, data.val, rollouts, rewards, book, stop)
         life = Lifecycle(config, folder, roles.hosts, parts, book, pace)
         life.restore()
@@ -162,6 +163,14 @@ class Data:
     def sources(self) -> set[str]:
         """The data sources of all prompts."""
         return self.train.data_sources | self.val.data_sources
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training prompts stand; JSON-ready."""
+        return {"cursor": self.cursor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order are others."""
+        self.cursor.load_state_dict(state["cursor"])
 
     def notes(self, config: RunConfig) -> list[str]:
         """Sentences about prompts that one batch takes more of than there are."""

@@ -64,7 +64,3 @@ class Cluster(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-
-    @property
-    def is_local(self) -> bool:
-        """Whether there is one rank, in this process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -50,18 +51,20 @@ class Handle:
     def __init__(self, kind: type, targets: dict[str, Target], submit: Submit) -> None:
         self._kind, self._verbs = kind, sorted(targets)
         for name, target in targets.items():
-            setattr(self, name, self._bound(inspect.getattr_static(kind, name), target, submit))
+            setattr(self, name, types.MethodType(_bound(inspect.getattr_static(kind, name), target, submit), self))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"no verb {name!r} in {self._kind.__name__}; its verbs are: {', '.join(self._verbs)}")
 
-    @staticmethod
-    def _bound(method: Callable, target: Target, submit: Submit) -> Callable[..., Future]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Future:
-            return submit(target, args, kwargs)
 
-        return call
+def _bound(method: Callable, target: Target, submit: Submit) -> Callable[..., Future]:
+    """What looks like the role's method, and calls the ranks."""
+
+    @functools.wraps(method)
+    def call(handle: Handle, *args: Any, **kwargs: Any) -> Future:
+        return submit(target, args, kwargs)
+
+    return call
 
 
 class FatedPool(Protocol):

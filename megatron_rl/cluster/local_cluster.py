@@ -60,8 +60,6 @@ class LocalPool:
 class LocalCluster:
     """A cluster of one pool of one rank, which is this process. Raises ValueError for any other."""
 
-    is_local = True
-
     def __init__(self, specs: Mapping[str, PoolSpec], hosting: Hosting) -> None:
         if [spec.world_size for spec in specs.values()] != [1]:
             sizes = {name: spec.world_size for name, spec in specs.items()}

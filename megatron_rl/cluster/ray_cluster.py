@@ -12,6 +12,7 @@ from typing import Self
 from megatron_rl.cluster.cluster import Hosting, phases_of
 from megatron_rl.cluster.handle import Fate
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.ray_server import Wanted
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.config.roles import PoolSpec
@@ -19,8 +20,6 @@ from megatron_rl.config.roles import PoolSpec
 
 class RayCluster:
     """Every pool of a run, started together. Raises as `RaySession`, `ResourcePool` and `RayPool` do."""
-
-    is_local = False
 
     def __init__(self, specs: Sequence[PoolSpec], hosting: Hosting) -> None:
         self.pools: dict[str, RayPool] = {}
@@ -57,6 +56,7 @@ class RayCluster:
             session=session,
             nodes_key=size.nodes_key,
             ranks_key=size.ranks_key,
+            beside=[wanted(other) for other in self._specs if other is not spec],
         )
 
     def _pool(self, spec: PoolSpec, ranks: ResourcePool, fate: Fate) -> RayPool:
@@ -77,6 +77,12 @@ class RayCluster:
             options=options,
             fate=fate,
         )
+
+
+def wanted(spec: PoolSpec) -> Wanted:
+    """The ranks of a pool, as they are asked of Ray."""
+    size = spec.size
+    return Wanted(size.num_nodes, size.num_ranks_per_node, size.nodes_key, size.ranks_key)
 
 
 def stacks_file(file: Path, pool: str) -> Path:

@@ -88,9 +88,7 @@ def _start_companion(scratch: Scratch, pids: list[int], grace_s: float) -> subpr
     variables["PYTHONPATH"] = str(Path(__file__).parents[2])
     try:
         # Its own session: neither Ctrl-C nor a signal to the driver's process group may reach it.
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=variables, pass_fds=[claim], start_new_session=True
-        )
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env=variables, pass_fds=[claim], start_new_session=True)
     finally:
         os.close(claim)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_rl.cluster.ray_server import JOIN_LIMIT_S, listing, shortage
+from megatron_rl.cluster.ray_server import JOIN_LIMIT_S, Wanted, listing, shortage
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.errors import ConfigError
 
@@ -22,7 +23,8 @@ class ResourcePool:
     Each node's ranks are one bundle, kept together on one machine; Ray puts each bundle on a machine of its own while
     there are enough, and two on one that is large enough where there are not. `device_kind` is "cpu" or "cuda".
     nodes_key, ranks_key: the keys of the configuration that say how many there are. session: an entered one; None: one
-    of its own, which ends with the pool. On leaving, the reservation is given back.
+    of its own, which ends with the pool. beside: what else will be reserved there, and must also have room. On leaving,
+    the reservation is given back.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class ResourcePool:
         session: RaySession | None = None,
         nodes_key: str = "trainer.nnodes",
         ranks_key: str = "trainer.n_gpus_per_node",
+        beside: Sequence[Wanted] = (),
     ) -> None:
         self.num_ranks_per_node = num_ranks_per_node
         self.world_size = num_nodes * num_ranks_per_node
         self._num_nodes = num_nodes
-        self._keys = (nodes_key, ranks_key)
+        self._wanted = Wanted(num_nodes, num_ranks_per_node, nodes_key, ranks_key)
+        self._beside = list(beside)
         self._bundle = {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
         self._ready_timeout_s = ready_timeout_s
         self._group: PlacementGroup | None = None
@@ -97,11 +101,10 @@ class ResourcePool:
         self._require_enough()
         self._group = placement_group([node] * self._num_nodes, strategy="SPREAD")
         if not self._group.wait(self._ready_timeout_s):
-            nodes_key, ranks_key = self._keys
             raise ConfigError(
-                f"the cluster cannot give {nodes_key}={self._num_nodes} node(s) with {ranks_key}="
-                f"{self.num_ranks_per_node} x [{listing(self._bundle)}] each within {self._ready_timeout_s:g} s: it "
-                f"has [{listing(ray.cluster_resources())}] in all, [{listing(ray.available_resources())}] free"
+                f"the cluster cannot give {self._wanted} x [{listing(self._bundle)}] each within "
+                f"{self._ready_timeout_s:g} s: it has [{listing(ray.cluster_resources())}] in all, "
+                f"[{listing(ray.available_resources())}] free"
             )
 
     def _require_enough(self) -> None:
@@ -114,7 +117,7 @@ class ResourcePool:
 
     def _shortage(self) -> str:
         living = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return shortage(living, self._num_nodes, self.num_ranks_per_node, self._bundle, *self._keys)
+        return shortage(living, [self._wanted, *self._beside], self._bundle)
 
     def _give_back(self) -> None:
         if self._group is not None and not self.is_lost:

@@ -64,7 +64,8 @@ class MegatronConfig:
     dtype: str = "float32"
     """Parameter and compute type: float32 | bfloat16."""
     param_offload: bool = False
-    """Keep the parameters in host memory while generating (not for the actor's: generation reads them)."""
+    """Keep the parameters in host memory while generating; not the actor's in the pool that generates: it reads them.
+    Like the next two of no effect in a pool that does not generate."""
     grad_offload: bool = False
     """Give the gradient buffers' memory back while generating."""
     optimizer_offload: bool = False

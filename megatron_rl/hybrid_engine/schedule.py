@@ -19,7 +19,7 @@ from itertools import zip_longest
 from megatron_rl.hybrid_engine.layout import Region, merged, split_box
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Piece
 
-DIRECT_NUMEL = 1 << 20
+DIRECT_NUMEL = 1 << 18
 """Elements from which a run without gaps is a message of its own: shorter ones cost more as messages than as copies."""
 
 

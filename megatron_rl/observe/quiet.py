@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import warnings
+
+ENGINES = r"(megatron|vllm|torch)\b"
+"""Modules whose warnings are about libraries that are not installed and names that will change."""
 
 
 def quiet_libraries() -> None:
@@ -11,3 +15,10 @@ def quiet_libraries() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+
+
+def quiet_engines() -> None:
+    """Silence what the engines warn of where they run in this process; ranks of their own write to Ray's logs."""
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=ENGINES)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)

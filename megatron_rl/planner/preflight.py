@@ -71,7 +71,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
 def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[ModelSizes], list[Violation]]:
     """Sizes of the actor's model and of others that critic and reward models start from, and their folders' faults.
 
-    Models that cannot be read are left out; the actor's is the first of the others.
+    Models that cannot be read are left out; of the others each is there once, the actor's first.
     """
     actor_path, found, problems = config.actor_rollout_ref.model.path, {}, []
     for role in roles_of(config):
@@ -86,7 +86,7 @@ def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[M
             problems += end_token_problems(role.model_key, actor_path)
         if role.kind == REWARD_MODEL:
             problems += vocabulary_problems(actor_path, role.model_path, role.model_key)
-    return [model for model in found.values() if model is not None], problems
+    return list({model.path: model for model in found.values() if model is not None}.values()), problems
 
 
 def _batch_problems(config: RunConfig) -> Iterable[Violation]:

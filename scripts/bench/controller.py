@@ -2,7 +2,7 @@
 
     python scripts/bench/controller.py [--ranks 2 4 16 64] [--rounds 200] [--json FILE]
 
-No-op: a verb of a WorkerGroup beside a bare Ray call of an actor that does nothing, on as many ranks. Round trip: a
+No-op: a verb of a RayPool's hosts beside a bare Ray call of an actor that does nothing, on as many ranks. Round trip: a
 batch split over as many data-parallel ranks as there are ranks, beside bare Ray calls that each get the whole batch as
 one stored object. The arms take turns within one run; figures are medians, with the quartiles.
 """
@@ -22,7 +22,7 @@ import ray
 import torch
 from tensordict import TensorClass
 
-from megatron_rl.cluster.ray_pool import WorkerGroup
+from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.dispatch import Coordinates, Dispatch, verb
 
@@ -111,17 +111,20 @@ def interleaved(arms: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
 
 def measure(num_ranks: int, rounds: int, worker: type, arms_of: Callable) -> dict[str, list[float]]:
     """Both arms on `num_ranks` processes each."""
-    env = {"OMP_NUM_THREADS": "1"}
-    with ResourcePool(1, num_ranks, "cpu", ready_timeout_s=60) as pool, WorkerGroup(pool, worker, env=env) as group:
-        return interleaved(arms_of(group, bare_actors(num_ranks)), rounds)
+    options = PoolOptions(env={"OMP_NUM_THREADS": "1"})
+    with (
+        ResourcePool(1, num_ranks, "cpu", ready_timeout_s=60) as ranks,
+        RayPool("bench", ranks, worker, options=options) as pool,
+    ):
+        return interleaved(arms_of(pool.host(worker), bare_actors(num_ranks)), rounds)
 
 
-def noop_arms(group: WorkerGroup, actors: list) -> dict[str, Callable[[], object]]:
+def noop_arms(group: NoOpWorker, actors: list) -> dict[str, Callable[[], object]]:
     """A call of every rank that does nothing."""
     return {"ours": lambda: group.noop().get(), "ray": lambda: ray.get([actor.noop.remote() for actor in actors])}
 
 
-def round_trip_arms(group: WorkerGroup, actors: list) -> dict[str, Callable[[], object]]:
+def round_trip_arms(group: BatchWorker, actors: list) -> dict[str, Callable[[], object]]:
     """40 MiB to the ranks and a column back."""
     torch.manual_seed(0)
     width = BATCH_MIB * MIB // (4 * ROWS)

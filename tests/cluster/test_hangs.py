@@ -51,7 +51,7 @@ def test_a_stopped_process_is_named_and_removed(pool: ResourcePool) -> None:
         group.host(FragileWorker).nap(0).get()
         os.kill(pids[0], signal.SIGSTOP)
         stopped_at = time.monotonic()
-        with pytest.raises(WorkerStall, match=r"rank 0 \(fragile\), in nap: .*no sign of life .* stopped by a signal"):
+        with pytest.raises(WorkerStall, match=r"rank 0 \(host\), in nap: .*no sign of life .* stopped by a signal"):
             group.host(FragileWorker).nap(600).get()
         assert time.monotonic() - stopped_at < 30
         assert not any(psutil.pid_exists(pid) for pid in pids)

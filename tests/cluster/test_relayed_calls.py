@@ -51,7 +51,7 @@ def test_a_rank_that_only_its_node_hears_is_named(pool: ResourcePool) -> None:
     """Rank 3 raises while rank 2, which relays to it, waits; then a killed one. Would not catch a lost heartbeat."""
     group = RayPool("toys", pool, FragileWorker, options=PoolOptions(direct_ranks=1))
     group.start()
-    with pytest.raises(WorkerFailure, match=r"^rank 3 \(actor\) raised ZeroDivisionError in divide_by_zero_on"):
+    with pytest.raises(WorkerFailure, match=r"^rank 3 \(host\) raised ZeroDivisionError in divide_by_zero_on"):
         group.host(FragileWorker).divide_by_zero_on(3).get()
     with RayPool("toys", pool, FragileWorker, options=PoolOptions(direct_ranks=1)) as group:
         pids = group.pids
@@ -60,7 +60,7 @@ def test_a_rank_that_only_its_node_hears_is_named(pool: ResourcePool) -> None:
             waiting.get(timeout=2)
         os.kill(group.pids[3], signal.SIGKILL)
         killed_at = time.monotonic()
-        with pytest.raises(WorkerFailure, match=r"rank 3 \(actor\): the process died during barrier_all_but"):
+        with pytest.raises(WorkerFailure, match=r"rank 3 \(host\): the process died during barrier_all_but"):
             waiting.get()
         assert time.monotonic() - killed_at < 30
         assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -52,7 +52,7 @@ def test_a_killed_rank_is_named_while_its_peers_hang_in_a_barrier(pool: Resource
             waiting.get(timeout=2)
         os.kill(group.pids[1], signal.SIGKILL)
         killed_at = time.monotonic()
-        with pytest.raises(WorkerFailure, match=r"rank 1 \(actor\): the process died during barrier_all_but"):
+        with pytest.raises(WorkerFailure, match=r"rank 1 \(host\): the process died during barrier_all_but"):
             waiting.get()
         assert time.monotonic() - killed_at < 30
         assert not any(psutil.pid_exists(pid) for pid in group.pids)
@@ -62,7 +62,7 @@ def test_a_failure_nobody_asked_about_surfaces_at_the_next_call(pool: ResourcePo
     """Would not catch a failure that happens after the last call, unless the group is left by its `with` block."""
     with RayPool("toys", pool, FragileWorker) as group:
         group.host(FragileWorker).answer_with_lock()
-        with pytest.raises(WorkerFailure, match=r"rank 0 \(actor\).*answer_with_lock: TypeError: cannot pickle"):
+        with pytest.raises(WorkerFailure, match=r"rank 0 \(host\).*answer_with_lock: TypeError: cannot pickle"):
             for _ in range(100):
                 group.host(FragileWorker).nap(0.05)
                 time.sleep(0.05)

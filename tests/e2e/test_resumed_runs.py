@@ -134,11 +134,10 @@ def test_step_is_given_up_when_time_is_short(command_line, one, tmp_path: Path) 
     assert run.left_over() == []
 
 
-@pytest.mark.parametrize("one", THROUGH)
-def test_grace_is_bounded(command_line, one, tmp_path: Path) -> None:
+def test_grace_is_bounded(command_line, tmp_path: Path) -> None:
     """A step that hangs ends with the grace: code 22, nothing left. Would not catch a worker that ignores SIGKILL."""
     reward, asleep = slow_reward(tmp_path, 600)
-    run = command_line(*SHORT, *one, "trainer.save_freq=1", "trainer.stop_grace_s=2", reward)
+    run = command_line(*SHORT, *ONE, "trainer.save_freq=1", "trainer.stop_grace_s=2", reward)
     run.wait_for(asleep.exists, timeout=120)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(30) == 22, run.text()

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import LOCAL, MEGATRON, SHORT, metrics
+from lives import LOCAL, MEGATRON, ONE, SHORT, metrics
 from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -81,3 +81,47 @@ def test_a_reward_model_alone(command_line, layout, tmp_path: Path) -> None:
     assert summary["val_accuracy_before"] is summary["val_accuracy_after"] is None
     assert summary["val_reward_after"] == pytest.approx(logged[2]["val-core/demo/addition/reward/mean@1"])
     assert "held-out reward" in run.text() and run.left_over() == []
+
+
+@pytest.mark.parametrize(
+    "options", [("--local", "--collapse"), pytest.param((), marks=pytest.mark.exhaustive)], ids=["local", "pools"]
+)
+def test_two_reward_models_on_pools_of_their_own(command_line, options, tmp_path: Path) -> None:
+    """One by verl's keys, one by name, beside the rule: the score is the weighted sum of all three.
+
+    Both read the same folder, so that their scores are equal whatever pool computed them. Would not catch two models
+    whose scores are exchanged.
+    """
+    tables, folder = tmp_path / "tables", save_reward_model(tmp_path / "reward")
+    run = command_line(
+        *SHORT,
+        *ONE,
+        *options,
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "reward_model.enable=true",
+        f"reward_model.model.path={folder}",
+        "reward_model.weight=-0.5",
+        "reward_model.rule_weight=2",
+        "reward_model.enable_resource_pool=true",
+        "reward_model.nnodes=1",
+        "reward_model.n_gpus_per_node=1",
+        f"reward_models.strict.model.path={folder}",
+        "reward_models.strict.weight=0.25",
+        "reward_models.strict.pool=judges",
+        "reward_models.strict.megatron.tensor_model_parallel_size=2",
+        "pools.judges.n_gpus_per_node=2",
+        "trainer.total_training_steps=1",
+        "trainer.export_hf=false",
+        f"trainer.rollout_data_dir={tables}",
+    )
+    assert run.wait(240) == 0, run.text()
+    rows = [json.loads(line) for line in (tables / "1.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and len({row["rm_score"] for row in rows}) > 4
+    for row in rows:
+        assert row["strict_score"] == pytest.approx(row["rm_score"], abs=1e-5)
+        total = 2 * row["rule_score"] - 0.5 * row["rm_score"] + 0.25 * row["strict_score"]
+        assert row["score"] == pytest.approx(total, abs=1e-5)
+    logged = metrics(run)[1]
+    assert logged["reward/strict_score/mean"] == pytest.approx(logged["reward/rm_score/mean"], abs=1e-5)
+    assert run.left_over() == []

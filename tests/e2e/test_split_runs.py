@@ -69,7 +69,9 @@ def test_six_processes_compute_what_one_does(command_line, tmp_path: Path) -> No
         assert not far
     weights = [load_file(run.run / "hf_model" / "model.safetensors") for run in (split, one)]
     for name, tensor in weights[1].items():
-        assert (weights[0][name] - tensor).abs().max() <= SIX_DIGITS * tensor.abs().max(), name
+        if name.endswith("k_proj.bias"):
+            continue  # attention does not depend on it: its gradient is rounding, which Adam makes steps of
+        assert (weights[0][name] - tensor).norm() <= SIX_DIGITS * tensor.norm(), name
 
     summary = json.loads((split.run / "summary.json").read_text())
     received = summary["transition_bytes_received_per_rank"]

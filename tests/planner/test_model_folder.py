@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 from model_folders import EXPERTS, problems, set_experts, write_model
 
+from megatron_rl.config.schema import FurtherRewardModelConfig, RewardModelModelConfig
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 from megatron_rl.planner.model_folder import read_model_folder
 
@@ -177,6 +179,35 @@ def test_a_reward_model_fits_the_actor(config, tmp_path):
     assert "reward_model.megatron.pipeline_model_parallel_size=1 must equal actor_rollout_ref.actor.megatron" in text
     assert "tp(2) must divide num_key_value_heads(3)" in text and "max_position_embeddings(63)" in text
     assert "and the actor's read the same tokens, so their vocab_size must be equal: 100 of" in text
+
+
+def test_every_reward_model_is_checked(config, tmp_path):
+    """A further one by its own key: its folder, heads, length and tokens; a folder that two roles share once.
+
+    Would not catch a folder that two reward models share, which is allowed.
+    """
+    paths = [write_model(tmp_path / name, **REWARD) for name in ("reward", "helpful")]
+    with_reward_model(config, paths[0])
+    further = FurtherRewardModelConfig(RewardModelModelConfig(paths[1], None, True), micro_batch_size_per_gpu=128)
+    further.use_dynamic_bsz, further.forward_max_token_len_per_gpu = False, 16384
+    further.megatron = copy.deepcopy(config.reward_model.megatron)
+    config.reward_models["helpful"] = further
+    config.critic.model.path = paths[1]
+    assert problems(config) == []
+    (tmp_path / "helpful" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 1}}}')
+    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (tmp_path / "reward" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (problem,) = problems(config)
+    assert problem.startswith(f"reward_models.helpful.model.path={paths[1]} must have the actor's tokens: 1 of 1")
+    (tmp_path / "helpful" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    write_model(tmp_path / "helpful", **REWARD | {"num_hidden_layers": 4})
+    (tmp_path / "helpful" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (problem,) = problems(config)
+    assert problem.startswith(f"pp(3) must divide num_hidden_layers(4) ({paths[1]})")
+    further.model.path = str(tmp_path / "absent")
+    config.critic.model.path = config.actor_rollout_ref.model.path
+    (problem,) = problems(config)
+    assert problem.startswith("reward_models.helpful.model.path=") and "there is none" in problem
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_folders import write_model
+from rich.console import Console
 
 from megatron_rl.config.keys import put
 from megatron_rl.config.load import load_config
@@ -182,6 +185,27 @@ def test_phases_take_what_their_pools_ranks_take(config):
     assert said["time"]["pools"]["reshard"] == ["global_pool", "gen_pool"]
     assert said["time"]["critical_path"][:2] == ["reshard", "gen"]
     assert {name: value for name, value, _ in batch_table(plan.config)}["ranks"] == "28"
+
+
+def test_tables_say_who_runs_where(config):
+    """Every pool with its roles, layout and ranks, its memory, and the path that decides. Would not catch bad taste."""
+    plan = RunPlan.of(config(*SPLIT), load_hardware("h100"))
+    console = Console(width=200, record=True, file=io.StringIO())
+    for table in plan.tables():
+        console.print(table)
+    rows = [re.split(r" *│ *", line)[1:-1] for line in console.export_text().splitlines() if line.startswith("│")]
+    for row in (
+        ["global_pool", "2 x 8", "actor, reference", "TP4 PP2 DP2", "0-15"],
+        ["critic_pool", "1 x 4", "critic", "TP4 PP1 DP1", "0-3"],
+        ["gen_pool", "1 x 8", "rollout", "rollout TP2 x 4", "0-7"],
+        ["gen_pool rollout TP", "4", "[0, 1], [2, 3], [4, 5], [6, 7]"],
+        ["critical path", f"{plan.step_seconds:.2f} s", " + ".join(plan.time.critical_path)],
+    ):
+        assert row in rows, row
+    titles = [table.title for table in plan.tables()]
+    assert [title.split(",")[0] for title in titles if title.startswith("Memory")] == [
+        f"Memory per GPU of {name}" for name in ("global_pool", "critic_pool", "gen_pool")
+    ]
 
 
 def test_the_critic_is_timed_by_its_own_batches(config):

@@ -22,7 +22,7 @@ def test_recipes_can_start(recipe, monkeypatch, tmp_path):
     assert problems(load_config(recipe, [f"trainer.default_local_dir={tmp_path}"])) == []
 
 
-def test_there_is_one_for_each_algorithm():
+def test_there_is_one_for_each_algorithm_and_one_with_pools():
     """Would not catch two that are the same."""
-    expected = {"demo", "grpo", "rloo", "remax", "reinforce_pp", "gspo", "dapo"}
+    expected = {"demo", "split", "grpo", "rloo", "remax", "reinforce_pp", "gspo", "dapo"}
     assert {path.stem.removesuffix("_cpu") for path in RECIPES} == expected

@@ -1,0 +1,62 @@
+"""Roles that take a known time and compute nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from megatron_rl.dispatch import Coordinates, Dispatch, verb
+from megatron_rl.records import Sequences, TokenScores, ragged
+
+
+def zeros(sequences: Sequences) -> TokenScores:
+    rows = [torch.zeros(int(length)) for length in sequences.response_lengths]
+    return TokenScores(ragged(rows), batch_size=sequences.batch_size)
+
+
+class SleepingActor:
+    @verb(Dispatch.DP, phase="old_log_prob")
+    def log_probs(self, sequences: Sequences) -> TokenScores:
+        time.sleep(0.4)
+        return zeros(sequences)
+
+    @verb(Dispatch.DP, phase="update_actor")
+    def update(self, batch: Sequences) -> dict[str, float]:
+        time.sleep(0.6)
+        return {"actor/slept": 0.6}
+
+
+class SleepingReference:
+    @verb(Dispatch.DP, phase="ref")
+    def log_probs(self, sequences: Sequences) -> TokenScores:
+        time.sleep(0.5)
+        return zeros(sequences)
+
+
+class SleepingCritic:
+    @verb(Dispatch.DP, phase="values")
+    def values(self, sequences: Sequences) -> TokenScores:
+        time.sleep(0.7)
+        return zeros(sequences)
+
+    @verb(Dispatch.DP, phase="update_critic")
+    def update(self, batch: Sequences) -> dict[str, float]:
+        time.sleep(0.4)
+        return {"critic/slept": 0.4}
+
+
+class SleepingHost:
+    """One rank that is alone in its world."""
+
+    def __init__(self) -> None:
+        kinds = {"actor": SleepingActor, "reference": SleepingReference, "critic": SleepingCritic}
+        self.roles = {name: kind() for name, kind in kinds.items()}
+
+    @verb(Dispatch.ONE_TO_ALL)
+    def coordinates(self) -> Coordinates:
+        return Coordinates(0, 0, 1, True, 0, 1, True)
+
+    def run(self, role: str, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return getattr(self.roles[role], name)(*args, **kwargs)

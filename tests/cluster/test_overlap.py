@@ -1,0 +1,106 @@
+"""Roles that only sleep, on pools of their own, under the real loop: a step takes no longer than its slowest chain.
+
+Real roles would share this machine's two cores; sleeping ones show what a core, or a GPU, for each rank would.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sleepers import SleepingActor, SleepingCritic, SleepingHost, SleepingReference
+
+from megatron_rl.cluster.handle import Fate
+from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.ray_session import RaySession
+from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.dispatch import Interval, Nobody
+from megatron_rl.records import Sequences, ragged
+from megatron_rl.train import score, update
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+NUM_STEPS = 3
+# Scoring: log-probs 0.4 s, then the reference's 0.5 s, on one pool; values 0.7 s on another; the rule 0.3 s here.
+# Updates, two mini-batches each: 2 x 0.6 s and 2 x 0.4 s.
+SLOWEST_CHAIN_S = max(0.4 + 0.5, 0.7, 0.3) + max(2 * 0.6, 2 * 0.4)
+SUM_S = 0.4 + 0.5 + 0.7 + 0.3 + 2 * 0.6 + 2 * 0.4
+
+
+class Intervals(Nobody):
+    """Keeps what ran."""
+
+    def __init__(self) -> None:
+        self.all: list[Interval] = []
+
+    def ran(self, interval: Interval) -> None:
+        self.all.append(interval)
+
+
+def sequences() -> Sequences:
+    return Sequences(ragged([torch.arange(3), torch.arange(3)]), torch.ones(2, dtype=torch.int64), batch_size=[2])
+
+
+class OneBatch:
+    """What `score` asks of a batch."""
+
+    def __init__(self) -> None:
+        self.prompts = self.generations = self.greedy = self.scored = None
+
+    def experience(self) -> SimpleNamespace:
+        return SimpleNamespace(sequences=sequences)
+
+
+class SleepingRule:
+    """What `score` asks of rewards."""
+
+    def start(self, prompts, generations) -> list:
+        return []
+
+    def training_scores(self, prompts, generations, pending) -> SimpleNamespace:
+        time.sleep(0.3)
+        return SimpleNamespace(scores=torch.zeros(2))
+
+
+def overlap(first: Interval, second: Interval) -> float:
+    return min(first.stop, second.stop) - max(first.start, second.start)
+
+
+def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
+    """At most a tenth more, and intervals of different pools overlap. Would not catch two roles of one pool that could
+    run at once, which cannot.
+    """
+    heard = Intervals()
+    kinds = {"train": {"actor": SleepingActor, "reference": SleepingReference}, "critic": {"critic": SleepingCritic}}
+    fate, options = Fate(), PoolOptions(observer=heard)
+    with (
+        RaySession(2) as session,
+        ResourcePool(1, 1, "cpu", session=session) as first,
+        ResourcePool(1, 1, "cpu", session=session) as second,
+        RayPool("train", first, SleepingHost, roles=kinds["train"], options=options, fate=fate) as train,
+        RayPool("critic", second, SleepingHost, roles=kinds["critic"], options=options, fate=fate) as critic,
+    ):
+        roles = SimpleNamespace(
+            actor=train.handle("actor", SleepingActor),
+            reference=train.handle("reference", SleepingReference),
+            critic=critic.handle("critic", SleepingCritic),
+        )
+        algorithm = SimpleNamespace(
+            actor_batches=lambda experience, step: [sequences()] * 2,
+            critic_batches=lambda experience, step: [sequences()] * 2,
+        )
+        book = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
+        run = SimpleNamespace(roles=roles, rewards=SleepingRule(), algorithm=algorithm, book=book)
+        seconds = []
+        for step in range(NUM_STEPS):
+            start = time.monotonic()
+            update(run, score(run, OneBatch()), step)
+            seconds.append(time.monotonic() - start)
+    print(f"steps of {[round(one, 3) for one in seconds]} s; slowest chain {SLOWEST_CHAIN_S} s, sum {SUM_S} s")
+    assert SLOWEST_CHAIN_S <= min(seconds) <= 1.10 * SLOWEST_CHAIN_S < SUM_S
+    by_verb = {(one.role, one.verb): one for one in heard.all}
+    assert overlap(by_verb["actor", "log_probs"], by_verb["critic", "values"]) > 0.2
+    assert overlap(by_verb["reference", "log_probs"], by_verb["critic", "values"]) > 0.1
+    assert overlap(by_verb["actor", "update"], by_verb["critic", "update"]) > 0.1

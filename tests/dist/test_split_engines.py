@@ -1,0 +1,226 @@
+"""A trained actor in one world, vLLM in another, weights over the bridge between: real engines, placements at random.
+
+The placements are drawn once, with a seed, over models, layouts and rollout TP; all of them are valid by preflight.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from ranks import run_ranks
+from rollout_checks import GREEDY, hugging_face_greedy, prompts, tokens
+from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+MEGATRON = "actor_rollout_ref__actor__megatron__"
+NUM_ROWS = 8
+
+
+class Placed(NamedTuple):
+    """Training on TP x PP x DP ranks, `more` keys of its layout; `replicas` of rollout TP `tp`."""
+
+    save: Callable[[Path], str]
+    train: tuple[int, int, int]
+    more: dict
+    tp: int
+    replicas: int
+
+    @property
+    def num_train(self) -> int:
+        return self.train[0] * self.train[1] * self.train[2]
+
+    @property
+    def name(self) -> str:
+        tp, pp, dp = self.train
+        extra = "".join(f"-{key.split('_')[0]}{value}" for key, value in self.more.items() if value is not True)
+        return f"{self.save.__name__[5:]}-TP{tp}PP{pp}DP{dp}{extra}-to-{self.replicas}xTP{self.tp}"
+
+
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
+UNEVEN = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
+PLAIN = {}
+
+
+def drawn(number: int, seed: int) -> list[Placed]:
+    """Valid placements of at most 6 ranks."""
+    choose, found = random.Random(seed), []
+    while len(found) < number:
+        save = choose.choice((save_qwen2, save_llama, save_qwen3, save_qwen3_moe))
+        tp, pp, dp = choose.choice(((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)))
+        more = choose.choice((VPP2, UNEVEN, PLAIN)) if pp > 1 else PLAIN
+        if save is save_qwen3_moe:
+            more = more | ({"sequence_parallel": True} if tp > 1 else {})
+            more = more | (EP2 if tp * dp % 2 == 0 and choose.random() < 0.7 else {})
+        rollout_tp, replicas = choose.choice(((1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (4, 1)))
+        placed = Placed(save, (tp, pp, dp), more, rollout_tp, replicas)
+        if placed.num_train + rollout_tp * replicas <= 6 and placed not in found:
+            found.append(placed)
+    return found
+
+
+FIRST = [
+    Placed(save_qwen2, (2, 2, 1), UNEVEN, 1, 2),  # tied embeddings, t_g below t
+    Placed(save_qwen3_moe, (1, 1, 2), EP2, 2, 1),  # experts, t_g above t
+]
+MORE = drawn(12, seed=7)
+
+
+def pool_of(rank: int, num_train: int, num_rollout: int, ports: tuple[int, int]) -> str:
+    """Make this process a rank of one of the two pools; the pool."""
+    is_rollout = rank >= num_train
+    place = {"RANK": rank - num_train * is_rollout, "LOCAL_RANK": rank, "MASTER_PORT": ports[is_rollout]}
+    place["WORLD_SIZE"] = num_rollout if is_rollout else num_train
+    os.environ |= {name: str(value) for name, value in place.items()}
+    return "rollout" if is_rollout else "global_pool"
+
+
+def meet_at(file: Path, offer: Callable[[], object] | None) -> object:
+    """What rank 0 of training has to say to all."""
+    if offer is not None:
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_bytes(pickle.dumps(offer()))
+        unfinished.replace(file)
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return pickle.loads(file.read_bytes())
+
+
+def train_and_send(config, exported: Path, meeting: Path, flips: bool) -> dict:
+    """Of a training rank: what it sent each time, before and after an update; the updated model is exported."""
+    from megatron_rl.hybrid_engine.verify import WeightMismatchError
+    from megatron_rl.roles.host import RankHost
+
+    host = RankHost(config)
+    host.build("actor")
+    actor = host.roles["actor"]
+    num_rollout = host.rank.placement.pools["rollout_pool"].world_size
+    actor.join_bridge(meet_at(meeting, (lambda: actor.offer_bridge(num_rollout)) if host.groups.rank == 0 else None))
+    if flips:
+        with pytest.raises(WeightMismatchError):
+            actor.send_weights()
+        return {"sent": []}
+    sent = [actor.send_weights()]
+    experience = random_experience(NUM_ROWS)
+    experience.old_log_probs = experience.advantages
+    mine = experience[torch.arange(NUM_ROWS).tensor_split(host.groups.grid.dp_size)[host.groups.dp_rank]]
+    actor.update(mine.actor_batch())
+    sent.append(actor.send_weights())
+    actor.export_hf(exported)
+    return {"sent": sent}
+
+
+def flipping(run: Callable) -> Callable:
+    """An exchange after which one bit of what arrived first is another."""
+
+    def flipped(self) -> None:
+        run(self)
+        step = next(step for step in self._steps if step.receive is not None)
+        target = step.unpack[0][0] if step.unpack else step.receive[0]
+        words = target.view(-1)[:1].view(torch.int32)
+        words ^= 1 << 3
+
+    return flipped
+
+
+def receive_and_generate(config, meeting: Path, flips: bool) -> dict:
+    """Of a rollout rank: what it received, and its greedy answers with each version of the weights."""
+    from megatron_rl.hybrid_engine.exchange import Exchange
+    from megatron_rl.hybrid_engine.verify import WeightMismatchError
+    from megatron_rl.roles.host import RankHost
+
+    host = RankHost(config, pool="rollout_pool")
+    address = meet_at(meeting, None)
+    if flips and host.groups.rank == 0:
+        Exchange.run = flipping(Exchange.run)  # this process ends with the test
+    host.build("rollout", address)
+    rollout = host.roles["rollout"]
+    if flips:
+        with pytest.raises(WeightMismatchError):
+            rollout.receive_weights()
+        return {"received": []}
+    received, answers = [], []
+    for _ in range(2):
+        received.append(rollout.receive_weights())
+        rollout.enter()
+        answers.append(tokens(rollout.generate(prompts(), GREEDY)))
+        rollout.exit()
+    return {"received": received, "answers": answers, "memory": host.owned_memory()}
+
+
+def one_rank(config, num_train: int, num_rollout: int, ports, exported: Path, meeting: Path, flips: bool) -> dict:
+    pool = pool_of(int(os.environ["RANK"]), num_train, num_rollout, ports)
+    if pool == "rollout":
+        return receive_and_generate(config, meeting, flips)
+    return train_and_send(config, exported, meeting, flips)
+
+
+def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, list[dict], list[dict]]:
+    """The model's folder, and what the ranks of training and of the rollout say."""
+    from megatron_rl.cluster.worker_process import listen
+
+    path = placed.save(folder / "model")
+    num_rollout = placed.tp * placed.replicas
+    keys = {f"{MEGATRON}{key}": value for key, value in placed.more.items()}
+    keys |= {"actor_rollout_ref__rollout__tensor_model_parallel_size": placed.tp}
+    keys |= {"trainer__n_gpus_per_node": placed.num_train, "actor_rollout_ref__hybrid_engine": False}
+    keys |= {"actor_rollout_ref__rollout__nnodes": 1, "actor_rollout_ref__rollout__n_gpus_per_node": num_rollout}
+    keys |= {"algorithm__use_kl_in_reward": False, "critic__enable": False}
+    config = run_config(path, placed.train[0], placed.train[1], **keys)
+    with listen("127.0.0.1") as first, listen("127.0.0.1") as second:
+        ports = (first.getsockname()[1], second.getsockname()[1])
+    found = run_ranks(
+        placed.num_train + num_rollout,
+        one_rank,
+        *(config, placed.num_train, num_rollout, ports, folder / "exported", folder / "meeting", flips),
+    )
+    return path, found[: placed.num_train], found[placed.num_train :]
+
+
+@pytest.mark.parametrize(
+    "placed",
+    [
+        *(pytest.param(placed, id=placed.name) for placed in FIRST),
+        *(pytest.param(placed, id=placed.name, marks=pytest.mark.exhaustive) for placed in MORE),
+    ],
+)
+def test_a_rollout_elsewhere_generates_from_the_actors_weights(placed: Placed, tmp_path: Path) -> None:
+    """Bytes at their bounds, and transformers' greedy tokens before and after an update, on every replica.
+
+    Would not catch a wrong weight that changes no greedy token; the checksums, which are on, would.
+    """
+    path, training, rollout = run_placed(placed, tmp_path)
+    for number, folder in enumerate((path, str(tmp_path / "exported"))):
+        expected = hugging_face_greedy(folder)
+        assert all(rank["answers"][number] == expected for rank in rollout)
+        sent, received = [rank["sent"][number] for rank in training], [rank["received"][number] for rank in rollout]
+        assert sum(report.bytes_sent for report in sent) == sent[0].model_bytes == 4 * num_params(path)
+        assert [report.bytes_received for report in received] == [report.lower_bound_bytes for report in received]
+        assert min(report.bytes_received for report in received) > 0 and sent[0].version == number
+    assert all(rank["memory"]["KV cache"] == 0 for rank in rollout)
+
+
+def num_params(path: str) -> int:
+    """Elements of a model folder, a tied matrix once."""
+    from safetensors.torch import load_file
+
+    tied = json.loads((Path(path) / "config.json").read_text())["tie_word_embeddings"]
+    tensors = load_file(Path(path) / "model.safetensors")
+    return sum(tensor.numel() for name, tensor in tensors.items() if not (tied and name == "lm_head.weight"))
+
+
+def test_a_flipped_bit_stops_both_pools(tmp_path: Path) -> None:
+    """On one rollout rank, after everything has arrived. Would not catch a bit that flips after the comparison."""
+    run_placed(FIRST[0], tmp_path, flips=True)
