@@ -1,5 +1,6 @@
 # make demo       install once, make the demo's model and data once, train:  make demo ARGS="trainer.seed=2"
-# make test       lint and tests; make test-fast: what needs one process; make test-exhaustive: the long sweeps
+# make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
+#                 make test-exhaustive: the sweeps that make test leaves out, docs/testing.md
 # make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
 
 VENV ?= .venv
@@ -38,8 +39,9 @@ demo: assets
 test: lint assets
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
 
+# Two tests at a time, because one file has sweeps of a quarter of an hour.
 test-exhaustive: assets
-	$(BIN)/python -m pytest -m exhaustive $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(ARGS)
 
 test-fast: lint
 	$(BIN)/python -m pytest -m "not dist and not slow and not exhaustive" $(ARGS)

@@ -76,7 +76,8 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
     kinds = {"train": {"actor": SleepingActor, "reference": SleepingReference}, "critic": {"critic": SleepingCritic}}
     fate, options = Fate(), PoolOptions(observer=heard)
     with (
-        RaySession(2) as session, ResourcePool(1, 1, "cpu", session=session) as first,
+        RaySession(2) as session,
+        ResourcePool(1, 1, "cpu", session=session) as first,
         ResourcePool(1, 1, "cpu", session=session) as second,
         RayPool("train", first, SleepingHost, roles=kinds["train"], options=options, fate=fate) as train,
         RayPool("critic", second, SleepingHost, roles=kinds["critic"], options=options, fate=fate) as critic,

@@ -46,8 +46,8 @@ def train_through_nan(config, sick_field: str | None) -> dict:
     for experience in (first, second):
         experience.old_log_probs = experience.rollout_log_probs
     found = {}
-    for role, update in ((name, worker.roles[name].update) for name in ("actor", "critic")):
-        trainable = getattr(worker, role).trainable
+    for role in ("actor", "critic"):
+        trainable, update = worker.roles[role].trainable, worker.roles[role].update
         batches = [getattr(experience, f"{role}_batch")() for experience in (first, second)]
         update(batches[0])
         before = everything(trainable)

@@ -30,7 +30,7 @@ def go_through_all_roles(config, experience: Experience) -> dict:
 
     worker = RankHost(config)
     for role in ("actor", "reference", "critic"):
-        getattr(worker, f"build_{role}")()
+        worker.build(role)
     where = worker.coordinates()
     mine = experience[torch.arange(len(experience)).tensor_split(where.dp_size)[where.dp_rank]].clone()
     roles = worker.roles

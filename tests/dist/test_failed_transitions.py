@@ -14,12 +14,13 @@ MEGATRON = "actor_rollout_ref__actor__megatron__"
 ROLLOUT = "actor_rollout_ref__rollout__"
 
 
-def build(config):
+def build(config, *others: str):
+    """The rollout after all roles whose memory may rest."""
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)
-    worker.build("actor")
-    worker.build("rollout")
+    for role in ("actor", *others, "rollout"):
+        worker.build(role)
     return worker
 
 
@@ -94,14 +95,15 @@ def failing_engine_rank(config) -> dict:
         result["held_in_rollout"] = sum(held)
         raise OSError("no cache today")
 
-    for verb, failing in (("enter_rollout", "wake"), ("exit_rollout", "sleep")):
-        original = getattr(worker.roles["rollout"].generator, failing)
-        setattr(worker.roles["rollout"].generator, failing, fail)
-        if verb == "exit_rollout":
-            worker.roles["rollout"].enter()
+    rollout = worker.roles["rollout"]
+    for verb, failing in (("enter", "wake"), ("exit", "sleep")):
+        original = getattr(rollout.generator, failing)
+        setattr(rollout.generator, failing, fail)
+        if verb == "exit":
+            rollout.enter()
         with pytest.raises(OSError, match="no cache today"):
-            getattr(worker, verb)()
-        setattr(worker.roles["rollout"].generator, failing, original)
+            getattr(rollout, verb)()
+        setattr(rollout.generator, failing, original)
         result[verb] = not worker.roles["rollout"].engine.in_rollout and all(map(torch.equal, weights(worker), before))
         worker.roles["rollout"].generator.sleep()
     result["moments_equal"] = all(map(torch.equal, worker.roles["actor"].trainable.optimizer_state(), moments))
@@ -119,15 +121,13 @@ def test_a_failing_engine_leaves_train_mode_with_everything_restored(tmp_path) -
         f"{MEGATRON}optimizer_offload": True,
     }
     for rank in run_ranks(2, failing_engine_rank, run_config(path, 2, 1, **options)):
-        assert rank["enter_rollout"] and rank["exit_rollout"] and rank["moments_equal"] and rank["same_tokens"]
+        assert rank["enter"] and rank["exit"] and rank["moments_equal"] and rank["same_tokens"]
         assert rank["num_moments"] > 0 and rank["held_in_rollout"] == 0
 
 
 def resting_rank(config, num_rounds: int) -> dict:
     """Critic and actor train with generation in between; all their memory rests meanwhile."""
-    worker = build(config)
-    worker.build("critic")
-    worker.build("reference")
+    worker = build(config, "critic", "reference")
     held = []
     for _ in range(num_rounds):
         rows = random_experience(8)

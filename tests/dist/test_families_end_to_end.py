@@ -40,9 +40,24 @@ DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral)
 WITH_EXPERTS = (save_qwen3_moe, save_mixtral)
 LAYOUTS = {"one process": (1, 1, 1, {}), "TP2": (2, 2, 1, {}), "PP2": (2, 1, 2, {}), "TP2xPP2": (4, 2, 2, {})}
 EP2 = {"EP2": (2, 1, 1, {"expert_model_parallel_size": 2})}
-CASES = [(save, layout) for save in (*DENSE, *WITH_EXPERTS) for layout in LAYOUTS]
-CASES += [(save, "EP2") for save in WITH_EXPERTS]
-CASES += [(save_qwen2_with_windows, "PP2")]
+ALL = [(save, layout) for save in (*DENSE, *WITH_EXPERTS) for layout in LAYOUTS]
+ALL += [(save, "EP2") for save in WITH_EXPERTS]
+ALL += [(save_qwen2_with_windows, "PP2")]
+OFTEN = {
+    (save_llama, "TP2xPP2"),
+    (save_llama31, "one process"),
+    (save_qwen2, "TP2"),
+    (save_qwen3, "PP2"),
+    (save_mistral, "TP2"),
+    (save_qwen3_moe, "EP2"),
+    (save_mixtral, "TP2"),
+    (save_qwen2_with_windows, "PP2"),
+}
+"""What `make test` goes through: every family once, every layout at least once, TP2 with and without experts."""
+CASES = [
+    pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.exhaustive, id=f"{case[0].__name__}-{case[1]}")
+    for case in ALL
+]
 
 
 @dataclass(frozen=True)
@@ -86,9 +101,7 @@ def through_the_engine(config, exported: Path) -> dict:
     }
 
 
-@pytest.mark.parametrize(
-    ("save", "layout"), CASES, ids=lambda value: value if isinstance(value, str) else value.__name__
-)
+@pytest.mark.parametrize(("save", "layout"), CASES)
 def test_family_goes_in_and_comes_out(save, layout, reference, tmp_path) -> None:
     """Logits within 2e-5, tokens and bytes equal. Would not catch what only long rows or an update show."""
     expected = reference(save)

@@ -46,7 +46,7 @@ def update_both(worker, override: OverrideTransformerConfig) -> dict:
     if old is not None:
         mine.old_log_probs.values().copy_(old.scores.values() - 0.1 * mine.advantages.values())
     for role, batch in (("actor", mine.actor_batch()), ("critic", mine.critic_batch())):
-        trainable = getattr(worker, role).trainable
+        trainable = worker.roles[role].trainable
         layers = [layer for chunk in trainable.models for layer in chunk.decoder.layers]
         runs = dict.fromkeys(range(len(layers)), 0)
 
@@ -55,7 +55,7 @@ def update_both(worker, override: OverrideTransformerConfig) -> dict:
 
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *args, number=number, count=count: count(*args, number=number))
-        found[f"{role} metrics"] = getattr(worker, role).compute_gradients(batch)
+        found[f"{role} metrics"] = worker.roles[role].compute_gradients(batch)
         found[f"{role} runs"] = list(runs.values())
         parameters = named_parameters(trainable.models)
         found |= {f"{role} gradient {name}": p.main_grad.clone() for name, p in parameters.items()}
@@ -79,9 +79,7 @@ def compare(config, choices: list[tuple[str, int]]) -> tuple[list, dict[tuple[st
         told[method, number] = (found["actor runs"], found["critic runs"], different)
     assert kept["actor runs"] == kept["critic runs"]
     worker.build("reference")
-    assert (
-        worker.roles["reference"].pipeline.chunks[0].config.recompute_granularity is None
-    )  # it is frozen
+    assert worker.roles["reference"].pipeline.chunks[0].config.recompute_granularity is None  # it is frozen
     return kept["actor runs"], told
 
 

@@ -1,6 +1,7 @@
 """From every kind of training layout to every kind of rollout layout, on real engines.
 
-One case is one layout and one model. Each enters, generates, trains, enters again, and goes in and out many times.
+One case is one layout and one model; which of them `make test` has, transition_cases.py says. Each enters, generates,
+trains, enters again, and goes in and out many times.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens, weights
 from tiny_models import random_experience, run_config
-from transition_cases import CASES, Case
+from transition_cases import CASES, Case, often
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -72,7 +73,7 @@ def transition_rank(config, exported: str) -> dict:
     }
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+@pytest.fixture(scope="module", params=often(CASES))
 def transition(request, tmp_path_factory):
     case = request.param
     folder = tmp_path_factory.mktemp("transition")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from tiny_models import run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
 
 LR = 1e-2
@@ -63,3 +64,22 @@ CASES = [
     Case("TP2PP2ETP2-TP1", 2, 2, 1, save=save_qwen3_moe, options=SP),
     Case("TP2DP2EP2ETP2-TP1", 2, 1, 1, dp=2, save=save_qwen3_moe, options=SP | EP2),
 ]
+OFTEN = (
+    "TP4-TP2",
+    "PP2-TP2",
+    "TP2PP2VPP2-TP1",
+    "PP2-uneven-TP1",
+    "TP3-TP1-other-padding",
+    "TP2PP2-TP1-dropping",
+    "TP2DP2EP2ETP2-TP1",
+)
+"""What `make test` goes through: TP partly merged, wholly merged and spread, and each option with one of these.
+
+The others differ in the size of an axis or combine what is here; plans are checked for all layouts in
+tests/hybrid_engine.
+"""
+
+
+def often(cases: list[Case]) -> list:
+    """Parameters: those in `OFTEN` as they are, the others exhaustive."""
+    return [pytest.param(one, marks=[] if one.name in OFTEN else pytest.mark.exhaustive, id=one.name) for one in cases]

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from forked_run import ForkedRun
 
 from megatron_rl.cluster.leftovers import MARK, end, marked
 from megatron_rl.cluster.scratch import SEGMENTS
@@ -24,7 +25,8 @@ TAG = "MEGATRON_RL_TEST_TAG"
 class CommandLine:
     """One `megatron_rl train` on the demo assets, in its own session; every process it starts carries a tag.
 
-    Several in one `folder`, one after the other, are lives of the same run, whose own folder is `run`.
+    Several in one `folder`, one after the other, are lives of the same run, whose own folder is `run`. One with
+    `--local`, which is a single process, is forked from a server that has its imports.
     """
 
     def __init__(
@@ -46,19 +48,26 @@ class CommandLine:
         self.output = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
         self.started = time.monotonic()
         self.marks: set[str] = set()  # of the family that was seen, see `cluster/scratch.py`
-        command = command or (sys.executable, "-m", "megatron_rl", "train", "--config", config)
+        arguments = [*overrides, *([f"trainer.default_local_dir={self.run}"] if names_folder else [])]
+        environment = {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {})
+        self.process: subprocess.Popen | ForkedRun
+        if "--local" in overrides and not command:
+            self.process = ForkedRun(["train", "--config", config, *arguments], REPOSITORY, environment, self.output)
+            return
         self.process = subprocess.Popen(
-            [*command, *overrides, *([f"trainer.default_local_dir={self.run}"] if names_folder else [])],
+            [*(command or (sys.executable, "-m", "megatron_rl", "train", "--config", config)), *arguments],
             cwd=REPOSITORY,
-            env=os.environ | {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {}),
+            env=os.environ | environment,
             stdout=self.output.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
     def family(self) -> list[psutil.Process]:
-        """Every living process that inherited this run's tag."""
+        """Every living process that inherited this run's tag, and a forked one, which was not started with it."""
         members = marked(self.tag, TAG)
+        if isinstance(self.process, ForkedRun) and self.process.poll() is None:
+            members.append(psutil.Process(self.process.pid))
         for process in members:
             with suppress(psutil.Error):  # it has just ended
                 self.marks |= {mark for name, mark in process.environ().items() if name == MARK}

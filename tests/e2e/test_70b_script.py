@@ -8,7 +8,7 @@ import sys
 import pytest
 from lives import reached, steps_saved
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 LAYER = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128  # of the tiny model: q, o; k, v; gate, up, down
 NORMS, VOCABULARY = 2 * 128, 64 * 128

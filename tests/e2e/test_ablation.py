@@ -12,7 +12,7 @@ import pytest
 import yaml
 from command_line import REPOSITORY
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
 SCRIPT = ("bash", "scripts/ablate_parallelism.sh")
 MEGATRON = "actor_rollout_ref.actor.megatron"

@@ -1,4 +1,7 @@
-"""Runs without a critic: none is built, computed, saved or asked for."""
+"""Runs without a critic: none is built, computed, saved or asked for.
+
+In one process, for how many there are changes none of this; one test also goes through Ray, with `exhaustive`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import ONE, SHORT, metrics, steps_saved
+from lives import LOCAL, ONE, SHORT, THROUGH, metrics, steps_saved
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -32,12 +35,13 @@ ACTOR = "actor_rollout_ref.actor"
 MODEL = REPOSITORY / "assets/demo/model"
 
 
-def test_saves_and_goes_on(command_line) -> None:
+@pytest.mark.parametrize("one", THROUGH)
+def test_saves_and_goes_on(command_line, one) -> None:
     """GRPO without a reference, two steps and two more; PPO cannot go on from there, nor its critic be exported.
 
     Would not catch a resumed run that differs; `test_resumed_runs.py` does, with a critic.
     """
-    keys = (*SHORT, *ONE, "trainer.save_freq=1", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
+    keys = (*SHORT, *one, "trainer.save_freq=1", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
     first = command_line(*keys, "trainer.total_training_steps=2")
     assert first.wait(120) == 0, first.text()
     assert steps_saved(first) == [2, 1]
@@ -66,7 +70,7 @@ def test_functions_of_the_users_and_corrections(command_line, tmp_path) -> None:
     The loss is zero, so the gradient is that of the KL loss, which has none at the reference. Would not catch wrong
     advantages; tests of losses do.
     """
-    remax = command_line(*SHORT, *ONE, "algorithm.adv_estimator=remax", "trainer.total_training_steps=1")
+    remax = command_line(*SHORT, *LOCAL, "algorithm.adv_estimator=remax", "trainer.total_training_steps=1")
     assert remax.wait(120) == 0, remax.text()
     step = metrics(remax)[1]
     assert -1 <= step["critic/advantages/min"] < step["critic/advantages/max"] <= 1.01
@@ -75,7 +79,7 @@ def test_functions_of_the_users_and_corrections(command_line, tmp_path) -> None:
     correction = "algorithm.rollout_correction"
     run = command_line(
         *SHORT,
-        *ONE,
+        *LOCAL,
         "algorithm.adv_estimator=mine",
         f"algorithm.custom_adv_estimator.path={tmp_path}/own.py",
         f"{ACTOR}.policy_loss.loss_mode=zero",
@@ -114,7 +118,7 @@ def test_a_loss_that_is_not_finite(command_line, tmp_path) -> None:
     (tmp_path / "bad.py").write_text(NAN)
     keys = (
         *SHORT,
-        *ONE,
+        *LOCAL,
         "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=false",
         f"{ACTOR}.policy_loss.loss_mode=bad",
@@ -147,7 +151,7 @@ def test_equal_rewards_in_every_group(command_line, tmp_path) -> None:
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.1\n")
     run = command_line(
         *SHORT,
-        *ONE,
+        *LOCAL,
         f"custom_reward_function.path={reward}",
         "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=false",

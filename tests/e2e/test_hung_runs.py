@@ -71,11 +71,12 @@ def test_a_stopped_rank_is_named(command_line, verb: str) -> None:
     assert run.left_over() == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("keys", "code"),
     [
         (("trainer.save_freq=1000", "trainer.stop_grace_s=5"), 22),
-        pytest.param((), 128 + signal.SIGTERM, marks=pytest.mark.exhaustive),
+        ((), 128 + signal.SIGTERM),
     ],
     ids=["saving", "not saving"],
 )

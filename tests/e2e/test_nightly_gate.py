@@ -10,7 +10,7 @@ from lives import ONE, SHORT
 from megatron_rl.trials.golden import Band, Golden, write_golden
 from megatron_rl.trials.metrics_file import read_metrics
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(480)]
 
 SCORES = {"critic/score/mean": Band((0.6, 0.6), below=0.3), "actor/skipped_updates": Band((0.0, 0.0), above=0.0)}
 REWARD = """
@@ -67,7 +67,8 @@ def test_golden_pass_after_a_preemption(nightly, tmp_path) -> None:
 def test_injected_fault_has_its_code(nightly, tmp_path, body: str, code: int, says: str) -> None:
     """A reward that is always 0, one that raises, one that sleeps in step 2. Nothing is left running.
 
-    Would not catch a hang before the first step other than by the longer limit, which is the same code.
+    `make test` has the verdicts and the watch on a process in tests/trials. Would not catch a hang before the first
+    step other than by the longer limit, which is the same code.
     """
     run = nightly(body, step_within_s=10.0)
     assert run.wait(150) == code, run.text()

@@ -3,7 +3,7 @@
 That every instant of the protocol is safe, and every torn write noticed, is proven without runs, one operation after
 the other, in tests/checkpoint/test_every_instant.py. What is left to real runs: that the controller and the ranks keep
 to that protocol, that no process outlives the one that was killed, and that the metrics are those of a run that was
-never killed. Two kills show it in `make test`; the 20 at random moments are run by hand (`exhaustive`).
+never killed. `make test` has one kill, in test_resumed_runs.py; these are `exhaustive`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import CommandLine
-from lives import ONE, SHORT, metrics, steps_saved
+from lives import LOCAL, ONE, SHORT, metrics, steps_saved
 
 from megatron_rl.checkpoint.folders import find
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 NUM_CHAINS, NUM_KILLS = 2, 10
-KEYS = (*SHORT, *ONE, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.export_hf=false")
+KEYS = (*SHORT, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.export_hf=false")
 ASYNC = "actor_rollout_ref.actor.checkpoint.async_save"
 Kill = Callable[[CommandLine], None]
 
@@ -48,7 +48,6 @@ def test_killed_while_saving(command_line, tmp_path: Path) -> None:
     assert_never_killed(command_line, [last])
 
 
-@pytest.mark.exhaustive
 def test_killed_at_random_moments(command_line, tmp_path: Path) -> None:
     """20 kills of the controller or the worker, half of them while a checkpoint is being written, in two runs at once.
 
@@ -76,7 +75,7 @@ def random_kills(chance: random.Random) -> list[Kill]:
 
 def live_and_die(command_line, folder: Path, kills: list[Kill], beside_training: bool) -> CommandLine:
     """Let each of `kills` end one life of a run, then let it come to its end; its last life."""
-    keys = (*KEYS, f"{ASYNC}={str(beside_training).lower()}")
+    keys = (*KEYS, *ONE, f"{ASYNC}={str(beside_training).lower()}")
     # A save beside training is complete one step later.
     most_lost = 2 if beside_training else 1
     saved: list[int] = []
@@ -98,9 +97,9 @@ def live_and_die(command_line, folder: Path, kills: list[Kill], beside_training:
 
 
 def assert_never_killed(command_line, survivors: list[CommandLine]) -> None:
-    """All metrics are those of a run of as many steps that was never killed."""
+    """All metrics are those of a run of as many steps, in one process, that was never killed."""
     num_steps = max(max(metrics(survivor)) for survivor in survivors)
-    whole = command_line(*KEYS, f"trainer.total_training_steps={num_steps}")
+    whole = command_line(*KEYS, *LOCAL, f"trainer.total_training_steps={num_steps}")
     assert whole.wait(300) == 0, whole.text()
     expected = metrics(whole)
     for survivor in survivors:

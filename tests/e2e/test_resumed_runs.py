@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import MEGATRON, ONE, SHORT, TP2, metrics, reached, steps_saved
+from lives import LOCAL, MEGATRON, ONE, SHORT, THROUGH, TP2, metrics, reached, steps_saved
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -57,7 +57,7 @@ def test_killed_run_goes_on_exactly(command_line) -> None:
     assert critic.config.num_labels == 1 and critic.score.weight.abs().sum() > 0
 
     other = command_line(
-        *SHORT, *ONE, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole.run / 'global_step_2'}"
+        *SHORT, *LOCAL, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole.run / 'global_step_2'}"
     )
     assert other.wait(180) == 0, other.text()
     assert "random generators start anew" in other.text()
@@ -78,14 +78,15 @@ def export(run, role: str) -> None:
     subprocess.run([*command, "--role", role], cwd=REPOSITORY, check=True, timeout=60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_signal_saves_and_says_so(command_line, number: int) -> None:
     """The step is finished and saved, and a next life finds nothing left to do when that was its last.
 
-    SIGTERM goes to the whole process group, as from a scheduler. Would not catch a signal before the first step.
+    SIGTERM goes to the whole process group, as from a scheduler. The next life is in one process. Would not catch a
+    signal before the first step.
     """
-    keys = (*SHORT, *ONE, "trainer.save_freq=1000", "trainer.stop_grace_s=30")
-    stopped = command_line(*keys, "trainer.total_training_steps=1000")
+    keys = (*SHORT, "trainer.save_freq=1000", "trainer.stop_grace_s=30")
+    stopped = command_line(*keys, *ONE, "trainer.total_training_steps=1000")
     stopped.wait_for(reached(stopped, 2), timeout=120)
     if number == signal.SIGTERM:
         os.killpg(stopped.process.pid, number)
@@ -97,7 +98,7 @@ def test_signal_saves_and_says_so(command_line, number: int) -> None:
     before = metrics(stopped)
     assert list(before) == list(range(1, saved + 1))
     if number == signal.SIGTERM:
-        finished = command_line(*keys, f"trainer.total_training_steps={saved}", folder=stopped.folder)
+        finished = command_line(*keys, *LOCAL, f"trainer.total_training_steps={saved}", folder=stopped.folder)
         assert finished.wait(180) == 0, finished.text()
         assert metrics(finished) == before
         assert (finished.run / "hf_model/model.safetensors").exists()
@@ -118,13 +119,14 @@ def slow_reward(folder: Path, seconds: float) -> tuple[str, Path]:
     return f"custom_reward_function.path={file}", asleep
 
 
-def test_step_is_given_up_when_time_is_short(command_line, tmp_path: Path) -> None:
+@pytest.mark.parametrize("one", THROUGH)
+def test_step_is_given_up_when_time_is_short(command_line, one, tmp_path: Path) -> None:
     """Nobody knows how long a first step takes, so it is abandoned: code 21, and the state before it is saved.
 
     Would not catch a step that is abandoned although it had time.
     """
     reward, asleep = slow_reward(tmp_path, 3)
-    run = command_line(*SHORT, *ONE, "trainer.save_freq=1", reward)
+    run = command_line(*SHORT, *one, "trainer.save_freq=1", reward)
     run.wait_for(asleep.exists, timeout=120)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(60) == 21, run.text()
@@ -148,7 +150,7 @@ def test_damaged_checkpoint_is_noticed(command_line) -> None:
 
     Would not catch a bit that flips in memory.
     """
-    keys = (*SHORT, *ONE, "trainer.save_freq=1", "trainer.total_training_steps=2", "trainer.export_hf=false")
+    keys = (*SHORT, *LOCAL, "trainer.save_freq=1", "trainer.total_training_steps=2", "trainer.export_hf=false")
     run = command_line(*keys)
     assert run.wait(180) == 0, run.text()
     damaged = next((run.run / "global_step_2/actor").glob("__0_*.distcp"))

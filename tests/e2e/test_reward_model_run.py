@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import MEGATRON, ONE, SHORT, metrics
+from lives import LOCAL, MEGATRON, ONE, SHORT, metrics
 from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -37,16 +37,19 @@ def without_ground_truth(file: Path, target: Path) -> Path:
     return target
 
 
-def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
-    """ReMax on PP2, whose greedy answers it scores too; it rests while generating; mini-batches are uneven.
+PP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.tensor_model_parallel_size=1")
+
+
+@pytest.mark.parametrize("layout", [LOCAL, pytest.param(PP2, marks=pytest.mark.exhaustive)], ids=["local", "PP2"])
+def test_a_reward_model_alone(command_line, layout, tmp_path: Path) -> None:
+    """ReMax, whose greedy answers it scores too; it rests while generating; mini-batches are uneven.
 
     Would not catch a wrong score; `tests/dist/test_reward_model.py` does.
     """
     tables = tmp_path / "tables"
     run = command_line(
         *SHORT,
-        "trainer.n_gpus_per_node=2",
-        f"{MEGATRON}.tensor_model_parallel_size=1",
+        *layout,
         f"data.train_files={without_ground_truth(DEMO / 'train.parquet', tmp_path / 'train.jsonl')}",
         f"data.val_files={without_ground_truth(DEMO / 'test.parquet', tmp_path / 'test.jsonl')}",
         "custom_reward_function.path=null",
@@ -80,7 +83,10 @@ def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
     assert "held-out reward" in run.text() and run.left_over() == []
 
 
-def test_two_reward_models_on_pools_of_their_own(command_line, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [("--local", "--collapse"), pytest.param((), marks=pytest.mark.exhaustive)], ids=["local", "pools"]
+)
+def test_two_reward_models_on_pools_of_their_own(command_line, options, tmp_path: Path) -> None:
     """One by verl's keys, one by name, beside the rule: the score is the weighted sum of all three.
 
     Both read the same folder, so that their scores are equal whatever pool computed them. Would not catch two models
@@ -90,6 +96,7 @@ def test_two_reward_models_on_pools_of_their_own(command_line, tmp_path: Path) -
     run = command_line(
         *SHORT,
         *ONE,
+        *options,
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=2",
         "reward_model.enable=true",

@@ -10,13 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import REPOSITORY
-from lives import ONE, TP2
+from lives import LOCAL, ONE, THROUGH, TP2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 LIMIT = 60
 SMALL = (
-    *TP2,
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "trainer.val_before_train=false",
@@ -47,7 +46,8 @@ def test_user_errors(command_line, overrides: list[str], fragments: list[str]) -
     assert_clean_end(command_line(*overrides), 2, *fragments)
 
 
-def test_raising_reward_function(command_line, tmp_path: Path) -> None:
+@pytest.mark.parametrize("one", THROUGH)
+def test_raising_reward_function(command_line, one, tmp_path: Path) -> None:
     """On every sample: the user's own exception is named; would not catch a function that raises when validating."""
     reward, reached = tmp_path / "reward.py", tmp_path / "reached"
     reward.write_text(
@@ -56,21 +56,30 @@ def test_raising_reward_function(command_line, tmp_path: Path) -> None:
         f"    pathlib.Path({str(reached)!r}).touch()\n"
         "    raise KeyError('no such rule')\n"
     )
-    run = command_line(*SMALL, *ONE, f"custom_reward_function.path={reward}")
+    run = command_line(*SMALL, *one, f"custom_reward_function.path={reward}")
     run.wait_for(reached.exists, timeout=150, may_end=True)
     assert_clean_end(run, 4, "KeyError", "no such rule", "demo/addition")
 
 
-def test_failing_samples_of_a_reward_function(command_line, tmp_path: Path) -> None:
-    """One prompt in two raises, returns NaN, sleeps for ever in C, or ends its process: counted, and the run goes on.
+@pytest.mark.parametrize(
+    ("one", "kinds"),
+    [
+        pytest.param(LOCAL, ("raised", "no_score"), id="local"),
+        pytest.param(ONE, ("raised", "no_score", "timed_out", "crashed"), id="ray", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_failing_samples_of_a_reward_function(command_line, one, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """Prompts raise, return NaN, sleep for ever in C, or end their process: counted, and the run goes on.
 
-    Would not catch a failed sample whose score reaches another row.
+    The last two take processes of their own, which a run in one process has not; without runs, tests/reward has all
+    four. Would not catch a failed sample whose score reaches another row.
     """
     reward, tables = tmp_path / "reward.py", tmp_path / "tables"
     reward.write_text(
         "import ctypes, math, os\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    kind = extra_info['index'] % 8 if extra_info['split'] == 'train' else 7\n"
+        f"    kind = kind if kind < {len(kinds)} else 7\n"
         "    if kind == 0: raise KeyError('no such rule')\n"
         "    if kind == 1: return math.nan\n"
         "    if kind == 2: ctypes.CDLL(None).sleep(1000)\n"
@@ -79,7 +88,7 @@ def test_failing_samples_of_a_reward_function(command_line, tmp_path: Path) -> N
     )
     run = command_line(
         *SMALL,
-        *ONE,
+        *one,
         f"custom_reward_function.path={reward}",
         "data.train_batch_size=32",
         "actor_rollout_ref.rollout.n=2",
@@ -92,12 +101,13 @@ def test_failing_samples_of_a_reward_function(command_line, tmp_path: Path) -> N
     assert_clean_end(run, 0, "samples could not be scored; the first: the reward function")
     logged = [metrics for metrics in map(json.loads, run.metrics().splitlines()) if "reward/failed_ratio" in metrics]
     assert len(logged) == 2
-    for kind in ("raised", "no_score", "timed_out", "crashed"):
+    for kind in kinds:
         assert sum(metrics[f"reward/{kind}"] for metrics in logged) > 0
     rows = [json.loads(line) for line in (tables / "1.jsonl").read_text().splitlines()]
     assert len(rows) == 64 and all((row["score"] == -1) == bool(row["failure"]) for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_killed_controller_while_a_reward_function_hangs(command_line, tmp_path: Path) -> None:
     """kill -9 while the function sleeps in C, beside a child of its own; would not catch files it leaves."""
     reward, reached = tmp_path / "reward.py", tmp_path / "reached"
@@ -125,25 +135,34 @@ def test_damaged_prompt_file(command_line, tmp_path: Path) -> None:
 
 
 def test_raising_worker(command_line, tmp_path: Path) -> None:
-    """A user's loss that raises on every rank; would not catch a rank that raises while its peers wait for it."""
+    """A user's loss that raises; would not catch a rank that raises while its peers wait for it.
+
+    tests/cluster/test_worker_failures.py has one among several.
+    """
     loss = tmp_path / "loss.py"
     loss.write_text("def broken(tokens, config):\n    raise RuntimeError('no such loss')\n")
     key = "actor_rollout_ref.actor.policy_loss"
-    run = command_line(*SMALL, f"{key}.loss_mode=broken", f"{key}.custom.path={loss}")
+    run = command_line(*SMALL, *ONE, f"{key}.loss_mode=broken", f"{key}.custom.path={loss}")
     run.wait_for(lambda: "raised" in run.text(), timeout=150, may_end=True)
     assert_clean_end(run, 3, "(actor)", "in update", "Traceback", "no such loss")
 
 
+@pytest.mark.exhaustive
 def test_killed_worker(command_line) -> None:
-    """kill -9 of one rank in the middle of training; would not catch a worker that hangs without dying."""
-    run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")
+    """kill -9 of one rank in the middle of training; would not catch a worker that hangs without dying.
+
+    `make test` kills one in test_split_runs.py and, without a model, in tests/cluster/test_worker_failures.py.
+    """
+    run = command_line(*SMALL, *TP2, "trainer.total_training_steps=1000", "trainer.test_freq=0")
     run.wait_for(lambda: '"step": 2' in run.metrics(), timeout=120)
     victim = next(process for process in run.workers() if process.environ()["RANK"] == "1")
     victim.kill()
     assert_clean_end(run, 3, "rank 1", "died")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)]
+)
 def test_interrupted_controller(command_line, number: int, code: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM; would not catch a signal that arrives before the run has begun."""
     run = command_line(*SMALL, *ONE, "trainer.total_training_steps=1000", "trainer.test_freq=0")
@@ -152,13 +171,15 @@ def test_interrupted_controller(command_line, number: int, code: int) -> None:
     assert_clean_end(run, code)
 
 
+@pytest.mark.exhaustive
 def test_killed_controller(command_line) -> None:
     """kill -9 of the controller takes all of Ray and all workers along, their sockets and their shared memory.
 
     Whatever the ranks have made says to which run it belongs, and of all that listens in a rank only Ray's own server,
-    which asks for a token, does so on all interfaces. Would not catch what is made and gone meanwhile.
+    which asks for a token, does so on all interfaces. `make test` kills one in test_resumed_runs.py. Would not catch
+    what is made and gone meanwhile.
     """
-    run = command_line(*SMALL, "trainer.total_training_steps=1000", "trainer.test_freq=0")
+    run = command_line(*SMALL, *TP2, "trainer.total_training_steps=1000", "trainer.test_freq=0")
     run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=120)
     assert len(run.workers()) == 2
     sockets, segments = opened(run.workers())

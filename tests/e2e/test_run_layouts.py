@@ -10,13 +10,14 @@ from command_line import REPOSITORY
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
-LAYOUTS = {
-    "one-process": (1, 1, 1, 1),
-    "TP2xDP2": (4, 2, 1, 2),
-    "TP2xPP2-to-TP1": (4, 2, 2, 1),
-    "TP4-to-TP2": (4, 4, 1, 2),
-}
-"""(ranks, TP, PP, rollout TP). `make demo` is TP2xPP2; tests/dist has all others, without the command line."""
+LAYOUTS = [
+    pytest.param(1, 1, 1, 1, ("--local",), id="one-process"),
+    pytest.param(1, 1, 1, 1, (), id="one-rank", marks=pytest.mark.exhaustive),
+    pytest.param(4, 2, 1, 2, (), id="TP2xDP2", marks=pytest.mark.exhaustive),
+    pytest.param(4, 2, 2, 1, (), id="TP2xPP2-to-TP1", marks=pytest.mark.exhaustive),
+    pytest.param(4, 4, 1, 2, (), id="TP4-to-TP2", marks=pytest.mark.exhaustive),
+]
+"""(ranks, TP, PP, rollout TP, options). The demo's own, TP2xPP2, is in test_several_nodes.py, on one and two nodes."""
 SHORT = (
     "data.train_batch_size=16",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -25,12 +26,12 @@ SHORT = (
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_by_overrides(command_line, layout: str) -> None:
+@pytest.mark.parametrize(("world_size", "tp_size", "pp_size", "rollout_tp_size", "options"), LAYOUTS)
+def test_layout_by_overrides(command_line, world_size, tp_size, pp_size, rollout_tp_size, options) -> None:
     """Two steps with parity checks on; would not catch a layout that learns worse only later."""
-    world_size, tp_size, pp_size, rollout_tp_size = LAYOUTS[layout]
     run = command_line(
         *SHORT,
+        *options,
         f"trainer.n_gpus_per_node={world_size}",
         f"{MEGATRON}.tensor_model_parallel_size={tp_size}",
         f"{MEGATRON}.pipeline_model_parallel_size={pp_size}",

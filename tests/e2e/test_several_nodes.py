@@ -83,7 +83,7 @@ def tiny_moe(folder: Path) -> Path:
     return folder
 
 
-DEMOS_OWN = Nodes("TP2xPP2-to-TP2-on-2x2", 2, 2, 2, 2, 2)
+DEMOS_OWN = Nodes("TP2xPP2-to-TP2-on-2x2", 2, 2, 2, 2, 2, ("trainer.export_hf=true",))
 EXPERTS = (f"{MEGATRON}.expert_model_parallel_size=2",)
 OTHERS = [
     Nodes("TP2xPP2-to-TP1-on-2x2", 2, 2, 2, 2, 1),
@@ -104,7 +104,8 @@ def printed(run) -> list[dict]:
     return [{name: repr(value) for name, value in line.items() if not name.startswith(CLOCKED)} for line in lines]
 
 
-def check(layout: Nodes, command_line, folder: Path) -> None:
+def check(layout: Nodes, command_line, folder: Path) -> dict:
+    """The summary of the run over several nodes; its metrics are those on one node, its bytes the planned ones."""
     overrides = layout.overrides(folder)
     alone = command_line(*overrides, *layout.one_node)
     with Raylets(*[layout.per_node] * layout.num_nodes) as cluster:
@@ -135,14 +136,19 @@ def check(layout: Nodes, command_line, folder: Path) -> None:
     assert [received[rank] - came[rank] for rank in group] == list(planned.link)
     on_one_node = json.loads((alone.run / "summary.json").read_text())["transition_network_bytes_per_rank"]
     assert not any(on_one_node)
+    return summary
 
 
 def test_the_demo_trains_on_two_nodes_as_on_one(command_line, tmp_path) -> None:
     """All printed digits of two steps, and the bytes that the planner tells for the network.
 
-    Would not catch what only a real network does: the nodes are raylets on this machine.
+    vLLM's log-probs are the trainer's, and transformers' logits of what is exported, too. Would not catch what only a
+    real network does: the nodes are raylets on this machine.
     """
-    check(DEMOS_OWN, command_line, tmp_path)
+    summary = check(DEMOS_OWN, command_line, tmp_path)
+    assert summary["layout"] == {"world_size": 4, "tp": 2, "pp": 2, "dp": 1, "rollout_tp": 2} and summary["steps"] == 2
+    assert 0 < summary["rollout_logprob_diff_max"] < 5e-5
+    assert summary["hf_export_logit_diff_max"] < 1e-4
 
 
 @pytest.mark.exhaustive

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from lives import ONE, SHORT
+from lives import SHORT, THROUGH
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 TRAIN = (sys.executable, "-m", "megatron_rl", "train", "--config", "configs/demo_cpu.yaml")
 
 
-def test_a_reader_that_leaves_and_a_closed_stderr(command_line, tmp_path: Path) -> None:
+@pytest.mark.parametrize("one", THROUGH)
+def test_a_reader_that_leaves_and_a_closed_stderr(command_line, one, tmp_path: Path) -> None:
     """`2>&- | head -1`, a reward function that prints, a folder with a dash, a space and an umlaut in its name.
 
     Would not catch a reader that stays and stops reading: then any program waits.
@@ -29,7 +30,7 @@ def test_a_reader_that_leaves_and_a_closed_stderr(command_line, tmp_path: Path) 
     )
     run = command_line(
         *SHORT,
-        *ONE,
+        *one,
         f"custom_reward_function.path={reward}",
         "trainer.total_training_steps=2",
         "trainer.save_freq=2",

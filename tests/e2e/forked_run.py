@@ -1,0 +1,72 @@
+"""The command line in a child of the server that ranks are forked from, which has imported all that a run needs.
+
+A run in one process spends two thirds of its time on imports; `test_local_runs.py` has them, as users do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ranks import fork_server
+
+
+class ForkedRun:
+    """As a `subprocess.Popen` of `python -m megatron_rl ARGUMENTS`, in a session of its own, stderr with stdout."""
+
+    def __init__(self, arguments: Sequence[str], cwd: Path, variables: Mapping[str, str], output: Path) -> None:
+        place = (list(arguments), str(cwd), dict(variables), str(output))
+        # Not a daemon: those may not start processes of their own.
+        self._process = fork_server().Process(target=command_line, args=place, daemon=False)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code; raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("megatron_rl", timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def command_line(arguments: list[str], cwd: str, variables: dict[str, str], output: str) -> None:
+    """Where the child begins; it exits as `python -m megatron_rl` does."""
+    os.setsid()
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(cwd)
+    os.environ |= variables
+    sys.argv = ["megatron_rl", *arguments]
+    import torch
+
+    from megatron_rl.cli import main
+    from megatron_rl.roles.environment import worker_environment
+
+    # The server's libraries have begun with a rank's share of the cores; this run is alone.
+    torch.set_num_threads(int(worker_environment("cpu", ranks_per_node=1)["OMP_NUM_THREADS"]))
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
