@@ -80,6 +80,11 @@ def test_no_bare_except():
     assert not bare
 
 
+def is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether it is one more signature, for type checkers, of a function that has its docstring elsewhere."""
+    return any(isinstance(decorator, ast.Name) and decorator.id == "overload" for decorator in node.decorator_list)
+
+
 def test_public_functions_and_modules_have_docstrings():
     """Would not catch a docstring that says nothing, nor a small method whose class explains it."""
     silent = []
@@ -94,6 +99,7 @@ def test_public_functions_and_modules_have_docstrings():
             for node in tree.body
             if isinstance(node, ast.FunctionDef | ast.ClassDef)
             and not node.name.startswith("_")
+            and not is_overload(node)
             and ast.get_docstring(node) is None
         ]
     assert not silent
