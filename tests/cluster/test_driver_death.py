@@ -57,7 +57,7 @@ def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Proc
         ([], os.killpg, [signal.SIGTERM], 143),
         (["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code),
         (["600"], os.kill, [signal.SIGTERM, signal.SIGINT], 130),
-        (["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143),
+        pytest.param(["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143, marks=pytest.mark.exhaustive),
     ],
     indirect=["doomed"],
     ids=["SIGKILL", "SIGTERM", "grace over", "second signal SIGINT", "second signal SIGTERM"],
@@ -92,7 +92,7 @@ def scratch_of(tree: list[psutil.Process]) -> Path:
 
 
 @pytest.mark.parametrize("doomed", [["600"]], indirect=True, ids=[""])
-@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("victim", ["gcs_server", pytest.param("raylet", marks=pytest.mark.exhaustive)])
 def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -> None:
     """At once, with code 3, and nothing is left. Would not catch a driver that is just putting an object into Ray's
     memory when the raylet dies: Ray ends that process itself.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,17 @@ from tiny_models import random_experience, run_config, save_qwen2
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 LAYOUTS = {"TP2": (2, 2, 1), "PP2": (2, 1, 2), "TP2xPP2": (4, 2, 2), "TP2xDP2": (4, 2, 1), "DP2": (2, 1, 1)}
+OFTEN = ("TP2xPP2", "TP2xDP2")
+"""What `make test` goes through: every axis, TP with each of the others."""
 NUM_ROWS = 11
 # Adam divides by the root of the squared gradient, which blows rounding noise up wherever the true gradient is zero.
 # With a large epsilon the step is proportional to the gradient, so comparing new weights compares gradients.
 OPTIMIZER = {"lr": 0.05, "eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+
+
+def often(layouts: Iterable[str], chosen: Collection[str]) -> list:
+    """Parameters: the chosen ones as they are, the others exhaustive."""
+    return [pytest.param(name, marks=[] if name in chosen else pytest.mark.exhaustive) for name in layouts]
 
 
 def one_update(config) -> dict:
@@ -109,7 +117,7 @@ def reference(model_path) -> list[dict]:
     return run_layout(model_path, 1, 1, 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", often(LAYOUTS, OFTEN))
 def test_layout_equals_one_process(layout: str, model_path: str, reference: list[dict]) -> None:
     """Would not catch an error that every layout shares with one process (`test_families_end_to_end.py` does)."""
     assert_same(run_layout(model_path, *LAYOUTS[layout]), reference, model_path)

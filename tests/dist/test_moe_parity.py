@@ -11,6 +11,7 @@ from test_layout_parity import (
     assert_same,
     collected,
     hugging_face_log_probs,
+    often,
     relative,
     run_layout,
     score_only,
@@ -32,6 +33,8 @@ MOE_LAYOUTS = {
     "TP2, DP2, EP2, ETP2": ((4, 2, 1), SP | EP2, (3, 48, 128)),
 }
 """Name -> (ranks, tp, pp), further sizes, and what a rank holds of the 6 experts' [gate; up] of 2 x 48 rows."""
+OFTEN = ("PP2, VPP2, DP2, EP2", "TP2, EP2, ETP1", "TP2, DP2, EP2, ETP2", "TP2, PP2, SP")
+"""What `make test` goes through: every axis, and each pair of them that has a layout."""
 DENSE_LAYOUTS = {"TP2": ((2, 2, 1), {}), "TP2, SP": ((2, 2, 1), SP), "TP2, PP2, SP": ((4, 2, 2), SP)}
 
 
@@ -55,7 +58,7 @@ def dense_reference(dense_path) -> list[dict]:
     return run_layout(dense_path, 1, 1, 1)
 
 
-@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+@pytest.mark.parametrize("layout", often(MOE_LAYOUTS, OFTEN))
 def test_moe_layouts_equal_one_process(layout, moe_path, moe_reference) -> None:
     """Actor and critic. Would not catch an error in a router weight that moves no token elsewhere and no number."""
     ranks, sizes, shard = MOE_LAYOUTS[layout]
@@ -65,7 +68,7 @@ def test_moe_layouts_equal_one_process(layout, moe_path, moe_reference) -> None:
     assert_same(results, moe_reference, moe_path)
 
 
-@pytest.mark.parametrize("layout", DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", often(DENSE_LAYOUTS, OFTEN))
 def test_dense_layouts_equal_one_process(layout, dense_path, dense_reference) -> None:
     """Query and key norms, sequence parallelism, the value head. Would not catch what all layouts share."""
     ranks, sizes = DENSE_LAYOUTS[layout]

@@ -68,7 +68,6 @@ OFTEN = (
     "TP4-TP2",
     "PP2-TP2",
     "TP2PP2VPP2-TP1",
-    "PP2-uneven-TP1",
     "TP3-TP1-other-padding",
     "TP2PP2-TP1-dropping",
     "TP2DP2EP2ETP2-TP1",

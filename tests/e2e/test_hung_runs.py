@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.cluster.watch import STACKS_FILE
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
 STALL_S = 60
 """Longer than imports take on a busy machine."""
@@ -49,14 +49,7 @@ def is_in(process: psutil.Process, verb: str) -> bool:
     return process.cmdline()[:1] == [f"ray::RankHost.{verb}"]
 
 
-@pytest.mark.parametrize(
-    "verb",
-    [
-        "actor_update",
-        pytest.param("generate", marks=pytest.mark.exhaustive),
-        pytest.param("rollout_enter", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("verb", ["actor_update", "rollout_generate", "rollout_enter"])
 def test_a_stopped_rank_is_named(command_line, verb: str) -> None:
     """Would not catch a rank that is stopped for less than the limit and then goes on."""
     run = command_line(*TWO, "trainer.heartbeat_timeout_s=15")
@@ -71,7 +64,6 @@ def test_a_stopped_rank_is_named(command_line, verb: str) -> None:
     assert run.left_over() == []
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("keys", "code"),
     [

@@ -134,6 +134,7 @@ def test_damaged_prompt_file(command_line, tmp_path: Path) -> None:
     assert_clean_end(run, 2, str(damaged), "is not a readable parquet file")
 
 
+@pytest.mark.exhaustive
 def test_raising_worker(command_line, tmp_path: Path) -> None:
     """A user's loss that raises; would not catch a rank that raises while its peers wait for it.
 
