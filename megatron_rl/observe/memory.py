@@ -7,7 +7,7 @@ every operation, so it also finds what lives only for a moment; it slows a CPU r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,10 +55,14 @@ class MemoryLedger:
         yield
         self.note(name)
 
-    def note(self, name: str) -> None:
-        """Record what is held now, and the peak since the last phase began, as part of the phase `name`."""
+    def note(self, name: str, also: Mapping[str, int] | None = None) -> None:
+        """Record what is held now, and the peak since the last phase began, as part of the phase `name`.
+
+        also: what else is held, by name.
+        """
+        held = self._owned() | dict(also or {})
         found, peak = self._phases.setdefault(name, PhaseMemory()), self._peak()
-        found.owned = {key: max(size, found.owned.get(key, 0)) for key, size in self._owned().items()}
+        found.owned = {key: max(size, found.owned.get(key, 0)) for key, size in held.items()}
         found.peak = peak if peak is None else max(peak, found.peak or 0)
 
     def take(self) -> dict[str, PhaseMemory]:

@@ -10,8 +10,8 @@ from typing import Self
 from megatron_rl.reward.function import RewardSource, load_reward_function
 from megatron_rl.reward.outcome import Outcome, Sample, score_sample
 
-USERS = (KeyboardInterrupt, BdbQuit)
-"""Exceptions that the user at the keyboard raises."""
+USERS = (KeyboardInterrupt, SystemExit, BdbQuit)
+"""Exceptions that end the run, as the user, a signal or a debugger asks for it: they are no failures of the function."""
 
 
 class RewardHere:

@@ -65,7 +65,7 @@ class Rollout(Role):
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
             hf_overrides=full_attention(source.family, source.hf_config.to_dict()),
         )
-        rank.ledger.note("init")
+        rank.ledger.note("init", self.memory())  # this role is not among the host's yet
         self.generator.sleep()
         self.weights.release()
         swap(train_rng)

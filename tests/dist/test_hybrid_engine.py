@@ -72,7 +72,11 @@ def rollout_rank(config) -> dict:
     return result
 
 
-@pytest.fixture(scope="module", params=[save_qwen2, save_llama], ids=["tied-qwen2", "untied-llama"])
+@pytest.fixture(
+    scope="module",
+    params=[save_qwen2, pytest.param(save_llama, marks=pytest.mark.exhaustive)],
+    ids=["tied-qwen2", "untied-llama"],
+)
 def pipeline_run(request, tmp_path_factory) -> tuple[str, list[dict]]:
     path = request.param(tmp_path_factory.mktemp("model"))
     return path, run_ranks(4, rollout_rank, run_config(path, 2, 2))

@@ -68,11 +68,9 @@ OFTEN = (
     "TP4-TP2",
     "PP2-TP2",
     "TP2PP2VPP2-TP1",
-    "TP3-TP1-other-padding",
-    "TP2PP2-TP1-dropping",
     "TP2DP2EP2ETP2-TP1",
 )
-"""What `make test` goes through: TP partly merged, wholly merged and spread, and each option with one of these.
+"""What `make test` goes through: TP partly merged, wholly merged and spread; stages in chunks, and experts on all axes.
 
 The others differ in the size of an axis or combine what is here; plans are checked for all layouts in
 tests/hybrid_engine.
