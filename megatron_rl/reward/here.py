@@ -11,7 +11,7 @@ from megatron_rl.reward.function import RewardSource, load_reward_function
 from megatron_rl.reward.outcome import Outcome, Sample, score_sample
 
 USERS = (KeyboardInterrupt, SystemExit, BdbQuit)
-"""Exceptions that end the run, as the user, a signal or a debugger asks for it: they are no failures of the function."""
+"""Exceptions with which the user, a signal or a debugger ends the run: they are no failures of the function."""
 
 
 class RewardHere:
