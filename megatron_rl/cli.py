@@ -78,6 +78,8 @@ def train_command(
         run_config = on_one_rank(run_config)
         os.environ |= worker_environment(run_config.trainer.device, ranks_per_node=1)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+            del os.environ["PYTHONBREAKPOINT"]  # Ray's own debugger, which a shell inherits from a Ray job
         quiet_engines()
     quiet_libraries()
     with without_collections():

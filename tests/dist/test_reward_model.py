@@ -88,5 +88,6 @@ def refusal(config) -> str:
 def test_a_language_model_is_refused(tmp_path) -> None:
     """Instead of a head that is drawn, which a critic has. Preflight says so before."""
     path = save_llama(tmp_path)
-    [said] = run_ranks(1, refusal, run_config(path, 1, 1, reward_model__model__path=path))
+    config = run_config(path, 1, 1, reward_model__enable=True, reward_model__model__path=path)
+    [said] = run_ranks(1, refusal, config)
     assert "has no head that gives a score" in said

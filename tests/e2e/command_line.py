@@ -75,8 +75,12 @@ class CommandLine:
 
     def workers(self) -> list[psutil.Process]:
         """The processes of the ranks; their own children inherit RANK too, but not Ray's process title."""
-        ranked = [process for process in self.family() if "RANK" in process.environ()]
-        return [process for process in ranked if process.name().startswith("ray::")]
+        found = []
+        for process in self.family():
+            with suppress(psutil.Error):  # it has just ended
+                if "RANK" in process.environ() and process.name().startswith("ray::"):
+                    found.append(process)
+        return found
 
     def wait_for(self, condition, timeout: float, may_end: bool = False, interval: float = 0.2) -> None:
         """Poll until `condition()` is true; AssertionError with the output when the run ends first or it is too late.

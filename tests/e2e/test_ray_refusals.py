@@ -140,7 +140,8 @@ def refuse_and_admit(cluster: dict[str, str]) -> None:
     for text in (none, none_found):
         assert "the cluster asks for a token and none is offered; nearest: RAY_AUTH_MODE=token and" in text
     assert "does not accept the one that is offered" in refused
-    assert small.startswith("the cluster cannot give trainer.nnodes=3 node(s) with 1 x [CPU 1, GPU 0] each: its ")
+    wanted = "trainer.nnodes=3 node(s) with trainer.n_gpus_per_node=1 x [CPU 1, GPU 0] each"
+    assert small.startswith(f"the cluster cannot give {wanted}: its ")
     assert "which is room for 2; nearest: trainer.nnodes=2" in small
     assert joined == "joined"
     assert all(len(text.splitlines()) == 1 for _, text, _ in done)

@@ -21,7 +21,8 @@ def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def rope_type(settings: Mapping[str, Any]) -> str:
     """The type of the rotary embedding of a config.json."""
     rope = rope_of(settings)
-    return str(rope.get("rope_type", rope.get("type", "default")))
+    kind: str = rope.get("rope_type", rope.get("type", "default"))
+    return kind
 
 
 def rope_problem(settings: Mapping[str, Any]) -> str | None:
