@@ -97,6 +97,9 @@ def judge(signs: Mapping[int, Sign], now: float, limits: Limits) -> dict[int, Tr
     silences = {rank: now - sign.heard_at for rank, sign in signs.items()}
     idle = {rank: sign.idle_s + silences[rank] for rank, sign in signs.items() if sign.verb}
     stalled = {rank for rank, seconds in idle.items() if seconds > limits.stall_timeout_s}
+    if stalled:
+        # Ranks that entered the verb together are judged together: the first to be late may only wait for another.
+        stalled = {rank for rank, seconds in idle.items() if seconds > limits.stall_timeout_s - INTERVAL_S}
     longest_silence = MISSED_SIGNS_S if stalled else limits.heartbeat_timeout_s
     found: dict[int, Trouble] = {}
     for rank, silence in silences.items():

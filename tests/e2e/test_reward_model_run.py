@@ -119,9 +119,9 @@ def test_two_reward_models_on_pools_of_their_own(command_line, options, tmp_path
     rows = [json.loads(line) for line in (tables / "1.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and len({row["rm_score"] for row in rows}) > 4
     for row in rows:
-        assert row["strict_score"] == pytest.approx(row["rm_score"], abs=1e-5)
+        assert row["strict_score"] == pytest.approx(row["rm_score"], abs=1e-4)  # TP2 and TP1
         total = 2 * row["rule_score"] - 0.5 * row["rm_score"] + 0.25 * row["strict_score"]
         assert row["score"] == pytest.approx(total, abs=1e-5)
     logged = metrics(run)[1]
-    assert logged["reward/strict_score/mean"] == pytest.approx(logged["reward/rm_score/mean"], abs=1e-5)
+    assert logged["reward/strict_score/mean"] == pytest.approx(logged["reward/rm_score/mean"], abs=1e-4)
     assert run.left_over() == []
