@@ -122,7 +122,7 @@ class Book:
             length_metrics(*lengths, generations.truncated)
             | score_metrics(scores, totals, advantages, returns, values)
             | throughput_metrics(num_tokens, timings["timing_s/step"], self._num_ranks)
-            | self._transition_metrics()
+            | transition_metrics(self.transitions)
             | scored.metrics()
             | timings
         )
@@ -153,10 +153,6 @@ class Book:
         if step:
             accuracy = self.accuracies[-1] if self.accuracies else None
             self.progress.step(step, metrics["critic/score/mean"], accuracy, metrics["timing_s/step"])
-
-    def _transition_metrics(self) -> dict[str, float]:
-        """The last transition to rollout mode, on the rank that it cost most."""
-        return transition_metrics(self.transitions)
 
 
 def transition_metrics(reports: Sequence[TransitionReport]) -> dict[str, float]:

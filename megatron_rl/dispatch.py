@@ -38,7 +38,7 @@ class Stop(enum.Enum):
     """What a verb means to a run that a signal has asked to stop.
 
     UNRELATED: it is called all the same. BEFORE: a late run may stop instead of calling it. NEVER_AFTER: the same, but
-    once it was called the step is finished: it changes weights.
+    it changes weights: once it was called, the step is always finished.
     """
 
     UNRELATED = enum.auto()
@@ -122,7 +122,7 @@ class Future(Generic[Answer]):
 
 
 class Observer(Protocol):
-    """Who wants to know what the controller calls: `Book` and `Lifecycle` do."""
+    """Who hears what the controller calls; a run's is `run.Ears`."""
 
     def before(self, verb: Verb) -> None:
         """A verb is about to be called; may raise to stop the run instead."""

@@ -35,7 +35,7 @@ from megatron_rl.checkpoint.manifest import FORMAT, FileRecord, Manifest, digest
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.load import flat_settings
-from megatron_rl.config.roles import Placement
+from megatron_rl.config.roles import Placement, trained_roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Stop, Verb
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
@@ -111,7 +111,7 @@ class Lifecycle:
         self.hosts, self.parts = hosts, parts
         self.book, self.pace = book, pace
         self.root = folder.path.resolve()
-        self._trained = {role.name: role.model_path for role in Placement.of(config).trained}
+        self._trained = trained_roles(config)
         self._saves_beside_training = any(role.settings.checkpoint.async_save for role in Placement.of(config).trained)
         self._before_step: dict[str, Any] = {}
         self._under_way: Manifest | None = None

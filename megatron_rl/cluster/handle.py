@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -43,6 +43,15 @@ Submit = Callable[[Target, tuple[Any, ...], dict[str, Any]], Future[Any]]
 def targets_of(role: str, kind: type, phases: dict[str, str]) -> dict[str, Target]:
     """Name -> target of every verb of a role's class; phases: what "score" and "update" stand for."""
     return {name: Target(role, name, mark, phases.get(mark.phase, mark.phase)) for name, mark in verbs_of(kind).items()}
+
+
+def all_targets(
+    host_class: type, kinds: Mapping[str, type], phases: Mapping[str, dict[str, str]]
+) -> dict[str, dict[str, Target]]:
+    """Role -> targets of its verbs, the host's own under HOST; kinds: role -> class; phases: role -> as above."""
+    return {
+        role: targets_of(role, kind, phases.get(role, {})) for role, kind in {HOST: host_class, **kinds}.items()
+    }
 
 
 class Handle:

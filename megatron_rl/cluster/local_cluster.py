@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from megatron_rl.cluster.cluster import Hosting, phases_of
-from megatron_rl.cluster.handle import HOST, Handle, Target, targets_of
+from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
 from megatron_rl.cluster.nodes import LOOPBACK
 from megatron_rl.cluster.routing import Split, join_answers
 from megatron_rl.config.roles import PoolSpec
@@ -25,8 +25,7 @@ class LocalPool:
         self.name = spec.name
         self._hosting = hosting
         self._host: Any = hosting.host_class(*hosting.args, spec.name)
-        phases, kinds = phases_of(spec), {HOST: hosting.host_class, **hosting.kinds_in(spec)}
-        self._targets = {role: targets_of(role, kind, phases.get(role, {})) for role, kind in kinds.items()}
+        self._targets = all_targets(hosting.host_class, hosting.kinds_in(spec), phases_of(spec))
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
         """As `RayPool` does."""

@@ -12,7 +12,6 @@ from typing import Self
 from megatron_rl.cluster.cluster import Hosting, phases_of
 from megatron_rl.cluster.handle import Fate
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
-from megatron_rl.cluster.ray_server import Wanted
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.config.roles import PoolSpec
@@ -45,7 +44,12 @@ class RayCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)
+        if kind is not None:
+            self._open.__exit__(kind, error, trace)
+            return
+        with self._open:
+            for pool in self.pools.values():  # before any of them is shut down
+                pool.settle()
 
     def _reserved(self, spec: PoolSpec, session: RaySession) -> ResourcePool:
         size = spec.size
@@ -56,7 +60,7 @@ class RayCluster:
             session=session,
             nodes_key=size.nodes_key,
             ranks_key=size.ranks_key,
-            beside=[wanted(other) for other in self._specs if other is not spec],
+            beside=[other.size for other in self._specs if other is not spec],
         )
 
     def _pool(self, spec: PoolSpec, ranks: ResourcePool, fate: Fate) -> RayPool:
@@ -77,12 +81,6 @@ class RayCluster:
             options=options,
             fate=fate,
         )
-
-
-def wanted(spec: PoolSpec) -> Wanted:
-    """The ranks of a pool, as they are asked of Ray."""
-    size = spec.size
-    return Wanted(size.num_nodes, size.num_ranks_per_node, size.nodes_key, size.ranks_key)
 
 
 def stacks_file(file: Path, pool: str) -> Path:

@@ -29,7 +29,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from megatron_rl.balance import SequenceWork
 from megatron_rl.cluster.calls import CallsFailed, RankCalls
 from megatron_rl.cluster.failures import RankFailure
-from megatron_rl.cluster.handle import HOST, Fate, Handle, Target, targets_of
+from megatron_rl.cluster.handle import HOST, Fate, Handle, Target, all_targets
 from megatron_rl.cluster.messages import pack
 from megatron_rl.cluster.nodes import LOOPBACK, node_addresses, place_variables
 from megatron_rl.cluster.resource_pool import ResourcePool
@@ -89,10 +89,7 @@ class RayPool:
         self._ranks = ranks
         self._host_class, self._args = host_class, args
         self._options = options or PoolOptions()
-        self._targets = {
-            role: targets_of(role, kind, self._options.phases.get(role, {}))
-            for role, kind in {HOST: host_class, **(roles or {})}.items()
-        }
+        self._targets = all_targets(host_class, roles or {}, self._options.phases)
         coordinates = self._targets[HOST].get("coordinates")
         if coordinates is None or coordinates.mark.dispatch is not Dispatch.ONE_TO_ALL:
             raise TypeError(f"{host_class.__name__} must have a ONE_TO_ALL verb `coordinates`")

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 
@@ -27,6 +26,7 @@ from ray.exceptions import AuthenticationError, RayError
 
 from megatron_rl.cluster.daemons import owner
 from megatron_rl.cluster.signals import keeping_sigterm_handler
+from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 from third_party_patches import PatchError, apply_patches
 
@@ -156,20 +156,12 @@ def _living_nodes(client: GcsClient) -> set[str]:
     return {node_id.hex() for node_id, node in nodes if node.state == GcsNodeInfo.GcsNodeState.ALIVE}
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Ranks of a pool: groups of them, each on one machine; and the keys that say how many."""
-
-    num_nodes: int
-    ranks_per_node: int
-    nodes_key: str = "trainer.nnodes"
-    ranks_key: str = "trainer.n_gpus_per_node"
-
-    def __str__(self) -> str:
-        return f"{self.nodes_key}={self.num_nodes} node(s) with {self.ranks_key}={self.ranks_per_node}"
+def asked(size: PoolSize) -> str:
+    """A pool's ranks as a message names them."""
+    return f"{size.nodes_key}={size.num_nodes} node(s) with {size.ranks_key}={size.num_ranks_per_node}"
 
 
-def shortage(nodes: Iterable[Mapping[str, float]], pools: Sequence[Wanted], rank: Mapping[str, float]) -> str:
+def shortage(nodes: Iterable[Mapping[str, float]], pools: Sequence[PoolSize], rank: Mapping[str, float]) -> str:
     """What living nodes lack for all pools at once; empty when they have room.
 
     nodes: resource -> what each has in all. rank: resource -> what one rank needs. Larger groups are placed first,
@@ -178,24 +170,25 @@ def shortage(nodes: Iterable[Mapping[str, float]], pools: Sequence[Wanted], rank
     nodes = list(nodes)
     room = [min(int(node.get(kind, 0) // count) for kind, count in rank.items()) for node in nodes]
     placed = [0] * len(pools)
-    for number, pool in sorted(enumerate(pools), key=lambda pair: -pair[1].ranks_per_node):
+    for number, pool in sorted(enumerate(pools), key=lambda pair: -pair[1].num_ranks_per_node):
         for _ in range(pool.num_nodes):
-            fitting = [node for node, free in enumerate(room) if free >= pool.ranks_per_node]
+            fitting = [node for node, free in enumerate(room) if free >= pool.num_ranks_per_node]
             if not fitting:
                 break
-            room[min(fitting, key=lambda node: room[node])] -= pool.ranks_per_node
+            room[min(fitting, key=lambda node: room[node])] -= pool.num_ranks_per_node
             placed[number] += 1
     lacking = [number for number, pool in enumerate(pools) if placed[number] < pool.num_nodes]
     if not lacking:
         return ""
     have = "; ".join(listing(node) for node in nodes) or "none"
     places, pool = placed[lacking[0]], pools[lacking[0]]
-    others = [str(other) for number, other in enumerate(pools) if number != lacking[0]]
+    others = [asked(other) for number, other in enumerate(pools) if number != lacking[0]]
     beside = f" beside {', '.join(others)}" if others else ""
     nearest = f"{pool.nodes_key}={places}" if places else f"a smaller {pool.ranks_key}"
     return (
-        f"the cluster cannot give {pool} x [{listing(rank)}] each{beside}: its {len(nodes)} node(s) have [{have}], "
-        f"which is room for {places}; nearest: {nearest}, or more nodes (`ray start --address=...` on each)"
+        f"the cluster cannot give {asked(pool)} x [{listing(rank)}] each{beside}: "
+        f"its {len(nodes)} node(s) have [{have}], which is room for {places}; "
+        f"nearest: {nearest}, or more nodes (`ray start --address=...` on each)"
     )
 
 

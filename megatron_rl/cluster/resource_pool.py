@@ -12,8 +12,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_rl.cluster.ray_server import JOIN_LIMIT_S, Wanted, listing, shortage
+from megatron_rl.cluster.ray_server import JOIN_LIMIT_S, asked, listing, shortage
 from megatron_rl.cluster.ray_session import RaySession
+from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 
 
@@ -37,12 +38,11 @@ class ResourcePool:
         session: RaySession | None = None,
         nodes_key: str = "trainer.nnodes",
         ranks_key: str = "trainer.n_gpus_per_node",
-        beside: Sequence[Wanted] = (),
+        beside: Sequence[PoolSize] = (),
     ) -> None:
         self.num_ranks_per_node = num_ranks_per_node
         self.world_size = num_nodes * num_ranks_per_node
-        self._num_nodes = num_nodes
-        self._wanted = Wanted(num_nodes, num_ranks_per_node, nodes_key, ranks_key)
+        self._size = PoolSize(num_nodes, num_ranks_per_node, nodes_key, ranks_key)
         self._beside = list(beside)
         self._bundle = {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
         self._ready_timeout_s = ready_timeout_s
@@ -99,10 +99,10 @@ class ResourcePool:
         """Raises ConfigError: soon where the cluster is too small, and after a longer wait where it is occupied."""
         node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
         self._require_enough()
-        self._group = placement_group([node] * self._num_nodes, strategy="SPREAD")
+        self._group = placement_group([node] * self._size.num_nodes, strategy="SPREAD")
         if not self._group.wait(self._ready_timeout_s):
             raise ConfigError(
-                f"the cluster cannot give {self._wanted} x [{listing(self._bundle)}] each within "
+                f"the cluster cannot give {asked(self._size)} x [{listing(self._bundle)}] each within "
                 f"{self._ready_timeout_s:g} s: it has [{listing(ray.cluster_resources())}] in all, "
                 f"[{listing(ray.available_resources())}] free"
             )
@@ -117,7 +117,7 @@ class ResourcePool:
 
     def _shortage(self) -> str:
         living = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return shortage(living, [self._wanted, *self._beside], self._bundle)
+        return shortage(living, [self._size, *self._beside], self._bundle)
 
     def _give_back(self) -> None:
         if self._group is not None and not self.is_lost:

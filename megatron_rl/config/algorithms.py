@@ -63,10 +63,3 @@ def uses_reference(config: RunConfig) -> bool:
 def uses_rule(config: RunConfig) -> bool:
     """Whether a rule scores answers; else the reward model is alone."""
     return config.custom_reward_function.name is not None
-
-
-def trained_roles(config: RunConfig) -> dict[str, str]:
-    """As `config.roles.trained_roles`, which reads the table of roles."""
-    from megatron_rl.config import roles  # it imports this module
-
-    return roles.trained_roles(config)

@@ -168,7 +168,7 @@ class Placement:
 
 
 def pool_sizes(config: RunConfig) -> dict[str, PoolSize]:
-    """Every pool that is defined, whether or not a role lives there; one of the user's own comes before another."""
+    """Every pool that is defined, whether or not a role lives there; the user's own replace those of the same name."""
     trainer, rollout, reward = config.trainer, config.actor_rollout_ref.rollout, config.reward_model
     sizes = {
         GLOBAL_POOL: PoolSize(trainer.nnodes, trainer.n_gpus_per_node, "trainer.nnodes", "trainer.n_gpus_per_node")

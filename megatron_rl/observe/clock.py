@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from megatron_rl.observe.timers import PhaseTimer
+
+DRIVER = "driver"
+"""The lane of what the driver itself does."""
 
 KEPT_STEPS = 3
 """Steps whose intervals are kept for the timeline."""
@@ -31,8 +34,7 @@ class Clock:
     """
 
     def __init__(self, on_phase: Callable[[str], None]) -> None:
-        self._announced = PhaseTimer(on_phase=on_phase)
-        self._seconds: dict[str, float] = {}
+        self._timer = PhaseTimer(on_phase=on_phase)
         self._step_started = time.perf_counter()
         self._steps: deque[list[Ran]] = deque(maxlen=KEPT_STEPS)
         self._is_in_step = False
@@ -40,37 +42,35 @@ class Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what the driver itself does under `name`, also when it raises."""
-        start, wall = time.perf_counter(), time.time()
+        start = time.time()
         try:
-            with self._announced.phase(name):
+            with self._timer.phase(name):
                 yield
         finally:
-            self._add(name, time.perf_counter() - start)
-            self._keep(Ran("driver", name, wall, time.time()))
+            self._keep(Ran(DRIVER, name, start, time.time()))
 
-    @contextmanager
-    def waiting(self, phase: str) -> Iterator[None]:
+    def waiting(self, phase: str) -> AbstractContextManager[None]:
         """Say what is waited for; its seconds come from the ranks."""
-        with self._announced.phase(phase):
-            yield
+        return self._timer.announced(phase)
 
     def ran(self, pool: str, phase: str, start: float, stop: float, seconds: float) -> None:
         """A verb has run in a pool. Verbs without a phase belong to no step's seconds."""
         if phase:
-            self._add(phase, seconds)
+            self._timer.add(phase, seconds)
             self._keep(Ran(pool, phase, start, stop))
 
     def begin_step(self) -> None:
         """Forget all seconds: a step begins now."""
-        self._seconds.clear()
+        self._timer.reset()
         self._step_started = time.perf_counter()
         self._steps.append([])
         self._is_in_step = True
 
     def take(self, *phases: str) -> dict[str, float]:
         """`timing_s/<phase>` since the last call, which are forgotten; only `phases` where some are given."""
-        taken, self._seconds = self._seconds, {}
-        return {f"timing_s/{name}": taken[name] for name in phases or taken}
+        taken = self._timer.as_metrics()
+        self._timer.reset()
+        return {name: taken[name] for name in [f"timing_s/{phase}" for phase in phases] or taken}
 
     def take_step(self) -> dict[str, float]:
         """The same, with the step itself, from `begin_step` until now."""
@@ -85,6 +85,3 @@ class Clock:
     def _keep(self, ran: Ran) -> None:
         if self._is_in_step:
             self._steps[-1].append(ran)
-
-    def _add(self, phase: str, seconds: float) -> None:
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds

@@ -9,10 +9,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_rl.observe.clock import Ran
+from megatron_rl.observe.clock import DRIVER, Ran
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
 
-DRIVER = "driver"
 SHORTEST_LABEL = 0.06
 """Share of the width from which a bar carries its name."""
 

@@ -20,15 +20,27 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the body under `name`, also when it raises."""
+        with self.announced(name):
+            started = self._clock()
+            try:
+                yield
+            finally:
+                self.add(name, self._clock() - started)
+
+    @contextmanager
+    def announced(self, name: str) -> Iterator[None]:
+        """Make `name` the current phase of the body; its seconds are somebody else's to `add`."""
         self._open.append(name)
         self._announce()
-        started = self._clock()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - started
             self._open.pop()
             self._announce()
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to the seconds of a phase."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def as_metrics(self) -> dict[str, float]:
         """Seconds per finished phase since the last `reset`, as `timing_s/<name>`."""

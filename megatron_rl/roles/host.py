@@ -121,8 +121,7 @@ class RankHost:
     @property
     def rollout_rng(self) -> RNGState | None:
         """The generators' state at the end of the last generation, where this rank generates."""
-        rollout = cast("Rollout | None", self.roles.get(ROLLOUT))
-        return None if rollout is None else rollout.engine.rollout_rng
+        return None if self._rollout is None else self._rollout.engine.rollout_rng
 
     @verb(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
     def begin_save(self, folder: Path) -> dict[str, RoleState]:
@@ -164,10 +163,13 @@ class RankHost:
         for name, role in self.trained.items():
             role.checkpoint.load(folder / name, states[name])
         same_layout, rollout_rng = load_rank_state(folder, self.spec.name, self.groups)
-        rollout = cast("Rollout | None", self.roles.get(ROLLOUT))
-        if rollout is not None:
-            rollout.engine.rollout_rng = rollout_rng
+        if self._rollout is not None:
+            self._rollout.engine.rollout_rng = rollout_rng
         return same_layout
+
+    @property
+    def _rollout(self) -> Rollout | None:
+        return cast("Rollout | None", self.roles.get(ROLLOUT))
 
 
 def initialize_pool(spec: PoolSpec, world_size: int, seed: int, collective_timeout: timedelta) -> TrainGroups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
@@ -57,14 +58,17 @@ class Rank:
         return ModelSource.open(spec.model_path, self.groups, self.device, megatron)
 
     def micro_batching(self, one: PassSpec | None) -> MicroBatching:
-        """How a pass is cut. Work is judged by the actor's model, so that all roles cut alike.
+        """How a pass is cut into micro-batches. Work is judged by the actor's model, so that all roles cut alike.
 
         Raises ValueError where the role has no such pass.
         """
         if one is None:
             raise ValueError("this role has no such pass")
-        work = sequence_work(self.placement.roles[ACTOR].model_path)
-        return MicroBatching(one.num_rows, one.max_tokens, one.remove_padding, work)
+        return MicroBatching(one.num_rows, one.max_tokens, one.remove_padding, self._work)
+
+    @cached_property
+    def _work(self) -> SequenceWork:
+        return sequence_work(self.placement.roles[ACTOR].model_path)
 
     def num_run_steps(self, spec: RoleSpec) -> int:
         """Optimizer steps of a trained role in the whole run."""

@@ -21,13 +21,29 @@ def open_store(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
     if environment.world_size == 1 and listener_fd is None:
         return dist.HashStore()
     if environment.rank == 0 and listener_fd is None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener_fd = socket.create_server((host, port), family=family, backlog=environment.world_size).detach()
+        listener_fd = listen(host, port, environment.world_size).detach()
+    return tcp_store(host, port, environment.world_size, timeout, listener_fd if environment.rank == 0 else None)
+
+
+def listen(host: str, port: int, num_ranks: int) -> socket.socket:
+    """A socket that listens on `host` alone; port 0: any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=num_ranks)
+
+
+def tcp_store(
+    host: str, port: int, num_ranks: int, timeout: timedelta, listener_fd: int | None = None, wait: bool = True
+) -> dist.TCPStore:
+    """One rank's end of a store for `num_ranks`; the rank that has a listening socket, which it hands over, serves it.
+
+    wait: the server returns only when all ranks have come.
+    """
     return dist.TCPStore(
         host,
         port,
-        environment.world_size,
-        is_master=environment.rank == 0,
+        num_ranks,
+        is_master=listener_fd is not None,
+        wait_for_workers=wait,
         timeout=timeout,
         master_listen_fd=listener_fd,  # the store closes it
         use_libuv=True,  # the other server takes no socket from its caller

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.algorithms import trained_roles as as_before
 from megatron_rl.config.keys import followed_keys, put, value_of
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import trained_roles
@@ -47,5 +46,5 @@ def test_keys_that_are_not_there(config, key):
 
 def test_trained_roles_come_from_the_table(config):
     """By either name. Would not catch a third role that is trained."""
-    assert trained_roles(config()) == as_before(config()) == {"actor": "m", "critic": "m"}
+    assert trained_roles(config()) == {"actor": "m", "critic": "m"}
     assert trained_roles(config("critic.enable=false", "algorithm.adv_estimator=grpo")) == {"actor": "m"}

@@ -15,9 +15,11 @@ import pytest
 from raylets import Raylets, free_port
 
 from megatron_rl.cluster import ray_server
-from megatron_rl.cluster.ray_server import Wanted, shortage
+from megatron_rl.cluster.ray_server import asked, shortage
+from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 
+TRAINER = ("trainer.nnodes", "trainer.n_gpus_per_node")
 GPU_NODE, GPU_RANK = {"CPU": 96.0, "GPU": 8.0, "memory": 1e12}, {"CPU": 1.0, "GPU": 1.0}
 
 
@@ -35,7 +37,7 @@ GPU_NODE, GPU_RANK = {"CPU": 96.0, "GPU": 8.0, "memory": 1e12}, {"CPU": 1.0, "GP
 )
 def test_what_a_cluster_lacks(nodes: list, num_nodes: int, num_ranks: int, rank: dict, room: int | None) -> None:
     """Would not catch CPUs that others occupy; those are waited for."""
-    text = shortage(nodes, [Wanted(num_nodes, num_ranks)], rank)
+    text = shortage(nodes, [PoolSize(num_nodes, num_ranks, *TRAINER)], rank)
     if room is None:
         assert text == ""
     else:
@@ -47,13 +49,14 @@ def test_what_a_cluster_lacks_for_several_pools() -> None:
     """Two nodes of 8: 8 + 4 + 4 fit, 8 + 4 + 5 do not, though each would alone. By hand; would not catch a placement
     that only a cleverer packing finds.
     """
-    train, critic = Wanted(1, 8), Wanted(1, 4, "pools.critic.nnodes", "pools.critic.n_gpus_per_node")
+    train, critic = PoolSize(1, 8, *TRAINER), PoolSize(1, 4, "pools.critic.nnodes", "pools.critic.n_gpus_per_node")
     keys = ("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node")
-    assert shortage([GPU_NODE] * 2, [train, critic, Wanted(1, 4, *keys)], GPU_RANK) == ""
-    assert shortage([GPU_NODE] * 2, [Wanted(1, 5, *keys)], GPU_RANK) == ""
-    text = shortage([GPU_NODE] * 2, [train, critic, Wanted(1, 5, *keys)], GPU_RANK)
+    assert shortage([GPU_NODE] * 2, [train, critic, PoolSize(1, 4, *keys)], GPU_RANK) == ""
+    assert shortage([GPU_NODE] * 2, [PoolSize(1, 5, *keys)], GPU_RANK) == ""
+    text = shortage([GPU_NODE] * 2, [train, critic, PoolSize(1, 5, *keys)], GPU_RANK)
     assert "cannot give pools.critic.nnodes=1 node(s) with pools.critic.n_gpus_per_node=4 x [CPU 1, GPU 1]" in text
-    assert f"beside {train}, {Wanted(1, 5, *keys)}" in text and "a smaller pools.critic.n_gpus_per_node" in text
+    assert f"beside {asked(train)}, {asked(PoolSize(1, 5, *keys))}" in text
+    assert "a smaller pools.critic.n_gpus_per_node" in text
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", "host:http", ":6379", "http://10.0.0.1:8265"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from model_folders import problems
 
-from megatron_rl.config.algorithms import trained_roles, uses_critic, uses_reference
+from megatron_rl.config.algorithms import uses_critic, uses_reference
+from megatron_rl.config.roles import trained_roles
 from megatron_rl.planner.algorithm_rules import algorithm_problems
 from megatron_rl.planner.resume_rules import configured_models
 
