@@ -38,10 +38,15 @@ def weights(worker) -> list[torch.Tensor]:
 
 
 def logprob_difference(worker, generations: Generations) -> float | None:
-    """Largest |vLLM - trainer| over the sampled tokens; None before the last stage."""
+    """Largest |vLLM - trainer| over the tokens sampled for `prompts()`; None before the last stage."""
+    return logprob_difference_for(worker, prompts(), generations)
+
+
+def logprob_difference_for(worker, asked: Prompts, generations: Generations) -> float | None:
+    """The same for the prompts that were asked."""
     from megatron_rl.experience.assemble import assemble
 
-    scores = worker.roles["actor"].log_probs(assemble(prompts(), generations).sequences())
+    scores = worker.roles["actor"].log_probs(assemble(asked, generations).sequences())
     if scores is None:
         return None
     return float((scores.scores.values() - generations.rollout_log_probs.values()).abs().max())

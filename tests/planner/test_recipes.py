@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from model_folders import problems
+from typer.testing import CliRunner
 
+from megatron_rl.cli import app
 from megatron_rl.config.load import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "configs").glob("*_cpu.yaml"))
+NEEDS = {"real_cpu": ("assets/real/real.json", "python scripts/make_real_model.py")}
+LARGE = [*sorted((REPOSITORY / "configs/recipes").glob("*.yaml")), REPOSITORY / "configs/llama3_70b_ppo.yaml"]
+NUM_GPUS = {
+    **dict.fromkeys(("llama3_8b_grpo", "llama3_8b_ppo", "qwen2.5_7b_grpo", "qwen2.5_7b_ppo"), 8),
+    "qwen3_30b_a3b_grpo": 16,
+    "qwen3_32b_grpo": 32,
+    "llama3_70b_ppo": 64,
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_can_start(recipe, monkeypatch, tmp_path):
     """Every key and rule, on the demo's assets. Would not catch a recipe that does not learn."""
-    if not (REPOSITORY / "assets/demo/assets.json").exists():
-        pytest.skip("the demo assets are missing: run `make assets`")
+    needed, made_by = NEEDS.get(recipe.stem, ("assets/demo/assets.json", "make assets"))
+    if not (REPOSITORY / needed).exists():
+        pytest.skip(f"{needed} is missing: run `{made_by}`")
     monkeypatch.chdir(REPOSITORY)
     assert problems(load_config(recipe, [f"trainer.default_local_dir={tmp_path}"])) == []
 
 
 def test_there_is_one_for_each_algorithm_and_one_with_pools():
     """Would not catch two that are the same."""
-    expected = {"demo", "split", "grpo", "rloo", "remax", "reinforce_pp", "gspo", "dapo"}
+    expected = {"demo", "real", "split", "grpo", "rloo", "remax", "reinforce_pp", "gspo", "dapo"}
     assert {path.stem.removesuffix("_cpu") for path in RECIPES} == expected
+
+
+@pytest.mark.parametrize("recipe", LARGE, ids=lambda path: path.stem)
+def test_large_recipes_fit_their_gpus(recipe, monkeypatch):
+    """As `plan --without-files` says for H100s of 80 GB. Would not catch what the memory plan forgets."""
+    monkeypatch.chdir(REPOSITORY)
+    ran = CliRunner().invoke(app, ["plan", "--without-files", "--json", "--config", str(recipe)])
+    assert ran.exit_code == 0, ran.output
+    answer = json.loads(ran.stdout)
+    assert answer["valid"] and answer["violations"] == []
+    assert answer["plan"]["memory"]["fits"], answer["plan"]["memory"]["peak_bytes"]
+    assert answer["plan"]["batch"]["ranks"] == str(NUM_GPUS[recipe.stem])
