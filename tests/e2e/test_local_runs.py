@@ -53,8 +53,12 @@ def weights(folder: Path) -> dict:
     return load_file(folder / "hf_model" / "model.safetensors")
 
 
+@pytest.mark.exhaustive
 def test_five_local_steps_are_those_of_ray_and_so_are_resumed_ones(tmp_path):
-    """Metrics and weights bit for bit; the local run also in two lives. Would not catch what both do wrong."""
+    """Metrics and weights bit for bit; the local run also in two lives. Would not catch what both do wrong.
+
+    `make test` has a local run that a killed one through Ray equals, in test_resumed_runs.py.
+    """
     through_ray, local, resumed = (tmp_path / name for name in ("ray", "local", "resumed"))
     run(through_ray, "trainer.total_training_steps=5")
     run(local, "trainer.total_training_steps=5", "--local")
