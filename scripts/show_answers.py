@@ -12,10 +12,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-LAST_LINES = 2
-"""Lines of a prompt that are shown: the ones before are the template's."""
-
-
 def read(table: Path) -> list[dict]:
     """The samples of one validation."""
     return [json.loads(line) for line in table.read_text().splitlines()]
@@ -27,9 +23,9 @@ def accuracy(rows: list[dict]) -> float:
 
 
 def question(row: dict) -> str:
-    """The end of the prompt, without the marks of the chat template."""
+    """The prompt's last line but one: the last is where the chat template has the model begin."""
     lines = [line for line in row["input"].splitlines() if line.strip()]
-    return "\n".join(lines[-LAST_LINES - 1 : -1] if len(lines) > LAST_LINES else lines)
+    return lines[-2] if len(lines) > 1 else row["input"]
 
 
 def answers(before: list[dict], after: list[dict], num_rows: int) -> Table:

@@ -21,7 +21,7 @@ from lives import LOCAL, ONE, SHORT, metrics, steps_saved
 
 from megatron_rl.checkpoint.folders import find
 
-pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(1500)]
 
 NUM_CHAINS, NUM_KILLS = 2, 10
 KEYS = (*SHORT, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.export_hf=false")

@@ -42,7 +42,7 @@ def test_killed_run_goes_on_exactly(command_line, layout, options) -> None:
     assert (whole.run / "latest_checkpointed_iteration.txt").read_text() == "5"
 
     killed = command_line(*keys)
-    killed.wait_for(reached(killed, 4), timeout=120)
+    killed.wait_for(reached(killed, 4), timeout=240)
     killed.process.kill()
     assert killed.wait(60) == -9
     assert killed.left_over(patience=60) == []
@@ -98,7 +98,7 @@ def test_signal_saves_and_says_so(command_line, number: int) -> None:
     """
     keys = (*SHORT, "trainer.save_freq=1000", "trainer.stop_grace_s=30")
     stopped = command_line(*keys, *ONE, "trainer.total_training_steps=1000")
-    stopped.wait_for(reached(stopped, 2), timeout=120)
+    stopped.wait_for(reached(stopped, 2), timeout=240)
     if number == signal.SIGTERM:
         os.killpg(stopped.process.pid, number)
     else:
@@ -138,7 +138,7 @@ def test_step_is_given_up_when_time_is_short(command_line, one, tmp_path: Path) 
     """
     reward, asleep = slow_reward(tmp_path, 3)
     run = command_line(*SHORT, *one, "trainer.save_freq=1", reward)
-    run.wait_for(asleep.exists, timeout=120)
+    run.wait_for(asleep.exists, timeout=240)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(60) == 21, run.text()
     assert steps_saved(run) == [0]
@@ -150,7 +150,7 @@ def test_grace_is_bounded(command_line, tmp_path: Path) -> None:
     """A step that hangs ends with the grace: code 22, nothing left. Would not catch a worker that ignores SIGKILL."""
     reward, asleep = slow_reward(tmp_path, 600)
     run = command_line(*SHORT, *ONE, "trainer.save_freq=1", "trainer.stop_grace_s=2", reward)
-    run.wait_for(asleep.exists, timeout=120)
+    run.wait_for(asleep.exists, timeout=240)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(30) == 22, run.text()
     assert run.left_over() == []

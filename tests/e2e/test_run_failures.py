@@ -155,7 +155,7 @@ def test_killed_worker(command_line) -> None:
     `make test` kills one in test_split_runs.py and, without a model, in tests/cluster/test_worker_failures.py.
     """
     run = command_line(*SMALL, *TP2, "trainer.total_training_steps=1000", "trainer.test_freq=0")
-    run.wait_for(lambda: '"step": 2' in run.metrics(), timeout=120)
+    run.wait_for(lambda: '"step": 2' in run.metrics(), timeout=240)
     victim = next(process for process in run.workers() if process.environ()["RANK"] == "1")
     victim.kill()
     assert_clean_end(run, 3, "rank 1", "died")
@@ -167,7 +167,7 @@ def test_killed_worker(command_line) -> None:
 def test_interrupted_controller(command_line, number: int, code: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM; would not catch a signal that arrives before the run has begun."""
     run = command_line(*SMALL, *ONE, "trainer.total_training_steps=1000", "trainer.test_freq=0")
-    run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=120)
+    run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=240)
     run.process.send_signal(number)
     assert_clean_end(run, code)
 
@@ -181,7 +181,7 @@ def test_killed_controller(command_line) -> None:
     what is made and gone meanwhile.
     """
     run = command_line(*SMALL, *TP2, "trainer.total_training_steps=1000", "trainer.test_freq=0")
-    run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=120)
+    run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=240)
     assert len(run.workers()) == 2
     sockets, segments = opened(run.workers())
     [mark] = run.marks

@@ -149,7 +149,7 @@ def test_nothing_is_passed_on_before_it_came_and_no_rank_blocks(**arguments) -> 
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(**SCHEDULES)
 def test_many_more_schedules(**arguments) -> None:
     """The same, for longer."""
