@@ -210,7 +210,7 @@ def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]
             if kept[t]:
                 kl = (ref[t] - log_probs[t]).exp() - 1 - (ref[t] - log_probs[t])
                 # What is rejected in the loss itself is no part of it and still counts in what it is divided by.
-                terms.append((losses[t] + 0.1 * kl - 0.01 * entropies[t]) * accepted[t])
+                terms.append(losses[t] * accepted[t] + 0.1 * kl - 0.01 * entropies[t])
         answers += [terms] if terms else []
     everything = torch.stack([term for terms in answers for term in terms])
     total = {
