@@ -4,6 +4,8 @@ score, the rollout's log-probs in the place of the trainer's. In one process, on
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from lives import LOCAL, SHORT, metrics
 
@@ -76,3 +78,27 @@ def test_bypass_and_parts_of_the_score(command_line, tmp_path) -> None:
     of_the_update = ("kl", "k3_kl", "chi2_token", "rollout_rs_seq_mean_k3_masked_fraction")
     of_the_update += ("rollout_rs_masked_fraction", "rollout_is_mean")
     assert names == {f"rollout_corr/{name}" for name in of_the_update}
+
+
+def test_float16_goes_on_with_its_loss_scale(command_line) -> None:
+    """A step, and one more from its checkpoint, with weights that vLLM reads as float16, too.
+
+    Would not catch an overflow; `tests/dist/test_float16.py` does.
+    """
+    half = (
+        f"{ACTOR}.megatron.dtype=float16",
+        "actor_rollout_ref.rollout.logprob_diff_bound=0.1",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=false",
+        "trainer.save_freq=1",
+    )
+    first = command_line(*ONE_STEP, *half)
+    assert first.wait(240) == 0, first.text()
+    second = command_line(*ONE_STEP, *half, "trainer.total_training_steps=2", folder=first.folder)
+    assert second.wait(240) == 0, second.text()
+    saved = [json.loads((second.run / f"global_step_{step}" / "run.json").read_text()) for step in (1, 2)]
+    states = [content["roles"]["actor"] for content in saved]
+    assert [(state["loss_scale"], state["good_steps"]) for state in states] == [(65536, 1), (65536, 2)]
+    steps = metrics(second)
+    assert list(steps) == [1, 2] and all(step["actor/loss_scale"] == 65536 for step in steps.values())
+    assert all(step["actor/skipped_updates"] == 0 < step["actor/grad_norm"] for step in steps.values())
