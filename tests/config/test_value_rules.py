@@ -90,7 +90,9 @@ def test_no_number_may_be_infinite_or_nan(config, key, value):
         ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0 must be >= 1; nearest: 1"),
         ("actor_rollout_ref.rollout.top_k=0", "top_k=0 must be -1 (all tokens) or >= 1; nearest: -1"),
         ("actor_rollout_ref.actor.clip_ratio_c=1", "clip_ratio_c=1 must be > 1; nearest: 3"),
-        ("algorithm.rollout_correction.rollout_rs_threshold=1", "rollout_rs_threshold=1 must be > 1; nearest: 2"),
+        ("algorithm.rollout_correction.rollout_rs_threshold_lower=2", "must be >= 0 and <= 1; nearest: 1"),
+        ("actor_rollout_ref.actor.policy_loss.dro_beta=0", "dro_beta=0 must be > 0; nearest: 0.1"),
+        ("algorithm.gdpo_reward_weights=[1,.inf]", "gdpo_reward_weights=[1.0, inf] must be finite; nearest: null"),
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas=[0.9, 1.0] must both be >= 0 and < 1"),
         ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be >= 0"),
@@ -200,7 +202,7 @@ ALONE = ("pools.own.nnodes=1", "actor_rollout_ref.ref.pool=own")
         ("virtual_pipeline_model_parallel_size=0", "pipeline_model_parallel_size=0 must be >= 1; nearest: null"),
         ("make_vocab_size_divisible_by=-2", "make_vocab_size_divisible_by=-2 must be >= 1; nearest: 1"),
         ("expert_tensor_parallel_size=0", "expert_tensor_parallel_size=0 must be null (as TP) or >= 1; nearest: null"),
-        ("dtype=float16", "dtype=float16 must be one of float32, bfloat16; nearest: bfloat16"),
+        ("dtype=float17", "dtype=float17 must be one of float32, bfloat16, float16; nearest: float16"),
     ],
 )
 def test_who_is_first_in_a_pool_brings_its_layout(config, override, expected):
