@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+
 def read(table: Path) -> list[dict]:
     """The samples of one validation."""
     return [json.loads(line) for line in table.read_text().splitlines()]
