@@ -37,7 +37,10 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 TASK = "Is this review positive or negative? Answer with one word."
 THINGS = ("film", "book", "meal", "hotel", "concert", "game", "play", "song", "tour", "show", "museum", "lecture")
-SENTENCES = ("The {thing} was {word}.", "I found the {thing} {word}.", "How {word} this {thing} was!", "A {thing}, and {word}.")
+SENTENCES = (
+    *("The {thing} was {word}.", "I found the {thing} {word}."),
+    *("How {word} this {thing} was!", "A {thing}, and {word}."),
+)
 POSITIVE = (
     "wonderful brilliant charming superb delightful gripping hilarious excellent amazing fantastic lovely great "
     "perfect beautiful marvelous splendid inspiring fabulous terrific outstanding magnificent clever refreshing "
