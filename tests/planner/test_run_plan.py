@@ -240,3 +240,14 @@ def test_recomputing_is_offered_where_it_makes_the_plan_fit(config):
 def test_passes_in_flight(pp_size, vpp_size, blocks, expected):
     """Drawn by hand for one-forward-one-backward. Would not catch a schedule of a later Megatron."""
     assert [in_flight(pp_size, rank, vpp_size, blocks) for rank in range(pp_size)] == expected
+
+
+def test_no_time_for_a_pass_that_is_not_made(config):
+    """Where the engine's log-probs are the old ones the rest of the step takes what it took. Would not catch a trainer
+    that makes the pass all the same.
+    """
+    model = ("llama-3-70b", *LARGE, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    whole, shorter = (RunPlan.of(config(*model, *more), load_hardware("h100")) for more in ((), (bypass,)))
+    assert whole.time.seconds["old_log_prob"] > 0 and "old_log_prob" not in shorter.time.seconds
+    assert whole.time.total - shorter.time.total == pytest.approx(whole.time.seconds["old_log_prob"])
