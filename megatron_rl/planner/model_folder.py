@@ -79,8 +79,12 @@ class ModelSizes:
     @property
     def longest(self) -> dict[str, int]:
         """Name and value of what limits prompt and response together: a window that cuts nothing off is no window."""
-        window = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
-        return {"max_position_embeddings": self.max_position_embeddings} | window
+        return {"max_position_embeddings": self.max_position_embeddings} | self.windows
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """The same of windows alone."""
+        return {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
 
     @property
     def max_tp(self) -> int:
