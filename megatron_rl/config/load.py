@@ -234,6 +234,17 @@ def _flatten(key: str, value: Any, origin: str, prefix: str = "") -> Iterator[Se
         yield Setting(key, value, origin, prefix)
 
 
+def settings_of(tree: dict[str, Any], origin: str) -> Iterator[Setting]:
+    """One setting for each leaf of nested groups."""
+    for name, value in tree.items():
+        yield from _flatten(name, value, origin)
+
+
+def like_name_of(key: str) -> str | None:
+    """The key that an unknown one is a slip of, where there is such a key."""
+    return like_name(key, KEYS)
+
+
 def is_key(key: str) -> bool:
     """Whether the schema has a key, or lets the user name it."""
     top, _, below = key.partition(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron_rl.model.families import (
 from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.planner.config_json import ConfigJsonError, is_size, read_config_json, too_large, wrong_types
 from megatron_rl.planner.folder_files import damaged_files
+from megatron_rl.planner.foreign_models import feature_of
 
 SIZES = (
     "hidden_size",
@@ -124,9 +125,11 @@ def read_model_folder(
     architectures = settings.get("architectures") or []
     name = next((name for name in architectures if name in known), None)
     if name is None:
-        nearest_one = nearest_name(str(architectures[0]) if architectures else "", known)
+        theirs = str(architectures[0]) if architectures else ""
         rule = f"must be one of {', '.join(sorted(known))} for {key}"
-        lacks = _in_file(file, {"architectures": architectures}, rule, {"architectures": [nearest_one]})
+        lacks = _in_file(file, {"architectures": architectures}, rule, {"architectures": [nearest_name(theirs, known)]})
+        if theirs and theirs not in STARTING_POINTS:
+            lacks = replace(lacks, hint=f"{theirs} needs {feature_of(theirs)}, which is not here")
         return None, [*problems, lacks]
     sizes, found = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:

@@ -141,4 +141,5 @@ def _other_vocabularies(config: RunConfig, models: list[ModelSizes], rule: str) 
         if role.has_value_head and {actor_path, path} <= sizes.keys() and sizes[path] != sizes[actor_path]:
             # A language model gives no rewards.
             nearest = {key: actor_path} if role.kind == CRITIC else {}
-            yield Violation({key: path}, rule, nearest)
+            hint = "" if role.kind == CRITIC else "reward models with another tokenizer are not here"
+            yield Violation({key: path}, rule, nearest, hint)

@@ -50,6 +50,14 @@ def truncated_importance(key: str, target: str, value: Any, given: Mapping[str, 
     return {f"{group}.rollout_is": "token", f"{group}.rollout_is_threshold": value}
 
 
+def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    """No name of a function: verl takes the rule of the data source, here that is so only without a reward model."""
+    models = ("reward_model.enable", "reward.reward_model.enable")
+    if any(given.get(other) is True for other in models) or any(other.startswith("reward_models.") for other in given):
+        return {key: None}
+    return "without a reward model the rule of the data source judges"
+
+
 def alike_megatron(key: str, value: Any) -> bool:
     """Whether a setting says that the engine is Megatron's."""
     return key.endswith(".strategy") and value == "megatron"
@@ -63,6 +71,7 @@ def _number(given: Mapping[str, Any], key: str, default: int) -> int:
 CONVERSIONS: dict[str, Conversion] = {
     "per_rank": per_rank,
     "recomputed": recomputed,
+    "rule_by_source": rule_by_source,
     "share_of_lr": share_of_lr,
     "truncated_importance": truncated_importance,
 }

@@ -128,6 +128,8 @@ def _by_row(row: Row, match: re.Match[str], setting: Setting, given: Mapping[str
         outcome = CONVERSIONS[row.convert](key, target, value, given)
         if isinstance(outcome, str):
             return Note(Kind.IGNORED, setting, outcome)
+        if outcome == {key: value}:
+            return None
         return Note(Kind.RENAMED, setting, why if not row.off else "", outcome)
     if row.to is not None:
         return Note(Kind.RENAMED, setting, why if not row.off else "", {filled(row.to, match): value})
