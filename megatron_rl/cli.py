@@ -111,7 +111,8 @@ def on_one_rank(config: RunConfig) -> RunConfig:
 @app.command("port", context_settings={"ignore_unknown_options": True})
 def port_command(
     arguments: Annotated[
-        list[str], typer.Argument(help="SCRIPT.sh or verl's YAML, and Hydra arguments; or -- and Hydra arguments alone.")
+        list[str],
+        typer.Argument(help="SCRIPT.sh or verl's YAML, and Hydra arguments; or these alone."),
     ],
     out: Annotated[Path | None, typer.Option(help="The file to write. Default: to stdout.")] = None,
 ) -> None:

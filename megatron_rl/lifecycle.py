@@ -179,9 +179,7 @@ class Lifecycle:
 
     def _after(self, step: int) -> None:
         trainer, stopping = self.config.trainer, self.pace.stop.is_set
-        if trainer.save_freq > 0 and (
-            stopping or step % trainer.save_freq == 0 or step == trainer.num_steps
-        ):
+        if trainer.save_freq > 0 and (stopping or step % trainer.save_freq == 0 or step == trainer.num_steps):
             self._begin(self._state(step))
         if stopping:
             self.settle()

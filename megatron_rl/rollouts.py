@@ -141,7 +141,7 @@ class Rollouts:
 
 
 def compared(scored: Scored, metric: str) -> torch.Tensor:
-    """float32 [B]: what dynamic sampling compares. metric: score | acc. Raises ConfigError where there is no accuracy."""
+    """float32 [B]: what dynamic sampling compares, score or acc. Raises ConfigError where there is no accuracy."""
     if metric == "score":
         return scored.scores
     values = scored.variables().get(metric)

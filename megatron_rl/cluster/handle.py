@@ -49,9 +49,7 @@ def all_targets(
     host_class: type, kinds: Mapping[str, type], phases: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, Target]]:
     """Role -> targets of its verbs, the host's own under HOST; kinds: role -> class; phases: role -> as above."""
-    return {
-        role: targets_of(role, kind, phases.get(role, {})) for role, kind in {HOST: host_class, **kinds}.items()
-    }
+    return {role: targets_of(role, kind, phases.get(role, {})) for role, kind in {HOST: host_class, **kinds}.items()}
 
 
 class Handle:

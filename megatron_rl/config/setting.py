@@ -18,7 +18,7 @@ TAKEN_AWAY = _TakenAway()
 
 @dataclass(frozen=True)
 class Setting:
-    """A dotted key and its value. origin: the file's name, or "override". prefix: Hydra's `+`, `++` or `~`, as given."""
+    """A dotted key and its value. origin: the file's name, or "override". prefix: Hydra's `+`, `++` or `~`."""
 
     key: str
     value: Any

@@ -17,7 +17,7 @@ OF_GENERATION = ("actor parameters", "rollout weights", "foreign stages", "vLLM 
 
 
 def with_kv_cache(config: RunConfig, hardware: Hardware) -> RunConfig:
-    """The configuration with `kv_cache_memory_bytes` in place of `gpu_memory_utilization`; as it is, without the latter.
+    """The configuration with `kv_cache_memory_bytes` in place of `gpu_memory_utilization`, where that is set.
 
     The cache is what weights and passes of generation leave of their share, at most what everything else on the rank
     leaves of the GPU, and at least enough for the longest sequence. The configuration must have passed preflight.

@@ -51,9 +51,7 @@ def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
     for name in absent_services(trainer.logger):
         others = [other for other in trainer.logger if other != name] or ["console"]
         rule = f"names {name}, which is not installed"
-        yield Violation(
-            {"trainer.logger": trainer.logger}, rule, {"trainer.logger": others}, f"or: pip install {name}"
-        )
+        yield Violation({"trainer.logger": trainer.logger}, rule, {"trainer.logger": others}, f"or: pip install {name}")
 
 
 def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:

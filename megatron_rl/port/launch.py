@@ -16,8 +16,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.port.shell import Launch
 
 HYDRA_ARGUMENT = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w@/]*(\.[\w@/-]+)*(=.*)?", re.DOTALL)
-DEFAULT_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "ppo_trainer.yaml")
-DEFAULT_CONFIGS += ("ppo_megatron_trainer.yaml", "dapo_trainer.yaml", "dapo_megatron_trainer.yaml")
+SHORT_OPTIONS = {"-cn": "config-name", "-cp": "config-path", "-cd": "config-dir"}
+DEFAULT_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
 """Names of verl's own configuration files, whose values are its defaults."""
 
 
@@ -41,11 +41,11 @@ class TrainerCall:
     def config_file(self) -> Path | None:
         """The file that Hydra's options name, where it is none of verl's own."""
         name, folder = self.options.get("config-name"), self.options.get("config-path", "")
-        if name is None or (name in DEFAULT_CONFIGS and not folder):
+        if name is None:
             return None
-        if name in DEFAULT_CONFIGS and not (Path(folder) / f"{name.removesuffix('.yaml')}.yaml").is_file():
-            return None
-        return Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
+        name = name.removesuffix(".yaml")
+        file = Path(folder) / f"{name}.yaml"
+        return None if name in DEFAULT_CONFIGS and not (folder and file.is_file()) else file
 
 
 @cache
@@ -79,9 +79,9 @@ def call_of(arguments: Sequence[str], program: str = "") -> TrainerCall:
                 place += 1
                 value = words[place] if place < len(words) else ""
             options[name] = value
-        elif word.startswith("-cn") or word.startswith("-cp"):
+        elif word in SHORT_OPTIONS and place + 1 < len(words):
             place += 1
-            options["config-name" if word.startswith("-cn") else "config-path"] = words[place]
+            options[SHORT_OPTIONS[word]] = words[place]
         elif HYDRA_ARGUMENT.fullmatch(word) and ("=" in word or word.startswith("~")):
             overrides.append(word)
         elif word.strip():
@@ -108,12 +108,11 @@ def _calls_in(words: Sequence[str]) -> Iterator[TrainerCall]:
 
 def _lenient(words: Sequence[str], program: str) -> TrainerCall:
     """Without what a shell has left beside the arguments, such as marks of comments."""
-    kept = [
-        word
-        for place, word in enumerate(words)
-        if word.startswith("-")
-        or (place and words[place - 1].startswith("--config") and "=" not in words[place - 1])
-        or ("=" in word and HYDRA_ARGUMENT.fullmatch(word))
-        or word.startswith("~")
-    ]
+    kept = []
+    for place, word in enumerate(words):
+        before = words[place - 1] if place else ""
+        is_value = before in SHORT_OPTIONS or (before.startswith("--config") and "=" not in before)
+        is_argument = "=" in word and HYDRA_ARGUMENT.fullmatch(word) is not None
+        if word.startswith(("-", "~")) or is_value or is_argument:
+            kept.append(word)
     return call_of(kept, program)

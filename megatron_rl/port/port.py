@@ -60,7 +60,9 @@ class Ported:
             _put(tree, setting.key, setting.value)
         text = [f"# Made by `megatron-rl port` from {self.source}."]
         if self.features:
-            text.append(f"# Not here, so that a run is refused until their keys are taken out: {', '.join(self.features)}.")
+            text.append(
+                f"# Not here, so that a run is refused until their keys are taken out: {', '.join(self.features)}."
+            )
         text += ["# " + line for line in self.lists()]
         added = [setting for setting in self.settings if setting not in own]
         for setting in added:
@@ -95,7 +97,7 @@ def port(source: Path | None, arguments: Sequence[str], environment: Mapping[str
 
 
 def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = Path()) -> Ported:
-    """Of what a trainer is called with. base: settings that its arguments come after. folder: where its files may be."""
+    """Of what a trainer is called with. base: settings before its arguments. folder: where its files may be."""
     notes: list[Note] = []
     file = call.config_file
     if file is not None:

@@ -1,11 +1,12 @@
 """Run a launch script for its arguments alone: every program that could start, fetch or remove something is a stub.
 
-The shell itself is real, so variables, arithmetic and conditions come out as in a launch. Stubs come as shell functions,
-which no change of PATH undoes, and as files, for what other programs start; they write down how they were called.
+The shell itself is real, so variables, arithmetic and conditions come out as in a launch. Stubs come as functions of
+the shell, which no change of PATH undoes, and as files, for what programs start; they write down how they were called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -87,12 +88,12 @@ def _run(script: Path, arguments: Sequence[str], environment: Mapping[str, str],
         shell.wait(TIME_LIMIT_S)
     except subprocess.TimeoutExpired as error:
         rule = f"did not end within {TIME_LIMIT_S:g} s, although no program that it starts does anything"
-        raise ConfigError(f"{script} {rule}; give its arguments themselves: megatron-rl port -- KEY=VALUE ...") from error
+        raise ConfigError(
+            f"{script} {rule}; give its arguments themselves: megatron-rl port -- KEY=VALUE ..."
+        ) from error
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         shell.wait()
     here = str(Path.cwd())
     return [
@@ -103,12 +104,17 @@ def _run(script: Path, arguments: Sequence[str], environment: Mapping[str, str],
 
 def _write_stubs(stubs: Path, record: Path) -> Path:
     """Stub files, and the file that every shell reads first."""
-    body = 'name=$1; shift\n{ printf "%d\\0%s\\0" "$#" "$name"; [ $# -eq 0 ] || printf "%s\\0" "$@"; } >> "$PORT_CALLS"\n'
-    body += f'case $name in nvidia-smi) for i in {{1..{NUM_GPUS}}}; do echo "GPU $i"; done;; hostname) echo localhost;; esac\n'
+    body = f"""name=$1; shift
+{{ printf '%d\\0%s\\0' "$#" "$name"; [ $# -eq 0 ] || printf '%s\\0' "$@"; }} >> "$PORT_CALLS"
+case $name in
+    nvidia-smi) for i in {{1..{NUM_GPUS}}}; do echo "GPU $i"; done ;;
+    hostname) echo localhost ;;
+esac
+"""
     call = stubs / "port-call"
     call.write_text(f"#!/bin/bash -p\n{body}exit 0\n")
     call.chmod(0o755)
-    lines = [f"__port_call() {{ /bin/bash -p {call} \"$@\"; }}", "command_not_found_handle() { __port_call \"$@\"; }"]
+    lines = [f'__port_call() {{ /bin/bash -p {call} "$@"; }}', 'command_not_found_handle() { __port_call "$@"; }']
     for name in (*LAUNCHERS, *OTHERS):
         file = stubs / name
         file.write_text(f'#!/bin/bash -p\nexec {call} {name} "$@"\n')
@@ -146,7 +152,20 @@ def _marked(text: str, environment: Mapping[str, str]) -> dict[str, str]:
     return {name: MARK.format(name) for name in sorted(names)}
 
 
-SHELL_OWN = {"RANDOM", "SECONDS", "PWD", "OLDPWD", "UID", "EUID", "PPID", "HOSTNAME", "BASH_SOURCE", "LINENO", "_", "IFS"}
+SHELL_OWN = {
+    "RANDOM",
+    "SECONDS",
+    "PWD",
+    "OLDPWD",
+    "UID",
+    "EUID",
+    "PPID",
+    "HOSTNAME",
+    "BASH_SOURCE",
+    "LINENO",
+    "_",
+    "IFS",
+}
 SHELL_OWN |= {"SHLVL", "OSTYPE", "HOSTTYPE", "BASH_VERSION", "FUNCNAME", "OPTARG", "OPTIND", "REPLY", "PATH", "BASHPID"}
 
 

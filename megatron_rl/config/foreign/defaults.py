@@ -50,9 +50,7 @@ def verl_defaults() -> tuple[Default, ...]:
     """Of all keys whose defaults differ."""
     rows = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text())
     return tuple(
-        Default(
-            key, row["verl"], row["here"], row["changes"], tuple(row.get("if", {}).items()), row.get("port", True)
-        )
+        Default(key, row["verl"], row["here"], row["changes"], tuple(row.get("if", {}).items()), row.get("port", True))
         for key, row in rows.items()
     )
 
