@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_rl.config.algorithms import bypasses
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction
@@ -25,7 +26,8 @@ class Algorithm:
     def __init__(self, config: RunConfig, clock: Clock) -> None:
         self.config, self._clock = config, clock
         self.estimator = estimator(config.algorithm)
-        policy_loss(config.actor_rollout_ref.actor)  # the actor's, loaded here too so that its errors come now
+        # The actor's, loaded here too so that its errors come now.
+        policy_loss(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
         self.logprob_diff_max = 0.0
 
@@ -63,8 +65,10 @@ class Algorithm:
         """Compare the engine's log-probs of its samples with the trainer's.
 
         Raises ParityError beyond `rollout.logprob_diff_bound`; not where top_p or top_k cut the engine's distribution,
-        because then the two are meant to differ.
+        because then the two are meant to differ. With `bypass_mode` there are no log-probs of the trainer to compare.
         """
+        if bypasses(self.config):
+            return {}
         rollout = self.config.actor_rollout_ref.rollout
         metrics = parity_metrics(experience.rollout_log_probs.values(), known(experience.old_log_probs).values())
         largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare

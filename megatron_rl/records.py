@@ -142,9 +142,14 @@ class Sequences(TensorClass):
 
 
 class TokenScores(TensorClass):
-    """One float per response token, from a model role: scores float32 [B, (R)]."""
+    """One float per response token, from a model role: scores float32 [B, (R)].
+
+    sum_pi_squared: float32 [B, (R)], of every token's distribution the sum of squared probabilities, where the
+    estimator needs it; else None.
+    """
 
     scores: torch.Tensor
+    sum_pi_squared: torch.Tensor | None = None
 
 
 class SequenceScores(TensorClass):
@@ -195,8 +200,9 @@ class Experience(TensorClass):
 
     input_ids int64 [B, (L)], response_lengths int64 [B], groups int64 [B] (equal for the samples of one prompt);
     scores, greedy_scores: float32 [B], the task reward, and that of the greedy answer to the same prompt;
-    rollout_log_probs, old_log_probs, ref_log_probs, old_values, rewards, advantages, returns, rollout_weights, kept:
-    float32 [B, (R)].
+    components: float32 [B, K], numbers of the reward function that are normalised apart;
+    rollout_log_probs, old_log_probs, sum_pi_squared, ref_log_probs, old_values, rewards, advantages, returns,
+    rollout_weights, kept: float32 [B, (R)].
     """
 
     input_ids: torch.Tensor
@@ -205,7 +211,9 @@ class Experience(TensorClass):
     groups: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     greedy_scores: torch.Tensor | None = None
+    components: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None
     old_values: torch.Tensor | None = None
     rewards: torch.Tensor | None = None

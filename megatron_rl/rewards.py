@@ -66,6 +66,11 @@ class Rewards:
         penalty = overlong_penalty(lengths, longest, overlong.len, overlong.penalty_factor)
         return dataclasses.replace(scored, scores=scored.scores + penalty)
 
+    def components(self, scored: Scored) -> torch.Tensor:
+        """float32 [B, K]: of each answer the numbers that `algorithm.gdpo_reward_keys` names. Raises RewardError."""
+        keys, failed = self.config.algorithm.gdpo_reward_keys or [], self.config.reward_model.failed_score
+        return torch.tensor([scored.numbers(key, failed) for key in keys], dtype=torch.float32).T.contiguous()
+
     def greedy_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> torch.Tensor:
         """float32 [B]: for each row of `prompts` the score of its group's answer, in the order of `one_per_group`."""
         _, group = known(prompts.uid).unique(return_inverse=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_rl.config.algorithms import bypasses, needs_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Experience
@@ -49,16 +50,22 @@ def score(run: Run, batch: Batch) -> Experience:
 
     pending = rewards.start(prompts, generations) if batch.scored is None else []
     greedy_pending = rewards.start(prompts.one_per_group(), greedy) if greedy is not None else []
-    old_log_probs = roles.actor.log_probs(sequences)
+    old_log_probs = None if bypasses(run.config) else roles.actor.log_probs(sequences)
     ref_log_probs = roles.reference.log_probs(sequences) if roles.reference is not None else None
     old_values = roles.critic.values(sequences) if roles.critic is not None else None
 
     if batch.scored is None:
         batch.scored = rewards.training_scores(prompts, generations, pending)
     experience.scores = batch.scored.scores
+    if needs_of(run.config).components:
+        experience.components = rewards.components(batch.scored)
     if greedy is not None:
         experience.greedy_scores = rewards.greedy_scores(prompts, greedy, greedy_pending)
-    experience.old_log_probs = old_log_probs.get().scores
+    if old_log_probs is None:
+        experience.old_log_probs = experience.rollout_log_probs
+    else:
+        scores = old_log_probs.get()
+        experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
     if ref_log_probs is not None:
         experience.ref_log_probs = ref_log_probs.get().scores
     if old_values is not None:

@@ -15,33 +15,53 @@ class Needs:
     """What an advantage estimator needs beside token rewards.
 
     critic: values of a trained critic. group: two samples per prompt or more. greedy: the score of one greedy answer
-    per prompt.
+    per prompt. sum_pi_squared: of every token's distribution the sum of squared probabilities, which the trainer's pass
+    for old log-probs also gives. components: the further numbers of the reward function that
+    `algorithm.gdpo_reward_keys` names.
     """
 
     critic: bool = False
     group: bool = False
     greedy: bool = False
+    sum_pi_squared: bool = False
+    components: bool = False
 
 
 ADV_ESTIMATORS: dict[str, Needs] = {
     "gae": Needs(critic=True),
     "grpo": Needs(group=True),
+    "grpo_passk": Needs(group=True),
+    "gdpo": Needs(group=True, components=True),
+    "gpg": Needs(group=True),
     "rloo": Needs(group=True),
     "opo": Needs(group=True),
+    "optimal_token_baseline": Needs(group=True, sum_pi_squared=True),
+    "tir_optimal_token_baseline": Needs(group=True, sum_pi_squared=True),
     "reinforce_plus_plus": Needs(),
     "reinforce_plus_plus_baseline": Needs(group=True),
     "remax": Needs(greedy=True),
 }
 """The built-in choices of `algorithm.adv_estimator`."""
 
-POLICY_LOSSES = ("vanilla", "gspo")
+POLICY_LOSSES = (
+    *("vanilla", "gpg", "clip_cov", "kl_cov", "gspo", "geo_mean", "cispo", "sapo", "dppo_kl", "dppo_tv", "dro"),
+    "bypass_mode",
+)
 """The built-in choices of `actor_rollout_ref.actor.policy_loss.loss_mode`."""
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MEAN_OVER_ANSWERS = ("geo_mean",)
+"""Policy losses that are defined as a mean over answers, whatever `loss_agg_mode` says of KL and entropy."""
+
+BYPASS_LOSSES = ("vanilla", "bypass_mode")
+"""Policy losses in whose place `rollout_correction.loss_type` may put another."""
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 """How the terms of tokens become one loss."""
 
-KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Estimators of a KL from one sample; kl and k1, mse and k2, low_var_kl and k3 are two names of one."""
+KL_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_TYPES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
+"""Estimators of a KL from one sample; kl and k1, mse and k2, low_var_kl and k3 are two names of one. With a + the
+value is the same and the gradient k2's."""
 
 
 def needs_of(config: RunConfig) -> Needs:
@@ -58,6 +78,11 @@ def uses_critic(config: RunConfig) -> bool:
 def uses_reference(config: RunConfig) -> bool:
     """Whether the frozen reference policy is built: where a KL to it enters the reward or the loss."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def bypasses(config: RunConfig) -> bool:
+    """Whether the rollout's log-probs are the old ones, so that the trainer makes no pass for them."""
+    return config.algorithm.rollout_correction.bypass_mode
 
 
 def uses_rule(config: RunConfig) -> bool:

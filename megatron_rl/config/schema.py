@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 
 MISSING = "???"
@@ -106,8 +107,21 @@ class UserFileConfig:
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
-    """vanilla: PPO's clipped surrogate | gspo | the name of a function in custom.path."""
+    """vanilla: PPO's clipped surrogate | gpg | clip_cov | kl_cov | gspo | geo_mean | cispo | sapo | dppo_kl | dppo_tv |
+    dro | bypass_mode: that of algorithm.rollout_correction.loss_type | the name of a function in custom.path."""
     custom: UserFileConfig = field(default_factory=UserFileConfig)
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: share of a micro-batch's tokens that lose their gradient; at least one of those it may choose from."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: tokens are chosen from those whose covariance is above,"""
+    clip_cov_ub: float = 5.0
+    """and below."""
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: share of a micro-batch's tokens, those of the largest covariance, that are penalised; at least one."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: weight of that penalty, |log-ratio|."""
+    dro_beta: float | None = None
+    """dro: weight of the squared log-ratio; it has no default."""
 
 
 @dataclass
@@ -133,10 +147,15 @@ class ActorConfig:
     clip_ratio_high: float = follows("actor_rollout_ref.actor.clip_ratio")
     """The same above 1; larger than clip_ratio_low it is DAPO's clip-higher."""
     clip_ratio_c: float = 3.0
-    """Dual clip: where the advantage is negative, the ratio counts at most this much. Not used by gspo."""
+    """Dual clip: where the advantage is negative, the ratio counts at most this much. Of dppo_kl and dppo_tv the
+    largest ratio of any token. Not used by the other losses but vanilla."""
+    tau_pos: float = 1.0
+    """sapo: temperature of the gate where the advantage is positive;"""
+    tau_neg: float = 1.05
+    """and elsewhere: the larger, the sooner a token stops counting."""
     loss_agg_mode: str = "token-mean"
-    """How the terms of tokens become the loss of a mini-batch: token-mean | seq-mean-token-sum | seq-mean-token-mean |
-    seq-mean-token-sum-norm."""
+    """How the terms of tokens become the loss of a mini-batch: token-mean | token-sum | seq-mean-token-sum |
+    seq-mean-token-mean | seq-mean-token-sum-norm."""
     loss_scale_factor: int | None = None
     """What seq-mean-token-sum-norm divides the sum over an answer by; null: data.max_response_length."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
@@ -147,7 +166,8 @@ class ActorConfig:
     kl_loss_coef: float = 0.001
     """Weight of that KL."""
     kl_loss_type: str = "low_var_kl"
-    """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3)."""
+    """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); with a + after it, such as k3+, with the
+    gradient of k2."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -365,32 +385,18 @@ class FilterGroupsConfig:
 
 
 @dataclass
-class RolloutCorrectionConfig:
-    rollout_is: str | None = None
-    """Weigh the policy loss by min(p_trainer / p_rollout, rollout_is_threshold): token | sequence; null: not."""
-    rollout_is_threshold: float = 2.0
-    """Largest such weight."""
-    rollout_is_batch_normalize: bool = False
-    """Scale the weights of a step to a mean of 1."""
-    rollout_rs: str | None = None
-    """Leave out of the policy loss what has a ratio outside of the thresholds: token | sequence | geometric (the mean
-    per token of an answer); null: nothing."""
-    rollout_rs_threshold: float | None = None
-    """Largest ratio; null: rollout_is_threshold."""
-    rollout_rs_threshold_lower: float | None = None
-    """Smallest ratio; null: 1 / the largest."""
-    rollout_token_veto_threshold: float | None = None
-    """Leave out answers with a token whose ratio is below; null: none."""
-
-
-@dataclass
 class AlgorithmConfig:
     adv_estimator: str = "gae"
-    """gae | grpo | rloo | opo | reinforce_plus_plus | reinforce_plus_plus_baseline | remax | the name of a function in
-    custom_adv_estimator.path. Only gae needs a critic."""
+    """gae | grpo | grpo_passk | gdpo | gpg | rloo | opo | optimal_token_baseline | tir_optimal_token_baseline |
+    reinforce_plus_plus | reinforce_plus_plus_baseline | remax | the name of a function in custom_adv_estimator.path.
+    Only gae needs a critic."""
     custom_adv_estimator: UserFileConfig = field(default_factory=UserFileConfig)
     norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO."""
+    """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO. Also grpo_passk's, gdpo's."""
+    gdpo_reward_keys: list[str] | None = None
+    """gdpo: which numbers of the reward function's dict are normalised apart."""
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: what each of them counts; null: 1."""
     gamma: float = 1.0
     """Discount per token, of gae and reinforce_plus_plus."""
     lam: float = 1.0
@@ -398,7 +404,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL to the reference policy from every token's reward."""
     kl_penalty: str = "kl"
-    """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3)."""
+    """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); a + after it changes no reward."""
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES
+from megatron_rl.config.correction import IS_LEVELS, LOSS_TYPES
 from megatron_rl.errors import shown
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
@@ -23,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.kl_loss_type": KL_TYPES,
     f"{ACTOR}.loss_agg_mode": LOSS_AGG_MODES,
     f"{CRITIC}.loss_agg_mode": LOSS_AGG_MODES,
+    f"{CORRECTION}.loss_type": LOSS_TYPES,
     f"{ROLLOUT}.name": ("vllm",),
     f"{ACTOR}.megatron.dtype": ("float32", "bfloat16"),
     f"{ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
@@ -31,8 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Keys whose value (or, for a list, each element) is one of a few names."""
 
 CHOICES_OR_NULL: dict[str, tuple[str, ...]] = {
-    f"{CORRECTION}.rollout_is": ("token", "sequence"),
-    f"{CORRECTION}.rollout_rs": ("token", "sequence", "geometric"),
+    f"{CORRECTION}.rollout_is": IS_LEVELS,
 }
 """Keys whose value is one of a few names, or null."""
 
@@ -128,8 +129,8 @@ RANGES_OR_NULL: dict[str, Interval] = {
     **dict.fromkeys(AT_LEAST_ONE_OR_NULL, Interval(1)),
     "trainer.stall_timeout_s": Interval(0, nearest_low=1800.0),
     f"{ROLLOUT}.gpu_memory_utilization": Interval(0, 1, nearest_low=0.5),
-    f"{CORRECTION}.rollout_rs_threshold": Interval(1, nearest_low=2.0),
     f"{CORRECTION}.rollout_rs_threshold_lower": UNIT,
+    f"{ACTOR}.policy_loss.dro_beta": Interval(0, nearest_low=0.1),
     f"{CORRECTION}.rollout_token_veto_threshold": Interval(0, 1, nearest_low=1e-4),
 }
 """Keys whose value is a number in an interval, or null."""
@@ -173,7 +174,11 @@ RANGES: dict[str, Interval] = {
     f"{ACTOR}.clip_ratio_high": Interval(0, nearest_low=0.2),
     f"{ACTOR}.clip_ratio_c": Interval(1, nearest_low=3.0),
     f"{ACTOR}.kl_loss_coef": NOT_NEGATIVE,
-    f"{CORRECTION}.rollout_is_threshold": Interval(0, nearest_low=2.0),
+    f"{ACTOR}.tau_pos": Interval(0, nearest_low=1.0),
+    f"{ACTOR}.tau_neg": Interval(0, nearest_low=1.05),
+    f"{ACTOR}.policy_loss.clip_cov_ratio": Interval(0, 1, nearest_low=0.0002),
+    f"{ACTOR}.policy_loss.kl_cov_ratio": Interval(0, 1, nearest_low=0.0002),
+    f"{ACTOR}.policy_loss.ppo_kl_coef": NOT_NEGATIVE,
     "reward_model.overlong_buffer.len": NOT_NEGATIVE,
     "reward_model.overlong_buffer.penalty_factor": NOT_NEGATIVE,
     f"{CRITIC}.cliprange_value": Interval(0, nearest_low=0.5),
@@ -196,6 +201,8 @@ RANGES: dict[str, Interval] = {
 
 FINITE: dict[str, float] = {
     f"{ACTOR}.entropy_coeff": 0.0,
+    f"{ACTOR}.policy_loss.clip_cov_lb": 1.0,
+    f"{ACTOR}.policy_loss.clip_cov_ub": 5.0,
     "reward_model.rule_weight": 1.0,
     "reward_model.weight": 1.0,
     "reward_model.failed_score": 0.0,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from megatron_rl.config.correction import RolloutCorrectionConfig
+from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.estimators import Estimator, Samples
 from megatron_rl.losses.kl import KL_ESTIMATORS
@@ -46,18 +47,26 @@ def add_rewards(experience: Experience, kl_coef: float, kl_type: str = "kl") -> 
 
 
 def add_advantages(experience: Experience, estimator: Estimator, config: AlgorithmConfig) -> None:
-    """Fill `advantages` and `returns` from `rewards`, and from `old_values` or `greedy_scores` where there are some.
+    """Fill `advantages` and `returns` from `rewards`, and from whatever else the estimator reads, where it is there.
 
     Raises ConfigError when the estimator, which may be the user's, does not return two finite numbers per token.
     """
-    lengths, values = experience.response_lengths, experience.old_values
+    lengths = experience.response_lengths
+
+    def flat(field: torch.Tensor | None) -> torch.Tensor | None:
+        return None if field is None else field.values()
+
     samples = Samples(
         rewards=known(experience.rewards).values(),
         lengths=lengths,
         groups=known(experience.groups),
         scores=known(experience.scores),
-        values=None if values is None else values.values(),
+        values=flat(experience.old_values),
         greedy_scores=experience.greedy_scores,
+        components=experience.components,
+        old_log_probs=flat(experience.old_log_probs),
+        sum_pi_squared=flat(experience.sum_pi_squared),
+        rollout_weights=flat(experience.rollout_weights),
     )
     advantages, returns = estimator(samples, config)
     for name, values in (("advantages", advantages), ("returns", returns)):
@@ -72,7 +81,12 @@ def add_advantages(experience: Experience, estimator: Estimator, config: Algorit
 
 
 def add_rollout_correction(experience: Experience, config: RolloutCorrectionConfig) -> dict[str, float]:
-    """Fill `rollout_weights` and `kept` as configured, from both log-probs of the sampled tokens; returns metrics."""
+    """Fill `rollout_weights` and `kept` as configured, from both log-probs of the sampled tokens; returns metrics.
+
+    Nothing of it with `bypass_mode`: then the policy loss does it, with the log-probs of its own.
+    """
+    if config.bypass_mode:
+        return {}
     lengths = experience.response_lengths
     weights, kept, metrics = correct_rollout(
         known(experience.old_log_probs).values(), experience.rollout_log_probs.values(), lengths, config

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.advantages import gae, rewards_to_go, whiten
-from megatron_rl.losses.group_advantages import grpo, minus_group_mean, opo, rloo
+from megatron_rl.losses.group_advantages import best_minus_second, gpg, grpo, minus_group_mean, opo, rloo
 from megatron_rl.losses.rows import spread, total_rows
+from megatron_rl.losses.token_baseline import optimal_baselines, path_energy
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class Samples:
     scores: float [B], without penalties.
     values: float [T], of the critic; None where there is none.
     greedy_scores: float [B], of the greedy answer to each answer's prompt; None but for ReMax.
+    components: float [B, K], the numbers that `algorithm.gdpo_reward_keys` names; None but for GDPO.
+    old_log_probs, sum_pi_squared: float [T], of the sampled token its log-prob, and of its distribution the sum of
+    squared probabilities; None but for the optimal token baseline. rollout_weights: float [T], the importance weights
+    of the rollout's samples; None where there are none.
     """
 
     rewards: Tensor
@@ -34,6 +39,10 @@ class Samples:
     scores: Tensor
     values: Tensor | None = None
     greedy_scores: Tensor | None = None
+    components: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    rollout_weights: Tensor | None = None
 
     @property
     def totals(self) -> Tensor:
@@ -55,7 +64,9 @@ class Samples:
 
 def _there(field: Tensor | None) -> Tensor:
     if field is None:
-        raise ValueError("this estimator needs samples with the critic's values, or with greedy_scores")
+        raise ValueError(
+            "this estimator needs samples with the critic's values, greedy_scores, components, or sum_pi_squared"
+        )
     return field
 
 
@@ -74,6 +85,42 @@ def estimate_gae(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Ten
 def estimate_grpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """`grpo` of each answer's total, on all of its tokens; `norm_adv_by_std_in_grpo=false` is Dr.GRPO's."""
     return _on_tokens(grpo(samples.totals, samples.groups, config.norm_adv_by_std_in_grpo), samples)
+
+
+def estimate_grpo_passk(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """`best_minus_second` of each answer's total, on all of its tokens."""
+    gains = best_minus_second(samples.totals, samples.groups, config.norm_adv_by_std_in_grpo)
+    return _on_tokens(gains, samples)
+
+
+def estimate_gdpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """sum over k of w_k * `grpo` of the k-th component of the reward, whitened over all tokens of the batch.
+
+    So that no component drowns the others: a group in which one of them is the same everywhere still learns from the
+    rest at full scale (GDPO: Liu et al., arXiv:2601.05242). Neither the score itself nor KL penalties enter.
+    """
+    components = _there(samples.components)
+    weights = config.gdpo_reward_weights or [1.0] * components.shape[1]
+    normalised = [
+        weight * grpo(component, samples.groups, config.norm_adv_by_std_in_grpo)
+        for weight, component in zip(weights, components.unbind(1), strict=True)
+    ]
+    advantages = whiten(spread(torch.stack(normalised).sum(0), samples.lengths))
+    return advantages, advantages
+
+
+def estimate_gpg(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """`gpg` of each answer's total, on all of its tokens."""
+    return _on_tokens(gpg(samples.totals, samples.groups), samples)
+
+
+def estimate_optimal_token_baseline(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Rewards to go minus `optimal_baselines`, one for each place in an answer and group. See `token_baseline.py`."""
+    mask, weights = samples.mask, samples.rollout_weights
+    returns = rewards_to_go(samples.padded(samples.rewards), mask, gamma=1.0)
+    energy = path_energy(_there(samples.old_log_probs), _there(samples.sum_pi_squared), weights)
+    baselines = optimal_baselines(returns, samples.padded(energy), mask, samples.groups)
+    return (returns - baselines)[mask], returns[mask]
 
 
 def estimate_rloo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:

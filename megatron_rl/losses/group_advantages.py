@@ -21,8 +21,7 @@ def grpo(scores: Tensor, groups: Tensor, norm_by_std: bool, eps: float = 1e-6) -
     centred = _centred(scores, index, sizes)
     if not norm_by_std:
         return centred
-    variances = _sums(centred.square(), index, sizes) / (sizes - 1).clamp(min=1)
-    return centred / (variances.sqrt()[index] + eps)
+    return centred / (_stds(scores, index, sizes)[index] + eps)
 
 
 def rloo(scores: Tensor, groups: Tensor) -> Tensor:
@@ -52,6 +51,29 @@ def minus_group_mean(scores: Tensor, groups: Tensor) -> Tensor:
     return grpo(scores, groups, norm_by_std=False)
 
 
+def best_minus_second(scores: Tensor, groups: Tensor, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
+    """r_max - r_second, over the group's (std + eps) if told, for the best answer of a group; 0 for all others; [B].
+
+    What one answer adds to the group's best score, Pass@k (Tang et al., arXiv:2503.19595). Two answers that share
+    the best score add nothing.
+    """
+    index, sizes = _numbered(groups)
+    nothing = torch.full((sizes.numel(),), -torch.inf, dtype=scores.dtype)
+    largest = nothing.scatter_reduce(0, index, scores, "amax")
+    is_best = scores == largest[index]
+    second = nothing.scatter_reduce(0, index, torch.where(is_best, -torch.inf, scores), "amax")
+    is_alone = is_best & (_sums(is_best.to(scores.dtype), index, sizes)[index] == 1) & (sizes[index] > 1)
+    gains = torch.where(is_alone, scores - second[index], 0.0)
+    return gains / (_stds(scores, index, sizes)[index] + eps) if norm_by_std else gains
+
+
+def gpg(scores: Tensor, groups: Tensor) -> Tensor:
+    """alpha * (r - mean of the group), alpha = B / number of scores that are not 0; [B]. GPG: Chu et al.,
+    arXiv:2504.02546: answers without any reward teach nothing, and the others make up for them.
+    """
+    return minus_group_mean(scores, groups) * len(scores) / scores.count_nonzero().clamp(min=1)
+
+
 def _numbered(groups: Tensor) -> tuple[Tensor, Tensor]:
     """(each answer's group, counted from 0, [B]; answers in each group [G])."""
     _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
@@ -66,6 +88,12 @@ def _centred(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
     """r - mean of the group; [B]."""
     means = _sums(scores, index, sizes) / sizes
     return torch.where(_all_equal(scores, index, sizes), 0.0, scores - means[index])
+
+
+def _stds(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    """Unbiased standard deviation of each group [G]; 0 of a lone answer."""
+    squares = _sums(_centred(scores, index, sizes).square(), index, sizes)
+    return (squares / (sizes - 1).clamp(min=1)).sqrt()
 
 
 def _all_equal(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,7 +42,25 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (log_ratio.expm1() - log_ratio).clamp(max=K3_LIMIT)
 
 
-KL_ESTIMATORS = {
+KlEstimator = Callable[[Tensor, Tensor], Tensor]
+"""(log_probs, ref_log_probs) -> estimate per token."""
+
+
+def straight_through(estimate: KlEstimator) -> KlEstimator:
+    """The same value with the gradient of k2: sg[estimate] + k2 - sg[k2].
+
+    Of the three only k2's gradient is an unbiased estimate of the KL's, (log p - log p_ref) grad log p (Tang and Munos,
+    "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477).
+    """
+
+    def estimated(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        carrier = kl_k2(log_probs, ref_log_probs)
+        return estimate(log_probs, ref_log_probs).detach() + (carrier - carrier.detach())
+
+    return estimated
+
+
+PLAIN_ESTIMATORS: dict[str, KlEstimator] = {
     "kl": kl_k1,
     "k1": kl_k1,
     "abs": kl_abs,
@@ -50,7 +69,11 @@ KL_ESTIMATORS = {
     "low_var_kl": kl_k3,
     "k3": kl_k3,
 }
-"""verl's names -> (log_probs, ref_log_probs) -> estimate per token; `config.algorithms.KL_TYPES` has the same names."""
+
+KL_ESTIMATORS: dict[str, KlEstimator] = PLAIN_ESTIMATORS | {
+    f"{name}+": straight_through(estimate) for name, estimate in PLAIN_ESTIMATORS.items()
+}
+"""verl's names -> estimators; `config.algorithms.KL_TYPES` has the same names."""
 
 
 @dataclass

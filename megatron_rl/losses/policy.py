@@ -1,18 +1,19 @@
-"""Policy objectives, per token. See `registry.py` for how to add one.
+"""Policy objectives, per token: PPO's and GSPO's, and what every one reads and returns. Others are in `ratios.py` and
+`covariance.py`; see `registry.py` for how to add one.
 
-Legend: N response tokens of b answers, laid end to end.
+Legend: N response tokens of b answers, laid end to end. sg[x]: x without its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import ActorConfig
-from megatron_rl.losses.rows import mean_rows, spread
+from megatron_rl.losses.rows import mean_counted, spread
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -21,13 +22,31 @@ LOG_RATIO_LIMIT = 20.0
 class PolicyTokens:
     """What a policy loss reads: log-probs of the tokens now and when they were sampled, their advantages, float32 [N].
 
-    lengths: int64 [b], tokens of each answer; may hold zeros.
+    lengths: int64 [b], tokens of each answer; may hold zeros. kept: 1 where a token counts in the loss, else 0; None:
+    all do. rollout_weights: what the loss is multiplied with where the rollout's samples are weighed; None: nothing.
     """
 
     log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
     lengths: Tensor
+    kept: Tensor | None = None
+    rollout_weights: Tensor | None = None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log(p / p_old), limited to +-LOG_RATIO_LIMIT, beyond which exponentials overflow."""
+        return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    @property
+    def k1(self) -> Tensor:
+        """log(p_old / p) without its gradient, as `actor/ppo_kl` averages it."""
+        return (self.old_log_probs - self.log_probs).detach()
+
+    @property
+    def counts(self) -> Tensor:
+        """`kept`, of ones where it is None."""
+        return torch.ones_like(self.advantages) if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
@@ -35,13 +54,16 @@ class PolicyTerms:
     """Per-token terms, all float32 [N].
 
     loss: to be minimised. clipped: 1 where the clip decided. clipped_lower: 1 where the dual clip did.
-    kl: old minus new log-prob (k1).
+    kl: old minus new log-prob (k1). is_weighted: the loss has `rollout_weights` in it already.
+    metrics: further numbers to report by name, each as its mean over the tokens that count; the same names every time.
     """
 
     loss: Tensor
     clipped: Tensor
     clipped_lower: Tensor
     kl: Tensor
+    is_weighted: bool = False
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 PolicyLoss = Callable[[PolicyTokens, ActorConfig], PolicyTerms]
@@ -81,13 +103,16 @@ def gspo(
     lengths: Tensor,
     clip_low: float,
     clip_high: float,
+    kept: Tensor | None = None,
 ) -> PolicyTerms:
     """The clipped surrogate with the ratio of whole answers: s = exp(mean of the answer's log-ratios).
 
     Zheng et al., arXiv:2507.18071, eq. 5 and 7, in the token form of eq. 14, s_t = sg[s] p / sg[p], which has the same
-    value and gradient where all tokens of an answer share an advantage. Arguments [N], `lengths` int64 [b].
+    value and gradient where all tokens of an answer share an advantage. The mean is over tokens that are `kept`, as an
+    answer's weight in the loss is. Arguments [N], `lengths` int64 [b].
     """
-    whole = spread(mean_rows((log_probs - old_log_probs).detach(), lengths), lengths)
+    counts = torch.ones_like(log_probs) if kept is None else kept
+    whole = spread(mean_counted((log_probs - old_log_probs).detach(), counts, lengths), lengths)
     log_ratio = (whole + log_probs - log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     loss, clipped = _clipped(log_ratio.exp(), advantages, clip_low, clip_high)
     return PolicyTerms(loss, clipped, torch.zeros_like(clipped), (old_log_probs - log_probs).detach())
@@ -120,4 +145,5 @@ def gspo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
         tokens.lengths,
         config.clip_ratio_low,
         config.clip_ratio_high,
+        tokens.kept,
     )

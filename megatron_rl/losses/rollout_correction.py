@@ -3,39 +3,81 @@
 With rho_t = p_trainer / p_rollout of a sampled token, weights of the loss bring its expectation back to the trainer's
 policy, and tokens or answers that are too unlikely under one of the two are left out. Yao et al., "Your Efficient RL
 Framework Secretly Brings You Off-Policy RL Training" (2025) for token-level truncation; Liu et al., "When Speed Kills
-Stability" (2025) for whole answers and masks. Names of the keys are verl's.
+Stability" (2025) for whole answers and masks; IcePop's weights: Ling Team, "Every Step Evolves", arXiv:2510.18855.
+Names of the keys are verl's.
 
 Legend: B answers, T response tokens of all answers, laid end to end; `lengths` int64 [B].
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import RolloutCorrectionConfig
-from megatron_rl.losses.rows import mean_rows, spread, sum_rows
+from megatron_rl.config.correction import Criterion, RolloutCorrectionConfig, criteria, importance_bounds
+from megatron_rl.losses.correction_metrics import criterion_metrics, mask_metrics, mismatch_metrics, weight_metrics
+from megatron_rl.losses.rows import max_rows, mean_rows, spread, sum_rows
 
 LOG_RATIO_LIMIT = 20.0
+SMALLEST_PROBABILITY = 1e-6
+
+OLD_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Criteria of older verl versions, which bound rho, and those of the newest, which bound 1 / rho."""
+
+OVER_ANSWERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "seq_sum": sum_rows,
+    "seq_mean": mean_rows,
+    "seq_max": max_rows,
+}
 
 
-def importance_weights(log_ratio: Tensor, lengths: Tensor, level: str, threshold: float) -> Tensor:
-    """min(rho, threshold) for each token [T], from log rho [T].
+def importance_weights(
+    log_ratio: Tensor, lengths: Tensor, level: str, high: float, low: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(weight of each token, rho before any bound), both [T], from log rho [T].
 
     level: "token", the token's own rho; "sequence", the product over the answer, for all of its tokens. The exponent is
-    limited to +-LOG_RATIO_LIMIT. Raises ValueError for another level.
+    limited to +-LOG_RATIO_LIMIT. The weight is min(rho, high); or, with `low`, rho where low <= rho <= high, and 0
+    elsewhere (IcePop). Raises ValueError for another level.
     """
-    return _log_at(log_ratio, lengths, level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=threshold)
+    if level not in ("token", "sequence"):
+        raise ValueError(f"{level} is no level of a ratio")
+    at_level = log_ratio if level == "token" else spread(sum_rows(log_ratio, lengths), lengths)
+    ratio = at_level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if low is None:
+        return ratio.clamp(max=high), ratio
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), ratio
 
 
-def accepted(log_ratio: Tensor, lengths: Tensor, level: str, low: float, high: float) -> Tensor:
-    """1.0 for each token [T] whose rho, from log rho [T], is between `low` and `high` (both included), else 0.0.
+def measure(trainer_log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tensor, name: str) -> Tensor:
+    """What the criterion `name` bounds, for each token [T]; of an answer the same on all of its tokens.
 
-    level: "token"; "sequence", the product over the answer; "geometric", its mean per token. Raises ValueError for
-    another level.
+    With l = log rho, limited to +-LOG_RATIO_LIMIT: k1 -l, k2 l^2 / 2, k3 e^l - 1 - l (Schulman, "Approximating KL
+    divergence"), of the token, or their sum, mean or maximum over the answer; binary_kl the larger of both KLs of the
+    token against all others. Log-probs [T].
     """
-    ratio = _log_at(log_ratio, lengths, level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return ((ratio >= low) & (ratio <= high)).float()
+    if name == "binary_kl":
+        return _binary_kl(trainer_log_probs, rollout_log_probs)
+    scope, _, kind = OLD_NAMES.get(name, name).rpartition("_")
+    log_ratio = (trainer_log_probs - rollout_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    per_token = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.expm1() - log_ratio}[kind]
+    return per_token if scope == "token" else spread(OVER_ANSWERS[scope](per_token, lengths), lengths)
+
+
+def log_bounds(criterion: Criterion) -> tuple[float | None, float]:
+    """(low or None, high) of what `measure` gives: of k1, which is a logarithm, the thresholds' own."""
+    if criterion.low is None:
+        return None, criterion.high
+    low, high = (float(torch.tensor(bound, dtype=torch.float64).log()) for bound in (criterion.low, criterion.high))
+    return (-high, -low) if criterion.name in OLD_NAMES else (low, high)
+
+
+def accepted(measured: Tensor, low: float | None, high: float) -> Tensor:
+    """1.0 where `measured` [T] is between the bounds, both included, else 0.0."""
+    kept = measured <= high
+    return (kept if low is None else kept & (measured >= low)).float()
 
 
 def not_vetoed(log_ratio: Tensor, lengths: Tensor, threshold: float) -> Tensor:
@@ -49,50 +91,80 @@ def correct_rollout(
 ) -> tuple[Tensor | None, Tensor | None, dict[str, float]]:
     """(weights [T] or None, 1.0 where a token is kept [T] or None, metrics) as `config` says; log-probs [T].
 
-    None where nothing of that kind is configured. Weights are normalised, where that is, over the tokens kept.
+    None where nothing of that kind is configured. Weights and their metrics are those of all samples, also of such as
+    are left out, and the metrics are taken before weights are normalised. Without a token there are no metrics.
     """
-    log_ratio = trainer_log_probs - rollout_log_probs
-    metrics, weights, kept = {}, None, None
-    if config.rollout_rs is not None:
-        high = config.rollout_rs_threshold or config.rollout_is_threshold
-        low = 1 / high if config.rollout_rs_threshold_lower is None else config.rollout_rs_threshold_lower
-        kept = accepted(log_ratio, lengths, config.rollout_rs, low, high)
+    some = trainer_log_probs.numel() > 0
+    metrics = mismatch_metrics(trainer_log_probs, rollout_log_probs, lengths) if some else {}
+    weights, kept = None, None
+    for criterion in criteria(config):
+        measured = measure(trainer_log_probs, rollout_log_probs, lengths, criterion.name)
+        low, high = log_bounds(criterion)
+        accepts = accepted(measured, low, high)
+        if some:
+            metrics |= criterion_metrics(criterion.name, measured, accepts, lengths, low, high)
+        kept = accepts if kept is None else kept * accepts
     if config.rollout_token_veto_threshold is not None:
+        log_ratio = trainer_log_probs - rollout_log_probs
         spared = not_vetoed(log_ratio, lengths, config.rollout_token_veto_threshold)
-        if (lengths > 0).any():
+        if some:
             vetoed = 1 - float(mean_rows(spared, lengths)[lengths > 0].mean())
             metrics["rollout_corr/rollout_is_veto_fraction"] = vetoed
         kept = spared if kept is None else kept * spared
-    if kept is not None and kept.numel():
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1 - float(kept.mean())
+    if kept is not None and some:
+        metrics |= mask_metrics(kept, lengths)
     if config.rollout_is is not None:
-        weights = importance_weights(log_ratio, lengths, config.rollout_is, config.rollout_is_threshold)
-        counts = torch.ones_like(weights) if kept is None else kept
-        if config.rollout_is_batch_normalize:
-            weights = weights / ((weights * counts).sum() / counts.sum().clamp(min=1)).clamp(min=1e-8)
-        metrics |= weight_metrics(weights[counts > 0])
+        low, high = importance_bounds(config)
+        weights, ratio = importance_weights(
+            trainer_log_probs - rollout_log_probs, lengths, config.rollout_is, high, low
+        )
+        if some:
+            metrics |= weight_metrics(weights, ratio, lengths, config.rollout_is, low, high)
+        if config.rollout_is_batch_normalize and some:
+            mean = _mean_weight(weights, lengths, config.rollout_is)
+            metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean
+            weights = weights / mean
     return weights, kept, metrics
 
 
-def weight_metrics(weights: Tensor) -> dict[str, float]:
-    """Statistics of the weights [N] that count; `eff_sample_size` is (sum w)^2 / (N sum w^2), 1 when all are equal."""
-    if not weights.numel():
-        return {}
-    return {
-        "rollout_corr/rollout_is_mean": float(weights.mean()),
-        "rollout_corr/rollout_is_std": float(weights.std(correction=0)),
-        "rollout_corr/rollout_is_max": float(weights.max()),
-        "rollout_corr/rollout_is_min": float(weights.min()),
-        "rollout_corr/rollout_is_eff_sample_size": float(weights.mean().square() / weights.square().mean()),
-    }
+def current_correction(
+    log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The same for a micro-batch of `bypass_mode`, with the log-probs of the policy as it is: (weights, kept, metrics).
+
+    All [T]; weights and kept are 1 where nothing is configured. The metrics are terms [T] of means over tokens.
+    """
+    log_probs = log_probs.detach()
+    log_ratio = (log_probs - rollout_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    metrics = {"kl": -log_ratio, "k3_kl": log_ratio.expm1() - log_ratio, "chi2_token": (2 * log_ratio).exp() - 1}
+    weights = kept = torch.ones_like(log_ratio)
+    for criterion in criteria(config):
+        measured = measure(log_probs, rollout_log_probs, lengths, criterion.name)
+        accepts = accepted(measured, *log_bounds(criterion))
+        metrics[f"rollout_rs_{criterion.name}_masked_fraction"] = 1 - accepts
+        kept = kept * accepts
+    if config.rollout_token_veto_threshold is not None:
+        kept = kept * not_vetoed(log_ratio, lengths, config.rollout_token_veto_threshold)
+    if config.rollout_rs is not None or config.rollout_token_veto_threshold is not None:
+        metrics["rollout_rs_masked_fraction"] = 1 - kept
+    if config.rollout_is is not None:
+        low, high = importance_bounds(config)
+        weights, _ = importance_weights(log_ratio, lengths, config.rollout_is, high, low)
+        metrics["rollout_is_mean"] = weights
+    return weights, kept, {f"rollout_corr/{name}": terms for name, terms in metrics.items()}
 
 
-def _log_at(log_ratio: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """log rho [T] of the token, or of its answer."""
-    if level == "token":
-        return log_ratio
-    if level == "sequence":
-        return spread(sum_rows(log_ratio, lengths), lengths)
-    if level == "geometric":
-        return spread(mean_rows(log_ratio, lengths), lengths)
-    raise ValueError(f"{level} is no level of a ratio")
+def _mean_weight(weights: Tensor, lengths: Tensor, level: str) -> float:
+    """Of the tokens, or of the answers that have one, where answers have a weight each; 1 where that is 0."""
+    mean = weights.mean() if level == "token" else mean_rows(weights, lengths)[lengths > 0].mean()
+    return float(mean) if mean > 1e-8 else 1.0
+
+
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """max(KL(p | q), KL(q | p)) of the token against all others, with probabilities kept away from 0 and 1."""
+    p, q = (x.float().exp().clamp(SMALLEST_PROBABILITY, 1 - SMALLEST_PROBABILITY) for x in (log_p, log_q))
+
+    def divergence(a: Tensor, b: Tensor) -> Tensor:
+        return a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
+
+    return torch.maximum(divergence(p, q), divergence(q, p))

@@ -26,6 +26,20 @@ def mean_rows(values: Tensor, lengths: Tensor) -> Tensor:
     return sum_rows(values, lengths) / lengths.clamp(min=1)
 
 
+def max_rows(values: Tensor, lengths: Tensor) -> Tensor:
+    """values [T] -> the largest of each row [B]; 0 for an empty row."""
+    largest = values.new_zeros(lengths.numel())
+    return largest.scatter_reduce(0, row_of_token(lengths), values, "amax", include_self=False)
+
+
+def mean_counted(values: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
+    """values [T] -> their mean in each row [B] over the tokens where `counts` [T] is 1; 0 where there is none.
+
+    Differentiable.
+    """
+    return sum_rows(values * counts, lengths) / sum_rows(counts, lengths).clamp(min=1)
+
+
 def spread(values: Tensor, lengths: Tensor) -> Tensor:
     """values [B] -> [T]: the value of its row for each token."""
     return values.repeat_interleave(lengths)

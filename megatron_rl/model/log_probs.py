@@ -33,19 +33,7 @@ class HeadLogProb(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """See `head_log_probs`."""
         rows = LocalRows(weight, vocab_size, temperature, tp_group.rank())
-        largest, sums = hidden.new_empty(len(hidden), dtype=torch.float32), hidden.new_empty(3, len(hidden)).float()
-        for chunk in chunks(len(hidden), hidden.shape[1], len(weight)):
-            logits = rows.logits(hidden[chunk])
-            # A shard of padding alone has no largest logit; any finite number gives it the sum 0.
-            largest[chunk] = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min / 4)
-            target_logit = rows.take(logits, targets[chunk])
-            shifted = logits.sub_(largest[chunk, None])
-            exp = shifted.exp()
-            sums[0, chunk] = exp.sum(-1)
-            # exp is 0 where the logit is -inf, and 0 * -inf is NaN.
-            sums[1, chunk] = exp.mul_(shifted.clamp_(min=-1e30)).sum(-1)
-            sums[2, chunk] = target_logit
-        log_z, log_prob, entropy = combine(largest, sums, tp_group)
+        log_z, log_prob, entropy, _ = combine(*local_sums(hidden, rows, targets), tp_group)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.rows = (vocab_size, temperature, tp_group.rank())
         return log_prob, entropy
@@ -69,6 +57,26 @@ class HeadLogProb(torch.autograd.Function):
             torch.mm(grad, weight, out=grad_hidden[chunk])
             grad_weight.addmm_(grad.t(), hidden[chunk])
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def local_sums(hidden: Tensor, rows: LocalRows, targets: Tensor, squares: bool = False) -> tuple[Tensor, Tensor]:
+    """What `combine` needs of this rank's rows, from hidden [N, H] and targets [N], a chunk of tokens at a time."""
+    largest = hidden.new_empty(len(hidden), dtype=torch.float32)
+    sums = hidden.new_empty(4 if squares else 3, len(hidden), dtype=torch.float32)
+    for chunk in chunks(len(hidden), hidden.shape[1], len(rows.weight)):
+        logits = rows.logits(hidden[chunk])
+        # A shard of padding alone has no largest logit; any finite number gives it the sum 0.
+        largest[chunk] = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min / 4)
+        target_logit = rows.take(logits, targets[chunk])
+        shifted = logits.sub_(largest[chunk, None])
+        exp = shifted.exp()
+        sums[0, chunk] = exp.sum(-1)
+        if squares:
+            sums[3, chunk] = exp.square().sum(-1)
+        # exp is 0 where the logit is -inf, and 0 * -inf is NaN.
+        sums[1, chunk] = exp.mul_(shifted.clamp_(min=-1e30)).sum(-1)
+        sums[2, chunk] = target_logit
+    return largest, sums
 
 
 class LocalRows:
@@ -110,21 +118,24 @@ def chunks(num_tokens: int, hidden_size: int, num_rows: int) -> Iterator[slice]:
         yield slice(start, min(start + size, num_tokens))
 
 
-def combine(largest: Tensor, sums: Tensor, tp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """(log Z, log-prob of the target, entropy), each [N], from what every rank found in its rows.
+def combine(largest: Tensor, sums: Tensor, tp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(log Z, log-prob of the target, entropy, sum of p^2 or None), each [N], from what every rank found in its rows.
 
-    largest m [N]; sums [3, N]: of exp(z - m), of exp(z - m) (z - m), and the target's logit or 0.
+    largest m [N]; sums [3 or 4, N]: of exp(z - m), of exp(z - m) (z - m), the target's logit or 0, and, where sums of
+    p^2 are wanted, of exp(z - m)^2.
     """
     top = largest.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=tp_group)
     below = largest - top
     scale = below.exp()
-    exp, exp_times_logit, target_logit = sums
-    total = torch.stack([scale * exp, scale * (exp_times_logit + below.clamp(min=-1e30) * exp), target_logit])
+    exp, exp_times_logit, target_logit, *squares = sums
+    mine = [scale * exp, scale * (exp_times_logit + below.clamp(min=-1e30) * exp), target_logit]
+    total = torch.stack([*mine, *(scale.square() * square for square in squares)])
     dist.all_reduce(total, group=tp_group)
     log_sum = total[0].log()
     log_prob = (total[2] - top - log_sum).clamp(max=0.0)
-    return top + log_sum, log_prob, log_sum - total[1] / total[0]
+    sum_pi_squared = total[3] / total[0].square() if squares else None
+    return top + log_sum, log_prob, log_sum - total[1] / total[0], sum_pi_squared
 
 
 def head_log_probs(
@@ -138,3 +149,18 @@ def head_log_probs(
     """
     found: tuple[Tensor, Tensor] = HeadLogProb.apply(hidden, weight, targets, vocab_size, temperature, tp_group)
     return found
+
+
+@torch.no_grad()
+def head_log_probs_and_squares(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target, and the sum over the vocabulary of p^2, both float32 [N]; without gradients.
+
+    Arguments as of `head_log_probs`. All ranks of `tp_group` must call.
+    """
+    rows = LocalRows(weight, vocab_size, temperature, tp_group.rank())
+    _, log_prob, _, sum_pi_squared = combine(*local_sums(hidden, rows, targets, squares=True), tp_group)
+    if sum_pi_squared is None:
+        raise RuntimeError("sums of squares were asked for and not computed")
+    return log_prob, sum_pi_squared

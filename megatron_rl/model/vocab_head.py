@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_rl.model.log_probs import head_log_probs
+from megatron_rl.model.log_probs import head_log_probs, head_log_probs_and_squares
 
 
 def pass_hidden_states(output_layer: ColumnParallelLinear, tp_group: dist.ProcessGroup) -> None:
@@ -55,6 +55,14 @@ class VocabHead:
         """
         hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         return head_log_probs(hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group)
+
+    def log_probs_and_squares(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [N, H], targets int64 [N] -> (log-prob [N], sum of p^2 over the vocabulary [N]), float32, without
+        gradients. All TP ranks must call.
+        """
+        return head_log_probs_and_squares(
+            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group
+        )
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

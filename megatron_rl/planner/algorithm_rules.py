@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,9 @@ from megatron_rl.config.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, Needs, 
 from megatron_rl.config.problems import nearest_name, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import functions_in
-from megatron_rl.config.value_tables import ACTOR, CORRECTION, ROLLOUT
+from megatron_rl.config.value_tables import ACTOR, ROLLOUT
 from megatron_rl.errors import ConfigError, Violation, shown
+from megatron_rl.planner.correction_rules import correction_problems
 
 SAMPLES = f"{ROLLOUT}.n"
 
@@ -32,7 +34,9 @@ def algorithm_problems(config: RunConfig) -> Iterable[Violation]:
         f"{loss_key}.loss_mode", loss.loss_mode, POLICY_LOSSES, f"{loss_key}.custom.path", loss.custom.path
     )
     yield from _estimator_problems(config)
+    yield from _component_problems(config)
     yield from _loss_problems(config)
+    yield from correction_problems(config)
     yield from _overlong_problems(config)
     yield from _sampling_problems(config)
 
@@ -41,6 +45,9 @@ def _needed(config: RunConfig, nearest: Mapping[str, Any]) -> dict[str, Any]:
     """What the estimator that is offered needs and the configuration has not."""
     needs = ADV_ESTIMATORS.get(nearest.get("algorithm.adv_estimator", ""), Needs())
     found: dict[str, Any] = {SAMPLES: 2} if needs.group and config.actor_rollout_ref.rollout.n == 1 else {}
+    if needs.components:
+        found |= {"algorithm.gdpo_reward_keys": config.algorithm.gdpo_reward_keys or ["score"]}
+        found |= {"algorithm.use_kl_in_reward": False} if config.algorithm.use_kl_in_reward else {}
     return found | ({"critic.enable": None} if needs.critic and config.critic.enable is False else {})
 
 
@@ -80,24 +87,36 @@ def _estimator_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _loss_problems(config: RunConfig) -> Iterable[Violation]:
-    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    if actor.policy_loss.loss_mode == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
-        key = f"{ACTOR}.loss_agg_mode"
-        rule = "must be seq-mean-token-mean: the objective of loss_mode=gspo is a mean over answers"
-        yield Violation({key: actor.loss_agg_mode}, rule, {key: "seq-mean-token-mean"})
-    high, low = correction.rollout_rs_threshold, correction.rollout_rs_threshold_lower
-    if correction.rollout_rs is None or (high is not None and high <= 1):
-        return  # the latter breaks its own rule
-    high_key = f"{CORRECTION}.rollout_rs_threshold"
-    named = {high_key: high}
-    if high is None:
-        high = correction.rollout_is_threshold
-        named |= {f"{CORRECTION}.rollout_is_threshold": high}
-    if low is None and high <= 1:
-        yield Violation(named, "must be > 1, as rollout_rs_threshold_lower is 1 / it", {high_key: 2.0})
-    elif low is not None and low > high:
-        nearest = {high_key: low if low > 1 else 2.0}
-        yield Violation(named, f"must be >= rollout_rs_threshold_lower={shown(low)}", nearest)
+    loss, key = config.actor_rollout_ref.actor.policy_loss, f"{ACTOR}.policy_loss"
+    if loss.loss_mode == "dro" and loss.dro_beta is None:
+        rule = "must be set with loss_mode=dro: the weight of its penalty has no default"
+        yield Violation({f"{key}.dro_beta": None}, rule, {f"{key}.dro_beta": 0.1})
+    if loss.loss_mode == "clip_cov" and not loss.clip_cov_lb < loss.clip_cov_ub:
+        rule = f"must be below clip_cov_ub={shown(loss.clip_cov_ub)}, or no token could be chosen"
+        yield Violation({f"{key}.clip_cov_lb": loss.clip_cov_lb}, rule, {f"{key}.clip_cov_lb": loss.clip_cov_ub - 1})
+
+
+def _component_problems(config: RunConfig) -> Iterable[Violation]:
+    """What GDPO, which rewards components of the score, needs and ignores."""
+    algorithm = config.algorithm
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    keys_key, weights_key = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+    if not needs_of(config).components:
+        return
+    name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    if not keys:
+        rule = f"must name at least one number that the reward function returns beside its score, as {name}"
+        yield Violation({keys_key: keys}, rule, {keys_key: ["score"]})
+    elif weights is not None and (len(weights) != len(keys) or not all(map(math.isfinite, weights))):
+        rule = f"must be a finite number for each of {keys_key}, of which there are {len(keys)}"
+        yield Violation({weights_key: weights}, rule, {weights_key: None})
+    if algorithm.use_kl_in_reward:
+        key = "algorithm.use_kl_in_reward"
+        rule = f"must be false: {name} reads the components of the score, in which no KL enters"
+        yield Violation({key: True}, rule, {key: False}, f"{ACTOR}.use_kl_loss=true makes it a term of the loss")
+    if config.reward_model.overlong_buffer.enable:
+        key = "reward_model.overlong_buffer.enable"
+        yield Violation({key: True}, f"must be false: {name} reads components, not the score", {key: False})
 
 
 def _overlong_problems(config: RunConfig) -> Iterable[Violation]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.errors import RewardError
 from megatron_rl.records import Generations, Prompts
 from megatron_rl.reward.here import RewardHere
-from megatron_rl.reward.outcome import FAILURES, Outcome, Sample, describe
+from megatron_rl.reward.outcome import FAILURES, Outcome, Sample, describe, name_apart
 from megatron_rl.reward.processes import RewardProcesses
 
 
@@ -60,6 +60,26 @@ class Scored:
         accuracies = [0.0 if outcome.failure else outcome.score if acc is None else acc for acc, outcome in rows]
         known = {} if None in accuracies else {"acc": accuracies}
         return {**known, "reward": self.scores.tolist(), **extras}
+
+    def numbers(self, key: str, failed: float) -> list[float]:
+        """What the reward function said under `key` of each answer, or reward models did; `failed` where the rule did.
+
+        Raises RewardError, naming the first answer that lacks it.
+        """
+        found = []
+        for outcome, sample in zip(self.outcomes, self.samples, strict=True):
+            said = {"score": outcome.score, **outcome.extras}
+            value = said.get(name_apart(key) if name_apart(key) in said else key)
+            if type(value) is not float:
+                if not outcome.failure:
+                    names = ", ".join(sorted(name for name, other in said.items() if type(other) is float))
+                    raise RewardError(
+                        f"algorithm.gdpo_reward_keys names {key}, of which the reward function must return a number "
+                        f"in its dict; it told only {names or 'none'} of {describe(sample)}"
+                    )
+                value = failed
+            found.append(value)
+        return found
 
     def predictions(self) -> list[str | None]:
         """The answer as the function understood it, its "pred", per row; None where it told none."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_rl.config.algorithms import MEAN_OVER_ANSWERS, needs_of
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.kl import KL_ESTIMATORS
-from megatron_rl.losses.policy import PolicyTokens
+from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
 from megatron_rl.losses.registry import policy_loss
+from megatron_rl.losses.rollout_correction import current_correction
 from megatron_rl.records import ActorBatch, Sequences, TokenScores
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
@@ -32,7 +35,10 @@ class Actor(TrainedRole):
 
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.language_model())
-        self.policy_loss = policy_loss(self.config)
+        self.correction = rank.config.algorithm.rollout_correction
+        self.policy_loss = policy_loss(self.config, self.correction)
+        self.scores_squares = needs_of(rank.config).sum_pi_squared
+        self._further_metrics: tuple[str, ...] = ()  # of the losses that were computed last
         self.score_cut = rank.micro_batching(spec.score)
         temperature = rank.config.actor_rollout_ref.rollout.temperature
         vocab_size = source.hf_config.vocab_size
@@ -43,8 +49,12 @@ class Actor(TrainedRole):
 
     @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, sequences: Sequences) -> TokenScores | None:
-        """Log-prob of each response token, as the trainer computes it; None before the last stage."""
-        return self.scorer.score(sequences, self.score_cut)
+        """Log-prob of each response token, as the trainer computes it; None before the last stage.
+
+        With `sum_pi_squared` where the estimator needs it.
+        """
+        score = self.scorer.score_with_squares if self.scores_squares else self.scorer.score
+        return score(sequences, self.score_cut)
 
     @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: ActorBatch) -> dict[str, float]:
@@ -98,8 +108,9 @@ class Actor(TrainedRole):
         )
         if means is None:
             return {}
-        names = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
-        metrics = {f"actor/{name}": mean for name, mean in zip(names, means.tolist(), strict=True)}
+        own = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
+        names = (*(f"actor/{name}" for name in own), *self._further_metrics)
+        metrics = dict(zip(names, means.tolist(), strict=True))
         if self.config.use_kl_loss:
             return metrics | {"actor/kl_coef": self.config.kl_loss_coef}
         del metrics["actor/kl_loss"]
@@ -108,21 +119,40 @@ class Actor(TrainedRole):
     def _loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals) -> tuple[Tensor, Tensor]:
         config, fields, lengths = self.config, block.fields, block.response_lengths
         log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
-        tokens = PolicyTokens(log_probs, fields["old_log_probs"], fields["advantages"], lengths)
+        terms, losses, kept = self._policy_terms(log_probs, block)
+        kl = torch.zeros_like(losses)
+        if config.use_kl_loss:
+            kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
+
+        weights = token_weights(kept, lengths, totals, config.loss_agg_mode, self.loss_scale)
+        weighted = losses * weights
+        if config.policy_loss.loss_mode in MEAN_OVER_ANSWERS:
+            weighted = losses * token_weights(kept, lengths, totals, "seq-mean-token-mean", self.loss_scale)
+        total = (weighted + (config.kl_loss_coef * kl - config.entropy_coeff * entropy) * weights).sum()
+        per_token = token_weights(block.kept, lengths, totals, "token-mean", self.loss_scale)
+        self._further_metrics = tuple(terms.metrics)
+        measured = torch.stack([terms.clipped, terms.clipped_lower, terms.kl, entropy, *terms.metrics.values()])
+        sums = [weighted.sum()[None], (kl * weights).sum()[None], (measured * per_token).sum(1)]
+        return total, torch.cat(sums).detach()
+
+    def _policy_terms(self, log_probs: Tensor, block: MicroBatch) -> tuple[PolicyTerms, Tensor, Tensor]:
+        """(the policy loss's terms, its losses with the rollout's weights [N], 1 where a token counts [N])."""
+        config, correction, fields, lengths = self.config, self.correction, block.fields, block.response_lengths
+        kept, rollout_weights = block.kept, fields.get("rollout_weights")
+        metrics: dict[str, Tensor] = {}
+        if correction.bypass_mode:
+            weights, accepted, metrics = current_correction(log_probs, fields["old_log_probs"], lengths, correction)
+            # The ratio of any other loss is that to the rollout, which corrects for it already.
+            rollout_weights = weights if correction.loss_type == "reinforce" else None
+            kept = kept * accepted
+        tokens = PolicyTokens(log_probs, fields["old_log_probs"], fields["advantages"], lengths, kept, rollout_weights)
         terms = self.policy_loss(tokens, config)
         if terms.loss.shape != log_probs.shape:
             raise ConfigError(
                 f"{config.policy_loss.loss_mode} must return one loss per token, {list(log_probs.shape)}; it returned "
                 f"{list(terms.loss.shape)}"
             )
-        losses = terms.loss * fields["rollout_weights"] if "rollout_weights" in fields else terms.loss
-        kl = torch.zeros_like(losses)
-        if config.use_kl_loss:
-            kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
-
-        weights = token_weights(block.kept, lengths, totals, config.loss_agg_mode, self.loss_scale)
-        total = ((losses + config.kl_loss_coef * kl - config.entropy_coeff * entropy) * weights).sum()
-        per_token = token_weights(block.kept, lengths, totals, "token-mean", self.loss_scale)
-        measured = torch.stack([terms.clipped, terms.clipped_lower, terms.kl, entropy])
-        sums = [(losses * weights).sum()[None], (kl * weights).sum()[None], (measured * per_token).sum(1)]
-        return total, torch.cat(sums).detach()
+        losses = terms.loss
+        if rollout_weights is not None and not terms.is_weighted:
+            losses = losses * rollout_weights
+        return replace(terms, metrics={**terms.metrics, **metrics}), losses, kept

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.model.vocab_head import VocabHead
-from megatron_rl.records import Sequences, TokenScores
+from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths
 from megatron_rl.roles.pipeline import Pipeline
 
 
@@ -28,6 +29,19 @@ class TokenScorer:
     def score(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
         """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
         return self.pipeline.score(sequences, cut, lambda hidden, block: self.log_probs_and_entropy(hidden, block)[0])
+
+    def score_with_squares(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
+        """The same with `sum_pi_squared` of every response token."""
+
+        def per_token(hidden: Tensor, block: MicroBatch) -> Tensor:
+            tokens = hidden[:, :-1][block.predicts_response]
+            return torch.stack(self.head.log_probs_and_squares(tokens, block.targets), -1)
+
+        found = self.pipeline.forward(self.pipeline.micro_batches(sequences, cut), per_token)
+        if found is None:
+            return None
+        scores, squares = (ragged_from_lengths(column.contiguous(), sequences.response_lengths) for column in found.T)
+        return TokenScores(scores, squares, batch_size=sequences.batch_size)
 
     def logits(self, sequences: Sequences, cut: MicroBatching) -> Tensor | None:
         """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""

@@ -14,7 +14,9 @@ REWARDS = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-2, 2, width=32))
 class Batch:
     """rewards, values: one list per answer, which may be empty; groups, greedy, scores: one number per answer.
 
-    scores: what an answer without a token is worth; those of the others have no meaning here.
+    scores: what an answer without a token is worth; those of the others have no meaning here. components: two numbers
+    per answer. probs, squares, weights: per token its probability, the sum of squares of its distribution's, and an
+    importance weight.
     """
 
     rewards: list[list[float]]
@@ -22,6 +24,10 @@ class Batch:
     groups: list[int]
     greedy: list[float]
     scores: list[float]
+    components: list[tuple[float, float]]
+    probs: list[list[float]]
+    squares: list[list[float]]
+    weights: list[list[float]]
 
     @property
     def lengths(self) -> list[int]:
@@ -47,4 +53,9 @@ def batches(draw) -> Batch:
     values = [draw(st.lists(st.floats(-2, 2, width=32), min_size=n, max_size=n)) for n in lengths]
     groups = [draw(st.sampled_from([3, 7, 8])) for _ in lengths]
     greedy, scores = ([draw(REWARDS) for _ in lengths] for _ in range(2))
-    return Batch(rows, values, groups, greedy, scores)
+    components = [(draw(REWARDS), draw(REWARDS)) for _ in lengths]
+    probs = [draw(st.lists(st.sampled_from([0.1, 0.5, 0.75]), min_size=n, max_size=n)) for n in lengths]
+    # At least the square of the token's own probability, which leaves room for others'
+    squares = [[p * p + draw(st.sampled_from([0.01, 0.04])) for p in row] for row in probs]
+    weights = [draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=n, max_size=n)) for n in lengths]
+    return Batch(rows, values, groups, greedy, scores, components, probs, squares, weights)

@@ -1,4 +1,4 @@
-"""From tokens to one loss: four modes, the same however the mini-batch is cut up."""
+"""From tokens to one loss: five modes, the same however the mini-batch is cut up."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ LENGTHS, KEPT = torch.tensor([2, 2, 0]), torch.tensor([1.0, 1.0, 1.0, 0.0])
 LOSSES = torch.tensor([1.0, 2.0, 3.0, 100.0])
 BY_HAND = {
     "token-mean": 6 / 3,
+    "token-sum": 6,
     "seq-mean-token-sum": (3 + 3) / 2,
     "seq-mean-token-mean": (1.5 + 3) / 2,
     "seq-mean-token-sum-norm": (3 + 3) / 2 / 10,
@@ -41,12 +42,13 @@ def test_nothing_counts():
 
 def test_an_unknown_mode_is_refused():
     """Would not catch one that preflight lets pass."""
-    with pytest.raises(ValueError, match="token-sum is no way"):
-        token_weights(KEPT, LENGTHS, BatchTotals(3, 2), "token-sum", 8)
+    with pytest.raises(ValueError, match="row-mean is no way"):
+        token_weights(KEPT, LENGTHS, BatchTotals(3, 2), "row-mean", 8)
 
 
 LOOPS = {
     "token-mean": lambda rows: statistics.fmean(x for row in rows for x in row),
+    "token-sum": lambda rows: sum(x for row in rows for x in row),
     "seq-mean-token-sum": lambda rows: statistics.fmean(sum(row) for row in rows),
     "seq-mean-token-mean": lambda rows: statistics.fmean(statistics.fmean(row) for row in rows),
     "seq-mean-token-sum-norm": lambda rows: statistics.fmean(sum(row) / 7 for row in rows),

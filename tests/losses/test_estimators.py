@@ -36,6 +36,10 @@ BY_HAND = {
     # Length-weighted baselines: a (1*1 + 3*0 + 1*5) / 5 = 1.2; b (2*0 + 1*2) / 3
     "opo": on_tokens([1 - 1.2, 0 - 2 / 3, 0 - 1.2, 5 - 1.2, 2 - 2 / 3]),
     "remax": [1.0 - 1, 0.0 - 2, -0.5 - 2, 0.0 - 1, 0.0 - 1, 0.0 - 1, 5.0 - 1, 2.0 - 2],
+    # The best of a is worth 5 and the second 1; of b 2 and 0
+    "grpo_passk": on_tokens([0.0, 0.0, 0.0, 4 / 7**0.5, 2 / 2**0.5]),
+    # Three of five totals are not 0
+    "gpg": on_tokens([c * 5 / 3 for c in CENTRED]),
 }
 
 
@@ -61,6 +65,48 @@ def test_reinforce_plus_plus_baseline_by_hand():
     advantages, _ = ESTIMATORS["reinforce_plus_plus_baseline"](samples, AlgorithmConfig())
     scale = (3 / 4) ** 0.5
     assert advantages.tolist() == pytest.approx([4 / 3 * scale, -2 / 3 * scale, -2 / 3 * scale], abs=1e-6)
+
+
+def test_gdpo_by_hand():
+    """Components 1, 0 and 0, 2 with weights 1 and 3, of 1 and 2 tokens. Would not catch a std over all groups.
+
+    Normalised they are +-1 / sqrt 2; (1 - 3) / sqrt 2 = -sqrt 2 on one token and sqrt 2 on two have mean sqrt(2) / 3
+    and variance 8 / 3.
+    """
+    components = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    samples = Samples(torch.zeros(3), torch.tensor([1, 2]), torch.tensor([4, 4]), torch.zeros(2), components=components)
+    advantages, _ = ESTIMATORS["gdpo"](samples, AlgorithmConfig(gdpo_reward_weights=[1.0, 3.0]))
+    expected = [-4 / 3 * 2**0.5, 2 / 3 * 2**0.5, 2 / 3 * 2**0.5]
+    assert advantages.tolist() == pytest.approx([x * (3 / 8) ** 0.5 for x in expected], abs=1e-5)
+
+
+def test_optimal_token_baseline_by_hand():
+    """Two answers to a prompt, of 2 and 1 tokens, scores 1 and 3; a third to another. Would not catch a large eps.
+
+    At the first place energies are 1 - 2 * 0.5 + 0.5 = 0.5 and, with the square of weight 2, 4 * (1 - 1.6 + 0.68) =
+    0.32: the baseline is (0.5 * 1 + 0.32 * 3) / 0.82. At the second the first answer is alone, as the third is.
+    """
+    probs, squares = torch.tensor([0.5, 0.5, 0.8, 0.5]), torch.tensor([0.5, 0.5, 0.68, 0.5])
+    samples = Samples(
+        torch.tensor([0.0, 1.0, 3.0, 7.0]),
+        torch.tensor([2, 1, 1]),
+        torch.tensor([4, 4, 5]),
+        torch.zeros(3),
+        old_log_probs=probs.log(),
+        sum_pi_squared=squares,
+        rollout_weights=torch.tensor([1.0, 1.0, 2.0, 1.0]),
+    )
+    advantages, returns = ESTIMATORS["optimal_token_baseline"](samples, AlgorithmConfig())
+    baseline = 1.46 / 0.82
+    assert returns.tolist() == [1.0, 1.0, 3.0, 7.0]
+    assert advantages.tolist() == pytest.approx([1 - baseline, 1.0, 3 - baseline, 7.0], abs=1e-5)
+
+
+def test_two_best_answers_add_nothing():
+    """Pass@k: of 2, 2, 0 none is missed. Would not catch a tie that rounding hides."""
+    scores = torch.tensor([2.0, 2.0, 0.0])
+    samples = Samples(scores, torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), scores)
+    assert ESTIMATORS["grpo_passk"](samples, AlgorithmConfig())[0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_dr_grpo_does_not_divide():
@@ -101,17 +147,29 @@ def test_lone_answers_and_equal_scores_teach_nothing(name):
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("scores", [[0.0] * 4, [0.1] * 4, [1.0] * 4])
 def test_equal_scores_everywhere(name, scores):
-    """Two groups of answers of different lengths, all with the same score: 0, to the last bit.
+    """Two groups of answers of different lengths, all with the same score: 0, to the last bit; but for the end of an
+    answer that is longer than all others, which the optimal token baseline compares with nothing.
 
     Would not catch what such a step costs.
     """
+    end = [0.0, 0.0, scores[0], scores[0]] if name.endswith("token_baseline") else [0.0] * 4
     lengths, groups, scores = torch.tensor([1, 3, 2, 2]), torch.tensor([0, 0, 1, 1]), torch.tensor(scores)
     rewards = torch.zeros(8)
     rewards[lengths.cumsum(0) - 1] = scores
-    samples = Samples(rewards, lengths, groups, scores, values=torch.zeros(8), greedy_scores=scores)
+    samples = Samples(
+        rewards,
+        lengths,
+        groups,
+        scores,
+        values=torch.zeros(8),
+        greedy_scores=scores,
+        components=scores[:, None].repeat(1, 2),
+        old_log_probs=torch.linspace(-2, -0.1, 8),
+        sum_pi_squared=torch.full((8,), 0.7),
+    )
     advantages, returns = ESTIMATORS[name](samples, AlgorithmConfig(adv_estimator=name))
     assert advantages.isfinite().all() and returns.isfinite().all()
-    assert not advantages.any()
+    assert advantages.tolist() == [*torch.tensor(end).tolist(), 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -126,6 +184,9 @@ def test_answers_without_a_token(name):
             torch.tensor([3.0, 1.0, 2.0]),
             values=torch.zeros(num_tokens),
             greedy_scores=torch.ones(3),
+            components=torch.tensor([[3.0, 1.0, 2.0], [0.0, 0.0, 1.0]]).T,
+            old_log_probs=torch.full((num_tokens,), -1.0),
+            sum_pi_squared=torch.full((num_tokens,), 0.3),
         )
         for numbers in ESTIMATORS[name](samples, AlgorithmConfig()):
             assert numbers.shape == (num_tokens,) and numbers.isfinite().all()
@@ -211,11 +272,65 @@ def loop_gae(batch: Batch, config: AlgorithmConfig) -> list[float]:
     return whitened(found)
 
 
+def loop_passk(batch: Batch, config: AlgorithmConfig) -> list[float]:
+    def advantage(row: int) -> float:
+        group = sorted(batch.totals[other] for other in batch.others(row))
+        if len(group) < 2 or batch.totals[row] < group[-1] or group[-1] == group[-2]:
+            return 0.0
+        return (group[-1] - group[-2]) / (statistics.stdev(group) + 1e-6 if config.norm_adv_by_std_in_grpo else 1)
+
+    return of_answers(batch, advantage)
+
+
+def loop_gpg(batch: Batch, config: AlgorithmConfig) -> list[float]:
+    alpha = len(batch.totals) / max(sum(total != 0 for total in batch.totals), 1)
+
+    def advantage(row: int) -> float:
+        return alpha * (batch.totals[row] - statistics.fmean(batch.totals[other] for other in batch.others(row)))
+
+    return of_answers(batch, advantage)
+
+
+def loop_gdpo(batch: Batch, config: AlgorithmConfig) -> list[float]:
+    def advantage(row: int) -> float:
+        total = 0.0
+        for k, weight in enumerate(config.gdpo_reward_weights or (1, 1)):
+            group = [batch.components[other][k] for other in batch.others(row)]
+            centred = batch.components[row][k] - statistics.fmean(group)
+            std = (statistics.stdev(group) if len(group) > 1 else 0.0) + 1e-6
+            equal = min(group) == max(group)
+            total += 0.0 if equal else weight * centred / (std if config.norm_adv_by_std_in_grpo else 1)
+        return total
+
+    return whitened(of_answers(batch, advantage))
+
+
+def loop_token_baseline(batch: Batch, config: AlgorithmConfig) -> list[float]:
+    def energy(row: int, t: int) -> float:
+        columns = zip(batch.probs[row], batch.squares[row], batch.weights[row], strict=True)
+        return sum((1 - 2 * p + square) * weight**2 for p, square, weight in list(columns)[: t + 1])
+
+    found = []
+    for row, rewards in enumerate(batch.rewards):
+        for t in range(len(rewards)):
+            there = [other for other in batch.others(row) if t < batch.lengths[other]]
+            weights = [energy(other, t) for other in there]
+            returns = [sum(batch.rewards[other][t:]) for other in there]
+            baseline = sum(w * g for w, g in zip(weights, returns, strict=True)) / (sum(weights) + 1e-8)
+            found.append(sum(rewards[t:]) - (baseline if len(there) > 1 else 0.0))
+    return found
+
+
 LOOPS = {
     "gae": loop_gae,
     "grpo": loop_grpo,
     "rloo": loop_rloo,
     "opo": loop_opo,
+    "grpo_passk": loop_passk,
+    "gdpo": loop_gdpo,
+    "gpg": loop_gpg,
+    "optimal_token_baseline": loop_token_baseline,
+    "tir_optimal_token_baseline": loop_token_baseline,
     "reinforce_plus_plus": loop_reinforce,
     "reinforce_plus_plus_baseline": loop_baseline,
     "remax": loop_remax,
@@ -234,9 +349,13 @@ def test_agrees_with_a_loop(name, batch: Batch):
         torch.tensor(batch.totals, dtype=torch.float64),
         flat(batch.values),
         torch.tensor(batch.greedy, dtype=torch.float64),
+        torch.tensor(batch.components, dtype=torch.float64),
+        flat(batch.probs).log(),
+        flat(batch.squares),
+        flat(batch.weights),
     )
-    for norm_by_std in (True, False):
-        config = AlgorithmConfig(gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=norm_by_std)
+    for norm_by_std, weights in ((True, None), (False, [1.0, 0.5])):
+        config = AlgorithmConfig(gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=norm_by_std, gdpo_reward_weights=weights)
         advantages, returns = ESTIMATORS[name](samples, config)
         assert advantages.tolist() == pytest.approx(LOOPS[name](batch, config), rel=1e-6, abs=1e-6)
         assert returns.shape == advantages.shape and all(map(math.isfinite, returns.tolist()))

@@ -1,0 +1,126 @@
+"""Policy losses that bound or weigh the ratio r = p / p_old otherwise than PPO's clip does, or do without it.
+
+Legend: N response tokens of b answers, laid end to end; A: advantage; sg[x]: x without its gradient. Every function is
+a `policy.PolicyLoss`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
+from megatron_rl.losses.rows import mean_counted, spread
+
+SMALL_PROBABILITY = 1e-8
+
+
+def gpg_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
+    """-A log p: the plain policy gradient (GPG: Chu et al., arXiv:2504.02546), which has no old policy.
+
+    The same as REINFORCE (Williams 1992), which `rollout_correction.loss_type=reinforce` names.
+    """
+    none = torch.zeros_like(tokens.advantages)
+    return PolicyTerms(-tokens.advantages * tokens.log_probs, none, none, tokens.k1)
+
+
+def cispo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
+    """-sg[clip(r, 1 - low, 1 + high)] A log p: the weight of a token is clipped, its gradient never.
+
+    CISPO: MiniMax, arXiv:2506.13585.
+    """
+    ratio = tokens.log_ratio.detach().exp()
+    limited = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    clipped = (ratio != limited).float()
+    return PolicyTerms(-limited * tokens.advantages * tokens.log_probs, clipped, torch.zeros_like(clipped), tokens.k1)
+
+
+def sapo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
+    """-A (4 / tau) sigmoid(tau (r - 1)): a gate, smooth and of slope 1 at r = 1, in place of a clip.
+
+    tau is `tau_pos` where A > 0, else `tau_neg`. SAPO: Gao et al., arXiv:2511.20347.
+    """
+    positive = tokens.advantages > 0
+    tau = torch.full_like(tokens.advantages, config.tau_neg).masked_fill(positive, config.tau_pos)
+    gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau
+    none = torch.zeros_like(tokens.advantages)
+    return PolicyTerms(-tokens.advantages * gate, none, none, tokens.k1)
+
+
+def dppo_tv_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
+    """-sg[M min(r, c)] A log p, with M = 0 where p has moved too far, in the direction that A points to.
+
+    Too far is p - p_old > `clip_ratio_high` where A > 0, and p_old - p > `clip_ratio_low` elsewhere: the total
+    variation of the token against all others. c is `clip_ratio_c`. DPPO-Binary-TV: arXiv:2602.04879.
+    """
+    moved = (tokens.log_probs.exp() - tokens.old_log_probs.exp()).detach()
+    within = torch.where(tokens.advantages > 0, moved <= config.clip_ratio_high, moved >= -config.clip_ratio_low)
+    return _truncated(tokens, within, config.clip_ratio_c)
+
+
+def dppo_kl_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
+    """As `dppo_tv_loss`; too far is KL(p_old | p) of the token against all others, in the direction that A points to.
+
+    That KL is p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). DPPO-Binary-KL: the same
+    paper.
+    """
+    log_p, log_old = tokens.log_probs.detach(), tokens.old_log_probs
+    p, old = log_p.exp(), log_old.exp()
+    others = ((1 - old + SMALL_PROBABILITY) / (1 - p + SMALL_PROBABILITY)).log()
+    divergence = old * (log_old - log_p) + (1 - old) * others
+    within = torch.where(
+        tokens.advantages > 0,
+        (divergence <= config.clip_ratio_high) | (p <= old),
+        (divergence <= config.clip_ratio_low) | (p >= old),
+    )
+    return _truncated(tokens, within, config.clip_ratio_c)
+
+
+def _truncated(tokens: PolicyTokens, within: Tensor, largest: float) -> PolicyTerms:
+    ratio = tokens.log_ratio.detach().exp()
+    weight = ratio.clamp(max=largest) * within
+    return PolicyTerms(
+        loss=-tokens.advantages * weight * tokens.log_probs,
+        clipped=(~within).float(),
+        clipped_lower=((ratio > largest) & within).float(),
+        kl=tokens.k1,
+    )
+
+
+def dro_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
+    """-A log p + (beta / 2) (log p - log p_old)^2: a quadratic penalty in place of a clip; beta is `dro_beta`.
+
+    DRO: Richemond et al., "Offline Regularised Reinforcement Learning for LLM Alignment", arXiv:2405.19107. Raises
+    ValueError where beta is not set.
+    """
+    beta = config.policy_loss.dro_beta
+    if beta is None:
+        raise ValueError("policy_loss.loss_mode=dro needs policy_loss.dro_beta")
+    penalty = 0.5 * beta * tokens.log_ratio.square()
+    none = torch.zeros_like(tokens.advantages)
+    return PolicyTerms(-tokens.advantages * tokens.log_probs + penalty, none, none, tokens.k1)
+
+
+def geo_mean_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
+    """-mean(A) exp(mean of clipped log-ratios), both over an answer's tokens; the same term on each of them.
+
+    A token's log-ratio is limited to [-low, high] where that makes A log r smaller, so that the clip is of PPO's kind.
+    A mean over answers of the means of these terms, which `seq-mean-token-mean` makes, is the paper's objective (GMPO:
+    Zhao et al., arXiv:2507.20673). Rollout weights enter as their geometric mean over the answer.
+    """
+    sign, log_ratio, counts, lengths = tokens.advantages.sign(), tokens.log_ratio, tokens.counts, tokens.lengths
+    limited = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    smaller = sign * torch.minimum(sign * log_ratio, sign * limited)
+    terms = -mean_counted(tokens.advantages, counts, lengths) * mean_counted(smaller, counts, lengths).exp()
+    if tokens.rollout_weights is not None:
+        logs = (tokens.rollout_weights + 1e-10).log()  # a weight may be 0
+        terms = terms * mean_counted(logs, counts, lengths).exp()
+    outside = (log_ratio != limited).detach()
+    return PolicyTerms(
+        loss=spread(terms, lengths),
+        clipped=(outside & (tokens.advantages > 0)).float(),
+        clipped_lower=(outside & (tokens.advantages < 0)).float(),
+        kl=tokens.k1,
+        is_weighted=True,
+    )

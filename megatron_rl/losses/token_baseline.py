@@ -1,0 +1,51 @@
+"""The baseline of least variance for every place in an answer (Li et al., "The Optimal Token Baseline",
+arXiv:2602.07078).
+
+The variance of a policy gradient is least when rewards to go are measured against their mean weighed by the squared
+norm of the gradient so far. That norm is not known without a backward pass; with respect to the logits it is, from the
+probabilities alone: |d log pi / d z|^2 = 1 - 2 pi + sum over the vocabulary of pi^2.
+
+Legend: B answers, R places, right-padded; T tokens of all answers, laid end to end; pi: probability of a sampled token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-8
+
+
+def path_energy(log_probs: Tensor, sum_pi_squared: Tensor, weights: Tensor | None) -> Tensor:
+    """w = 1 - 2 pi + sum pi^2 of each token [T], times the square of its importance weight where there are `weights`.
+
+    All arguments [T].
+    """
+    energy = 1 - 2 * log_probs.exp() + sum_pi_squared
+    return energy if weights is None else energy * weights.square()
+
+
+def optimal_baselines(returns: Tensor, energy: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+    """b_t = sum_i G_it W_it / (sum_i W_it + eps) over the answers i of a group, W_it = w_i1 + ... + w_it; [B, R].
+
+    returns G, energy w [B, R], 0 where `mask` [B, R] is false; groups int64 [B]. Where one answer goes on alone, beyond
+    all others of its group, there is nothing to compare with, and the baseline is 0, as in verl. Where the rewards to
+    go of all answers that are still there are equal, the baseline is that number to the last bit.
+    """
+    cumulated = torch.where(mask, energy.cumsum(1), 0.0)
+    _, index = groups.unique(return_inverse=True)
+    num_groups = int(index.max()) + 1 if len(index) else 0
+
+    def over_group(values: Tensor) -> Tensor:
+        return values.new_zeros(num_groups, values.shape[1]).index_add_(0, index, values)[index]
+
+    def extreme(kind: str, missing: float) -> Tensor:
+        values = torch.where(mask, returns, missing)
+        start = values.new_full((num_groups, values.shape[1]), missing)
+        return start.scatter_reduce(0, index[:, None].expand_as(values), values, kind)[index]
+
+    weighed = over_group(cumulated * returns) / (over_group(cumulated) + EPSILON)
+    largest, smallest = extreme("amax", -torch.inf), extreme("amin", torch.inf)
+    weighed = torch.where(largest == smallest, returns, weighed)
+    has_others = over_group(mask.to(returns.dtype)) > 1
+    return torch.where(mask & has_others, weighed, 0.0)
