@@ -345,10 +345,20 @@ def ablate_command(
         raise typer.Exit(SOME_POINTS_FAILED)
 
 
+def refuse_hydra_options(arguments: Sequence[str]) -> None:
+    """Hydra's names of configuration files mean something to `port` alone. Raises ConfigError with what to do."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in ("--config-path", "--config-name", "--config-dir") and arguments[0] != "port":
+            rule = "is Hydra's, and no file of verl's is read here: its values are verl's defaults"
+            raise ConfigError(f"{name} {rule}; nearest: --config FILE.yaml, made by megatron-rl port SCRIPT.sh")
+
+
 def main() -> None:
     """Run the command line; an error we raise on purpose becomes one message and its exit code, without a traceback."""
     drop_unread_output()
     try:
+        refuse_hydra_options(sys.argv[1:])
         app()
     except MegatronRLError as error:
         message = Text.assemble((type(error).__name__, "bold red"), f": {error}")

@@ -26,6 +26,7 @@ from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.planner.config_json import ConfigJsonError, is_size, read_config_json, too_large, wrong_types
 from megatron_rl.planner.folder_files import damaged_files
 from megatron_rl.planner.foreign_models import feature_of
+from megatron_rl.planner.hub_cache import is_hub_id
 
 SIZES = (
     "hidden_size",
@@ -107,6 +108,8 @@ def read_model_folder(
         neighbours = [str(other) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
         nearest = {key: nearest_name(str(folder), neighbours)} if neighbours else {}
         hint = "" if neighbours else f"{parent} holds no folder"
+        if is_hub_id(path):
+            hint = f"the local Hugging Face cache has no model of that name either: hf download {path}"
         return None, [Violation(given, "must be a Hugging Face model folder, and there is none", nearest, hint)]
     problems = []
     if not config_only:

@@ -124,7 +124,7 @@ def test_a_shell_script_is_run_without_what_it_starts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("A=$B\n\npython3 -m verl.trainer.main_ppo data.seed=1 \\\n trainer.nnodes=$NODES", "line 4: the variable NODES"),
+        ("A=$B\n\npython3 -m verl.trainer.main_ppo a.b=1 \\\n trainer.nnodes=$NODES", "line 4: the variable NODES"),
         ("HERE=$WORK/data\npython3 -m verl.trainer.main_ppo data.val_files=$HERE/x", "line 1: the variable WORK"),
         ("set -u\necho $NOPE\npython3 -m verl.trainer.main_ppo a.b=1", "line 2: the variable NOPE"),
         ("echo nothing", "starts no trainer"),
