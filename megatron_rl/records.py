@@ -263,11 +263,14 @@ class RoleState:
     """What a checkpoint says of a trained role beside its tensors; the same on all ranks.
 
     num_updates: optimizer steps taken, which is where the learning-rate schedule stands. adam_step: what Adam corrects
-    its moments' bias by.
+    its moments' bias by. loss_scale: what the loss is multiplied with in float16, a power of two; 0: it is not scaled.
+    good_steps: updates since the scale last changed.
     """
 
     num_updates: int
     adam_step: int
+    loss_scale: int = 0
+    good_steps: int = 0
 
 
 def non_tensor(values: Sequence[Any]) -> NonTensorStack:

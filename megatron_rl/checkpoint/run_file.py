@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import RoleState
+
+KNOWN = {field.name for field in fields(RoleState)}
+NEEDED = {field.name for field in fields(RoleState) if field.default is MISSING}
+"""Numbers of a role; what has a default is not in checkpoints of older versions."""
 
 
 def read_run_file(file: Path) -> dict[str, Any]:
@@ -20,7 +24,7 @@ def read_run_file(file: Path) -> dict[str, Any]:
         if not all(isinstance(content[name], dict) for name in ("run", "roles", "config")):
             raise TypeError("run, roles and config must be objects in braces")
         for role, state in content["roles"].items():
-            if state.keys() != {field.name for field in fields(RoleState)} or not _are_counts(state.values()):
+            if not NEEDED <= state.keys() <= KNOWN or not _are_counts(state.values()):
                 raise TypeError(f"the numbers of the {role} are {state}")
     return content
 

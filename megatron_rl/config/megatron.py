@@ -66,7 +66,8 @@ class MegatronConfig:
     """Vocabulary rows are padded to a multiple of it, and of TP. Padded otherwise than vLLM does, to a multiple of 64,
     those matrices cannot be shared."""
     dtype: str = "float32"
-    """Parameter and compute type: float32 | bfloat16. On trainer.device=cuda the default is bfloat16."""
+    """Parameter and compute type: float32 | bfloat16 | float16, with which the loss is scaled while gradients are
+    computed, as much as they can be without an overflow. On trainer.device=cuda the default is bfloat16."""
     param_offload: bool = False
     """Keep the parameters in host memory while generating; not the actor's in the pool that generates: it reads them.
     Like the next two of no effect in a pool that does not generate."""

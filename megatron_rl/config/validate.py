@@ -48,6 +48,9 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
     for key, finite in FINITE.items():
         if not math.isfinite(attrgetter(key)(config)):
             yield Violation({key: attrgetter(key)(config)}, "must be a finite number", {key: finite})
+    weights, key = config.algorithm.gdpo_reward_weights, "algorithm.gdpo_reward_weights"
+    if weights is not None and not all(map(math.isfinite, weights)):
+        yield Violation({key: weights}, "must be finite", {key: None})
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     for key, top_k in ((f"{ROLLOUT}.top_k", rollout.top_k), (f"{ROLLOUT}.val_kwargs.top_k", rollout.val_kwargs.top_k)):
         if top_k != -1 and top_k < 1:

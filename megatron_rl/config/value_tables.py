@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     f"{CRITIC}.loss_agg_mode": LOSS_AGG_MODES,
     f"{CORRECTION}.loss_type": LOSS_TYPES,
     f"{ROLLOUT}.name": ("vllm",),
-    f"{ACTOR}.megatron.dtype": ("float32", "bfloat16"),
+    f"{ACTOR}.megatron.dtype": ("float32", "bfloat16", "float16"),
     f"{ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
     f"{CRITIC}.optim.lr_decay_style": ("constant", "linear", "cosine"),
 }

@@ -53,6 +53,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         layernorm_epsilon=hf_config.rms_norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,8 +106,8 @@ def _component_problems(config: RunConfig) -> Iterable[Violation]:
     if not keys:
         rule = f"must name at least one number that the reward function returns beside its score, as {name}"
         yield Violation({keys_key: keys}, rule, {keys_key: ["score"]})
-    elif weights is not None and (len(weights) != len(keys) or not all(map(math.isfinite, weights))):
-        rule = f"must be a finite number for each of {keys_key}, of which there are {len(keys)}"
+    elif weights is not None and len(weights) != len(keys):
+        rule = f"must be one number for each of {keys_key}, of which there are {len(keys)}"
         yield Violation({weights_key: weights}, rule, {weights_key: None})
     if algorithm.use_kl_in_reward:
         key = "algorithm.use_kl_in_reward"

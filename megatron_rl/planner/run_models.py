@@ -28,7 +28,7 @@ from megatron_rl.parallel.sharding import shard_of, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.weights import TrainedWeights, tensors_of
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NUM_SCRATCH = 4
 """Messages under way of a transition, as in `hybrid_engine.exchange`."""
 

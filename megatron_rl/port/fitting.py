@@ -19,6 +19,7 @@ from megatron_rl.planner.preflight import OVERRIDE
 ORIGIN = "verl's default"
 ACTOR = "actor_rollout_ref.actor"
 FOLLOWERS = ("actor_rollout_ref.ref", "critic", "reward_model")
+COUNTING = "counting embedding or loss as a layer of a stage"
 LAYOUT_DEFAULTS = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
 
 
@@ -36,6 +37,29 @@ def _experts_whole(settings: list[Setting]) -> list[Setting]:
     given = {setting.key for setting in settings}
     ep, etp = (f"{ACTOR}.megatron.expert_{name}_parallel_size" for name in ("model", "tensor"))
     return [Setting(etp, 1, ORIGIN)] if ep in given and etp not in given else []
+
+
+def whole_layers(notes: list[Note], settings: list[Setting]) -> tuple[list[Note], list[Setting]]:
+    """Stages that count embedding and loss as a layer each: the same as fewer layers in the first and the last.
+
+    Of a model whose config.json can be read, where they come out even; else the notes stay as they are.
+    """
+    given = {setting.key: setting.value for setting in settings}
+    stages = given.get(f"{ACTOR}.megatron.pipeline_model_parallel_size", 1)
+    num_layers = model_facts(str(given.get("actor_rollout_ref.model.path"))).get("num_hidden_layers")
+    counting = [note for note in notes if note.feature == COUNTING and note.setting.value is True]
+    counted = {note.setting.key.rpartition("account_for_")[2].partition("_")[0] for note in counting}
+    if not counting or not is_size(num_layers) or not is_size(stages) or (num_layers + len(counted)) % stages:
+        return notes, settings
+    each = (num_layers + len(counted)) // stages
+    ends = {"embedding": "first", "loss": "last"}
+    became = {f"{ACTOR}.megatron.num_layers_in_{ends[one]}_pipeline_stage": each - 1 for one in sorted(counted)}
+    if stages == 1 or each < 2 or became.keys() & given.keys():
+        return notes, settings
+    kept = [note for note in notes if note not in counting]
+    reason = f"{num_layers} layers and {' and '.join(sorted(counted))} over {stages} stages are {each} each"
+    kept.append(Note(Kind.RENAMED, counting[0].setting, reason, became))
+    return kept, [*settings, *(Setting(key, value, counting[0].setting.origin) for key, value in became.items())]
 
 
 def defaults(settings: list[Setting], counts: Callable[[str], bool] = lambda key: True) -> list[Setting]:

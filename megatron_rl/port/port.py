@@ -15,7 +15,7 @@ from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.load import is_key, like_name_of, read_override, settings_of
 from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings
 from megatron_rl.errors import ConfigError
-from megatron_rl.port.fitting import defaults, fitted
+from megatron_rl.port.fitting import defaults, fitted, whole_layers
 from megatron_rl.port.launch import TrainerCall, call_of, trainer_call
 from megatron_rl.port.shell import launches_of
 
@@ -115,8 +115,9 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
     translation = translate(given, is_key)
     known = [setting for setting in translation.settings if is_key(setting.key)]
     unknown = [setting for setting in translation.settings if not is_key(setting.key)]
+    translated, known = whole_layers(translation.notes, known)
     known, said = fitted(known)
-    notes = [*translation.notes, *said, *notes, *(_unknown(setting) for setting in unknown)]
+    notes = [*translated, *said, *notes, *(_unknown(setting) for setting in unknown)]
     refused = [note.setting for note in notes if note.kind is Kind.UNSUPPORTED and note.setting.key not in OPTIONS]
     final, _ = final_settings([*known, *refused])
     return Ported(source, [*defaults(final), *final], notes)

@@ -124,10 +124,11 @@ class Actor(TrainedRole):
         if config.use_kl_loss:
             kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
 
-        weights = token_weights(kept, lengths, totals, config.loss_agg_mode, self.loss_scale)
-        weighted = losses * weights
+        mode = config.loss_agg_mode
+        weights = token_weights(block.kept, lengths, totals, mode, self.loss_scale)
         if config.policy_loss.loss_mode in MEAN_OVER_ANSWERS:
-            weighted = losses * token_weights(kept, lengths, totals, "seq-mean-token-mean", self.loss_scale)
+            mode = "seq-mean-token-mean"
+        weighted = losses * token_weights(kept, lengths, totals, mode, self.loss_scale)
         total = (weighted + (config.kl_loss_coef * kl - config.entropy_coeff * entropy) * weights).sum()
         per_token = token_weights(block.kept, lengths, totals, "token-mean", self.loss_scale)
         self._further_metrics = tuple(terms.metrics)
@@ -136,7 +137,7 @@ class Actor(TrainedRole):
         return total, torch.cat(sums).detach()
 
     def _policy_terms(self, log_probs: Tensor, block: MicroBatch) -> tuple[PolicyTerms, Tensor, Tensor]:
-        """(the policy loss's terms, its losses with the rollout's weights [N], 1 where a token counts [N])."""
+        """(the policy loss's terms, its losses with the rollout's weights [N], 1 where a token counts in it [N])."""
         config, correction, fields, lengths = self.config, self.correction, block.fields, block.response_lengths
         kept, rollout_weights = block.kept, fields.get("rollout_weights")
         metrics: dict[str, Tensor] = {}

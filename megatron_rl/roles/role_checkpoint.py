@@ -47,11 +47,15 @@ class RoleCheckpoint:
         runs = [*self._weight_runs(), *(run for run in self._owned_runs() if run.kind != WEIGHT)]
         read(sharded_state(runs, self.specs, self.place), folder)
         self.trainable.continue_from(state.num_updates, state.adam_step)
+        self.trainable.loss_scaling.set(state.loss_scale, state.good_steps)
 
     @property
     def state(self) -> RoleState:
         """Where schedule and optimizer stand now."""
-        return RoleState(self.trainable.scheduler.num_steps, self.trainable.adam_step)
+        scaling = self.trainable.loss_scaling
+        return RoleState(
+            self.trainable.scheduler.num_steps, self.trainable.adam_step, scaling.scale, scaling.good_steps
+        )
 
     def _weight_runs(self) -> Iterator[FlatRun]:
         for name, parameter in named_parameters(self.trainable.models).items():

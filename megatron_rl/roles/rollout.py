@@ -178,8 +178,8 @@ def received_weights(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """float32 or bfloat16, by its name."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    """float32, bfloat16 or float16, by its name."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def shared_weights(

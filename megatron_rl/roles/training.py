@@ -22,28 +22,68 @@ from megatron_rl.observe.memory import storage_bytes
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.roles.pipeline import Loss, Pipeline
 
+FIRST_LOSS_SCALE = 2**16
+"""Where the scale of a float16 loss starts. Megatron's 2^32 costs sixteen skipped steps, more than a run allows."""
+
 
 @dataclass(frozen=True)
 class Update:
     """What came of one optimizer step; the same on all ranks.
 
     grad_norm: global, before clipping; of a skipped step the sum of all buffers' norms. lr: the learning rate, used or
-    not. skipped: gradient or loss were not finite. empty: no token counted. In both cases nothing was changed.
+    not. skipped: gradient or loss were not finite. empty: no token counted. In both cases nothing was changed, but
+    for loss_scale, what the loss was scaled with; 0: it is not.
     """
 
     grad_norm: float
     lr: float
     skipped: bool = False
     empty: bool = False
+    loss_scale: int = 0
 
     def metrics(self, role: str) -> dict[str, float]:
         """Under names that begin with the role's."""
-        return {
+        scaled = {f"{role}/loss_scale": float(self.loss_scale)} if self.loss_scale else {}
+        return scaled | {
             f"{role}/grad_norm": self.grad_norm,
             f"{role}/lr": self.lr,
             f"{role}/skipped_updates": float(self.skipped),
             f"{role}/empty_updates": float(self.empty),
         }
+
+
+class LossScaling:
+    """Megatron's dynamic scale of a float16 loss (Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740).
+
+    It is doubled after 1000 good steps and halved at a step that overflows. Of other dtypes there is none.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        """`optimizer`: Megatron's, of which dense layers and experts have one scaler each, with the same numbers."""
+        found = [getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers]
+        self._scalers: list[Any] = [scaler for scaler in found if scaler is not None]
+
+    @property
+    def scale(self) -> int:
+        """What the next loss is multiplied with; 0 where it is not."""
+        return int(self._scalers[0].scale) if self._scalers else 0
+
+    @property
+    def good_steps(self) -> int:
+        """Steps since it last changed."""
+        return int(self._scalers[0]._growth_tracker) if self._scalers else 0
+
+    def reduce(self) -> None:
+        """Halve it, down to 1 at least."""
+        for scaler in self._scalers:
+            scaler.update(found_inf=True)
+
+    def set(self, scale: int, good_steps: int) -> None:
+        """Go on where another run stood; as at the start where that one had none."""
+        for scaler in self._scalers:
+            if scale:
+                scaler._scale = torch.full_like(scaler.scale, scale)
+                scaler._growth_tracker = good_steps
 
 
 class TrainableModel:
@@ -76,6 +116,7 @@ class TrainableModel:
         self.optimizer = get_megatron_optimizer(
             optimizer_config(optim, self.config), self.chunks, use_gloo_process_groups=False
         )
+        self.loss_scaling = LossScaling(self.optimizer)
         self.scheduler = lr_scheduler(self.optimizer, optim, num_run_steps)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -214,18 +255,21 @@ class TrainableModel:
         """Clip, update, advance the schedule; or nothing of it, on all ranks, where the gradients are of no use.
 
         A step is skipped when gradient or loss of any rank are not finite: weights, moments and schedule stay as they
-        are, as in Megatron's training loop, and the gradients are cleared. The same where not one token counts: Adam
-        would move the weights by its moments.
+        are, as in Megatron's training loop, and the gradients are cleared; a loss scale is halved. The same, with the
+        scale as it is, where not one token counts: Adam would move the weights by its moments.
         """
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr, scale = self.optimizer.param_groups[0]["lr"], self.loss_scaling.scale
         grad_norm, loss = self._sizes_over_all_ranks()
         skipped, empty = not (math.isfinite(grad_norm) and math.isfinite(loss)), self._num_tokens == 0
         if skipped or empty:
             self.clear_gradients()
-            return Update(grad_norm, lr, skipped=skipped, empty=empty and not skipped)
+            if skipped:
+                self.loss_scaling.reduce()
+            return Update(grad_norm / max(scale, 1), lr, skipped, empty and not skipped, scale)
+        # Takes the scale out of the gradients, and counts towards a larger one.
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
-        return Update(float(grad_norm), lr)
+        return Update(float(grad_norm), lr, loss_scale=scale)
 
     def _sizes_over_all_ranks(self) -> tuple[float, float]:
         """Gradient norms of all buffers, and absolute losses, added up over all ranks: not finite where any is not."""
@@ -254,6 +298,9 @@ def optimizer_config(optim: OptimConfig, config: Any) -> OptimizerConfig:
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
         bf16=config.bf16,
+        fp16=config.fp16,
+        initial_loss_scale=FIRST_LOSS_SCALE,
+        hysteresis=1,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=True,
     )

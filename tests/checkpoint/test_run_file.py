@@ -23,6 +23,7 @@ GOOD = {"run": {"step": 3}, "roles": {"actor": {"num_updates": 6, "adam_step": 6
         ({"run": []}, "must be objects in braces"),
         ({"roles": {"actor": {"num_updates": 6}}}, "the numbers of the actor are {'num_updates': 6}"),
         ({"roles": {"actor": {"num_updates": 6, "adam_step": "6"}}}, "the numbers of the actor are"),
+        ({"roles": {"actor": {"num_updates": 6, "adam_step": 6, "scale": 1}}}, "the numbers of the actor are"),
         ({"roles": {"actor": None}}, "AttributeError"),
     ],
 )

@@ -194,7 +194,6 @@ def test_what_keys_become(override, kind, became):
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "Ulysses sequence parallelism"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn rollouts and tools"),
         ("+async_training.staleness_threshold=0.1", "asynchronous training"),
-        (f"{MEGATRON}.dtype=float16", "float16 training"),
         (f"+{MEGATRON}.override_transformer_config.fp8=hybrid", "FP8 training"),
         ("reward_model.reward_manager=batch", "reward managers of other kinds"),
         ("reward_model.model.input_tokenizer=other", "reward models with another tokenizer"),

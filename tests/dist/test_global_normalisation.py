@@ -9,6 +9,7 @@ from test_layout_parity import relative, whole_weights
 from tiny_models import random_experience, run_config, save_qwen2
 
 from megatron_rl.balance import SequenceWork
+from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.records import ActorBatch, ragged_from_lengths
@@ -27,7 +28,17 @@ CUTS = {
     "dynamic, padded": MicroBatching(1, max_tokens=24, remove_padding=False, work=SequenceWork(10.0)),
 }
 WHOLE = "padded, all"
-MODES = {"vanilla": "token-mean", "gspo": "seq-mean-token-mean"}
+MODES = {"vanilla": "token-mean", "gspo": "seq-mean-token-mean", "geo_mean": "token-sum", "bypass_mode": "token-mean"}
+FEW = (WHOLE, "packed, 2", "dynamic")
+CUTS_OF = {"vanilla": tuple(CUTS), "gspo": tuple(CUTS), "geo_mean": FEW, "bypass_mode": FEW}
+BYPASS = RolloutCorrectionConfig(
+    rollout_is="token",
+    rollout_is_threshold="0.5_1.5",
+    rollout_rs="token_k2,seq_sum_k3",
+    rollout_rs_threshold="0.12,0.45",
+    bypass_mode=True,
+    loss_type="reinforce",
+)
 
 
 def row_log_probs(model: torch.nn.Module, ids: torch.Tensor, length: int) -> torch.Tensor:
@@ -72,7 +83,8 @@ def configure(actor, loss_mode: str, cut: MicroBatching) -> None:
     config.policy_loss.loss_mode, config.loss_agg_mode = loss_mode, MODES[loss_mode]
     config.use_kl_loss, config.kl_loss_coef, config.entropy_coeff = True, 0.1, 0.01
     actor.cut = cut
-    actor.policy_loss = policy_loss(config)
+    actor.correction = BYPASS if loss_mode == "bypass_mode" else RolloutCorrectionConfig()
+    actor.policy_loss = policy_loss(config, actor.correction)
 
 
 def reduced_gradients(actor, dp_group) -> dict[str, torch.Tensor]:
@@ -100,8 +112,8 @@ def all_gradients(config) -> dict[tuple[str, str], dict]:
     ]
     found = {}
     for loss_mode in MODES:
-        for name, cut in CUTS.items():
-            configure(worker.roles["actor"], loss_mode, cut)
+        for name in CUTS_OF[loss_mode]:
+            configure(worker.roles["actor"], loss_mode, CUTS[name])
             found[loss_mode, name] = {
                 "metrics": worker.roles["actor"].compute_gradients(mine),
                 "actor_weights": reduced_gradients(worker.roles["actor"], worker.groups.dp_group),
@@ -122,7 +134,7 @@ def reference(model_path) -> dict[tuple[str, str], dict]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradient_does_not_depend_on_the_cut(layout, model_path, reference) -> None:
-    """Seven cuts, two losses: within 1e-5 of one pass in one process. Would not catch a wrong loss shared by all."""
+    """Seven cuts, four losses: within 1e-5 of one pass in one process. Would not catch a wrong loss shared by all."""
     world_size, tp_size, pp_size = LAYOUTS[layout]
     ranks = [reference]
     if world_size > 1:
@@ -130,8 +142,9 @@ def test_gradient_does_not_depend_on_the_cut(layout, model_path, reference) -> N
     for loss_mode in MODES:
         expected = reference[loss_mode, WHOLE]
         expected_gradients = whole_weights([expected], "actor", model_path)
-        assert expected["metrics"]["actor/pg_clipfrac"] > 0 and expected["metrics"]["actor/kl_loss"] > 0
-        for cut in CUTS:
+        decided = "rollout_corr/rollout_rs_masked_fraction" if loss_mode == "bypass_mode" else "actor/pg_clipfrac"
+        assert 0 < expected["metrics"][decided] < 0.9 and expected["metrics"]["actor/kl_loss"] > 0
+        for cut in CUTS_OF[loss_mode]:
             ours = [rank[loss_mode, cut] for rank in ranks]
             metrics = next(rank["metrics"] for rank in reversed(ours) if rank["metrics"])
             assert metrics == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-7), (loss_mode, cut)
@@ -149,31 +162,64 @@ def token_loss(ratio, advantage: float) -> torch.Tensor:
     return -gain if advantage >= 0 else -torch.maximum(gain, torch.tensor(3.0 * advantage))
 
 
+def geo_mean_loss(log_probs, old, advantages, weights, kept) -> torch.Tensor:
+    """GMPO's term of one answer, with the geometric mean of its weights; ranges of 0.2."""
+    rows = [t for t in range(len(kept)) if kept[t]]
+    logs = []
+    for t in rows:
+        log_ratio, sign = log_probs[t] - old[t], torch.sign(advantages[t])
+        logs.append(sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-0.2, 0.2)))
+    ratio = torch.stack(logs).mean().exp() * weights[rows].log().mean().exp()
+    return -advantages[rows].mean() * ratio
+
+
+def bypass_losses(log_probs, old, advantages) -> tuple[torch.Tensor, torch.Tensor]:
+    """REINFORCE's term of each token of one answer, and which of them BYPASS accepts, by the policy's own log-probs."""
+    log_ratio = (log_probs - old).detach()
+    ratio, k2, k3 = log_ratio.exp(), log_ratio.square() / 2, log_ratio.exp() - 1 - log_ratio
+    accepted = (k2 <= 0.12) & (k3.sum() <= 0.45)
+    weights = torch.where((ratio >= 0.5) & (ratio <= 1.5), ratio, 0.0)
+    return -advantages * log_probs * weights, accepted
+
+
 def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]:
     """The whole loss once more, row by row and token by token, on transformers' own model."""
     model, batch = hugging_face_model(path), actor_batch(path)
     names = ("old_log_probs", "ref_log_probs", "advantages", "rollout_weights", "kept")
     fields = zip(*(batch.get(name).unbind() for name in names), strict=True)
     answers: list[list[torch.Tensor]] = []
+    whole_answers: list[torch.Tensor] = []
     for ids, length, row in zip(batch.input_ids.unbind(), batch.response_lengths.tolist(), fields, strict=True):
         all_log_probs = row_log_probs(model, ids, length)
         log_probs = all_log_probs.gather(-1, ids[-length:, None])[:, 0]
         entropies = -(all_log_probs.exp() * all_log_probs).sum(-1)
         old, ref, advantages, weights, kept = row
         ratios = (log_probs - old).exp()
-        if loss_mode == "gspo":
-            ratios = (log_probs - old).mean().exp().detach() * (log_probs - log_probs.detach()).exp()
+        if loss_mode == "gspo" and kept.any():
+            mean = (log_probs - old)[kept > 0].mean()
+            ratios = mean.exp().detach() * (log_probs - log_probs.detach()).exp()
+        losses = [token_loss(ratios[t], float(advantages[t])) * weights[t] for t in range(length)]
+        accepted = torch.ones(length)
+        if loss_mode == "bypass_mode":
+            losses, accepted = bypass_losses(log_probs, old, advantages)
+        if loss_mode == "geo_mean":
+            losses = torch.zeros(length)
+            whole_answers += [geo_mean_loss(log_probs, old, advantages, weights, kept)] if kept.any() else []
         terms = []
         for t in range(length):
             if kept[t]:
                 kl = (ref[t] - log_probs[t]).exp() - 1 - (ref[t] - log_probs[t])
-                loss = token_loss(ratios[t], float(advantages[t])) * weights[t]
-                terms.append(loss + 0.1 * kl - 0.01 * entropies[t])
+                # What is rejected in the loss itself is no part of it and still counts in what it is divided by.
+                terms.append(losses[t] * accepted[t] + 0.1 * kl - 0.01 * entropies[t])
         answers += [terms] if terms else []
-    if MODES[loss_mode] == "token-mean":
-        total = torch.stack([term for terms in answers for term in terms]).mean()
-    else:
-        total = torch.stack([torch.stack(terms).mean() for terms in answers]).mean()
+    everything = torch.stack([term for terms in answers for term in terms])
+    total = {
+        "token-mean": everything.mean(),
+        "token-sum": everything.sum(),
+        "seq-mean-token-mean": torch.stack([torch.stack(terms).mean() for terms in answers]).mean(),
+    }[MODES[loss_mode]]
+    if whole_answers:
+        total = total + torch.stack(whole_answers).mean()
     total.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -193,5 +239,5 @@ def test_gradient_is_that_of_a_loop_on_transformers(loss_mode, model_path, refer
 
 def test_the_two_losses_differ(model_path, reference) -> None:
     """Guards the test above against comparing one loss with itself. Would not catch a mode that is ignored in part."""
-    token, answer = (whole_weights([reference[mode, WHOLE]], "actor", model_path) for mode in MODES)
+    token, answer = (whole_weights([reference[mode, WHOLE]], "actor", model_path) for mode in ("vanilla", "gspo"))
     assert any(relative(token[name], answer[name]) > 0.01 for name in token)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_rl.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from megatron_rl.config.correction import RolloutCorrectionConfig
+from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction, assemble
 from megatron_rl.losses.estimators import estimate_gae, estimate_grpo
@@ -103,8 +104,11 @@ def test_kl_in_reward_by_another_estimator(experience):
 
 def test_rollout_correction_fills_what_is_configured(experience):
     """Trainer and rollout differ by log 4 on one token. Would not catch a wrong formula; its own tests do."""
-    assert add_rollout_correction(experience, RolloutCorrectionConfig()) == {}
+    measured = add_rollout_correction(experience, RolloutCorrectionConfig())
+    assert measured["rollout_corr/kl"] == 0 and measured["rollout_corr/ppl_ratio"] == 1
     assert experience.rollout_weights is None and experience.kept is None
+    assert add_rollout_correction(experience, RolloutCorrectionConfig(rollout_is="token", bypass_mode=True)) == {}
+    assert experience.rollout_weights is None
     experience.old_log_probs = ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0 + 1.3862944])])
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.0, rollout_rs="token")
     metrics = add_rollout_correction(experience, config)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from dense_log_probs import dense_gradients, dense_log_probs, random_case
 from ranks import run_ranks
 
-from megatron_rl.model.log_probs import head_log_probs
+from megatron_rl.model.log_probs import head_log_probs, head_log_probs_and_squares
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -28,21 +28,30 @@ def compare_with_dense():
         for found, expected in zip((log_prob, entropy), dense, strict=True):
             torch.testing.assert_close(found.double(), expected, atol=5e-6, rtol=5e-6)
         assert log_prob.le(0).all()
+        again, squares = head_log_probs_and_squares(hidden, weight, targets, vocab, 0.9, dist.group.WORLD)
+        probs = ((hidden @ whole.t()).detach().double() / 0.9)[:, :vocab].softmax(-1)
+        torch.testing.assert_close(squares.double(), probs.square().sum(-1), atol=5e-6, rtol=5e-6)
+        assert torch.equal(again, log_prob) and not squares.requires_grad
         found = torch.autograd.grad((mix[0] * log_prob + mix[1] * entropy).sum(), (hidden, weight))
         dist.all_reduce(found[0])
         expected = dense_gradients(hidden, whole, targets, vocab, 0.9, mix)
         torch.testing.assert_close(found[0].double(), expected[0], atol=5e-5, rtol=1e-4)
         torch.testing.assert_close(found[1].double(), expected[1][mine], atol=5e-5, rtol=1e-4)
-        outputs.append((log_prob.tolist(), entropy.tolist()))
+        outputs.append((log_prob.tolist(), entropy.tolist(), squares.tolist()))
 
     extreme, row = torch.tensor([[1e4, -1e4], [-1e4, 1e4]]), torch.eye(2)[dist.get_rank(), None]
     log_prob, entropy = head_log_probs(extreme, row, torch.tensor([0, 0]), 2, 1.0, dist.group.WORLD)
     assert log_prob.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
+    _, squares = head_log_probs_and_squares(extreme, row, torch.tensor([0, 0]), 2, 1.0, dist.group.WORLD)
+    assert squares.tolist() == [1.0, 1.0]
     dist.destroy_process_group()
     return outputs
 
 
 def test_two_shards_agree_with_dense_and_with_each_other():
-    """Values, this shard's rows of the gradient, equal outputs. Would not catch an error on three shards only."""
+    """Values, sums of squares, this shard's rows of the gradient, equal outputs.
+
+    Would not catch an error on three shards only.
+    """
     first, second = run_ranks(2, compare_with_dense, timeout=100)
     assert first == second and len(first) == len(CASES)

@@ -174,7 +174,84 @@ values("no critic", "algorithm critic", {"critic.enable": False}, ("critic.enabl
 values("groups of one", "algorithm critic batch", {"algorithm.adv_estimator": "rloo"}, (f"{ROLLOUT}.n", "must be >= 2"))
 LOSS = f"{ACTOR}.policy_loss"
 values("loss", "loss", {f"{LOSS}.loss_mode": "vanila"}, (f"{LOSS}.loss_mode", "must be one of"))
-values("gspo", "loss", {f"{LOSS}.loss_mode": "gspo"}, (f"{ACTOR}.loss_agg_mode", "mean over answers"))
+values("dro", "loss", {f"{LOSS}.loss_mode": "dro"}, (f"{LOSS}.dro_beta", "must be set with loss_mode=dro"))
+values("no bypass", "loss correction", {f"{LOSS}.loss_mode": "bypass_mode"}, (f"{LOSS}.loss_mode", "needs algorithm"))
+values(
+    "empty band",
+    "loss",
+    {f"{LOSS}.loss_mode": "clip_cov", f"{LOSS}.clip_cov_lb": 5.0},
+    (f"{LOSS}.clip_cov_lb", "must be below clip_cov_ub=5"),
+)
+values(
+    "components",
+    "algorithm critic batch",
+    {"algorithm.adv_estimator": "gdpo", f"{ROLLOUT}.n": 2, "algorithm.use_kl_in_reward": False},
+    ("algorithm.gdpo_reward_keys", "must name at least one number"),
+)
+values(
+    "weights of components",
+    "algorithm critic batch",
+    {
+        "algorithm.adv_estimator": "gdpo",
+        f"{ROLLOUT}.n": 2,
+        "algorithm.gdpo_reward_keys": ["acc", "form"],
+        "algorithm.gdpo_reward_weights": [1.0],
+    },
+    ("algorithm.gdpo_reward_weights", "must be one number for each"),
+    ("algorithm.use_kl_in_reward", "must be false"),
+)
+values(
+    "reinforce",
+    "correction loss",
+    {f"{CORRECTION}.loss_type": "reinforce"},
+    (f"{CORRECTION}.loss_type", "is the loss of algorithm.rollout_correction.bypass_mode=true"),
+)
+values(
+    "a loss that is replaced",
+    "correction loss",
+    {
+        f"{CORRECTION}.bypass_mode": True,
+        f"{CORRECTION}.loss_type": "reinforce",
+        f"{LOSS}.loss_mode": "cispo",
+        f"{CORRECTION}.rollout_is_batch_normalize": True,
+    },
+    (f"{LOSS}.loss_mode", "must be one of vanilla"),
+    (f"{CORRECTION}.rollout_is_batch_normalize", "must be false"),
+)
+values(
+    "two policies",
+    "correction algorithm critic batch",
+    {f"{CORRECTION}.bypass_mode": True, "algorithm.adv_estimator": "optimal_token_baseline", f"{ROLLOUT}.n": 2},
+    (f"{CORRECTION}.bypass_mode", "needs a pass of the trainer"),
+)
+values(
+    "criteria",
+    "correction",
+    {f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k5", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,1.0"},
+    (f"{CORRECTION}.rollout_rs", "must be one or more"),
+)
+values(
+    "number of thresholds",
+    "correction",
+    {f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,1.0,3.0"},
+    (f"{CORRECTION}.rollout_rs_threshold", "one for each of 2 criteria"),
+)
+values(
+    "a lower end of no use",
+    "correction",
+    {
+        f"{CORRECTION}.rollout_rs": "token_k2",
+        f"{CORRECTION}.rollout_rs_threshold": 1.0,
+        f"{CORRECTION}.rollout_rs_threshold_lower": 0.5,
+    },
+    (f"{CORRECTION}.rollout_rs_threshold_lower", "is of no use"),
+)
+values(
+    "icepop",
+    "correction",
+    {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "2.0_0.5"},
+    (f"{CORRECTION}.rollout_is_threshold", "the lower one first"),
+)
 values(
     "no file of losses",
     "loss",
@@ -359,6 +436,7 @@ RULED_ELSEWHERE = {
     "algorithm.filter_groups.max_num_gen_batches",
     f"{MEGATRON}.make_vocab_size_divisible_by",
     f"{MEGATRON}.dtype",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
     "trainer.logger",
     f"{ACTOR}.loss_agg_mode",
     *(key for key in (*RANGES, *RANGES_OR_NULL, *CHOICES_OR_NULL) if key.startswith((CORRECTION, "critic.megatron"))),

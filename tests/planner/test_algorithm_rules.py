@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from model_folders import problems
 
-from megatron_rl.config.algorithms import uses_critic, uses_reference
+from megatron_rl.config.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, uses_critic, uses_reference
 from megatron_rl.config.roles import trained_roles
 from megatron_rl.planner.algorithm_rules import algorithm_problems
 from megatron_rl.planner.resume_rules import configured_models
@@ -17,18 +17,31 @@ N = "actor_rollout_ref.rollout.n"
 def test_built_in_names(config):
     """Every estimator and loss passes with what it needs. Would not catch one that nothing implements."""
     config.actor_rollout_ref.rollout.n = 4
-    for name in ("gae", "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"):
+    config.algorithm.gdpo_reward_keys, config.algorithm.use_kl_in_reward = ["acc"], False
+    loss = config.actor_rollout_ref.actor.policy_loss
+    loss.dro_beta = 0.1
+    for name in ADV_ESTIMATORS:
         config.algorithm.adv_estimator = name
-        assert problems(config) == []
+        assert list(algorithm_problems(config)) == []
+    for loss.loss_mode in POLICY_LOSSES[:-1]:
+        assert list(algorithm_problems(config)) == []
+    config.algorithm.rollout_correction.bypass_mode = True
+    for loss.loss_mode in POLICY_LOSSES:
+        assert list(algorithm_problems(config)) == []
 
 
 def test_refused_names_list_the_known_ones(config, tmp_path):
     """Without a file, and with one that has other functions. Would not catch a function made at run time."""
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode = "groo", "gsp"
     estimator, loss = map(str, algorithm_problems(config))
-    assert estimator.startswith("algorithm.adv_estimator=groo must be one of gae, grpo, rloo, opo, reinforce_plus_plus")
+    assert estimator.startswith(
+        "algorithm.adv_estimator=groo must be one of gae, grpo, grpo_passk, gdpo, gpg, rloo, opo"
+    )
     assert f"custom_adv_estimator.path=null; nearest: algorithm.adv_estimator=grpo {N}=2" in estimator
-    assert "policy_loss.loss_mode=gsp must be one of vanilla, gspo, or a function of the file" in loss
+    assert (
+        "policy_loss.loss_mode=gsp must be one of vanilla, gpg, clip_cov" in loss
+        and "bypass_mode, or a function of the file" in loss
+    )
     (tmp_path / "own.py").write_text(OWN)
     config.actor_rollout_ref.actor.policy_loss.loss_mode = "vanilla"
     config.algorithm.adv_estimator, config.algorithm.custom_adv_estimator.path = "min", str(tmp_path / "own.py")
@@ -72,8 +85,8 @@ def test_groups_need_two_samples(config, name):
 def test_rules_between_keys(config):
     """Each broken alone. Would not catch two that only clash together."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    actor.policy_loss.loss_mode = "gspo"
-    assert ["nearest: seq-mean-token-mean" in problem for problem in problems(config)] == [True]
+    actor.policy_loss.loss_mode = "dro"
+    assert ["nearest: 0.1" in problem for problem in problems(config)] == [True]
     actor.policy_loss.loss_mode = "vanilla"
 
     config.critic.enable = False
@@ -84,10 +97,11 @@ def test_rules_between_keys(config):
 
     correction.rollout_rs, correction.rollout_is_threshold = "token", 0.5
     (problem,) = problems(config)
-    assert problem.endswith("rollout_is_threshold=0.5 must be > 1, as rollout_rs_threshold_lower is 1 / it; nearest: 2")
+    assert "rollout_is_threshold=0.5 must be > 1, as the lower bound is 1 / it; nearest: " in problem
     correction.rollout_rs_threshold_lower = 0.9
     (problem,) = problems(config)
-    assert problem.endswith("rollout_is_threshold=0.5 must be >= rollout_rs_threshold_lower=0.9; nearest: 2")
+    assert "rollout_is_threshold=0.5 must be >= the lower bound, which is 0.9; nearest: " in problem
+    assert problem.endswith("nearest: 0.5_2.0")
     correction.rollout_rs_threshold = 2.0
     assert problems(config) == []
 

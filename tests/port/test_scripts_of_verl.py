@@ -31,7 +31,6 @@ FEATURES = {
     ],
     "recipe_dapo_test_dapo_8b_megatron_fp8train": ["FP8 training"],
     "recipe_dapo_test_dapo_glm_air_megatron": ["context parallelism", "GLM-4.5 models"],
-    "recipe_dapo_test_dapo_qwen3_moe_30b_megatron_fp16": ["float16 training"],
     "recipe_gkd_megatron_test_qwen": ["distillation from a teacher", "asynchronous training"],
     "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": ["FP8 training", "quantized rollouts"],
     "recipe_qat_run_qwen3_30b_w4a16_megatron": ["context parallelism", "quantization-aware training"],
@@ -197,3 +196,19 @@ def test_exit_codes_of_the_command(tmp_path):
     assert "trainer.max_actor_ckpt_to_keep=2 -> trainer.max_ckpt_to_keep=2" in said[0] and out.is_file()
     assert "LoRA" in said[3] and "lora_rank: 8" in said[3]
     assert "there is no file no_such.sh" in said[2]
+
+
+def test_stages_that_count_embedding_and_loss(tmp_path, monkeypatch):
+    """94 layers over 8 stages: (94 + 2) / 8 = 12, so 11 in the first and the last. Would not catch a critic's."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"num_hidden_layers": 94, "architectures": ["Qwen3MoeForCausalLM"]}')
+    group = "actor_rollout_ref.actor.megatron"
+    keys = [f"actor_rollout_ref.model.path={tmp_path}/model", f"{group}.pipeline_model_parallel_size=8"]
+    split = f"+{group}.override_transformer_config.account_for_{{}}_in_pipeline_split=True"
+    found = port(None, [*keys, split.format("embedding"), split.format("loss")], {})
+    values = {setting.key: setting.value for setting in found.settings}
+    assert found.features == []
+    assert values[f"{group}.num_layers_in_first_pipeline_stage"] == 11
+    assert values[f"{group}.num_layers_in_last_pipeline_stage"] == 11
+    found = port(None, [*keys, split.format("loss")], {})  # 95 over 8 is not even
+    assert found.features == ["counting embedding or loss as a layer of a stage"]
