@@ -153,5 +153,5 @@ def further_model_on_another_grid(case: Case, rng: Random) -> list[Said]:
 def further_model_of_another_dtype(case: Case, rng: Random) -> list[Said]:
     put_further(case, "helpful")
     put_pool(case, "judges")
-    case.set({"reward_models.helpful.pool": "judges", "reward_models.helpful.megatron.dtype": "float16"})
+    case.set({"reward_models.helpful.pool": "judges", "reward_models.helpful.megatron.dtype": "float64"})
     return [("reward_models.helpful.megatron.dtype", "must be one of float32, bfloat16")]
