@@ -49,12 +49,12 @@ def whole_layers(notes: list[Note], settings: list[Setting]) -> tuple[list[Note]
     num_layers = model_facts(str(given.get("actor_rollout_ref.model.path"))).get("num_hidden_layers")
     counting = [note for note in notes if note.feature == COUNTING and note.setting.value is True]
     counted = {note.setting.key.rpartition("account_for_")[2].partition("_")[0] for note in counting}
-    if not counting or not is_size(num_layers) or not is_size(stages) or (num_layers + len(counted)) % stages:
+    if not counting or not isinstance(num_layers, int) or not isinstance(stages, int) or stages <= 1:
         return notes, settings
-    each = (num_layers + len(counted)) // stages
+    each, rest = divmod(num_layers + len(counted), stages)
     ends = {"embedding": "first", "loss": "last"}
     became = {f"{ACTOR}.megatron.num_layers_in_{ends[one]}_pipeline_stage": each - 1 for one in sorted(counted)}
-    if stages == 1 or each < 2 or became.keys() & given.keys():
+    if rest or each < 2 or became.keys() & given.keys():
         return notes, settings
     kept = [note for note in notes if note not in counting]
     reason = f"{num_layers} layers and {' and '.join(sorted(counted))} over {stages} stages are {each} each"
