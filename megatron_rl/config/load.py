@@ -66,8 +66,13 @@ INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 HYDRA_PREFIXES = ("++", "+", "~")
 """What Hydra's overrides may begin with: set or add, add, take away."""
 
+DTYPE = "actor_rollout_ref.actor.megatron.dtype"
+DIFF_BOUND = "actor_rollout_ref.rollout.logprob_diff_bound"
+HALF_PRECISION_BOUND = 1.0
+"""On GPUs, in 16 bits: of any one token, through many layers, rounding alone can come close to it."""
+
 CUDA_DEFAULTS = {
-    "actor_rollout_ref.actor.megatron.dtype": "bfloat16",
+    DTYPE: "bfloat16",
     "actor_rollout_ref.actor.megatron.sequence_parallel": True,
 }
 """Defaults on GPUs, which are verl's; on CPUs those of the schema."""
@@ -162,6 +167,8 @@ def _fill_in(config: Any, given: set[str]) -> None:
     for key, value in CUDA_DEFAULTS.items():
         if key not in given:
             OmegaConf.update(config, key, value)
+    if DIFF_BOUND not in given and _raw(config, DTYPE) != "float32":
+        OmegaConf.update(config, DIFF_BOUND, HALF_PRECISION_BOUND)
 
 
 @cache

@@ -235,7 +235,8 @@ class RolloutConfig:
     logprob_diff_bound: float = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| on sampled tokens; beyond it the run stops.
     Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2 and more;
-    bfloat16 needs about 0.1, float16 about 0.05."""
+    bfloat16 needs about 0.1, float16 about 0.05. On
+    trainer.device=cuda the default of 16-bit types is 1.0."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
 
 

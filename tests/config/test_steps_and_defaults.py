@@ -51,7 +51,9 @@ def test_defaults_on_gpus_are_verls(read):
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("bfloat16", True)
     config = read("trainer.device=cpu").config
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("float32", False)
+    assert read().config.actor_rollout_ref.rollout.logprob_diff_bound == 1.0
     config = read(f"{MEGATRON}.dtype=float32").config
+    assert config.actor_rollout_ref.rollout.logprob_diff_bound == 1e-3
     assert config.actor_rollout_ref.actor.megatron.dtype == "float32"
     assert not config.algorithm.use_kl_in_reward and not config.actor_rollout_ref.actor.shuffle
 
