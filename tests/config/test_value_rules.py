@@ -198,7 +198,7 @@ ALONE = ("algorithm.use_kl_in_reward=true", "pools.own.nnodes=1", "actor_rollout
         ("virtual_pipeline_model_parallel_size=0", "pipeline_model_parallel_size=0 must be >= 1; nearest: null"),
         ("make_vocab_size_divisible_by=-2", "make_vocab_size_divisible_by=-2 must be >= 1; nearest: 1"),
         ("expert_tensor_parallel_size=0", "expert_tensor_parallel_size=0 must be null (as TP) or >= 1; nearest: null"),
-        ("dtype=float64", "dtype=float64 must be one of float32, bfloat16, float16; nearest: float16"),
+        ("dtype=float17", "dtype=float17 must be one of float32, bfloat16, float16; nearest: float16"),
     ],
 )
 def test_who_is_first_in_a_pool_brings_its_layout(config, override, expected):

@@ -28,7 +28,7 @@ def put_further(case: Case, name: str) -> None:
     path = write_model(case.folder / "further", architectures=["Qwen2ForSequenceClassification"], num_labels=1)
     file = case.folder / "further.yaml"
     file.write_text("data: {train_files: a, val_files: b}\nactor_rollout_ref: {model: {path: m}}\n")
-    given = ["trainer.device=cpu", f"reward_models.x.model.path={path}", f"{TP}=2", f"{PP}=3", f"{GPUS}=6"]
+    given = [f"reward_models.x.model.path={path}", f"{TP}=2", f"{PP}=3", f"{GPUS}=6"]
     case.config.reward_models[name] = load_config(file, given).reward_models["x"]
 
 
@@ -153,5 +153,5 @@ def further_model_on_another_grid(case: Case, rng: Random) -> list[Said]:
 def further_model_of_another_dtype(case: Case, rng: Random) -> list[Said]:
     put_further(case, "helpful")
     put_pool(case, "judges")
-    case.set({"reward_models.helpful.pool": "judges", "reward_models.helpful.megatron.dtype": "float64"})
+    case.set({"reward_models.helpful.pool": "judges", "reward_models.helpful.megatron.dtype": "float8"})
     return [("reward_models.helpful.megatron.dtype", "must be one of float32, bfloat16")]
