@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +24,7 @@ from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.memory import PhaseMemory, memory_metrics
 from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.sample_tables import write_sample_table
+from megatron_rl.observe.services import Services
 from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.records import Experience, Generations, Prompts, known, row_lengths
 from megatron_rl.reward.rule import Scored
@@ -43,7 +46,7 @@ class Book:
     ) -> None:
         self.config, self.folder, self.tokenizer = config, folder, tokenizer
         self.console = Console()
-        self.progress = RunProgress(config.trainer.total_training_steps, self.console)
+        self.progress = RunProgress(config.trainer.num_steps, self.console)
         self.clock = Clock(self.progress.phase)
         self.updates = SkippedUpdates(config.trainer.max_skipped_updates)
         self.accuracies: list[float] = []
@@ -52,17 +55,26 @@ class Book:
         self._planned_memory = planned_memory
         self._num_ranks = Placement.of(config).world_size
         self._open = contextlib.ExitStack()
+        self._services = Services({})
 
     def __enter__(self) -> Book:
         """Raises StorageError when the run's folder cannot be written to."""
         trainer = self.config.trainer
         logger = MetricLogger(trainer.logger, self.folder.path, self.console, self.folder.resumed_step)
         self.logger = self._open.enter_context(logger)
+        settings = dataclasses.asdict(self.config)
+        names = (trainer.project_name, trainer.experiment_name)
+        self._services = Services.start(trainer.logger, *names, settings, self.folder.path)
         self._open.enter_context(self.progress)
         return self
 
     def __exit__(self, *failure: object) -> None:
+        self._warn_of(self._services.close())
         self._open.close()
+
+    def _warn_of(self, sentences: list[str]) -> None:
+        for sentence in sentences:
+            self.warn(sentence)
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line as it is: names and values may have brackets, which would be markup."""
@@ -138,18 +150,33 @@ class Book:
     def save_samples(self, folder: str | None, prompts: Prompts, scored: Scored, step: int) -> None:
         """Write a table of the answers, where a folder for it is configured."""
         if folder is not None:
-            prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
-            questions = self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
+            questions = self._questions(prompts)
             try:
                 write_sample_table(Path(folder), step, scored.table(questions, step))
             except OSError as error:
                 self.warn(f"{folder} lacks the table of step {step}: {error}")
+
+    def save_generations(self, prompts: Prompts, scored: Scored, step: int) -> None:
+        """Show some answers of a validation, as many as `trainer.log_val_generations`: the same rows every time."""
+        number = min(self.config.trainer.log_val_generations, len(prompts))
+        if not number:
+            return
+        chosen = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(self.config.trainer.seed))
+        rows = chosen[:number].sort().values
+        self.save_samples(str(self.folder.path / "val_generations"), prompts[rows], scored[rows], step)
+        questions = self._questions(prompts[rows])
+        self._warn_of(self._services.log_samples(scored[rows].table(questions, step), step))
+
+    def _questions(self, prompts: Prompts) -> list[str]:
+        prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
+        return list(self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Write one step's metrics and move the progress bar; step 0 is the state before training."""
         with contextlib.suppress(StorageError):  # lines wait; the next checkpoint says what is lost
             self.keep_folder()
         self.logger.log(metrics, step)
+        self._warn_of(self._services.log(metrics, step))
         if step:
             accuracy = self.accuracies[-1] if self.accuracies else None
             self.progress.step(step, metrics["critic/score/mean"], accuracy, metrics["timing_s/step"])

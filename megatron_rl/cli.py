@@ -10,18 +10,22 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cluster.signals import exit_on_signals
-from megatron_rl.config.load import read_config
+from megatron_rl.config.foreign.defaults import Difference, differences
+from megatron_rl.config.foreign.translate import Kind, Note
+from megatron_rl.config.load import read_run
 from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.roles import Placement
@@ -30,11 +34,14 @@ from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Viola
 from megatron_rl.loading import without_collections
 from megatron_rl.observe.output import drop_unread_output, lost_output
 from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
-from megatron_rl.observe.summary import finite_or_null, layout_table
+from megatron_rl.observe.summary import finite_or_null, layout_table, plain_table
 from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.hardware import default_hardware, load_hardware
+from megatron_rl.planner.hub_cache import with_local_models
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
+from megatron_rl.port.port import SOMETHING_LOST, port
 from megatron_rl.roles.environment import worker_environment
 from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
@@ -71,9 +78,12 @@ def train_command(
     ] = False,
 ) -> None:
     """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
-    run_config, violations = checked(config, overrides, change=collapsed if collapse else None)
-    raise_problems("this run cannot start", violations)
+    run = checked(config, overrides, change=collapsed if collapse else None)
+    raise_problems("this run cannot start", run.violations)
+    run_config = run.config
     assert run_config is not None  # a file without a configuration has violations
+    for note in run.notes:
+        Console(stderr=True).print(f"{note.kind.value}: {note}", soft_wrap=True, highlight=False, markup=False)
     if local:
         run_config = on_one_rank(run_config)
         os.environ |= worker_environment(run_config.trainer.device, ranks_per_node=1)
@@ -96,6 +106,34 @@ def on_one_rank(config: RunConfig) -> RunConfig:
         rule = "--local runs one rank in this process, and"
         raise ConfigError(f"{rule} {', '.join(larger)}; nearest: --local --collapse")
     return collapsed(config) if len(sizes) > 1 else config
+
+
+@app.command("port", context_settings={"ignore_unknown_options": True})
+def port_command(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(help="SCRIPT.sh or verl's YAML, and Hydra arguments; or these alone."),
+    ],
+    out: Annotated[Path | None, typer.Option(help="The file to write. Default: to stdout.")] = None,
+) -> None:
+    """Turn a launch script of verl into a file for `train --config`; says what is renamed, ignored and not supported.
+
+    The script's shell is run with stubs for every program. Exit codes: 0 nothing of substance is lost, 3 something is.
+    """
+    first = None if "=" in arguments[0] or arguments[0].startswith("-") else Path(arguments[0])
+    result = port(first, arguments if first is None else arguments[1:], os.environ)
+    said = Console(stderr=out is None)
+    if out is None:
+        sys.stdout.write(result.yaml())
+        refuse_to_lose_output()
+    else:
+        with writing():
+            out.write_text(result.yaml())
+    for line in result.lists():
+        said.print(line, soft_wrap=True, highlight=False, markup=False)
+    if out is not None:
+        said.print(f"written to {out}", soft_wrap=True, highlight=False, markup=False)
+    raise typer.Exit(SOMETHING_LOST if result.of(Kind.UNSUPPORTED) else 0)
 
 
 @app.command("plan")
@@ -122,23 +160,27 @@ def plan_command(
     Exit code 2 where a rule is broken; a plan that does not fit the GPU's memory is said to, and is no error.
     """
     try:
-        run_config, violations = checked(config, overrides, without_files)
-        gpu = None if run_config is None else load_hardware(hardware or default_hardware(run_config.trainer.device))
+        run = checked(config, overrides, without_files)
+        gpu = None if run.config is None else load_hardware(hardware or default_hardware(run.config.trainer.device))
     except ConfigError as error:
         if not as_json:
             raise
-        run_config, gpu, violations = None, None, violations_of(error)
-    plan = None
+        run, gpu = Checked(None, violations_of(error)), None
+    run_config, violations, plan = run.config, run.violations, None
     if run_config is not None and gpu is not None and not violations:
+        run_config = with_kv_cache(run_config, gpu)
         plan = RunPlan.of(run_config, gpu, mean_lengths(run_config.data, prompt_length, response_length))
     if as_json:
         content = {"valid": not violations, "violations": [violation.as_json() for violation in violations]}
+        content |= run.as_json()
         print_json(content | ({"plan": plan.as_json()} if plan else {}))
         refuse_to_lose_output()
         raise typer.Exit(ConfigError.exit_code if violations else 0)
     console = Console()
     if plan is not None:
         for table in plan.tables():
+            console.print(table)
+        for table in run.tables():
             console.print(table)
         for note in plan.notes():
             console.print(note, soft_wrap=True, highlight=False, markup=False)
@@ -148,21 +190,54 @@ def plan_command(
     raise_problems("this run cannot start", violations)
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A configuration and everything that is wrong with its keys, its values and the files it names.
+
+    notes: what verl's keys became. different: keys left alone whose default is another in verl.
+    """
+
+    config: RunConfig | None
+    violations: list[Violation]
+    notes: list[Note] = field(default_factory=list)
+    different: list[Difference] = field(default_factory=list)
+
+    def tables(self) -> list[Table]:
+        """What of verl is not as in verl."""
+        found = []
+        if self.notes:
+            rows = [(note.kind.value, str(note)) for note in self.notes]
+            found.append(plain_table("Keys of verl", ("became", "setting"), rows))
+        if self.different:
+            headings = ("differs from verl", "here", "verl", "what it changes, and why")
+            found.append(plain_table("Defaults", headings, [one.row() for one in self.different]))
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as data."""
+        return {
+            "notes": [{"kind": note.kind.value, "key": note.setting.key, "text": str(note)} for note in self.notes],
+            "differs_from_verl": {
+                one.default.key: {"here": one.here, "verl": one.default.verl} for one in self.different
+            },
+        }
+
+
 def checked(
     path: Path,
     overrides: Sequence[str] | None,
     without_files: bool = False,
     change: Callable[[RunConfig], RunConfig] | None = None,
-) -> tuple[RunConfig | None, list[Violation]]:
-    """The configuration, and everything that is wrong with its keys, its values and the files it names.
-
-    change: what to make of the configuration before its rules are checked.
-    """
-    run_config, violations = read_config(path, overrides or ())
-    if run_config is not None:
-        run_config = run_config if change is None else change(run_config)
-        violations = [*violations, *preflight(run_config, config_only=without_files)]
-    return run_config, violations
+) -> Checked:
+    """Read a configuration and check its rules. change: what to make of it before."""
+    reading = read_run(path, overrides or ())
+    notes = [note for note in reading.notes if note.kind is not Kind.UNSUPPORTED]
+    if reading.config is None:
+        return Checked(None, reading.violations, notes)
+    different = differences(reading.config, reading.given)
+    run_config = with_local_models(reading.config if change is None else change(reading.config))
+    violations = [*reading.violations, *preflight(run_config, config_only=without_files)]
+    return Checked(run_config, violations, notes, different)
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -216,8 +291,7 @@ def nightly_command(
     Exit codes: 0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang.
     """
     bands = read_golden(golden)
-    _, violations = checked(config, overrides)
-    raise_problems("this run cannot start", violations)
+    raise_problems("this run cannot start", checked(config, overrides).violations)
     trial = nightly_trial(bands, config, folder, overrides or ())
     exit_on_signals()  # so that training ends, too
     verdict = run_nightly(trial, bands, shlex.join(["megatron-rl", *sys.argv[1:]]))
@@ -271,10 +345,20 @@ def ablate_command(
         raise typer.Exit(SOME_POINTS_FAILED)
 
 
+def refuse_hydra_options(arguments: Sequence[str]) -> None:
+    """Hydra's names of configuration files mean something to `port` alone. Raises ConfigError with what to do."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in ("--config-path", "--config-name", "--config-dir") and arguments[0] != "port":
+            rule = "is Hydra's, and no file of verl's is read here: its values are verl's defaults"
+            raise ConfigError(f"{name} {rule}; nearest: --config FILE.yaml, made by megatron-rl port SCRIPT.sh")
+
+
 def main() -> None:
     """Run the command line; an error we raise on purpose becomes one message and its exit code, without a traceback."""
     drop_unread_output()
     try:
+        refuse_hydra_options(sys.argv[1:])
         app()
     except MegatronRLError as error:
         message = Text.assemble((type(error).__name__, "bold red"), f": {error}")

@@ -46,7 +46,7 @@ from megatron_rl.run_folder import RunFolder
 MODEL_FILES = (".json", ".jinja", ".model", ".txt")
 """Kinds of files, beside weights, of which a Hugging Face folder consists."""
 
-MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps")
+MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs")
 """Keys whose new values are no news in a run that goes on."""
 
 
@@ -146,7 +146,7 @@ class Lifecycle:
 
         Saves after a step where that is due. Raises StoppedAfterStep when a signal asked the run to stop.
         """
-        for step in range(self.folder.start.step + 1, self.config.trainer.total_training_steps + 1):
+        for step in range(self.folder.start.step + 1, self.config.trainer.num_steps + 1):
             self._before_step = self._state(step - 1)
             if self._under_way is not None:
                 self._try_to_finish(wait=False)
@@ -179,9 +179,7 @@ class Lifecycle:
 
     def _after(self, step: int) -> None:
         trainer, stopping = self.config.trainer, self.pace.stop.is_set
-        if trainer.save_freq > 0 and (
-            stopping or step % trainer.save_freq == 0 or step == trainer.total_training_steps
-        ):
+        if trainer.save_freq > 0 and (stopping or step % trainer.save_freq == 0 or step == trainer.num_steps):
             self._begin(self._state(step))
         if stopping:
             self.settle()

@@ -31,7 +31,7 @@ EXPORT_LOGIT_BOUND = 1e-4
 def finish_run(run: Run) -> dict[str, Any]:
     """Write everything a user takes home from a run; returns the summary. Raises ParityError, StorageError."""
     if run.validation.parity_rows is None:  # every step had been taken before
-        run.validation.run(run.config.trainer.total_training_steps)
+        run.validation.run(run.config.trainer.num_steps)
     run.book.keep_folder()
     export_diff = export_and_compare(run) if run.config.trainer.export_hf else None
     summary = summarise(run, export_diff)
@@ -82,7 +82,7 @@ def summarise(run: Run, export_diff: float | None) -> dict[str, Any]:
     return {
         **before_and_after("val_accuracy", run.book.accuracies, trainer.val_before_train),
         **before_and_after("val_reward", run.book.val_rewards, trainer.val_before_train),
-        "steps": trainer.total_training_steps,
+        "steps": trainer.num_steps,
         "wall_s": round(time.monotonic() - run.started, 1),
         "layout": {
             "world_size": placement.world_size,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megatron_rl.book import Book
 from megatron_rl.config.algorithms import needs_of
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.experience.assemble import assemble
 from megatron_rl.experience.groups import differing, first_groups
 from megatron_rl.prompts.dataset import PromptDataset
@@ -126,7 +129,7 @@ class Rollouts:
             generations = concatenate([part for _, part, _ in batches])
             groups = known(prompts.uid)
             scored = join([part for _, _, part in batches])
-            differ = differing(scored.scores, groups)
+            differ = differing(compared(scored, self.config.algorithm.filter_groups.metric), groups)
             num_differing = len(groups[differ].unique())
             if num_differing >= wanted or len(batches) == most:
                 rows = first_groups(groups, differ, wanted)
@@ -135,3 +138,14 @@ class Rollouts:
                     "train/differing_groups": min(num_differing, wanted) / wanted,
                 }
                 return Batch(prompts[rows], generations[rows], scored[rows], None, metrics)
+
+
+def compared(scored: Scored, metric: str) -> torch.Tensor:
+    """float32 [B]: what dynamic sampling compares, score or acc. Raises ConfigError where there is no accuracy."""
+    if metric == "score":
+        return scored.scores
+    values = scored.variables().get(metric)
+    if values is None:
+        rule = "needs a rule: without one an answer has a score and no accuracy; nearest: score"
+        raise ConfigError(f"algorithm.filter_groups.metric={metric} {rule}")
+    return torch.tensor([0.0 if value is None else value for value in values])

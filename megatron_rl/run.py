@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.algorithm import Algorithm
@@ -19,11 +20,14 @@ from megatron_rl.cluster.watch import STACKS_FILE, Limits
 from megatron_rl.config.algorithms import uses_rule
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig, TrainerConfig, as_list
+from megatron_rl.config.steps import with_steps
 from megatron_rl.dispatch import Interval, Verb
 from megatron_rl.errors import ConfigError
 from megatron_rl.lifecycle import Lifecycle, Pace
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
+from megatron_rl.planner.cache_share import with_kv_cache
+from megatron_rl.planner.hardware import Hardware, default_hardware, load_hardware
 from megatron_rl.planner.memory import planned_memory
 from megatron_rl.planner.stall import stall_timeout_s
 from megatron_rl.prompts.dataset import PromptDataset
@@ -116,6 +120,7 @@ def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         data = Data.read(config, tokenizer)
+        config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         rules = rule_reward(config, tokenizer, data.sources, local)
         folder = RunFolder(config)
         book = Book(config, folder, tokenizer, planned_memory(config))
@@ -241,6 +246,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # the library's own, and bare ones of its parsers
         reason = f"{type(error).__name__}: {error!s:.500}"
         raise ConfigError(f"the tokenizer of actor_rollout_ref.model.path={path} cannot be loaded: {reason}") from error
+
+
+def hardware_here(config: RunConfig) -> Hardware:
+    """What the plan of this run counts with: this machine's GPU where it has one, else the default of plans."""
+    hardware = load_hardware(default_hardware(config.trainer.device))
+    if config.trainer.device == "cuda" and torch.cuda.is_available():
+        return replace(hardware, memory_bytes=float(torch.cuda.get_device_properties(0).total_memory))
+    return hardware
 
 
 def stop_grace_s(trainer: TrainerConfig) -> float | None:

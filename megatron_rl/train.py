@@ -80,7 +80,11 @@ def update(run: Run, experience: Experience, step: int) -> dict[str, float]:
     of_critic: list[Future[dict[str, float]]] = []
     if roles.critic is not None:
         of_critic = [roles.critic.update(batch) for batch in algorithm.critic_batches(experience, step)]
-    of_actor = [roles.actor.update(batch) for batch in algorithm.actor_batches(experience, step)]
+    of_actor: list[Future[dict[str, float]]] = []
+    if step >= run.config.trainer.critic_warmup:
+        of_actor = [roles.actor.update(batch) for batch in algorithm.actor_batches(experience, step)]
     if of_critic:
         metrics |= run.book.update_metrics("critic", of_critic)
-    return metrics | run.book.update_metrics("actor", of_actor)
+    if of_actor:
+        metrics |= run.book.update_metrics("actor", of_actor)
+    return metrics

@@ -56,6 +56,7 @@ class Validation:
             pending = self.rewards.start(prompts, generations)
             scored = self.rewards.task_scores(prompts, generations, pending)
             self.book.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)
+            self.book.save_generations(prompts, scored, step)
             variables = scored.variables()
             self.book.val_rewards.append(mean(variables["reward"]))
             if "acc" in variables:
@@ -73,4 +74,4 @@ def mean(values: Sequence[float | None]) -> float:
 
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
     """Every `test_freq` steps, and always the last."""
-    return step == trainer.total_training_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
+    return step == trainer.num_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)

@@ -64,6 +64,11 @@ tiny)
     ;;
 esac
 
+if ! "$PYTHON" -c "import typer, omegaconf" 2> /dev/null; then
+    echo "PYTHON=$PYTHON lacks the packages that this program needs; run first: make install" >&2
+    exit 2
+fi
+
 LAYOUT=(
     trainer.nnodes="$NNODES"
     trainer.n_gpus_per_node="$GPUS_PER_NODE"

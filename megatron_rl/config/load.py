@@ -19,8 +19,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.problems import nearest_name, raise_problems, refused, violations_of
+from megatron_rl.config.foreign.translate import Kind, Note, translate
+from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
+from megatron_rl.config.setting import TAKEN_AWAY, Setting
 from megatron_rl.errors import ConfigError, Violation
 
 
@@ -61,6 +63,20 @@ OPEN_KEYS = {key for key, kind in KEYS.items() if typing.get_origin(kind) is dic
 
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
+HYDRA_PREFIXES = ("++", "+", "~")
+"""What Hydra's overrides may begin with: set or add, add, take away."""
+
+DTYPE = "actor_rollout_ref.actor.megatron.dtype"
+DIFF_BOUND = "actor_rollout_ref.rollout.logprob_diff_bound"
+HALF_PRECISION_BOUND = 1.0
+"""On GPUs, in 16 bits: of any one token, through many layers, rounding alone can come close to it."""
+
+CUDA_DEFAULTS = {
+    DTYPE: "bfloat16",
+    "actor_rollout_ref.actor.megatron.sequence_parallel": True,
+}
+"""Defaults on GPUs, which are verl's; on CPUs those of the schema."""
+
 PATH_NAMES = {"path", "train_files", "val_files", "default_local_dir", "resume_from_path"}
 PATH_NAMES |= {"rollout_data_dir", "validation_data_dir"}
 """Last parts of the keys that name files and folders."""
@@ -70,12 +86,17 @@ GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if char
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One value somebody asked for, and where: `origin` is the file's name or "override"."""
+class Reading:
+    """What became of a file and its overrides.
 
-    key: str
-    value: Any
-    origin: str
+    config: None where mandatory keys have no value. notes: what verl's keys and values became. given: keys of the
+    schema that were set, also by another name.
+    """
+
+    config: RunConfig | None
+    violations: list[Violation]
+    notes: list[Note]
+    given: frozenset[str]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -94,10 +115,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, list[Violation]]:
     """The same without raising for settings: what is wrong with them, and the configuration as far as it goes.
 
-    In it an unknown key counts as the known one that is offered for it, and a value of a wrong type as not given, so
-    that further rules can be checked at once; None where that leaves mandatory keys without a value. Raises ConfigError
-    for a file that cannot be read.
+    In it an unknown key, and a value of a wrong type, count as not given, so that further rules can be checked at once;
+    None where that leaves mandatory keys without a value. Raises ConfigError for a file that cannot be read.
     """
+    reading = read_run(path, overrides)
+    return reading.config, reading.violations
+
+
+def read_run(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
+    """The same with what verl's keys and values became."""
     violations: list[Violation] = []
     settings = list(read_file(Path(path)))
     for text in overrides:
@@ -105,22 +131,44 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunCon
             settings += read_override(text)
         except ConfigError as error:
             violations += violations_of(error)
+    return read_settings(settings, violations)
+
+
+def read_settings(settings: Sequence[Setting], violations: Sequence[Violation] = ()) -> Reading:
+    """Of settings in their order. violations: what is wrong already."""
+    found = list(violations)
+    translation = translate(settings, is_key)
     config = OmegaConf.structured(RunConfig)
-    for setting in settings:
+    given = set()
+    for setting in translation.settings:
         wrong = _apply(config, setting)
-        if wrong is not None:
-            violations.append(wrong)
-            for key, value in wrong.nearest.items():
-                _apply(config, Setting(key, value, setting.origin))
+        if wrong is None:
+            given.add(setting.key)
+        else:
+            found.append(wrong)
+    found += [note.violation() for note in translation.of(Kind.UNSUPPORTED)]
+    _fill_in(config, given)
     missing = list(_without_value(config))
-    violations += missing
-    if missing:
-        return None, violations
-    try:
-        return OmegaConf.to_object(config), violations
-    except OmegaConfBaseException as error:
-        key = str(error.full_key)
-        return None, [*violations, Violation({key: _raw(config, key) if key in KEYS else None}, _first_line(error))]
+    found += missing
+    run = None
+    if not missing:
+        try:
+            run = OmegaConf.to_object(config)
+        except OmegaConfBaseException as error:
+            key = str(error.full_key)
+            found.append(Violation({key: _raw(config, key) if key in KEYS else None}, _first_line(error)))
+    return Reading(run, found, translation.notes, frozenset(given))
+
+
+def _fill_in(config: Any, given: set[str]) -> None:
+    """Defaults that depend on other keys, where nobody has set them: verl's on GPUs."""
+    if _raw(config, "trainer.device") != "cuda":
+        return
+    for key, value in CUDA_DEFAULTS.items():
+        if key not in given:
+            OmegaConf.update(config, key, value)
+    if DIFF_BOUND not in given and _raw(config, DTYPE) != "float32":
+        OmegaConf.update(config, DIFF_BOUND, HALF_PRECISION_BOUND)
 
 
 @cache
@@ -168,6 +216,10 @@ def read_tree(path: Path, content: str) -> dict[str, Any]:
 def read_override(text: str) -> Iterator[Setting]:
     """The settings of one `key=value`, unchecked. Raises ConfigError where it is none."""
     key, equals, value = text.partition("=")
+    prefix = next((prefix for prefix in HYDRA_PREFIXES if key.startswith(prefix)), "")
+    key = key.removeprefix(prefix).strip()
+    if prefix == "~":
+        return iter([Setting(key, TAKEN_AWAY, "override", prefix)])
     if not equals:
         nearest = nearest_name(key, KEYS)
         rule = f"override {text!r} has no '=': write it as key=value; the nearest key is {nearest}"
@@ -177,16 +229,35 @@ def read_override(text: str) -> Iterator[Setting]:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         rule = f"the value of override {text!r} cannot be parsed: {_first_line(error)}"
         raise refused(Violation({}, rule)) from error
-    return _flatten(key.strip(), OmegaConf.to_container(parsed, resolve=False)["value"], "override")
+    return _flatten(key, OmegaConf.to_container(parsed, resolve=False)["value"], "override", prefix)
 
 
-def _flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
+def _flatten(key: str, value: Any, origin: str, prefix: str = "") -> Iterator[Setting]:
     """One setting per leaf; a group that is there but empty sets nothing."""
     if isinstance(value, dict) and value and key not in KEYS:
         for name, inner in value.items():
-            yield from _flatten(f"{key}.{name}", inner, origin)
+            yield from _flatten(f"{key}.{name}", inner, origin, prefix)
     elif key not in (GROUPS | NAMED_GROUPS.keys()) or value not in (None, {}):
-        yield Setting(key, value, origin)
+        yield Setting(key, value, origin, prefix)
+
+
+def settings_of(tree: dict[str, Any], origin: str) -> Iterator[Setting]:
+    """One setting for each leaf of nested groups."""
+    for name, value in tree.items():
+        yield from _flatten(name, value, origin)
+
+
+def like_name_of(key: str) -> str | None:
+    """The key that an unknown one is a slip of, where there is such a key."""
+    return like_name(key, KEYS)
+
+
+def is_key(key: str) -> bool:
+    """Whether the schema has a key, or lets the user name it."""
+    top, _, below = key.partition(".")
+    if top in NAMED_GROUPS:
+        return below.partition(".")[2] in NAMED_GROUPS[top]
+    return key in KEYS or key in GROUPS or any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS)
 
 
 def type_of(key: str) -> Any:
@@ -207,11 +278,15 @@ def unknown_key(key: str, value: Any, where: str) -> Violation | None:
         if not inner:
             inner_keys = ", ".join(f"{top}.{name or 'NAME'}.{leaf}" for leaf in NAMED_GROUPS[top])
             return Violation({key: value}, f"{where}: it is a group of keys, not a value; set {inner_keys}")
-        nearest = f"{top}.{name}.{nearest_name(inner, NAMED_GROUPS[top])}"
-        return Violation({key: value}, where, {nearest: value}, subject=f"unknown key {key}")
-    if key in KEYS or any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS):
-        return None
-    return Violation({key: value}, where, {nearest_name(key, KEYS): value}, subject=f"unknown key {key}")
+        like = like_name(inner, NAMED_GROUPS[top])
+        return _unknown(key, value, where, None if like is None else f"{top}.{name}.{like}")
+    return None if is_key(key) else _unknown(key, value, where, like_name(key, KEYS))
+
+
+def _unknown(key: str, value: Any, where: str, like: str | None) -> Violation:
+    nearest = {} if like is None else {like: value}
+    hint = "" if nearest else "no key is like it: leave it out, or see docs/coming_from_verl.md"
+    return Violation({key: value}, where, nearest, hint, subject=f"unknown key {key}")
 
 
 def _apply(config: Any, setting: Setting) -> Violation | None:
@@ -232,11 +307,26 @@ def _apply(config: Any, setting: Setting) -> Violation | None:
     if unknown is not None:
         return unknown
     try:
-        OmegaConf.update(config, key, _without_tilde(key, setting.value))
+        OmegaConf.update(config, key, _without_tilde(key, _in_type(key, setting.value)))
     except (OmegaConfBaseException, OverflowError) as error:
         rule = f"({setting.origin}) must be of type {_type_name(type_of(key))}: {_first_line(error)}"
         return Violation(given, rule, subject=_said(setting))
     return None
+
+
+def _in_type(key: str, value: Any) -> Any:
+    """A value as Python and Hydra users write it: `None`, one name for a list of one, a list within quotes."""
+    kind = type_of(key)
+    if value == "None" and (type(None) in typing.get_args(kind) or kind is Any):
+        return None
+    is_list = typing.get_origin(kind) is list or (kind is Any and str(value).startswith("["))
+    if is_list and isinstance(value, str) and not INTERPOLATION.search(value):
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
+        return read if isinstance(read, list) else [value]
+    return value
 
 
 def _without_tilde(key: str, value: Any) -> Any:

@@ -13,11 +13,13 @@ class OptimConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     lr_warmup_steps: int = 0
-    """Optimizer steps of linear warm-up."""
+    """Training steps of linear warm-up, each with all of its optimizer steps."""
+    lr_warmup_steps_ratio: float = 0.0
+    """The same as a share of the whole run, where lr_warmup_steps is 0."""
     lr_decay_style: str = "constant"
     """constant | linear | cosine."""
     lr_decay_steps: int = 0
-    """Optimizer steps until min_lr is reached; 0: those of the whole run. Not used when constant."""
+    """Training steps until min_lr is reached; 0: those of the whole run. Not used when constant."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's moment decay rates."""
     eps: float = 1e-8
@@ -58,13 +60,14 @@ class MegatronConfig:
     expert_tensor_parallel_size: int | None = None
     """ETP: ranks that share every expert; null: TP."""
     sequence_parallel: bool = False
-    """Split activations between the TP regions over TP ranks; training experts with TP > 1 needs it."""
+    """Split activations between the TP regions over TP ranks; training experts with TP > 1 needs it. On
+    trainer.device=cuda the default is true; of no effect where TP is 1."""
     make_vocab_size_divisible_by: int = 64
     """Vocabulary rows are padded to a multiple of it, and of TP. Padded otherwise than vLLM does, to a multiple of 64,
     those matrices cannot be shared."""
     dtype: str = "float32"
     """Parameter and compute type: float32 | bfloat16 | float16, with which the loss is scaled while gradients are
-    computed, as much as they can be without an overflow."""
+    computed, as much as they can be without an overflow. On trainer.device=cuda the default is bfloat16."""
     param_offload: bool = False
     """Keep the parameters in host memory while generating; not the actor's in the pool that generates: it reads them.
     Like the next two of no effect in a pool that does not generate."""

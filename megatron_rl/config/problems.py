@@ -91,6 +91,34 @@ def nearest_name(name: str, names: Iterable[str]) -> str:
     return max(names, key=likeness)
 
 
+ALIKE = 0.75
+"""How much of two words must be equal, in order, for one to be taken for the other misspelt."""
+
+
+def like_name(name: str, names: Iterable[str]) -> str | None:
+    """The name that `name` is a slip or a shorter form of; None where there is none.
+
+    Every part of a dotted name must be like one of the other's, and the last like the last: words that `_` joins are
+    compared one by one, so that one word for another is no slip.
+    """
+    candidates = [other for other in names if _is_slip(name, other)]
+    return nearest_name(name, candidates) if candidates else None
+
+
+def _is_slip(name: str, other: str) -> bool:
+    (*above, last), (*others_above, others_last) = name.split("."), other.split(".")
+    if any(max((_likeness(part, one) for one in others_above), default=0.0) < ALIKE for part in above):
+        return False
+    words, others = last.split("_"), others_last.split("_")
+    joined, others_joined = "".join(words), "".join(others)
+    if joined == others_joined:
+        return True
+    if any(max(_likeness(word, one) for one in others) < ALIKE for word in words):
+        return False
+    # What is left out may be half of the words, and no word may stand for two.
+    return len(words) <= len(others) <= 2 * len(words) + 1
+
+
 def missing_file(key: str, path: str, file: Path, suffixes: Sequence[str]) -> Violation:
     """That `key` names no file of these kinds; the nearest is the one beside it whose name is most like it."""
     kind, folder = " or ".join(suffixes), file if file.is_dir() else file.parent

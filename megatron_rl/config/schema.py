@@ -73,9 +73,16 @@ class DataConfig:
 
 
 @dataclass
+class ModelOverrideConfig:
+    max_position_embeddings: int | None = None
+    """Longest sequence, prompt and answer, in place of config.json's: for models that are trained beyond it."""
+
+
+@dataclass
 class ModelConfig:
     path: str = MISSING
-    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    """Hugging Face folder: config.json, safetensors, tokenizer; or the Hub's id of a model in the local cache."""
+    override_config: ModelOverrideConfig = field(default_factory=ModelOverrideConfig)
     use_remove_padding: bool = True
     """Lay the sequences of a micro-batch end to end instead of padding each to the longest."""
 
@@ -131,8 +138,8 @@ class ActorConfig:
     """Tokens per forward/backward pass, where use_dynamic_bsz is true."""
     ppo_epochs: int = 1
     """Passes over each step's samples."""
-    shuffle: bool = True
-    """Draw a new seeded split into mini-batches every epoch."""
+    shuffle: bool = False
+    """Draw a new seeded split into mini-batches every epoch; false: in the order of the samples."""
     clip_ratio: float = 0.2
     """PPO's epsilon: how far the probability ratio may leave 1 before the clip decides."""
     clip_ratio_low: float = follows("actor_rollout_ref.actor.clip_ratio")
@@ -206,6 +213,9 @@ class RolloutConfig:
     """Tokens of one engine step."""
     kv_cache_memory_bytes: int = 1 << 30
     """KV cache of each rank; held only while generating."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU that weights, cache and passes of generation may have: the cache is what the planner finds that
+    they leave, in place of kv_cache_memory_bytes. Of no effect on CPUs."""
     drop_train_weights: bool = False
     """Give the training copy's memory back while generating, where generation holds all of its elements elsewhere
     (rollout TP below training TP); it is sliced back out, bit for bit, afterwards."""
@@ -225,7 +235,8 @@ class RolloutConfig:
     logprob_diff_bound: float = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| on sampled tokens; beyond it the run stops.
     Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2 and more;
-    bfloat16 needs about 0.1, float16 about 0.05."""
+    bfloat16 needs about 0.1, float16 about 0.05. On
+    trainer.device=cuda the default of 16-bit types is 1.0."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
 
 
@@ -369,7 +380,7 @@ class FilterGroupsConfig:
     """Dynamic sampling: draw batches of data.gen_batch_size prompts until data.train_batch_size of them have samples
     with different scores, and train on those."""
     metric: str = "score"
-    """What must differ; score is the only choice."""
+    """What must differ: score | acc, the accuracy that the rule reports (its score, where it reports none)."""
     max_num_gen_batches: int = 10
     """Batches per step at most, then it is filled up with prompts whose samples have equal scores; 0: no limit."""
 
@@ -391,7 +402,7 @@ class AlgorithmConfig:
     """Discount per token, of gae and reinforce_plus_plus."""
     lam: float = 1.0
     """GAE's lambda."""
-    use_kl_in_reward: bool = True
+    use_kl_in_reward: bool = False
     """Subtract kl_coef * KL to the reference policy from every token's reward."""
     kl_penalty: str = "kl"
     """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); a + after it changes no reward."""
@@ -410,10 +421,15 @@ class TrainerConfig:
     """Machines of global_pool."""
     n_gpus_per_node: int = 8
     """Its ranks per machine: GPUs, or processes when device=cpu."""
-    total_training_steps: int = 100
-    """Steps: one batch of prompts each."""
+    total_training_steps: int | None = None
+    """Steps: one batch of prompts each; null: as many as total_epochs have."""
+    total_epochs: int | None = None
+    """Passes over the training prompts, each of as many steps as full batches; the run ends with the first of both
+    limits. null: 30, or with total_training_steps no limit."""
+    critic_warmup: int = 0
+    """Steps before this one train the critic alone."""
     test_freq: int = 10
-    """Validate every so many steps; always after the last one; 0: only then."""
+    """Validate every so many steps; always after the last one; 0 or -1: only then."""
     val_before_train: bool = True
     """Validate before the first step."""
     default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
@@ -437,6 +453,9 @@ class TrainerConfig:
     """Seconds after which a rank whose process gives no sign of life ends the run (exit code 3)."""
     rollout_data_dir: str | None = None
     """Folder for a table of the samples of every step, STEP.jsonl; null: none."""
+    log_val_generations: int = 0
+    """Answers of every validation, the same rows each time, that go to val_generations/STEP.jsonl in the run's folder
+    and to the loggers that show tables."""
     validation_data_dir: str | None = None
     """Folder for a table of the answers of every validation, STEP.jsonl; null: none."""
     balance_batch: bool = True
@@ -445,11 +464,18 @@ class TrainerConfig:
     """Updates of a role in a row that may be skipped because their gradient or loss is not finite; one more ends the
     run (exit code 6). 0: the first one does."""
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    """Where metrics go: console, jsonl, tensorboard."""
+    """Where metrics go: console, jsonl, tensorboard, and where they are installed wandb and mlflow."""
     seed: int = 1
     """Seed of sampling, prompt order, mini-batch splits and the fresh value head."""
     export_hf: bool = True
     """Write the trained actor as a Hugging Face folder at the end."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run. Raises ValueError where nobody has counted the prompts yet, of which it is made."""
+        if self.total_training_steps is None:
+            raise ValueError("trainer.total_training_steps is null: it follows from the number of prompts")
+        return self.total_training_steps
 
 
 @dataclass

@@ -16,11 +16,11 @@ CORRECTION = "algorithm.rollout_correction"
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
     "trainer.device": ("cpu", "cuda"),
-    "trainer.logger": ("console", "jsonl", "tensorboard"),
+    "trainer.logger": ("console", "jsonl", "tensorboard", "wandb", "mlflow"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.kl_penalty": KL_TYPES,
-    "algorithm.filter_groups.metric": ("score",),
+    "algorithm.filter_groups.metric": ("score", "acc"),
     f"{ACTOR}.kl_loss_type": KL_TYPES,
     f"{ACTOR}.loss_agg_mode": LOSS_AGG_MODES,
     f"{CRITIC}.loss_agg_mode": LOSS_AGG_MODES,
@@ -38,7 +38,6 @@ CHOICES_OR_NULL: dict[str, tuple[str, ...]] = {
 """Keys whose value is one of a few names, or null."""
 
 AT_LEAST_ONE = (
-    "trainer.total_training_steps",
     "data.train_batch_size",
     "data.gen_batch_size",
     "data.max_prompt_length",
@@ -86,6 +85,9 @@ STAGE_SHARES = tuple(
 
 AT_LEAST_ONE_OR_NULL = (
     "trainer.max_ckpt_to_keep",
+    "trainer.total_training_steps",
+    "trainer.total_epochs",
+    "actor_rollout_ref.model.override_config.max_position_embeddings",
     *STAGE_SHARES,
     f"{ACTOR}.loss_scale_factor",
     f"{CRITIC}.loss_scale_factor",
@@ -126,6 +128,7 @@ NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
 RANGES_OR_NULL: dict[str, Interval] = {
     **dict.fromkeys(AT_LEAST_ONE_OR_NULL, Interval(1)),
     "trainer.stall_timeout_s": Interval(0, nearest_low=1800.0),
+    f"{ROLLOUT}.gpu_memory_utilization": Interval(0, 1, nearest_low=0.5),
     f"{CORRECTION}.rollout_rs_threshold_lower": UNIT,
     f"{ACTOR}.policy_loss.dro_beta": Interval(0, nearest_low=0.1),
     f"{CORRECTION}.rollout_token_veto_threshold": Interval(0, 1, nearest_low=1e-4),
@@ -150,6 +153,8 @@ RANGES: dict[str, Interval] = {
     "trainer.seed": Interval(0, LARGEST_SEED),
     "reward_model.timeout_s": Interval(0, nearest_low=10.0),
     "trainer.test_freq": NOT_NEGATIVE,
+    "trainer.critic_warmup": NOT_NEGATIVE,
+    "trainer.log_val_generations": NOT_NEGATIVE,
     "trainer.max_skipped_updates": NOT_NEGATIVE,
     "trainer.stop_grace_s": NOT_NEGATIVE,
     "trainer.heartbeat_timeout_s": Interval(10),
@@ -184,6 +189,7 @@ RANGES: dict[str, Interval] = {
             ("lr", NOT_NEGATIVE),
             ("min_lr", NOT_NEGATIVE),
             ("lr_warmup_steps", NOT_NEGATIVE),
+            ("lr_warmup_steps_ratio", UNIT),
             ("lr_decay_steps", NOT_NEGATIVE),
             ("eps", Interval(0, nearest_low=1e-8)),
             ("weight_decay", NOT_NEGATIVE),

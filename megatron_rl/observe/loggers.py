@@ -15,12 +15,13 @@ from rich.markup import escape
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import AppendedFile
+from megatron_rl.observe.services import SERVICES
 from megatron_rl.observe.summary import finite_or_null
 
 if TYPE_CHECKING:
     from megatron_rl.observe.tensorboard import EventFile
 
-BACKENDS = ("console", "jsonl", "tensorboard")
+BACKENDS = ("console", "jsonl", "tensorboard", *SERVICES)
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_PREFIX = "val-core/"
 CONSOLE_FIELDS = (

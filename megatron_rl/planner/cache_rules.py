@@ -59,6 +59,8 @@ def cache_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[
     numbers = (rollout.tensor_model_parallel_size, data.max_prompt_length, data.max_response_length)
     given = rollout.kv_cache_memory_bytes
     names = {"trainer.device": config.trainer.device, DTYPE: config.actor_rollout_ref.actor.megatron.dtype}
+    if rollout.gpu_memory_utilization is not None and config.trainer.device == "cuda":
+        return  # it is made large enough
     if model is None or min(*numbers, given) < 1 or any(name not in CHOICES[key] for key, name in names.items()):
         return
     length = data.max_prompt_length + data.max_response_length

@@ -18,6 +18,7 @@ from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, Ru
 from megatron_rl.config.validate import is_path_or_paths
 from megatron_rl.config.value_tables import REWARD_ARGUMENTS
 from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.observe.services import absent_services
 from megatron_rl.prompts.files import column_kinds, count_rows
 
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
@@ -43,6 +44,14 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _prompt_problems(config.data, needs_ground_truth=uses_rule(config))
     yield from _reward_problems(config.custom_reward_function)
     yield from _folder_problems(config.trainer)
+    yield from _logger_problems(config.trainer)
+
+
+def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
+    for name in absent_services(trainer.logger):
+        others = [other for other in trainer.logger if other != name] or ["console"]
+        rule = f"names {name}, which is not installed"
+        yield Violation({"trainer.logger": trainer.logger}, rule, {"trainer.logger": others}, f"or: pip install {name}")
 
 
 def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:

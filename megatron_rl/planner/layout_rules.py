@@ -130,8 +130,10 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
     model = next((model for model in models if model.path == shared.model.path), None)
     fitting = [size for size in divisors(world_size) if model is None or not _rollout_misfits(model, size)]
     drops = rollout.drop_train_weights and in_place
-    if drops:
-        fitting = [size for size in fitting if train_tp % size == 0]
+    etp_size = shared.actor.megatron.expert_tensor_parallel_size
+    expert_tp = train_tp if etp_size is None or model is None or not model.num_experts else etp_size
+    if drops and expert_tp >= 1:
+        fitting = [size for size in fitting if train_tp % size == 0 and expert_tp % size == 0]
     fitting = engine_tp_sizes(config.trainer.device, fitting)
     nearest = {key: nearest_number(tp_size, fitting or [1])}
     if not engine_tp_sizes(config.trainer.device, [tp_size]):
@@ -148,6 +150,12 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
     if drops and train_tp % tp_size:
         rule = (
             f"must divide training tp({train_tp}), as drop_train_weights=true needs training shards inside of its own"
+        )
+        yield Violation({key: tp_size}, rule, nearest)
+    elif drops and expert_tp >= 1 and expert_tp % tp_size:
+        rule = (
+            f"must divide training's etp({expert_tp}), as drop_train_weights=true needs the shards of experts inside "
+            "of its own"
         )
         yield Violation({key: tp_size}, rule, nearest)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from megatron_rl.model.families import (
 from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.planner.config_json import ConfigJsonError, is_size, read_config_json, too_large, wrong_types
 from megatron_rl.planner.folder_files import damaged_files
+from megatron_rl.planner.foreign_models import feature_of
+from megatron_rl.planner.hub_cache import is_hub_id
 
 SIZES = (
     "hidden_size",
@@ -79,8 +81,12 @@ class ModelSizes:
     @property
     def longest(self) -> dict[str, int]:
         """Name and value of what limits prompt and response together: a window that cuts nothing off is no window."""
-        window = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
-        return {"max_position_embeddings": self.max_position_embeddings} | window
+        return {"max_position_embeddings": self.max_position_embeddings} | self.windows
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """The same of windows alone."""
+        return {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
 
     @property
     def max_tp(self) -> int:
@@ -102,6 +108,8 @@ def read_model_folder(
         neighbours = [str(other) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
         nearest = {key: nearest_name(str(folder), neighbours)} if neighbours else {}
         hint = "" if neighbours else f"{parent} holds no folder"
+        if is_hub_id(path):
+            hint = f"the local Hugging Face cache has no model of that name either: hf download {path}"
         return None, [Violation(given, "must be a Hugging Face model folder, and there is none", nearest, hint)]
     problems = []
     if not config_only:
@@ -120,9 +128,11 @@ def read_model_folder(
     architectures = settings.get("architectures") or []
     name = next((name for name in architectures if name in known), None)
     if name is None:
-        nearest_one = nearest_name(str(architectures[0]) if architectures else "", known)
+        theirs = str(architectures[0]) if architectures else ""
         rule = f"must be one of {', '.join(sorted(known))} for {key}"
-        lacks = _in_file(file, {"architectures": architectures}, rule, {"architectures": [nearest_one]})
+        lacks = _in_file(file, {"architectures": architectures}, rule, {"architectures": [nearest_name(theirs, known)]})
+        if theirs and theirs not in STARTING_POINTS:
+            lacks = replace(lacks, hint=f"{theirs} needs {feature_of(theirs)}, which is not here")
         return None, [*problems, lacks]
     sizes, found = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:

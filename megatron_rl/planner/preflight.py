@@ -27,6 +27,8 @@ from megatron_rl.planner.recompute_rules import recompute_problems
 from megatron_rl.planner.resume_rules import resume_problems
 from megatron_rl.planner.vocabulary import vocabulary_problems
 
+LIMIT = "max_position_embeddings"
+OVERRIDE = f"actor_rollout_ref.model.override_config.{LIMIT}"
 STARTING_FROM = {CRITIC: STARTING_POINTS, REWARD_MODEL: REWARD_FAMILIES}
 """Kind of role -> architectures that it can start from; of the others language models."""
 
@@ -112,16 +114,19 @@ def _pack_problems(config: RunConfig) -> Iterable[Violation]:
 def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     keys = {"data.max_prompt_length": prompt, "data.max_response_length": response}
+    override = config.actor_rollout_ref.model.override_config.max_position_embeddings
     for model in models:
-        for name, limit in model.longest.items():
+        told = {} if override is None else {OVERRIDE: override}
+        for name, limit in ((told or model.longest) | model.windows).items():
             if min(prompt, response) >= 1 and prompt + response > limit:
                 key, room = ("response", limit - prompt) if prompt < limit else ("prompt", limit - response)
                 rule = f"must be <= {name}({limit}) of {model.path}"
+                hint = f"{OVERRIDE} is for models that are trained beyond it" if name == LIMIT else ""
                 nearest = {f"data.max_{key}_length": room}
                 if room < 1:
                     nearest = {"data.max_prompt_length": limit - limit // 2, "data.max_response_length": limit // 2}
                 subject = f"data.max_prompt_length={prompt} + data.max_response_length={response}"
-                yield Violation(keys, rule, nearest, subject=subject)
+                yield Violation(keys, rule, nearest, hint, subject=subject)
     if len({model.vocab_size for model in models}) > 1:
         sizes = ", ".join(f"{model.vocab_size} of {model.path}" for model in models)
         rule = f"and the actor's read the same tokens, so their vocab_size must be equal: {sizes}"
@@ -136,4 +141,5 @@ def _other_vocabularies(config: RunConfig, models: list[ModelSizes], rule: str) 
         if role.has_value_head and {actor_path, path} <= sizes.keys() and sizes[path] != sizes[actor_path]:
             # A language model gives no rewards.
             nearest = {key: actor_path} if role.kind == CRITIC else {}
-            yield Violation({key: path}, rule, nearest)
+            hint = "" if role.kind == CRITIC else "reward models with another tokenizer are not here"
+            yield Violation({key: path}, rule, nearest, hint)

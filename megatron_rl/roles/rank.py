@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoConfig
 
 from megatron_rl.balance import SequenceWork
-from megatron_rl.config.megatron import OverrideTransformerConfig
+from megatron_rl.config.megatron import OptimConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import ACTOR, PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 def sequence_work(model_path: str) -> SequenceWork:
     """What a sequence costs under the model in a Hugging Face folder."""
     return SequenceWork(ModelShape.from_hf(AutoConfig.from_pretrained(model_path).to_dict()).attention_parity)
+
+
+def in_optimizer_steps(optim: OptimConfig, num_steps: int, num_optimizer_steps: int) -> OptimConfig:
+    """Warm-up and decay, configured in training steps, in optimizer steps; a share of the run as that many.
+
+    num_steps, num_optimizer_steps: of the whole run.
+    """
+    per_step = num_optimizer_steps // num_steps
+    warmup = optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * num_steps)
+    return replace(optim, lr_warmup_steps=warmup * per_step, lr_decay_steps=optim.lr_decay_steps * per_step)
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,12 @@ class Rank:
 
     def num_run_steps(self, spec: RoleSpec) -> int:
         """Optimizer steps of a trained role in the whole run."""
-        steps, batch_size = self.config.trainer.total_training_steps, self.config.data.train_batch_size
+        steps, batch_size = self.config.trainer.num_steps, self.config.data.train_batch_size
         return num_optimizer_steps(steps, batch_size, spec.settings.ppo_mini_batch_size, spec.settings.ppo_epochs)
+
+    def optim(self, spec: RoleSpec) -> OptimConfig:
+        """A trained role's, with its warm-up and decay in optimizer steps."""
+        return in_optimizer_steps(spec.settings.optim, self.config.trainer.num_steps, self.num_run_steps(spec))
 
     def loss_scale(self, spec: RoleSpec) -> int:
         """What `loss_agg_mode=seq-mean-token-sum-norm` divides by."""

@@ -69,7 +69,7 @@ class TrainedRole(Role):
         self.trainable = TrainableModel(
             model.chunks,
             model.load,
-            self.config.optim,
+            rank.optim(spec),
             rank.num_run_steps(spec),
             rank.groups,
             rank.device.torch_device,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import AutoConfig, GenerationConfig
 
 from megatron_rl.config.roles import ACTOR, RoleSpec
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes
 from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
@@ -63,7 +64,7 @@ class Rollout(Role):
             tensors=self.weights.tensors,
             seed=rank.config.trainer.seed,
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
-            hf_overrides=full_attention(source.family, source.hf_config.to_dict()),
+            hf_overrides=full_attention(source.family, source.hf_config.to_dict()) | told(rank.config),
         )
         rank.ledger.note("init", self.memory())  # this role is not among the host's yet
         self.generator.sleep()
@@ -97,6 +98,12 @@ class Rollout(Role):
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """One response per row of this replica's prompts; rollout mode only."""
         return self.generator.generate(prompts, sampling)
+
+
+def told(config: RunConfig) -> dict[str, Any]:
+    """Settings of config.json that the run's configuration replaces."""
+    longest = config.actor_rollout_ref.model.override_config.max_position_embeddings
+    return {} if longest is None else {"max_position_embeddings": longest}
 
 
 class ReceivedWeights:

@@ -115,7 +115,7 @@ def _recording_problems(config: RunConfig, ablation: AblationConfig) -> Sequence
     """Rules that hold only for runs whose records are read afterwards."""
     found = []
     steps, logger = config.trainer.total_training_steps, list(config.trainer.logger)
-    if steps <= ablation.warmup_steps:
+    if steps is not None and steps <= ablation.warmup_steps:
         rule = f"must be more than the ablation's warmup_steps={ablation.warmup_steps}, which do not count"
         key = "trainer.total_training_steps"
         found.append(Violation({key: steps}, rule, {key: ablation.warmup_steps + 1}))

@@ -81,7 +81,7 @@ def test_all_unknown_keys_are_named_with_origin_and_neighbour(write):
         ("data.train_batch_size=1.5", "data.train_batch_size=1.5 (override) must be of type int"),
         ("data.train_batch_size=null", "data.train_batch_size=None (override) must be of type int"),
         ("data.shuffle=maybe", "data.shuffle='maybe' (override) must be of type bool"),
-        ("trainer.logger=console", "trainer.logger='console' (override) must be of type list[str]"),
+        ("trainer.logger={a: b}", "must be of type list[str]"),
         ("actor_rollout_ref.actor.optim.betas=[0.9]", "must be of type tuple[float, float]"),
         ("data=3", "data is a group of keys, not a value"),
         ("trainer.seed", "override 'trainer.seed' has no '='"),

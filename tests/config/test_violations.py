@@ -67,11 +67,11 @@ def test_who_follows_whom():
 
 
 def test_reading_goes_on_after_a_misspelt_key(tmp_path):
-    """It counts as the one that is offered; a wrong type as not given. Would not catch an offer that was not meant."""
+    """It counts as not given, and a wrong type, too. Would not catch an offer that was not meant."""
     file = tmp_path / "run.yaml"
     file.write_text("data: {train_files: a, val_files: b}\nactor_rollout_ref: {model: {path: m}}\n")
     config, violations = read_config(file, ["trainer.nnode=3", "trainer.n_gpus_per_node=many"])
-    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (3, 8)
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (1, 8)
     assert [list(violation.settings) for violation in violations] == [["trainer.nnode"], ["trainer.n_gpus_per_node"]]
     config, violations = read_config(file, ["data.train_files=???"])
     assert config is None and "mandatory keys without a value: data.train_files" in str(violations[0])

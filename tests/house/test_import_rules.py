@@ -38,8 +38,9 @@ ROOMS: dict[str, set[str]] = {
     "cluster": GROUND,
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
     **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner"}),
+    "port": {"errors", "config", "planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
-    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials"},
+    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port"},
     "__main__": {"cli"},
 }
 """Room -> rooms it may import."""
@@ -74,7 +75,7 @@ LIBRARIES: dict[str, set[str]] = {
 
 WITHOUT_TORCH = (
     *("errors", "balance", "dispatch", "loading", "config", "planner"),
-    *("trials", "cli", "__main__"),
+    *("port", "trials", "cli", "__main__"),
 )
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "observe"),

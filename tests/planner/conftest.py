@@ -42,6 +42,7 @@ def config(tmp_path) -> RunConfig:
     reward.megatron = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
     trainer.device, trainer.n_gpus_per_node = "cpu", 6
     trainer.default_local_dir = str(tmp_path / "out")
+    config.algorithm.use_kl_in_reward = True
     return config
 
 

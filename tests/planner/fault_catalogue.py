@@ -196,6 +196,7 @@ values(
         f"{ROLLOUT}.n": 2,
         "algorithm.gdpo_reward_keys": ["acc", "form"],
         "algorithm.gdpo_reward_weights": [1.0],
+        "algorithm.use_kl_in_reward": True,
     },
     ("algorithm.gdpo_reward_weights", "must be one number for each"),
     ("algorithm.use_kl_in_reward", "must be false"),

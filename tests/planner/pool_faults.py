@@ -28,7 +28,7 @@ def put_further(case: Case, name: str) -> None:
     path = write_model(case.folder / "further", architectures=["Qwen2ForSequenceClassification"], num_labels=1)
     file = case.folder / "further.yaml"
     file.write_text("data: {train_files: a, val_files: b}\nactor_rollout_ref: {model: {path: m}}\n")
-    given = [f"reward_models.x.model.path={path}", f"{TP}=2", f"{PP}=3", f"{GPUS}=6"]
+    given = ["trainer.device=cpu", f"reward_models.x.model.path={path}", f"{TP}=2", f"{PP}=3", f"{GPUS}=6"]
     case.config.reward_models[name] = load_config(file, given).reward_models["x"]
 
 

@@ -52,11 +52,17 @@ SPLIT = (
 """Actor and reference on 2 x 8 ranks, the critic on 4, generation on 8."""
 
 
+EXPLICIT = """
+algorithm: {use_kl_in_reward: true}
+actor_rollout_ref: {actor: {megatron: {dtype: float32, sequence_parallel: false}}}
+"""
+
+
 @pytest.fixture
 def config(tmp_path):
     def config(*overrides: str, model: str | None = None) -> RunConfig:
         file = tmp_path / "run.yaml"
-        file.write_text("data: {train_files: a, val_files: b}\n")
+        file.write_text("data: {train_files: a, val_files: b}\n" + EXPLICIT)
         lengths = ["data.max_prompt_length=1024", "data.max_response_length=1024"]
         path = model or str(MODELS / "llama-3-8b")
         found = load_config(file, [f"actor_rollout_ref.model.path={path}", *lengths, *overrides])

@@ -315,7 +315,7 @@ def test_batch_and_length_rules(config):
     tokens, length = problems(config)
     assert tokens.endswith("max_num_batched_tokens=100 must be >= max_num_seqs=256; nearest: 256")
     assert "must be <= max_position_embeddings(64)" in length
-    assert length.endswith("nearest: data.max_response_length=48")
+    assert "nearest: data.max_response_length=48; " in length and "override_config" in length
 
 
 def test_absent_files_are_named_with_a_neighbour(config, tmp_path):

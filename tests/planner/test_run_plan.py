@@ -31,11 +31,17 @@ LARGE = (
 )
 
 
+EXPLICIT = """
+algorithm: {use_kl_in_reward: true}
+actor_rollout_ref: {actor: {megatron: {dtype: float32, sequence_parallel: false}}}
+"""
+
+
 @pytest.fixture
 def config(tmp_path):
     def config(model: str, *overrides: str) -> RunConfig:
         file = tmp_path / "run.yaml"
-        file.write_text("data: {train_files: a, val_files: b}\n")
+        file.write_text("data: {train_files: a, val_files: b}\n" + EXPLICIT)
         path = f"actor_rollout_ref.model.path={MODELS / model}"
         found = load_config(file, [path, "data.max_prompt_length=1024", "data.max_response_length=1024", *overrides])
         assert preflight(found, config_only=True) == []

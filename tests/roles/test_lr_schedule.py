@@ -7,6 +7,7 @@ import torch
 
 from megatron_rl.config.megatron import OptimConfig
 from megatron_rl.experience.batches import mini_batch_rows, num_optimizer_steps
+from megatron_rl.roles.rank import in_optimizer_steps
 from megatron_rl.roles.training import lr_scheduler
 
 
@@ -43,3 +44,14 @@ def test_steps_of_a_run():
     """Counted as the loop makes them, an uneven last mini-batch included. Would not catch skipped updates."""
     per_step = sum(1 for _ in mini_batch_rows(60 * 12, 25 * 12, 2, seed=None))
     assert num_optimizer_steps(7, batch_size=60, mini_batch_size=25, num_epochs=2) == 7 * per_step == 42
+
+
+@pytest.mark.parametrize(
+    ("steps", "ratio", "expected"),
+    [(2, 0.0, (12, 18)), (0, 0.25, (12, 18)), (2, 0.5, (12, 18)), (0, 0.0, (0, 18))],
+)
+def test_warm_up_and_decay_count_training_steps(steps, ratio, expected):
+    """8 steps of 6 updates each; a share of the run counts where no steps are given. Would not catch a skipped one."""
+    optim = OptimConfig(lr_warmup_steps=steps, lr_warmup_steps_ratio=ratio, lr_decay_steps=3)
+    found = in_optimizer_steps(optim, num_steps=8, num_optimizer_steps=48)
+    assert (found.lr_warmup_steps, found.lr_decay_steps) == expected

@@ -1,0 +1,78 @@
+"""How a value of verl becomes one here where it is in another unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+LAYOUT_OF = {"actor_rollout_ref.rollout": "actor_rollout_ref.actor", "actor_rollout_ref.ref": "actor_rollout_ref.actor"}
+
+Conversion = Callable[[str, str, Any, Mapping[str, Any]], dict[str, Any] | str]
+"""(the foreign key, the key here or "", value, all settings) -> settings here, or why nothing needs to be said."""
+
+
+def per_rank(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Samples of all ranks -> of one data-parallel rank."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return {target: value}
+    role = key.rpartition(".")[0]
+    megatron = f"{LAYOUT_OF.get(role, role)}.megatron"
+    ranks = _number(given, "trainer.nnodes", 1) * _number(given, "trainer.n_gpus_per_node", 8)
+    shared = _number(given, f"{megatron}.tensor_model_parallel_size", 1)
+    shared *= _number(given, f"{megatron}.pipeline_model_parallel_size", 1)
+    return {target: max(1, value // max(1, ranks // shared))}
+
+
+def share_of_lr(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    """A share of the peak learning rate -> the rate."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return {target: value}
+    peak = given.get(key.rpartition(".")[0] + ".lr", 1e-5 if key.startswith("critic.") else 1e-6)
+    return {target: value * float(peak)}
+
+
+def recomputed(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    """FSDP's switch -> Megatron's; Megatron scripts have one of their own, and verl's engine does not read this one."""
+    if any(".megatron." in other or alike_megatron(other, said) for other, said in given.items()):
+        return "Megatron's own switch is megatron.override_transformer_config.recompute_granularity"
+    role = "critic" if key.startswith("critic.") else "actor_rollout_ref.actor"
+    group = f"{role}.megatron.override_transformer_config"
+    return {
+        f"{group}.recompute_granularity": "full",
+        f"{group}.recompute_method": "uniform",
+        f"{group}.recompute_num_layers": 1,
+    }
+
+
+def truncated_importance(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    """The earlier key of token weights and their threshold in one."""
+    group = "algorithm.rollout_correction"
+    return {f"{group}.rollout_is": "token", f"{group}.rollout_is_threshold": value}
+
+
+def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    """No name of a function: verl takes the rule of the data source, here that is so only without a reward model."""
+    models = ("reward_model.enable", "reward.reward_model.enable")
+    if any(given.get(other) is True for other in models) or any(other.startswith("reward_models.") for other in given):
+        return {key: None}
+    return "without a reward model the rule of the data source judges"
+
+
+def alike_megatron(key: str, value: Any) -> bool:
+    """Whether a setting says that the engine is Megatron's."""
+    return key.endswith(".strategy") and value == "megatron"
+
+
+def _number(given: Mapping[str, Any], key: str, default: int) -> int:
+    value = given.get(key, default)
+    return value if isinstance(value, int) and value >= 1 else default
+
+
+CONVERSIONS: dict[str, Conversion] = {
+    "per_rank": per_rank,
+    "recomputed": recomputed,
+    "rule_by_source": rule_by_source,
+    "share_of_lr": share_of_lr,
+    "truncated_importance": truncated_importance,
+}
+"""Names of the table -> functions."""

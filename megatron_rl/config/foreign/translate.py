@@ -1,0 +1,144 @@
+"""Settings in verl's words -> settings of the schema, and three lists: renamed, ignored, not supported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from megatron_rl.config.foreign.conversions import CONVERSIONS
+from megatron_rl.config.foreign.rows import Row, alike, filled, rows_for
+from megatron_rl.config.setting import Setting, final_settings
+from megatron_rl.config.value_tables import CHOICES
+from megatron_rl.errors import Violation, shown
+
+
+class Kind(StrEnum):
+    """What became of a setting."""
+
+    RENAMED = "renamed"
+    IGNORED = "ignored"
+    UNSUPPORTED = "not supported"
+
+
+@dataclass(frozen=True)
+class Note:
+    """One setting that is not taken as it was written.
+
+    became: what stands for it. reason: why; of an unsupported one what to do instead. feature: its name.
+    """
+
+    kind: Kind
+    setting: Setting
+    reason: str
+    became: dict[str, Any] = field(default_factory=dict)
+    feature: str = ""
+
+    def __str__(self) -> str:
+        given = f"{self.setting.written}={shown(self.setting.value)}"
+        if self.kind is Kind.UNSUPPORTED:
+            return f"{given}: {self.feature}; {self.reason}"
+        became = " ".join(f"{key}={shown(value)}" for key, value in self.became.items())
+        return "".join([given, f" -> {became}" if became else "", f": {self.reason}" if self.reason else ""])
+
+    def violation(self) -> Violation:
+        """Of an unsupported one."""
+        setting = self.setting
+        rule = f"({setting.origin}) asks for {self.feature}, which is not here"
+        subject = f"{setting.written}={shown(setting.value)}"
+        return Violation({setting.key: setting.value}, rule, hint=self.reason, subject=subject)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Settings in the schema's words, with unknown keys as they are, and what became of the others."""
+
+    settings: list[Setting]
+    notes: list[Note]
+
+    def of(self, kind: Kind) -> list[Note]:
+        """The notes of one list."""
+        return [note for note in self.notes if note.kind is kind]
+
+    @property
+    def features(self) -> list[str]:
+        """Names of what is not supported, each once."""
+        return list(dict.fromkeys(note.feature for note in self.of(Kind.UNSUPPORTED)))
+
+
+def translate(settings: Sequence[Setting], is_known: Callable[[str], bool]) -> Translation:
+    """Of several values of a key the last one counts. is_known: whether the schema has a key."""
+    final, idle = final_settings(list(settings))
+    given = {setting.key: setting.value for setting in final}
+    notes = [Note(Kind.IGNORED, setting, "there is nothing to take away; its default stays") for setting in idle]
+    direct: list[Setting] = []
+    mapped: list[Setting] = []  # after the others: such a value decides, whatever the key itself was set to
+    companions: dict[str, str] = {}
+    for setting in final:
+        if setting.value == {} and not is_known(setting.key):
+            continue
+        found = _note(setting, given, is_known)
+        if found is None:
+            direct.append(setting)
+            continue
+        note, row = found
+        notes.append(note)
+        if note.kind is Kind.UNSUPPORTED:
+            companions |= dict.fromkeys(row.companions, note.feature)
+        target = direct if setting.key in note.became else mapped
+        target += [replace(setting, key=key, value=value, prefix="") for key, value in note.became.items()]
+    reason = "means something only with {}, which is not supported"
+    belonging = [setting for setting in direct if setting.key in companions]
+    notes += [Note(Kind.IGNORED, setting, reason.format(companions[setting.key])) for setting in belonging]
+    return Translation([one for one in [*direct, *mapped] if one not in belonging], notes)
+
+
+def _note(setting: Setting, given: Mapping[str, Any], is_known: Callable[[str], bool]) -> tuple[Note, Row] | None:
+    for row, match in rows_for(setting.key, setting.value):
+        if row.keeps_known and is_known(setting.key):
+            continue
+        if row.unless_choice and setting.value in CHOICES.get(setting.key, CHOICES.get(_as_actor(setting.key), ())):
+            continue
+        note = _by_row(row, match, setting, given)
+        if note is not None:
+            return note, row
+    return None
+
+
+def _as_actor(key: str) -> str:
+    """The actor's key for that of another role: choices are the actor's."""
+    head, found, tail = key.rpartition(".megatron.")
+    return f"actor_rollout_ref.actor{found}{tail}" if head else key
+
+
+def _by_row(row: Row, match: re.Match[str], setting: Setting, given: Mapping[str, Any]) -> Note | None:
+    """What a row says of a setting; None where it says nothing of this value."""
+    key, value, why = setting.key, setting.value, filled(row.why, match)
+    for theirs, ours in row.values:
+        if alike(value, theirs):
+            target = filled(row.to, match) if row.to else key
+            became = _became(ours, target, match)
+            return Note(Kind.RENAMED if became else Kind.IGNORED, setting, why, became)
+    if row.switches_off(value):
+        return Note(Kind.IGNORED, setting, why)
+    if row.convert is not None:
+        target = filled(row.to, match) if row.to else ""
+        outcome = CONVERSIONS[row.convert](key, target, value, given)
+        if isinstance(outcome, str):
+            return Note(Kind.IGNORED, setting, outcome)
+        if outcome == {key: value}:
+            return None
+        return Note(Kind.RENAMED, setting, why if not row.off else "", outcome)
+    if row.to is not None:
+        return Note(Kind.RENAMED, setting, why if not row.off else "", {filled(row.to, match): value})
+    if row.feature is not None:
+        return Note(Kind.UNSUPPORTED, setting, filled(row.instead, match), feature=filled(row.feature, match))
+    return None
+
+
+def _became(ours: Any, target: str, match: re.Match[str]) -> dict[str, Any]:
+    if isinstance(ours, dict):
+        return {filled(key, match): value for key, value in ours.items()}
+    return {target: ours}

@@ -1,0 +1,51 @@
+"""One value that somebody asked for, before it is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class _TakenAway:
+    """The value of a key that Hydra's `~key` takes away."""
+
+    def __repr__(self) -> str:
+        return "taken away"
+
+
+TAKEN_AWAY = _TakenAway()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A dotted key and its value. origin: the file's name, or "override". prefix: Hydra's `+`, `++` or `~`."""
+
+    key: str
+    value: Any
+    origin: str
+    prefix: str = ""
+
+    @property
+    def written(self) -> str:
+        """The key as the user wrote it."""
+        return self.prefix + self.key
+
+
+def final_settings(settings: list[Setting]) -> tuple[list[Setting], list[Setting]]:
+    """What counts of settings in their order, and the `~key` that had nothing to take away.
+
+    Of several values of a key the last one counts, at its place.
+    """
+    kept: dict[str, Setting] = {}
+    idle = []
+    for setting in settings:
+        if setting.value is not TAKEN_AWAY:
+            kept.pop(setting.key, None)
+            kept[setting.key] = setting
+            continue
+        gone = [key for key in kept if key == setting.key or key.startswith(f"{setting.key}.")]
+        for key in gone:
+            del kept[key]
+        if not gone:
+            idle.append(setting)
+    return list(kept.values()), idle

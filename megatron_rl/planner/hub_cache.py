@@ -1,0 +1,35 @@
+"""Models by their names on the Hugging Face Hub: found in the local cache, never downloaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron_rl.config.keys import put, value_of
+from megatron_rl.config.roles import roles_of
+from megatron_rl.config.schema import RunConfig
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path can only be a model's name, ORGANISATION/MODEL: no such folder is there, nor the one above it."""
+    return HUB_ID.fullmatch(path) is not None and not Path(path).exists() and not Path(path).parent.is_dir()
+
+
+def cached_model(name: str) -> Path | None:
+    """The newest snapshot of a model in the local cache; None where there is none."""
+    from huggingface_hub import try_to_load_from_cache  # reads where the cache is from the environment
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def with_local_models(config: RunConfig) -> RunConfig:
+    """The same configuration object, with folders of the local cache in place of names that it holds."""
+    for key in dict.fromkeys(role.model_key for role in roles_of(config)):
+        path = value_of(config, key)
+        folder = cached_model(path) if isinstance(path, str) and is_hub_id(path) else None
+        if folder is not None:
+            put(config, key, str(folder))
+    return config

@@ -1,0 +1,153 @@
+"""What a translated script needs beyond its own keys: verl's defaults, and what the keys mean together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.config.algorithms import ADV_ESTIMATORS
+from megatron_rl.config.foreign.defaults import verl_defaults
+from megatron_rl.config.foreign.rows import alike
+from megatron_rl.config.foreign.translate import Kind, Note
+from megatron_rl.config.megatron import LAYOUT_KEYS
+from megatron_rl.config.setting import Setting
+from megatron_rl.planner.config_json import is_size
+from megatron_rl.planner.foreign_models import feature_of, model_facts
+from megatron_rl.planner.model_folder import STARTING_POINTS
+from megatron_rl.planner.preflight import OVERRIDE
+
+ORIGIN = "verl's default"
+ACTOR = "actor_rollout_ref.actor"
+FOLLOWERS = ("actor_rollout_ref.ref", "critic", "reward_model")
+COUNTING = "counting embedding or loss as a layer of a stage"
+LAYOUT_DEFAULTS = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
+
+
+def fitted(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
+    """The settings of a ported file, and what became of those that are changed or left out."""
+    notes: list[Note] = []
+    for step in (_one_layout, _rewards_of_a_model, _models, _groups_of_one):
+        settings, said = step(settings)
+        notes += said
+    return settings, notes
+
+
+def _experts_whole(settings: list[Setting]) -> list[Setting]:
+    """verl's Megatron groups cut no expert unless told to; here experts are cut as all else is."""
+    given = {setting.key for setting in settings}
+    ep, etp = (f"{ACTOR}.megatron.expert_{name}_parallel_size" for name in ("model", "tensor"))
+    return [Setting(etp, 1, ORIGIN)] if ep in given and etp not in given else []
+
+
+def whole_layers(notes: list[Note], settings: list[Setting]) -> tuple[list[Note], list[Setting]]:
+    """Stages that count embedding and loss as a layer each: the same as fewer layers in the first and the last.
+
+    Of a model whose config.json can be read, where they come out even; else the notes stay as they are.
+    """
+    given = {setting.key: setting.value for setting in settings}
+    stages = given.get(f"{ACTOR}.megatron.pipeline_model_parallel_size", 1)
+    num_layers = model_facts(str(given.get("actor_rollout_ref.model.path"))).get("num_hidden_layers")
+    counting = [note for note in notes if note.feature == COUNTING and note.setting.value is True]
+    counted = {note.setting.key.rpartition("account_for_")[2].partition("_")[0] for note in counting}
+    if not counting or not isinstance(num_layers, int) or not isinstance(stages, int) or stages <= 1:
+        return notes, settings
+    each, rest = divmod(num_layers + len(counted), stages)
+    ends = {"embedding": "first", "loss": "last"}
+    became = {f"{ACTOR}.megatron.num_layers_in_{ends[one]}_pipeline_stage": each - 1 for one in sorted(counted)}
+    if rest or each < 2 or became.keys() & given.keys():
+        return notes, settings
+    kept = [note for note in notes if note not in counting]
+    reason = f"{num_layers} layers and {' and '.join(sorted(counted))} over {stages} stages are {each} each"
+    kept.append(Note(Kind.RENAMED, counting[0].setting, reason, became))
+    return kept, [*settings, *(Setting(key, value, counting[0].setting.origin) for key, value in became.items())]
+
+
+def defaults(settings: list[Setting], counts: Callable[[str], bool] = lambda key: True) -> list[Setting]:
+    """verl's defaults of keys that a script leaves alone and that have others here."""
+    given = {setting.key: setting.value for setting in settings}
+    device = given.get("trainer.device", "cuda")
+    found = []
+    for one in verl_defaults():
+        if not one.is_ported or one.key in given or not counts(one.key):
+            continue
+        if all(alike({"trainer.device": device, **given}.get(key), value) for key, value in one.counts_if):
+            found.append(Setting(one.key, one.verl, ORIGIN))
+    return found + _experts_whole(settings)
+
+
+def _one_layout(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
+    """Models of one pool share the actor's layout; what they compute does not depend on it."""
+    given = {setting.key: setting.value for setting in settings}
+    own_pool = bool(given.get("reward_model.enable_resource_pool"))
+    reason = "models that share ranks share the actor's layout; what they compute does not depend on it"
+    kept, notes = [], []
+    for setting in settings:
+        role, _, name = setting.key.partition(".megatron.")
+        others = [one for one in FOLLOWERS if not (one == "reward_model" and own_pool)]
+        actors = given.get(f"{ACTOR}.megatron.{name}", LAYOUT_DEFAULTS.get(name))
+        if role in others and name in LAYOUT_KEYS and not alike(setting.value, actors):
+            notes.append(Note(Kind.IGNORED, setting, reason))
+        else:
+            kept.append(setting)
+    return kept, notes
+
+
+def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
+    """What the models ask for, as far as their config.json can be read, and longer sequences than it allows."""
+    given = {setting.key: setting for setting in settings}
+    actor, reward = given.get("actor_rollout_ref.model.path"), given.get("reward_model.model.path")
+    facts = {one.key: model_facts(str(one.value)) for one in (actor, reward) if one is not None}
+    notes = []
+    for setting in (actor, reward):
+        names = facts[setting.key].get("architectures") or [] if setting is not None else []
+        if setting is not None and names and names[0] not in STARTING_POINTS:
+            reason = "docs/models.md has the models that are here"
+            feature = f"{feature_of(names[0])} ({names[0]})"
+            notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature=feature))
+    sizes = [one.get("vocab_size") for one in facts.values()]
+    enable = given.get("reward_model.enable")
+    if reward is not None and enable is not None and enable.value is True and None not in sizes and len(set(sizes)) > 1:
+        reason = "take a reward model of the actor's family"
+        notes.append(Note(Kind.UNSUPPORTED, reward, reason, feature="reward models with another tokenizer"))
+    if actor is not None and not notes:
+        return _longer(settings, given, facts[actor.key])
+    return settings, notes
+
+
+def _groups_of_one(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
+    """An estimator that compares samples, of one sample: verl takes the score as it is, without a baseline."""
+    given = {setting.key: setting for setting in settings}
+    estimator, samples = given.get("algorithm.adv_estimator"), given.get("actor_rollout_ref.rollout.n")
+    needs = ADV_ESTIMATORS.get(str(estimator.value)) if estimator is not None else None
+    if estimator is None or needs is None or not needs.group or (samples is not None and samples.value != 1):
+        return settings, []
+    reason = "set actor_rollout_ref.rollout.n=2 or more"
+    return settings, [Note(Kind.UNSUPPORTED, estimator, reason, feature="groups of one sample")]
+
+
+def _longer(
+    settings: list[Setting], given: dict[str, Setting], facts: dict[str, Any]
+) -> tuple[list[Setting], list[Note]]:
+    """verl's recipes for such models have their users change config.json by hand."""
+    prompt, response = (given.get(f"data.max_{name}_length") for name in ("prompt", "response"))
+    limit, key = facts.get("max_position_embeddings"), OVERRIDE
+    if prompt is None or response is None or not is_size(limit) or key in given:
+        return settings, []
+    if not (is_size(prompt.value) and is_size(response.value)) or prompt.value + response.value <= limit:
+        return settings, []
+    longest = prompt.value + response.value
+    reason = f"the model's config.json allows {limit} tokens, which for this script would have to be changed by hand"
+    note = Note(Kind.RENAMED, response, reason, {response.key: response.value, key: longest})
+    return [*settings, Setting(key, longest, response.origin)], [note]
+
+
+def _rewards_of_a_model(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
+    """In verl a reward model's score takes the place of the built-in rules; here they would be added up."""
+    given = {setting.key: setting for setting in settings}
+    enable, path = given.get("reward_model.enable"), given.get("custom_reward_function.path")
+    if enable is None or enable.value is not True or (path is not None and path.value is not None):
+        return settings, []
+    key = "custom_reward_function.name"
+    kept = [setting for setting in settings if setting.key != key]
+    note = Note(Kind.RENAMED, enable, "the reward model judges alone, as in verl", {enable.key: True, key: None})
+    return [*kept, Setting(key, None, enable.origin)], [note]

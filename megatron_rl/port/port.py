@@ -1,0 +1,148 @@
+"""A verl script, its arguments or its YAML file -> settings of this program and what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_rl.config.foreign.translate import Kind, Note, translate
+from megatron_rl.config.load import is_key, like_name_of, read_override, settings_of
+from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings
+from megatron_rl.errors import ConfigError
+from megatron_rl.port.fitting import defaults, fitted, whole_layers
+from megatron_rl.port.launch import TrainerCall, call_of, trainer_call
+from megatron_rl.port.shell import launches_of
+
+YAML_SUFFIXES = (".yaml", ".yml")
+SOMETHING_LOST = 3
+"""Exit code where a feature is not here."""
+
+
+@dataclass(frozen=True)
+class Ported:
+    """settings: of the file to write, in which what is not supported keeps its own key, so that a run refuses it.
+
+    notes: what became of keys that are not taken as they are.
+    """
+
+    source: str
+    settings: list[Setting]
+    notes: list[Note]
+
+    def of(self, kind: Kind) -> list[Note]:
+        """The notes of one list."""
+        return [note for note in self.notes if note.kind is kind]
+
+    @property
+    def features(self) -> list[str]:
+        """Names of what is not supported, each once."""
+        return list(dict.fromkeys(note.feature for note in self.of(Kind.UNSUPPORTED)))
+
+    def lists(self) -> list[str]:
+        """The three lists, as lines."""
+        lines = []
+        for kind in Kind:
+            notes = self.of(kind)
+            lines += [f"{kind.value}: {len(notes) or 'nothing'}", *(f"  {note}" for note in notes)]
+        return lines
+
+    def yaml(self) -> str:
+        """The file, with the lists as comments."""
+        tree: dict[str, Any] = {}
+        own = [setting for setting in self.settings if setting.origin != "verl's default"]
+        for setting in own:
+            _put(tree, setting.key, setting.value)
+        text = [f"# Made by `megatron-rl port` from {self.source}."]
+        if self.features:
+            text.append(
+                f"# Not here, so that a run is refused until their keys are taken out: {', '.join(self.features)}."
+            )
+        text += ["# " + line for line in self.lists()]
+        added = [setting for setting in self.settings if setting not in own]
+        for setting in added:
+            _put(tree, setting.key, setting.value)
+        if added:
+            text.append("# verl's defaults, which are others here: " + ", ".join(setting.key for setting in added))
+        return "\n".join([*text, "", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)])
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *groups, name = key.split(".")
+    for group in groups:
+        inner = tree.setdefault(group, {})
+        tree = inner if isinstance(inner, dict) else tree
+    tree[name] = value
+
+
+def port(source: Path | None, arguments: Sequence[str], environment: Mapping[str, str]) -> Ported:
+    """source: a shell script, a YAML file, or None for arguments alone, which come after the source's own.
+
+    Raises ConfigError where the source cannot be read or resolved.
+    """
+    if source is None:
+        return ported("arguments", call_of(arguments), [])
+    if not source.is_file():
+        raise ConfigError(f"there is no file {source}: give a shell script, a YAML file, or -- KEY=VALUE ...")
+    if source.suffix in YAML_SUFFIXES:
+        return ported(str(source), call_of(arguments), _file_settings(source))
+    call = trainer_call(launches_of(source, arguments, environment), source)
+    further = [one for one in arguments if "=" in one and one not in call.overrides]
+    return ported(str(source), TrainerCall(call.program, (*call.overrides, *further), call.options), [], source.parent)
+
+
+def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = Path()) -> Ported:
+    """Of what a trainer is called with. base: settings before its arguments. folder: where its files may be."""
+    notes: list[Note] = []
+    file = call.config_file
+    if file is not None:
+        places = [one for one in (file, folder / file) if one.is_file()]
+        if places:
+            base = [*base, *_file_settings(places[0])]
+        else:
+            setting = Setting("config-name", str(file), source, prefix="--")
+            reason = "this file is not there: give its settings as arguments, or port it"
+            notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature="a configuration file that is not there"))
+    if call.feature is not None:
+        setting = Setting("program", call.program, source)
+        notes.append(Note(Kind.UNSUPPORTED, setting, "train with verl.trainer.main_ppo's keys", feature=call.feature))
+    given = [*base, *(setting for text in call.overrides for setting in read_override(text))]
+    translation = translate(given, is_key)
+    known = [setting for setting in translation.settings if is_key(setting.key)]
+    unknown = [setting for setting in translation.settings if not is_key(setting.key)]
+    translated, known = whole_layers(translation.notes, known)
+    known, said = fitted(known)
+    notes = [*translated, *said, *notes, *(_unknown(setting) for setting in unknown)]
+    refused = [note.setting for note in notes if note.kind is Kind.UNSUPPORTED and note.setting.key not in OPTIONS]
+    final, _ = final_settings([*known, *refused])
+    return Ported(source, [*defaults(final), *final], notes)
+
+
+OPTIONS = ("config-name", "program")
+
+
+def _unknown(setting: Setting) -> Note:
+    like = like_name_of(setting.key)
+    reason = f"is {like} meant?" if like else "leave it out where it only changes speed"
+    return Note(Kind.UNSUPPORTED, setting, reason, feature=f"the key {setting.key}, which no table knows")
+
+
+def _file_settings(file: Path) -> list[Setting]:
+    """Of verl's YAML, its interpolations resolved where they can be; Hydra's own groups left out."""
+    try:
+        loaded = OmegaConf.load(file)
+        try:
+            tree = OmegaConf.to_container(loaded, resolve=True)
+        except OmegaConfBaseException:
+            tree = OmegaConf.to_container(loaded, resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds a {type(tree).__name__}; it must hold groups of keys")
+    groups = {str(name): value for name, value in tree.items() if name not in ("defaults", "hydra")}
+    return [setting for setting in settings_of(groups, str(file)) if setting.value not in ("???", TAKEN_AWAY)]

@@ -1,0 +1,282 @@
+"""verl's keys: what the table says of them, and that what nobody knows changes nothing."""
+
+from __future__ import annotations
+
+import re
+import string
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config.foreign.conversions import CONVERSIONS
+from megatron_rl.config.foreign.rows import ANY, MACROS, alike, compiled, table
+from megatron_rl.config.foreign.translate import Kind, translate
+from megatron_rl.config.keys import value_of
+from megatron_rl.config.load import KEYS, follows, is_key, read_override, read_settings
+from megatron_rl.config.problems import like_name
+from megatron_rl.config.setting import Setting, final_settings
+
+BASE = {
+    "data.train_files": "a.parquet",
+    "data.val_files": "b.parquet",
+    "actor_rollout_ref.model.path": "model",
+    "trainer.device": "cpu",
+    "trainer.nnodes": 2,
+    "actor_rollout_ref.actor.optim.lr": 3e-4,
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": 1,
+    "actor_rollout_ref.rollout.n": 4,
+}
+REF, STAGE = "actor_rollout_ref.ref.megatron", "num_layers_in_last_pipeline_stage"
+VAL_KWARGS = "actor_rollout_ref.rollout.val_kwargs"
+OVERLONG = "reward_model.overlong_buffer"
+ROLE_KEY, MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.actor.megatron"
+
+
+def settings_of(values: dict) -> list[Setting]:
+    return [Setting(key, value, "test") for key, value in values.items()]
+
+
+def translated(**values):
+    return translate(settings_of(values), is_key)
+
+
+def notes(*overrides: str) -> list[tuple[str, dict, str]]:
+    found = translate([setting for text in overrides for setting in read_override(text)], is_key)
+    return [(note.kind.value, note.became, note.feature) for note in found.notes]
+
+
+def samples(pattern: str) -> list[str]:
+    """Keys that a pattern of the table is about: each alternative once."""
+    for macro, text in MACROS.items():
+        pattern = pattern.replace(macro, text.replace("(", "{").replace(")", "}"))
+    pattern = pattern.replace("**", "some.thing").replace("*", "x")
+    found = [pattern]
+    while any("{" in one for one in found):
+        grown = []
+        for one in found:
+            match = re.search(r"\{([^{}]*)\}", one)
+            parts = [] if match is None else match[1].split(",")
+            grown += [one] if match is None else [one[: match.start()] + part + one[match.end() :] for part in parts]
+        found = grown
+    return found
+
+
+SAMPLES = sorted({key for row in table() for pattern in row.keys for key in samples(pattern)})
+
+
+def test_every_row_can_be_met_and_says_why():
+    """Targets are keys, conversions exist, each row has a reason or a feature. Would not catch a wrong reason."""
+    for row in table():
+        assert row.why or row.feature or row.to or row.convert, row.keys
+        assert row.feature is None or row.instead, row.keys
+        assert row.convert is None or row.convert in CONVERSIONS
+        assert row.off == () or row.why, row.keys
+        for pattern in row.keys:
+            assert all(compiled(pattern).fullmatch(key) for key in samples(pattern)), pattern
+    for key in SAMPLES:
+        for value in (None, "x"):
+            for note in translate(settings_of({key: value}), is_key).notes:
+                assert all(is_key(name) for name in note.became), (key, note)
+
+
+def test_no_row_ignores_what_the_schema_has():
+    """A known key may be ignored at some values, never at any. Would not catch a value that ought to count."""
+    for key in KEYS:
+        rows = [row for row in table() if row.match(key) and row.off == ANY and not row.keeps_known]
+        allowed = key.endswith("override_transformer_config.recompute_modules")
+        assert not rows or allowed, key
+
+
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2, 9), st.floats(0, 2), st.sampled_from(["x", "fp8", "true"]))
+WORDS = st.text(string.ascii_lowercase + "_.", min_size=1, max_size=12)
+
+
+@st.composite
+def typos(draw) -> str:
+    key = draw(st.sampled_from(sorted(KEYS)))
+    place = draw(st.integers(0, len(key)))
+    kind = draw(st.sampled_from(["insert", "drop", "swap", "word"]))
+    if kind == "insert":
+        return key[:place] + draw(st.sampled_from(string.ascii_lowercase)) + key[place:]
+    if kind == "drop":
+        return key[:place] + key[place + 1 :]
+    if kind == "swap":
+        return key[:place] + key[place + 1 : place + 2] + key[place : place + 1] + key[place + 2 :]
+    return key.rpartition(".")[0] + "." + draw(WORDS).strip(".")
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(key=st.one_of(typos(), st.sampled_from(SAMPLES)), value=VALUES)
+@example(key=f"{MEGATRON}.context_parallel_size", value=2)
+@example(key="trainer.total_epoch", value=15)
+def test_no_unknown_key_changes_the_verdict_on_a_known_one(key, value):
+    """What is read with it equals what is read without, but for what a note says it became.
+
+    Over the table and random slips of known keys. Would not catch a note that says something else than what was meant.
+    """
+    if is_key(key):
+        return
+    reading, without = read_settings(settings_of(BASE | {key: value})), plain()
+    became = {name for note in reading.notes for name in note.became}
+    assert reading.config is not None and without is not None
+    named = {name for violation in reading.violations for name in violation.settings}
+    assert named <= became | {key}, "a fault of another key"
+    if reading.config == without:
+        return
+    for name in KEYS:
+        if name not in became and not _follows_one_of(name, became):
+            assert value_of(reading.config, name) == value_of(without, name), (name, key)
+
+
+@cache
+def plain():
+    """What the settings come to by themselves."""
+    return read_settings(settings_of(BASE)).config
+
+
+def _follows_one_of(name: str, keys: set[str]) -> bool:
+    while name in follows():
+        name = follows()[name]
+        if name in keys:
+            return True
+    return False
+
+
+def test_a_feature_is_named_and_hides_nothing():
+    """Context parallelism is that, and not a misspelt expert parallelism. Would not catch a feature without a row."""
+    reading = read_settings(settings_of(BASE | {f"{MEGATRON}.context_parallel_size": 2}))
+    (violation,) = reading.violations
+    assert "asks for context parallelism, which is not here" in str(violation) and violation.nearest == {}
+    assert read_settings(settings_of(BASE | {f"{MEGATRON}.context_parallel_size": 1})).violations == []
+    assert reading.config is not None
+    assert reading.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "kind", "became"),
+    [
+        ("trainer.max_actor_ckpt_to_keep=3", "renamed", {"trainer.max_ckpt_to_keep": 3}),
+        ("trainer.test_freq=-1", "renamed", {"trainer.test_freq": 0}),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "renamed", {f"{ROLE_KEY}.optim.lr_warmup_steps": 0}),
+        ("actor_rollout_ref.actor.grad_clip=0.5", "renamed", {f"{ROLE_KEY}.optim.clip_grad": 0.5}),
+        ("actor_rollout_ref.rollout.name=sglang", "renamed", {"actor_rollout_ref.rollout.name": "vllm"}),
+        (
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.len=128",
+            "renamed",
+            {"reward_model.overlong_buffer.len": 128},
+        ),
+        ("reward.reward_kwargs.overlong_buffer_cfg.enable=true", "renamed", {f"{OVERLONG}.enable": True}),
+        ("reward.custom_reward_function.path=r.py", "renamed", {"custom_reward_function.path": "r.py"}),
+        (f"{ROLE_KEY}.fsdp_config.optimizer_offload=True", "renamed", {f"{MEGATRON}.optimizer_offload": True}),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "ignored", {}),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload=True", "renamed", {f"{REF}.param_offload": True}),
+        (f"{MEGATRON}.param_offload=True", "ignored", {}),
+        (f"++{MEGATRON}.override_transformer_config.moe_permute_fusion=True", "ignored", {}),
+        (f"+{MEGATRON}.override_transformer_config.{STAGE}=6", "renamed", {f"{MEGATRON}.{STAGE}": 6}),
+        ("custom_reward_function.name=null", "ignored", {}),
+        ("algorithm.filter_groups.metric=seq_reward", "renamed", {"algorithm.filter_groups.metric": "score"}),
+        (f"{VAL_KWARGS}.temperature=0", "renamed", {f"{VAL_KWARGS}.do_sample": False}),
+        ("actor_rollout_ref.rollout.enforce_eager=False", "ignored", {}),
+        ("trainer.device=npu", "renamed", {"trainer.device": "cuda"}),
+    ],
+)  # fmt: skip
+def test_what_keys_become(override, kind, became):
+    """By hand. Would not catch a row that is not listed here."""
+    assert notes(override) == [(kind, became, "")]
+
+
+@pytest.mark.parametrize(
+    ("override", "feature"),
+    [
+        ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "Ulysses sequence parallelism"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn rollouts and tools"),
+        ("+async_training.staleness_threshold=0.1", "asynchronous training"),
+        (f"+{MEGATRON}.override_transformer_config.fp8=hybrid", "FP8 training"),
+        ("reward_model.reward_manager=batch", "reward managers of other kinds"),
+        ("reward_model.model.input_tokenizer=other", "reward models with another tokenizer"),
+        (f"+{MEGATRON}.override_transformer_config.new_thing=3", "Megatron's option new_thing"),
+    ],
+)
+def test_features_have_names(override, feature):
+    """By hand. Would not catch a feature whose switch is another key."""
+    assert [(kind, name) for kind, _, name in notes(override)] == [("not supported", feature)]
+
+
+def test_what_belongs_to_a_feature_goes_with_it():
+    """A batch size of verl's asynchronous trainer is no fault of its own. Would not catch one in a third place."""
+    found = translate(
+        settings_of({"data.train_batch_size": 0, "data.gen_batch_size": 1, "async_training.partial_rollout": True}),
+        is_key,
+    )
+    assert found.features == ["asynchronous training"] and found.settings == []
+
+
+def test_samples_of_all_ranks_become_samples_of_one():
+    """64 over 16 ranks of TP2 PP2, so DP4: 16 each. Would not catch a role with a layout of its own."""
+    values = {
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 8,
+        f"{MEGATRON}.tensor_model_parallel_size": 2,
+        f"{MEGATRON}.pipeline_model_parallel_size": 2,
+        "actor_rollout_ref.actor.ppo_micro_batch_size": 64,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size": 128,
+    }
+    found = {key: value for note in translated(**values).notes for key, value in note.became.items()}
+    assert found == {
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 16,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 32,
+    }
+
+
+def test_fsdps_switch_for_recomputing_counts_without_megatrons():
+    """Would not catch a script that mixes both engines."""
+    key, group = "actor_rollout_ref.model.enable_gradient_checkpointing", f"{MEGATRON}.override_transformer_config"
+    assert translated(**{key: True}).notes[0].became[f"{group}.recompute_granularity"] == "full"
+    assert translated(**{key: True, f"{MEGATRON}.tensor_model_parallel_size": 2}).of(Kind.RENAMED) == []
+
+
+def test_hydras_prefixes_and_values():
+    """`+`, `++`, `~`, null, None, lists in quotes and one name for a list. Would not catch Hydra's sweeps."""
+    texts = ["+trainer.seed=3", "++data.seed=4", "~trainer.seed", 'trainer.logger=\'["console","jsonl"]\'']
+    texts += ["trainer.max_ckpt_to_keep=None", "data.train_files=\"['x.parquet', 'y.parquet']\""]
+    given_settings = settings_of(BASE) + [setting for text in texts for setting in read_override(text)]
+    config = read_settings(given_settings).config
+    assert config is not None
+    assert (config.trainer.seed, config.data.seed, config.trainer.logger) == (1, 4, ["console", "jsonl"])
+    assert config.trainer.max_ckpt_to_keep is None and config.data.train_files == ["x.parquet", "y.parquet"]
+    config = read_settings([*settings_of(BASE), *read_override("trainer.logger=console")]).config
+    assert config is not None and config.trainer.logger == ["console"]
+    final, idle = final_settings([*read_override("a.b=1"), *read_override("~a"), *read_override("~c.d=2")])
+    assert final == [] and [setting.written for setting in idle] == ["~c.d"]
+
+
+@pytest.mark.parametrize(
+    ("key", "like"),
+    [
+        ("trainer.sed", "trainer.seed"),
+        ("rollout.n", "actor_rollout_ref.rollout.n"),
+        ("data.train_batchsize", "data.train_batch_size"),
+        ("trainer.total_steps", "trainer.total_training_steps"),
+        (f"{MEGATRON}.tensor_parallel_size", f"{MEGATRON}.tensor_model_parallel_size"),
+        (f"{MEGATRON}.context_parallel_size", None),
+        ("trainer.worker_count", None),
+        ("trainer.epoch_budget", None),
+        ("actor_rollout_ref.actor.router_replay_mode", None),
+        ("optimizer.magic", None),
+    ],
+)
+def test_a_name_is_offered_only_where_it_is_alike(key, like):
+    """One word for another is no slip. Would not catch a slip that makes another word."""
+    assert like_name(key, KEYS) == like
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "same"),
+    [(1, True, False), (1, 1.0, True), ("None", None, True), (["b", "a"], ["a", "b"], True), (0, False, False)],
+)
+def test_values_that_say_the_same(left, right, same):
+    """Would not catch numbers within texts."""
+    assert alike(left, right) is same

@@ -1,0 +1,72 @@
+"""How long a run is, which defaults are verl's, and which are said not to be."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config.foreign.defaults import differences, verl_defaults
+from megatron_rl.config.load import KEYS, read_run
+from megatron_rl.config.schema import DataConfig, RunConfig, TrainerConfig
+from megatron_rl.config.steps import num_steps, with_steps
+
+REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
+MEGATRON = "actor_rollout_ref.actor.megatron"
+
+
+@pytest.fixture
+def read(tmp_path):
+    (tmp_path / "run.yaml").write_text("{}\n")
+    return lambda *overrides: read_run(tmp_path / "run.yaml", [*REQUIRED, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "num_prompts", "expected"),
+    [
+        (None, None, 64, 30 * 2),
+        (7, None, 64, 7),
+        (None, 3, 64, 6),
+        (None, 3, 95, 6),  # what is left of an epoch is no batch
+        (5, 3, 64, 5),
+        (7, 3, 64, 6),
+        (None, 3, 5, 3),  # fewer prompts than a batch: one step an epoch
+    ],
+)
+def test_steps_by_hand(steps, epochs, num_prompts, expected):
+    """Batches of 32. Would not catch epochs that dynamic sampling uses up sooner."""
+    trainer = TrainerConfig(total_training_steps=steps, total_epochs=epochs)
+    assert num_steps(trainer, DataConfig(gen_batch_size=32), num_prompts) == expected
+
+
+def test_steps_are_put_into_a_copy():
+    """Would not catch a role that has read the number before."""
+    config = RunConfig(data=DataConfig(gen_batch_size=2))
+    with pytest.raises(ValueError, match="total_training_steps is null"):
+        _ = config.trainer.num_steps
+    assert with_steps(config, 9).trainer.num_steps == 120 and config.trainer.total_training_steps is None
+
+
+def test_defaults_on_gpus_are_verls(read):
+    """bfloat16 and sequence parallelism, also of those who follow; float32 on CPUs. Would not catch a third device."""
+    config = read().config
+    assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("bfloat16", True)
+    config = read("trainer.device=cpu").config
+    assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("float32", False)
+    assert read().config.actor_rollout_ref.rollout.logprob_diff_bound == 1.0
+    config = read(f"{MEGATRON}.dtype=float32").config
+    assert config.actor_rollout_ref.rollout.logprob_diff_bound == 1e-3
+    assert config.actor_rollout_ref.actor.megatron.dtype == "float32"
+    assert not config.algorithm.use_kl_in_reward and not config.actor_rollout_ref.actor.shuffle
+
+
+def test_differences_are_said_of_keys_left_alone(read):
+    """Neither of a key that is set nor of one that means nothing. Would not catch one that verl has changed."""
+    assert {default.key for default in verl_defaults()} <= KEYS.keys()
+    reading = read("data.train_batch_size=64", "trainer.test_freq=0")
+    found = {one.default.key: (one.here, one.default.verl) for one in differences(reading.config, reading.given)}
+    assert found["actor_rollout_ref.actor.ppo_mini_batch_size"] == (32, 256)
+    assert found["actor_rollout_ref.rollout.gpu_memory_utilization"] == (None, 0.5)
+    assert not {"data.train_batch_size", "trainer.test_freq", f"{MEGATRON}.dtype"} & found.keys()
+    assert "actor_rollout_ref.rollout.val_kwargs.temperature" not in found
+    reading = read("trainer.device=cpu", "actor_rollout_ref.rollout.val_kwargs.do_sample=true")
+    found = {one.default.key: one.here for one in differences(reading.config, reading.given)}
+    assert found[f"{MEGATRON}.dtype"] == "float32" and found["actor_rollout_ref.rollout.val_kwargs.temperature"] == 1.0

@@ -1,0 +1,214 @@
+"""Real launch scripts of verl: which pass, which features the others ask for, and how a script is read."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.config.foreign.translate import Kind
+from megatron_rl.errors import ConfigError
+from megatron_rl.port.port import port
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "verl_scripts"
+FEATURES = {
+    "examples_grpo_trainer_run_deepseek671b_math_megatron_96gb": ["multi-head latent attention (MLA)"],
+    "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["vision-language models"],
+    "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["context parallelism", "vision-language models"],
+    "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # its model is not among the published ones
+    "examples_ppo_trainer_run_qwen2-7b_rm_legacy": ["reward models with another tokenizer"],
+    "examples_rollout_correction_run_with_rollout_corr_multi_rs": ["groups of one sample"],
+    "examples_router_replay_run_qwen30_a3b_megatron_vllm": ["router replay"],
+    "examples_sglang_multiturn_run_qwen2.5-3b_megatron_gsm8k_multiturn": [
+        "context parallelism",
+        "multi-turn rollouts and tools",
+    ],
+    "recipe_dapo_test_dapo_8b_megatron_fp8train": ["FP8 training"],
+    "recipe_dapo_test_dapo_glm_air_megatron": ["context parallelism", "GLM-4.5 models"],
+    "recipe_gkd_megatron_test_qwen": ["distillation from a teacher", "asynchronous training"],
+    "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": ["FP8 training", "quantized rollouts"],
+    "recipe_qat_run_qwen3_30b_w4a16_megatron": ["context parallelism", "quantization-aware training"],
+    "tests_special_e2e_run_fully_async_policy": ["asynchronous training"],
+    "tests_special_e2e_run_ppo_trainer_megatron": ["context parallelism", "reward models with another tokenizer"],
+    "verl_experimental_fully_async_policy_shell_geo3k_qwen25vl_7b_megatron_4_4": [
+        "asynchronous training",
+        "vision-language models",
+    ],
+    "verl_experimental_fully_async_policy_shell_grpo_30b_a3b_base_math_megatron_96_32_mis": [
+        "asynchronous training",
+        "context parallelism",
+    ],
+}
+"""Scripts that do not pass -> what they ask for that is not here."""
+
+SCRIPT = r"""
+set -x
+export PATH=/opt/tools/bin:$PATH
+source /opt/nothing/activate
+MODEL=${MODEL:-models/Qwen2-7B-Instruct}
+train=$HOME/data/gsm8k/train.parquet
+files="['$train', '$HOME/data/math/train.parquet']"
+GPUS=$(nvidia-smi -L | wc -l)
+cd /nowhere
+rm -rf $KEPT
+mkdir -p $KEPT/made
+ray start --head
+# python3 -m verl.trainer.main_ppo trainer.nnodes=9
+nohup python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \
+    algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$((2 * 4)) \
+    data.train_files="$files" data.val_files=$train \
+    trainer.n_gpus_per_node=$GPUS \
+    actor_rollout_ref.model.path=$MODEL \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules=null \
+    trainer.logger='["console","wandb"]' \
+    trainer.default_local_dir=$(pwd)/ckpts \
+    trainer.total_epochs=15 $@ > train.log 2>&1 &
+wait
+"""
+
+
+@pytest.fixture(scope="module")
+def rows():
+    module = runpy.run_path(str(REPOSITORY / "scripts/verl_table.py"))
+    return {row.name: row for row in module["judged"](SCRIPTS)}
+
+
+def test_scripts_pass_or_name_what_they_lack(rows):
+    """All 38, as `plan --without-files` sees them. Would not catch a script that passes and trains something else."""
+    assert len(rows) == 38
+    assert {name for name, row in rows.items() if not row.passes} == FEATURES.keys()
+    for name, wanted in FEATURES.items():
+        found = rows[name].features
+        assert len(found) == len(wanted), (name, found)
+        assert all(any(one.startswith(feature) for one in found) for feature in wanted), (name, found)
+
+
+def test_the_table_of_the_docs_is_the_generated_one(rows):
+    """Would not catch a page around it that says something else."""
+    module = runpy.run_path(str(REPOSITORY / "scripts/verl_table.py"))
+    page = (REPOSITORY / "docs/coming_from_verl.md").read_text()
+    between = page.partition(module["BEGIN"])[2].partition(module["END"])[0]
+    assert between.strip() == module["table"](rows.values())
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "run.sh"
+    file.write_text(text)
+    return file
+
+
+def test_a_shell_script_is_run_without_what_it_starts(tmp_path, monkeypatch):
+    """Its variables, arithmetic and lists; nothing is removed, made or written. Would not catch a redirection to an
+    absolute path, which a shell makes by itself."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = port(written(tmp_path, SCRIPT), ["trainer.nnodes=2"], {"HOME": "/home/me", "KEPT": str(kept)})
+    values = {setting.key: setting.value for setting in found.settings}
+    assert values["data.train_files"] == ["/home/me/data/gsm8k/train.parquet", "/home/me/data/math/train.parquet"]
+    assert (values["trainer.n_gpus_per_node"], values["trainer.nnodes"], values["trainer.total_epochs"]) == (8, 2, 15)
+    assert values["actor_rollout_ref.rollout.n"] == 8
+    assert values["trainer.default_local_dir"] == f"{tmp_path}/ckpts"
+    assert values["data.train_batch_size"] == 1024  # verl's default, which is another here
+    assert found.of(Kind.UNSUPPORTED) == []
+    assert list(kept.iterdir()) == [] and sorted(path.name for path in tmp_path.iterdir()) == ["kept", "run.sh"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A=$B\n\npython3 -m verl.trainer.main_ppo a.b=1 \\\n trainer.nnodes=$NODES", "line 4: the variable NODES"),
+        ("HERE=$WORK/data\npython3 -m verl.trainer.main_ppo data.val_files=$HERE/x", "line 1: the variable WORK"),
+        ("set -u\necho $NOPE\npython3 -m verl.trainer.main_ppo a.b=1", "line 2: the variable NOPE"),
+        ("echo nothing", "starts no trainer"),
+        ("while true; do :; done", "did not end within"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_resolved_is_named(tmp_path, monkeypatch, text, expected):
+    """Variable and line. Would not catch a variable that another program would have set."""
+    monkeypatch.setattr("megatron_rl.port.shell.TIME_LIMIT_S", 2.0 if "while" in text else 20.0)
+    with pytest.raises(ConfigError, match=expected):
+        port(written(tmp_path, text), [], {})
+
+
+@pytest.mark.parametrize(
+    ("program", "feature"),
+    [
+        ("verl.trainer.main_ppo", None),
+        ("recipe.dapo.main_dapo", None),
+        ("verl.experimental.one_step_off_policy.main_ppo", "asynchronous training"),
+        ("verl.experimental.fully_async_policy.fully_async_main", "asynchronous training"),
+        ("verl.trainer.fsdp_sft_trainer", "supervised fine-tuning"),
+        ("recipe.own.run_it", "the program recipe.own.run_it"),
+    ],
+)
+def test_programs_have_names(tmp_path, program, feature):
+    """Would not catch a program whose name says something else."""
+    found = port(written(tmp_path, f"python3 -m {program} trainer.nnodes=1"), [], {})
+    assert found.features == ([] if feature is None else [feature])
+
+
+def test_what_is_not_supported_stays_in_the_file(tmp_path):
+    """So that a run is refused until it is taken out; and verl's YAML is read as its arguments are.
+
+    Would not catch a key that another row of the table takes away.
+    """
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        "defaults: [x]\n_target_: y\nactor_rollout_ref:\n  model: {path: m}\n  actor:\n"
+        "    ppo_mini_batch_size: 64\n    megatron: {context_parallel_size: 2, use_mbridge: true}\n"
+        "  rollout: {prompt_length: '${oc.select:data.max_prompt_length,512}'}\ndata: {max_prompt_length: 99}\n"
+    )
+    found = port(file, ["trainer.nnodes=3", "trainer.magic=1"], {})
+    assert found.features == ["context parallelism", "the key trainer.magic, which no table knows"]
+    tree = yaml.safe_load(found.yaml())
+    assert tree["actor_rollout_ref"]["actor"] == {"ppo_mini_batch_size": 64, "megatron": {"context_parallel_size": 2}}
+    assert tree["data"]["max_prompt_length"] == 99 and tree["trainer"]["nnodes"] == 3
+
+
+def test_exit_codes_of_the_command(tmp_path):
+    """0 where nothing is lost, 3 where something is, 2 where it cannot be read. Would not catch a wrong list."""
+    command = [sys.executable, "-m", "megatron_rl", "port"]
+    out = tmp_path / "out.yaml"
+    said = {}
+    for arguments in (
+        ("--out", str(out), "--", "+trainer.nnodes=1", "trainer.max_actor_ckpt_to_keep=2"),
+        ("--", "+actor_rollout_ref.model.lora_rank=8"),
+        ("no_such.sh",),
+    ):
+        finished = subprocess.run(
+            [*command, *arguments],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=os.environ,
+        )
+        said[finished.returncode] = finished.stdout + finished.stderr
+    assert set(said) == {0, 3, 2}
+    assert "trainer.max_actor_ckpt_to_keep=2 -> trainer.max_ckpt_to_keep=2" in said[0] and out.is_file()
+    assert "LoRA" in said[3] and "lora_rank: 8" in said[3]
+    assert "there is no file no_such.sh" in said[2]
+
+
+def test_stages_that_count_embedding_and_loss(tmp_path, monkeypatch):
+    """94 layers over 8 stages: (94 + 2) / 8 = 12, so 11 in the first and the last. Would not catch a critic's."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"num_hidden_layers": 94, "architectures": ["Qwen3MoeForCausalLM"]}')
+    group = "actor_rollout_ref.actor.megatron"
+    keys = [f"actor_rollout_ref.model.path={tmp_path}/model", f"{group}.pipeline_model_parallel_size=8"]
+    split = f"+{group}.override_transformer_config.account_for_{{}}_in_pipeline_split=True"
+    found = port(None, [*keys, split.format("embedding"), split.format("loss")], {})
+    values = {setting.key: setting.value for setting in found.settings}
+    assert found.features == []
+    assert values[f"{group}.num_layers_in_first_pipeline_stage"] == 11
+    assert values[f"{group}.num_layers_in_last_pipeline_stage"] == 11
+    found = port(None, [*keys, split.format("loss")], {})  # 95 over 8 is not even
+    assert found.features == ["counting embedding or loss as a layer of a stage"]
