@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.checkpoint.resume import usable_checkpoint
@@ -34,7 +33,7 @@ from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Viola
 from megatron_rl.loading import without_collections
 from megatron_rl.observe.output import drop_unread_output, lost_output
 from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
-from megatron_rl.observe.summary import finite_or_null, layout_table, plain_table
+from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.hardware import default_hardware, load_hardware
@@ -180,9 +179,7 @@ def plan_command(
     if plan is not None:
         for table in plan.tables():
             console.print(table)
-        for table in run.tables():
-            console.print(table)
-        for note in plan.notes():
+        for note in (*run.lines(), *plan.notes()):
             console.print(note, soft_wrap=True, highlight=False, markup=False)
     elif run_config is not None:
         console.print(layout_table(batch_table(run_config)))
@@ -202,16 +199,9 @@ class Checked:
     notes: list[Note] = field(default_factory=list)
     different: list[Difference] = field(default_factory=list)
 
-    def tables(self) -> list[Table]:
-        """What of verl is not as in verl."""
-        found = []
-        if self.notes:
-            rows = [(note.kind.value, str(note)) for note in self.notes]
-            found.append(plain_table("Keys of verl", ("became", "setting"), rows))
-        if self.different:
-            headings = ("differs from verl", "here", "verl", "what it changes, and why")
-            found.append(plain_table("Defaults", headings, [one.row() for one in self.different]))
-        return found
+    def lines(self) -> list[str]:
+        """What of verl is not as in verl. Lines, because the keys would not fit into a table."""
+        return [*(f"{note.kind.value}: {note}" for note in self.notes), *map(str, self.different)]
 
     def as_json(self) -> dict[str, Any]:
         """The same as data."""

@@ -39,10 +39,9 @@ class Difference:
     default: Default
     here: Any
 
-    def row(self) -> tuple[str, str, str, str]:
-        """Key, both values, and why, for a table."""
+    def __str__(self) -> str:
         one = self.default
-        return one.key, shown(self.here), shown(one.verl), f"{one.changes}: {one.reason}"
+        return f"differs from verl: {one.key}={shown(self.here)}, there {shown(one.verl)} ({one.changes}: {one.reason})"
 
 
 @cache
