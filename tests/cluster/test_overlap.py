@@ -16,6 +16,7 @@ from megatron_rl.cluster.handle import Fate
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Interval, Nobody
 from megatron_rl.records import Sequences, ragged
 from megatron_rl.train import score, update
@@ -92,7 +93,7 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
             critic_batches=lambda experience, step: [sequences()] * 2,
         )
         book = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
-        run = SimpleNamespace(roles=roles, rewards=SleepingRule(), algorithm=algorithm, book=book)
+        run = SimpleNamespace(config=RunConfig(), roles=roles, rewards=SleepingRule(), algorithm=algorithm, book=book)
         seconds = []
         for step in range(NUM_STEPS):
             start = time.monotonic()

@@ -150,7 +150,10 @@ def run_config(model_path: str, tp_size: int, pp_size: int, **overrides) -> RunC
         "data.max_prompt_length": 200,
         "data.max_response_length": 24,
         "custom_reward_function.path": "unused",
+        "algorithm.use_kl_in_reward": True,
+        "actor_rollout_ref.actor.shuffle": True,
         "trainer.device": "cpu",
+        "trainer.total_training_steps": 100,
     } | {key.replace("__", "."): value for key, value in overrides.items()}
     config = OmegaConf.structured(RunConfig)
     for key, value in dotted.items():
