@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import REPOSITORY
+from forked_run import ForkedRun
 from lives import LOCAL, MEGATRON, ONE, SHORT, THROUGH, TP2, metrics, reached, steps_saved
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
@@ -75,6 +74,8 @@ def test_killed_run_goes_on_exactly(command_line, layout, options) -> None:
         assert f"{MEGATRON}.tensor_model_parallel_size was 2, is 1" in other.text()
     ours, theirs = metrics(other), metrics(whole)
     assert list(ours) == [3, 4, 5]
+    if layout is ONE:
+        assert ours == {step: theirs[step] for step in ours}
     for name in ("critic/score/mean", "prompt_length/mean", "response_length/mean", "response_length/max"):
         assert [ours[step][name] for step in ours] == [theirs[step][name] for step in ours], name
     assert [ours[step]["actor/entropy"] for step in ours] == pytest.approx(
@@ -85,8 +86,9 @@ def test_killed_run_goes_on_exactly(command_line, layout, options) -> None:
 def export(run, role: str) -> None:
     """Through the command line, from the newest checkpoint."""
     target = run.run / f"exported_{role}"
-    command = [sys.executable, "-m", "megatron_rl", "export", "--checkpoint", str(run.run), "--target", str(target)]
-    subprocess.run([*command, "--role", role], cwd=REPOSITORY, check=True, timeout=60)
+    arguments = ["export", "--checkpoint", str(run.run), "--target", str(target), "--role", role]
+    exporting = ForkedRun(arguments, REPOSITORY, {}, run.folder / f"export_{role}.txt")
+    assert exporting.wait(60) == 0, (run.folder / f"export_{role}.txt").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])

@@ -338,7 +338,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(batch=batches())
 def test_agrees_with_a_loop(name, batch: Batch):
     """Python floats, with and without standard deviation. Would not catch an error shared with the formula."""
