@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -86,7 +86,11 @@ def test_nothing_outlives_a_killed_driver(doomed: tuple, send: Callable, signals
 
 def scratch_of(tree: list[psutil.Process]) -> Path:
     """The folder of the run that these processes belong to."""
-    [mark] = {mark for process in tree if (mark := process.environ().get(MARK))}
+    marks = set()
+    for process in tree:
+        with suppress(psutil.Error):  # one of Ray's that has just ended
+            marks.add(process.environ().get(MARK))
+    [mark] = marks - {None}
     [folder] = Path(tempfile.gettempdir()).glob(f"megatron_rl-{os.getuid()}/{mark}")
     return folder
 
