@@ -25,12 +25,14 @@ class Dispatch(enum.Enum):
     DP: records are split over data-parallel ranks (the same rows for all tp/pp ranks of one);
         collected from each data-parallel rank's collector (tp_rank 0 of the last pipeline stage).
     ROLLOUT_DP: records are split over rollout replicas, collected from one rank of each.
+    REPLICAS: every rank gets every argument whole; the answers of one rank of each rollout replica, as a list.
     RANK_ZERO: only rank 0 is called; its answer.
     """
 
     ONE_TO_ALL = "one_to_all"
     DP = "dp"
     ROLLOUT_DP = "rollout_dp"
+    REPLICAS = "replicas"
     RANK_ZERO = "rank_zero"
 
 
@@ -153,14 +155,18 @@ def is_collector(dispatch: Dispatch, place: Coordinates) -> bool:
     match dispatch:
         case Dispatch.DP:
             return place.dp_collector
-        case Dispatch.ROLLOUT_DP:
+        case Dispatch.ROLLOUT_DP | Dispatch.REPLICAS:
             return place.replica_collector
     return True
 
 
 @overload
 def verb(
-    dispatch: Literal[Dispatch.ONE_TO_ALL], *, phase: str = ..., balanced: bool = ..., stop: Stop = ...
+    dispatch: Literal[Dispatch.ONE_TO_ALL, Dispatch.REPLICAS],
+    *,
+    phase: str = ...,
+    balanced: bool = ...,
+    stop: Stop = ...,
 ) -> Callable[
     [Callable[Concatenate[Owner, Params], Answer]], Callable[Concatenate[Owner, Params], Future[list[Answer]]]
 ]: ...

@@ -46,7 +46,7 @@ class LocalPool:
         match target.mark.dispatch:
             case Dispatch.DP | Dispatch.ROLLOUT_DP:
                 return Future.done(join_answers([answer], Split([(args, kwargs)])))
-            case Dispatch.ONE_TO_ALL:
+            case Dispatch.ONE_TO_ALL | Dispatch.REPLICAS:
                 return Future.done([answer])
         return Future.done(answer)
 

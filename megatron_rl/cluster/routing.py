@@ -28,7 +28,8 @@ class Route:
     """Which ranks run a call, on which chunk each, and the ranks whose answers count.
 
     chunk_of_rank: every called rank and the index of its chunk.
-    collectors: for a splitting dispatch the answering rank of each chunk, in chunk order; else all called ranks.
+    collectors: for a splitting dispatch the answering rank of each chunk, in chunk order, and for REPLICAS that of each
+    replica; else all called ranks.
     """
 
     chunk_of_rank: dict[int, int]
@@ -48,13 +49,15 @@ def route_call(dispatch: Dispatch, world_size: int, coordinates: Sequence[Coordi
         case Dispatch.DP:
             places = [(place.rank, place.dp_rank, place.dp_collector) for place in coordinates]
             num_chunks = coordinates[0].dp_size
-        case Dispatch.ROLLOUT_DP:
+        case Dispatch.ROLLOUT_DP | Dispatch.REPLICAS:
             places = [(place.rank, place.replica, place.replica_collector) for place in coordinates]
             num_chunks = coordinates[0].num_replicas
     collectors = sorted((chunk, rank) for rank, chunk, collects in places if collects)
     if [chunk for chunk, _ in collectors] != list(range(num_chunks)):
         raise ValueError(f"{dispatch.name} needs one collector for each of {num_chunks} chunks, got {collectors}")
-    return Route({rank: chunk for rank, chunk, _ in places}, tuple(rank for _, rank in collectors))
+    splits = dispatch is not Dispatch.REPLICAS
+    chunk_of_rank = {rank: chunk if splits else 0 for rank, chunk, _ in places}
+    return Route(chunk_of_rank, tuple(rank for _, rank in collectors))
 
 
 def is_record(value: object) -> bool:

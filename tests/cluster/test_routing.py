@@ -43,6 +43,8 @@ def test_routes_follow_the_coordinates() -> None:
     assert dp.chunk_of_rank == {0: 0, 1: 0, 2: 1, 3: 1} and dp.collectors == (1, 3)
     rollout = route_call(Dispatch.ROLLOUT_DP, 4, coordinates())
     assert rollout.chunk_of_rank == {0: 2, 1: 1, 2: 1, 3: 0} and rollout.collectors == (3, 2, 0)
+    replicas = route_call(Dispatch.REPLICAS, 4, coordinates())
+    assert set(replicas.chunk_of_rank.values()) == {0} and replicas.collectors == (3, 2, 0)
     assert route_call(Dispatch.ONE_TO_ALL, 4, []).collectors == (0, 1, 2, 3)
     assert route_call(Dispatch.RANK_ZERO, 4, []).chunk_of_rank == {0: 0}
 

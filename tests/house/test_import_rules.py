@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = "megatron_rl"
 SOURCES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 
-GROUND = {"errors", "balance", "dispatch", "device", "loading", "records", "config", "observe"}
+GROUND = {"errors", "balance", "dispatch", "device", "loading", "records", "slices", "config", "observe"}
 PARTS = GROUND | {"parallel", "losses", "prompts", "reward"}
 STAGES = {"rollout", "experience", "checkpoint"}
 LOOP = {"train", "run", "rollouts", "rewards", "algorithm", "validation", "lifecycle", "run_folder", "book", "report"}
@@ -29,6 +29,8 @@ ROOMS: dict[str, set[str]] = {
     "device": set(),
     "loading": set(),
     "records": set(),
+    "slices": {"records"},
+    "stream": {"errors", "records", "slices", "observe"},
     "config": {"errors"},
     "observe": {"errors"},
     **dict.fromkeys(("parallel", "losses", "prompts", "reward"), GROUND),
@@ -37,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "roles": PARTS | STAGES | {"model", "hybrid_engine"},
     "cluster": GROUND,
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
-    **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner"}),
+    **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream"}),
     "port": {"errors", "config", "planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
     "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port"},
@@ -78,7 +80,7 @@ WITHOUT_TORCH = (
     *("port", "trials", "cli", "__main__"),
 )
 PURE = (
-    *("errors", "balance", "dispatch", "config", "records", "observe"),
+    *("errors", "balance", "dispatch", "config", "records", "slices", "stream", "observe"),
     *("losses", "prompts", "reward", "planner", "experience"),
 )
 
