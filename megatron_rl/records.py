@@ -127,11 +127,13 @@ class Generations(TensorClass):
     response_ids: int64 [B, (R)], with the end-of-sequence token when the model produced one.
     rollout_log_probs: float32 [B, (R)], the engine's own log-probability of each sampled token.
     truncated: bool [B], the response hit `max_response_length` before its end.
+    versions: int64 [B, (R)], of the weights that drew each token, in training steps; None where all are the newest.
     """
 
     response_ids: torch.Tensor
     rollout_log_probs: torch.Tensor
     truncated: torch.Tensor
+    versions: torch.Tensor | None = None
 
 
 class Sequences(TensorClass):
@@ -201,6 +203,7 @@ class Experience(TensorClass):
     input_ids int64 [B, (L)], response_lengths int64 [B], groups int64 [B] (equal for the samples of one prompt);
     scores, greedy_scores: float32 [B], the task reward, and that of the greedy answer to the same prompt;
     components: float32 [B, K], numbers of the reward function that are normalised apart;
+    versions int64 [B, (R)], of the weights that drew each token; None where all are the newest;
     rollout_log_probs, old_log_probs, sum_pi_squared, ref_log_probs, old_values, rewards, advantages, returns,
     rollout_weights, kept: float32 [B, (R)].
     """
@@ -208,6 +211,7 @@ class Experience(TensorClass):
     input_ids: torch.Tensor
     response_lengths: torch.Tensor
     rollout_log_probs: torch.Tensor
+    versions: torch.Tensor | None = None
     groups: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     greedy_scores: torch.Tensor | None = None

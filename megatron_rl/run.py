@@ -19,8 +19,9 @@ from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.cluster.watch import STACKS_FILE, Limits
 from megatron_rl.config.algorithms import uses_rule
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placement, RoleSpec
-from megatron_rl.config.schema import RunConfig, TrainerConfig, as_list
+from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
+from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.dispatch import Interval, Verb
 from megatron_rl.errors import ConfigError
 from megatron_rl.lifecycle import Lifecycle, Pace

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from megatron_rl.book import Book
 from megatron_rl.cluster.signals import StopRequest
-from megatron_rl.config.schema import RunConfig, TrainerConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.experience.assemble import assemble
 from megatron_rl.observe.validation import validation_metrics
 from megatron_rl.prompts.dataset import PromptDataset

@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.folders import LEFTOVERS, NAME, find
 from megatron_rl.checkpoint.manifest import Manifest, ManifestError, OtherFormatError, broken_files, read_manifest
 from megatron_rl.checkpoint.pickles import forbidden_globals, pickles_in
 from megatron_rl.config.problems import nearest_name, refused
-from megatron_rl.config.schema import TrainerConfig
+from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError, Violation
 
 Models = Mapping[str, dict[str, Any]]

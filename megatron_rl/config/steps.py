@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 
-from megatron_rl.config.schema import DataConfig, RunConfig, TrainerConfig
+from megatron_rl.config.schema import DataConfig, RunConfig
+from megatron_rl.config.trainer import TrainerConfig
 
 DEFAULT_EPOCHS = 30
 """Of a run that is told neither its steps nor its epochs."""

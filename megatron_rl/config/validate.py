@@ -44,6 +44,8 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
                 nearest = None  # an equal share, where one layer more or less may not come out even
             elif key in ("data.train_batch_size", "data.gen_batch_size"):
                 nearest = max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size)
+            elif key.endswith("max_token_len_per_gpu"):  # the longest sequence must fit into one pass
+                nearest = max(1, config.data.max_prompt_length + config.data.max_response_length)
             yield Violation({key: value}, f"must be {interval}", {key: nearest})
     for key, finite in FINITE.items():
         if not math.isfinite(attrgetter(key)(config)):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES
+from megatron_rl.config.async_training import KV_CACHE_CHOICES, STRAGGLER_POLICIES
 from megatron_rl.config.correction import IS_LEVELS, LOSS_TYPES
 from megatron_rl.errors import shown
 
@@ -16,6 +17,8 @@ CORRECTION = "algorithm.rollout_correction"
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
     "trainer.device": ("cpu", "cuda"),
+    "async_training.kv_cache": KV_CACHE_CHOICES,
+    "async_training.straggler_policy": STRAGGLER_POLICIES,
     "trainer.logger": ("console", "jsonl", "tensorboard", "wandb", "mlflow"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
@@ -43,6 +46,9 @@ AT_LEAST_ONE = (
     "data.max_prompt_length",
     "data.max_response_length",
     "algorithm.kl_ctrl.horizon",
+    "async_training.trigger_parameter_sync_step",
+    "async_training.slice_steps",
+    "async_training.straggler_slices",
     "reward_model.num_workers",
     "reward_model.micro_batch_size_per_gpu",
     "reward_model.forward_max_token_len_per_gpu",
@@ -154,6 +160,9 @@ RANGES: dict[str, Interval] = {
     "reward_model.timeout_s": Interval(0, nearest_low=10.0),
     "trainer.test_freq": NOT_NEGATIVE,
     "trainer.critic_warmup": NOT_NEGATIVE,
+    "trainer.rollout_ahead": NOT_NEGATIVE,
+    "async_training.straggler_attempts": NOT_NEGATIVE,
+    "async_training.max_replica_restarts": NOT_NEGATIVE,
     "trainer.log_val_generations": NOT_NEGATIVE,
     "trainer.max_skipped_updates": NOT_NEGATIVE,
     "trainer.stop_grace_s": NOT_NEGATIVE,

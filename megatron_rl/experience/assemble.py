@@ -21,6 +21,7 @@ def assemble(prompts: Prompts, generations: Generations) -> Experience:
         input_ids=ragged([torch.cat(pair) for pair in rows]),
         response_lengths=row_lengths(generations.response_ids),
         rollout_log_probs=generations.rollout_log_probs,
+        versions=generations.versions,
         groups=prompts.uid,
         batch_size=prompts.batch_size,
     )

@@ -14,7 +14,8 @@ from pathlib import Path
 from megatron_rl.config.algorithms import uses_rule
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.problems import missing_file, nearest_name, refused
-from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, TrainerConfig, as_list
+from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, as_list
+from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.validate import is_path_or_paths
 from megatron_rl.config.value_tables import REWARD_ARGUMENTS
 from megatron_rl.errors import ConfigError, Violation

@@ -16,6 +16,7 @@ from megatron_rl.config.value_tables import ROLLOUT
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 from megatron_rl.planner.algorithm_rules import algorithm_problems
+from megatron_rl.planner.async_rules import async_problems
 from megatron_rl.planner.cache_rules import cache_problems
 from megatron_rl.planner.engine_rules import engine_problems
 from megatron_rl.planner.file_rules import file_problems, path_problems
@@ -53,6 +54,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
             *value_problems(config),
             *(() if config_only else file_problems(config)),
             *algorithm_problems(config),
+            *async_problems(config),
             *problems,
             *pool_problems(config),
             *layout_problems(pools, models),

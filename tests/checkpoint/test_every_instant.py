@@ -32,7 +32,7 @@ from megatron_rl.checkpoint.manifest import (
     read_manifest,
 )
 from megatron_rl.checkpoint.resume import select
-from megatron_rl.config.schema import TrainerConfig
+from megatron_rl.config.trainer import TrainerConfig
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -21,7 +21,7 @@ from megatron_rl.checkpoint.manifest import (
     write_manifest,
 )
 from megatron_rl.checkpoint.resume import ResumePoint, select, usable_checkpoint
-from megatron_rl.config.schema import TrainerConfig
+from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
 
 NOTHING = ResumePoint(None, 0)

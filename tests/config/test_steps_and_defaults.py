@@ -6,8 +6,9 @@ import pytest
 
 from megatron_rl.config.foreign.defaults import differences, verl_defaults
 from megatron_rl.config.load import KEYS, read_run
-from megatron_rl.config.schema import DataConfig, RunConfig, TrainerConfig
+from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.config.steps import num_steps, with_steps
+from megatron_rl.config.trainer import TrainerConfig
 
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
 MEGATRON = "actor_rollout_ref.actor.megatron"

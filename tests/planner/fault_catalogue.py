@@ -278,6 +278,17 @@ values(
     (f"{CORRECTION}.rollout_is", "must be one of"),
 )
 
+# Generation that runs ahead
+AHEAD, PARTIAL = "trainer.rollout_ahead", "async_training.partial_rollout"
+SYNC = "async_training.trigger_parameter_sync_step"
+IS = f"{CORRECTION}.rollout_is"
+RUNS_AHEAD = f"correction placement save batch trainer.test_freq {AHEAD} {SYNC}"
+values("ahead in one pool", RUNS_AHEAD, {AHEAD: 1, IS: "token"}, (AHEAD, "a pool of its own"))
+values("stale", RUNS_AHEAD, {AHEAD: 1, PARTIAL: True}, (IS, "must be token or sequence"))
+values("rare weights", RUNS_AHEAD, {SYNC: 2}, (AHEAD, "must be >= "))
+SHARED = {AHEAD: 1, SYNC: 2, PARTIAL: True, IS: "token"}
+values("rare weights of one pool", RUNS_AHEAD, SHARED, (SYNC, "must be 1 where"))
+
 # Values between keys
 values("learning rates", "critic.lr", {"critic.optim.min_lr": 1.0}, ("critic.optim.min_lr", "must be <= lr"))
 values("betas", "betas", {f"{ACTOR}.optim.betas": (0.9, 1.0)}, (f"{ACTOR}.optim.betas", "must both be"))
@@ -478,7 +489,7 @@ def draw(number: int) -> tuple[bool, list[Fault]]:
     experts = rng.random() < 0.4 if first.experts is None else first.experts
     chosen = [first]
     for other in rng.sample(CATALOGUE, len(CATALOGUE)):
-        if len(chosen) == 1 + number // 50 % 4:
+        if len(chosen) == 1 + number // 60 % 4:
             break
         if other.experts in (None, experts) and not any(other.areas & one.areas for one in chosen):
             chosen.append(other)

@@ -11,7 +11,7 @@ from model_folders import problems, safetensors, write_model, write_prompts
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.weight_files import read_header, read_weight_files
-from megatron_rl.config.schema import TrainerConfig
+from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.config_json import LARGEST_FILE
 from megatron_rl.planner.file_rules import make_folders

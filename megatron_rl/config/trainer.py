@@ -1,0 +1,74 @@
+"""Keys of `trainer`: where a run happens, how long it is, what it writes. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class TrainerConfig:
+    project_name: str = "megatron_rl"
+    experiment_name: str = "run"
+    device: str = "cuda"
+    """cpu | cuda. On cpu one process stands for one GPU."""
+    nnodes: int = 1
+    """Machines of global_pool."""
+    n_gpus_per_node: int = 8
+    """Its ranks per machine: GPUs, or processes when device=cpu."""
+    total_training_steps: int | None = None
+    """Steps: one batch of prompts each; null: as many as total_epochs have."""
+    total_epochs: int | None = None
+    """Passes over the training prompts, each of as many steps as full batches; the run ends with the first of both
+    limits. null: 30, or with total_training_steps no limit."""
+    rollout_ahead: int = 0
+    """Steps that generation may run ahead of training: no token is older when it is trained. 0: they take turns."""
+    critic_warmup: int = 0
+    """Steps before this one train the critic alone."""
+    test_freq: int = 10
+    """Validate every so many steps; always after the last one; 0 or -1: only then."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
+    """Folder for metrics, summary, curves, the exported model and the checkpoints."""
+    save_freq: int = -1
+    """Write a checkpoint, `global_step_N`, every so many steps and after the last; -1: never."""
+    max_ckpt_to_keep: int | None = None
+    """Checkpoints to keep, the newest ones; null: all."""
+    resume_mode: str = "auto"
+    """auto: from the newest complete checkpoint in default_local_dir, where there is one | disable: from the start |
+    resume_path: from resume_from_path."""
+    resume_from_path: str | None = None
+    """The `global_step_N` folder that resume_mode=resume_path goes on from."""
+    stop_grace_s: float = 300.0
+    """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM,
+    Ctrl-C or SIGHUP; a second signal ends it at once."""
+    stall_timeout_s: float | None = None
+    """Seconds after which a verb of a rank that makes no progress (no micro-batch, no step of the engine, no message)
+    ends the run (exit code 3). null: ten times the longest phase that the planner expects, at least 1800."""
+    heartbeat_timeout_s: float = 30.0
+    """Seconds after which a rank whose process gives no sign of life ends the run (exit code 3)."""
+    rollout_data_dir: str | None = None
+    """Folder for a table of the samples of every step, STEP.jsonl; null: none."""
+    log_val_generations: int = 0
+    """Answers of every validation, the same rows each time, that go to val_generations/STEP.jsonl in the run's folder
+    and to the loggers that show tables."""
+    validation_data_dir: str | None = None
+    """Folder for a table of the answers of every validation, STEP.jsonl; null: none."""
+    balance_batch: bool = True
+    """Give data-parallel ranks the same number of samples, chosen so that they have about equal work."""
+    max_skipped_updates: int = 5
+    """Updates of a role in a row that may be skipped because their gradient or loss is not finite; one more ends the
+    run (exit code 6). 0: the first one does."""
+    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    """Where metrics go: console, jsonl, tensorboard, and where they are installed wandb and mlflow."""
+    seed: int = 1
+    """Seed of sampling, prompt order, mini-batch splits and the fresh value head."""
+    export_hf: bool = True
+    """Write the trained actor as a Hugging Face folder at the end."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run. Raises ValueError where nobody has counted the prompts yet, of which it is made."""
+        if self.total_training_steps is None:
+            raise ValueError("trainer.total_training_steps is null: it follows from the number of prompts")
+        return self.total_training_steps

@@ -1,0 +1,72 @@
+"""Rules of generation that runs ahead of training: `trainer.rollout_ahead` and `async_training`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_rl.config.roles import ACTOR, ROLLOUT, roles_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.value_tables import CORRECTION
+from megatron_rl.errors import Violation
+
+AHEAD = "trainer.rollout_ahead"
+PARTIAL = "async_training.partial_rollout"
+SYNC = "async_training.trigger_parameter_sync_step"
+
+
+def async_problems(config: RunConfig) -> Iterable[Violation]:
+    """Every violation. Values that are out of their range are left to the rules of single values."""
+    if config.trainer.rollout_ahead < 0 or config.async_training.trigger_parameter_sync_step < 1:
+        return
+    yield from _sync_problems(config)
+    if not config.samples_in_slices:
+        return
+    yield from _stale_problems(config)
+    if config.algorithm.filter_groups.enable:
+        key = "algorithm.filter_groups.enable"
+        rule = f"must be false where generation goes on from step to step ({_asked(config)}): the batches that are "
+        yield Violation({key: True}, f"{rule}drawn in place of others have no place in its schedule", {key: False})
+
+
+def _sync_problems(config: RunConfig) -> Iterable[Violation]:
+    ahead, every = config.trainer.rollout_ahead, config.async_training.trigger_parameter_sync_step
+    if ahead < every - 1:
+        rule = f"must be >= {SYNC} - 1 = {every - 1}: between two transfers the weights of the rollout get that old"
+        yield Violation({AHEAD: ahead, SYNC: every}, rule, {SYNC: ahead + 1})
+        return
+    for key, number in (
+        ("trainer.test_freq", config.trainer.test_freq),
+        ("trainer.save_freq", config.trainer.save_freq),
+    ):
+        if every > 1 and number > 0 and number % every:
+            rule = f"must be a multiple of {SYNC}={every}: between two transfers the rollout lacks the step's weights"
+            yield Violation({key: number}, rule, {key: every * max(1, round(number / every))})
+
+
+def _stale_problems(config: RunConfig) -> Iterable[Violation]:
+    ahead, correction = config.trainer.rollout_ahead, config.algorithm.rollout_correction
+    pools = {role.kind: role.pool for role in roles_of(config)}
+    is_colocated = pools[ROLLOUT] == pools[ACTOR]
+    if ahead and is_colocated and not config.async_training.partial_rollout:
+        rule = (
+            f"needs a pool of its own for the rollout (actor_rollout_ref.hybrid_engine=false), or {PARTIAL}=true: on "
+            "the actor's ranks nothing is drawn while it trains, and only unfinished answers outlive a step"
+        )
+        yield Violation({AHEAD: ahead, PARTIAL: False}, rule, {PARTIAL: True})
+    if is_colocated and config.async_training.trigger_parameter_sync_step > 1:
+        every: Any = config.async_training.trigger_parameter_sync_step
+        yield Violation({SYNC: every}, "must be 1 where the rollout reads the actor's own memory", {SYNC: 1})
+    corrects = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
+    if ahead and not corrects:
+        key = f"{CORRECTION}.rollout_is"
+        rule = (
+            f"must be token or sequence, or {CORRECTION}.rollout_rs or bypass_mode must be set: with {AHEAD}={ahead} "
+            "tokens are trained that older weights drew, and nothing would correct for that"
+        )
+        yield Violation({key: None}, rule, {key: "token"})
+
+
+def _asked(config: RunConfig) -> str:
+    ahead = config.trainer.rollout_ahead
+    return f"{AHEAD}={ahead}" if ahead else f"{PARTIAL}=true"
