@@ -1,0 +1,32 @@
+"""How waiting requests are spread over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def even_shares(loads: Sequence[int], rooms: Sequence[int], num_waiting: int) -> list[int]:
+    """How many of `num_waiting` requests each replica gets, so that what they then run is as even as it can be.
+
+    loads: what each runs now; rooms: how many more it takes. Where not all get one more, earlier replicas do. Without
+    loads these are contiguous chunks of equal size, the first ones larger by one. What no room is left for stays.
+    """
+    num_given = min(num_waiting, sum(rooms))
+    low, high = 0, max((load + room for load, room in zip(loads, rooms, strict=True)), default=0)
+    while low < high:  # the lowest level to which replicas must be filled up
+        level = (low + high) // 2
+        if sum(_shares(loads, rooms, level)) >= num_given:
+            high = level
+        else:
+            low = level + 1
+    shares = _shares(loads, rooms, low - 1)
+    rest = num_given - sum(shares)
+    for index, (load, room) in enumerate(zip(loads, rooms, strict=True)):
+        if rest and load + shares[index] < low and shares[index] < room:
+            shares[index] += 1
+            rest -= 1
+    return shares
+
+
+def _shares(loads: Sequence[int], rooms: Sequence[int], level: int) -> list[int]:
+    return [min(room, max(0, level - load)) for load, room in zip(loads, rooms, strict=True)]
