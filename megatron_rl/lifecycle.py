@@ -1,6 +1,7 @@
 """The life of a run: which steps it takes, what it goes on from, when it saves, and how a signal ends it.
 
 global_step_N/  manifest.json          every file's size and checksum; written last
+                rollouts.safetensors   what was drawn for later steps, where generation goes in slices
                 run.json               step, prompt cursor, KL controller, books, configuration
                 actor/ critic/         megatron-core's sharded files, role.json, `huggingface/` with config and
                                        tokenizer; one folder for each trained role
@@ -15,7 +16,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -52,6 +53,16 @@ MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_
 
 class StepAbandoned(Exception):
     """A step is given up before it has changed anything, because a signal asked the run to stop and time is short."""
+
+
+class Drawn(Protocol):
+    """What was drawn for the steps after a checkpoint."""
+
+    def saving(self, step: int) -> AbstractContextManager[None]:
+        """Round a checkpoint after `step`: nothing changes inside."""
+
+    def write(self, folder: Path, step: int) -> list[str]:
+        """Write it to the checkpoint's folder; names of the files. Raises OSError."""
 
 
 class Stateful(Protocol):
@@ -94,7 +105,8 @@ class Pace:
 class Lifecycle:
     """Steps and checkpoints of one run; a context manager round its steps.
 
-    hosts: pool -> handle of its hosts. parts: what a checkpoint keeps of the controller. All methods raise StorageError
+    hosts: pool -> handle of its hosts. parts: what a checkpoint keeps of the controller. drawn: what was drawn for later
+    steps. All methods raise StorageError
     where files cannot be written.
     """
 
@@ -106,15 +118,17 @@ class Lifecycle:
         parts: tuple[Stateful, ...],
         book: Book,
         pace: Pace,
+        drawn: Drawn,
     ) -> None:
         self.config, self.folder = config, folder
         self.hosts, self.parts = hosts, parts
-        self.book, self.pace = book, pace
+        self.book, self.pace, self.drawn = book, pace, drawn
         self.root = folder.path.resolve()
         self._trained = trained_roles(config)
         self._saves_beside_training = any(role.settings.checkpoint.async_save for role in Placement.of(config).trained)
         self._before_step: dict[str, Any] = {}
         self._under_way: Manifest | None = None
+        self._drawn_files: list[str] = []
 
     @property
     def is_resumed(self) -> bool:
@@ -230,6 +244,8 @@ class Lifecycle:
             (folder / RUN_FILE).write_text(json.dumps(content, indent=1))
             for role in roles:
                 write_role_file(folder, role, state["step"])
+            with self.drawn.saving(state["step"]):
+                self._drawn_files = self.drawn.write(folder, state["step"])
             self._under_way = Manifest(FORMAT, state["step"], self.folder.models, files={})
         if not self._saves_beside_training:
             self.settle()
@@ -248,7 +264,7 @@ class Lifecycle:
             folder = unfinished_folder(self.root, manifest.step)
             files: dict[str, FileRecord] = {name: record for report in reports for name, record in report.items()}
             owners = [f"{role}/{ROLE_FILE}" for role in self._trained]
-            names = [RUN_FILE, *owners, *copy_model_files(self._trained, folder)]
+            names = [RUN_FILE, *self._drawn_files, *owners, *copy_model_files(self._trained, folder)]
             commit(folder, dataclasses.replace(manifest, files=files | digest_files(folder, names)))
             remove_old(self.root, self.config.trainer.max_ckpt_to_keep)
 

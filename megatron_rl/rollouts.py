@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -78,12 +81,22 @@ class Rollouts:
             batch.greedy = self.generate(batch.prompts.one_per_group(), self.greedy())
         return batch
 
-    def load_weights(self) -> None:
-        """Bring the actor's current weights to a rollout in another pool; one in its own pool reads them in place."""
+    def load_weights(self, step: int) -> None:
+        """Bring the actor's weights, those after `step`, to a rollout in another pool; in its own it reads them there.
+        """
         if self._sender is not None:
-            sending, receiving = self._sender.send_weights(), self.rollout.receive_weights()
+            sending, receiving = self._sender.send_weights(step), self.rollout.receive_weights()
             self.book.note_transition(receiving.get())
             sending.get()
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Round a checkpoint after `step`: what is drawn for later steps does not change inside."""
+        yield
+
+    def write(self, folder: Path, step: int) -> list[str]:
+        """Write what was drawn for steps after `step` to a checkpoint; names of the files. Inside `saving`."""
+        return []
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """Answers to all prompt rows; the ranks are in rollout mode only inside this call."""
@@ -111,9 +124,10 @@ class Rollouts:
         longest = self.config.data.max_response_length
         return Sampling(kwargs.temperature, kwargs.top_p, kwargs.top_k, longest, FIXED_SALT)
 
-    def _next_prompts(self) -> Prompts:
-        """The next training prompts, each `rollout.n` times."""
-        return self.train_data.batch(self.cursor.next_indices()).repeat(self.config.actor_rollout_ref.rollout.n)
+    def _next_prompts(self, cursor: MixtureCursor | None = None) -> Prompts:
+        """The next training prompts, each `rollout.n` times. cursor: None: the run's own."""
+        indices = (cursor or self.cursor).next_indices()
+        return self.train_data.batch(indices).repeat(self.config.actor_rollout_ref.rollout.n)
 
     def _filtered(self, step: int) -> Batch:
         wanted, most = self.config.data.train_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches

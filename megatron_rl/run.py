@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_rl.algorithm import Algorithm
 from megatron_rl.book import Book
 from megatron_rl.cluster.cluster import Cluster, Hosting
+from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.cluster.watch import STACKS_FILE, Limits
 from megatron_rl.config.algorithms import uses_rule
@@ -22,9 +24,10 @@ from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placemen
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
 from megatron_rl.config.trainer import TrainerConfig
-from megatron_rl.dispatch import Interval, Verb
+from megatron_rl.dispatch import Dispatch, Interval, Stop, Verb
 from megatron_rl.errors import ConfigError
 from megatron_rl.lifecycle import Lifecycle, Pace
+from megatron_rl.open_rollouts import Parts, open_rollouts, replicated_pools
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
 from megatron_rl.planner.cache_share import with_kv_cache
@@ -55,17 +58,24 @@ from megatron_rl.validation import Validation
 
 Kind = TypeVar("Kind")
 
+NEXT_BATCH = Verb(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
+"""What a wait for answers means to a run that is to stop."""
+
 
 @dataclass(frozen=True)
 class Roles:
-    """The handle of every role, and of the hosts of every pool; None for a role that the run does not have."""
+    """The handle of every role, and of the hosts of every pool; None for a role that the run does not have.
+
+    A rollout that is cut into replicas has none here: `replicas` are driven by `generation`.
+    """
 
     actor: Actor
-    rollout: Rollout
+    rollout: Rollout | None
     reference: Reference | None
     critic: Critic | None
     reward_models: list[tuple[RoleSpec, RewardModel]]
     hosts: dict[str, RankHost]
+    replicas: ReplicatedPool | None = None
 
 
 @dataclass(frozen=True)
@@ -140,12 +150,12 @@ def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
         cluster = opened.enter_context(make_cluster(placement, hosting, local))
         roles = build_roles(cluster, placement, book)
         rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock)
-        bridge = None if placement.is_colocated else roles.actor
-        rollouts = Rollouts(config, data.train, data.cursor, roles.rollout, rewards, book, bridge)
+        whole = (config, placement, data.train, data.cursor, roles.actor, roles.rollout, roles.replicas)
+        rollouts = open_rollouts(Parts(*whole, rewards, book, folder), partial(look_round, cluster, pace), opened)
         validation = Validation(config, data.val, rollouts, rewards, book, stop)
-        life = Lifecycle(config, folder, roles.hosts, parts, book, pace)
+        life = Lifecycle(config, folder, roles.hosts, parts, book, pace, rollouts)
         life.restore()
-        rollouts.load_weights()
+        rollouts.load_weights(folder.start.step)
         with life:
             yield Run(config, roles, rollouts, rewards, algorithm, validation, life, book, started)
 
@@ -211,15 +221,26 @@ def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
         work=sequence_work(config.actor_rollout_ref.model.path) if trainer.balance_batch else None,
         limits=limits,
         observer=ears,
+        replicated=replicated_pools(config, placement),
     )
+
+
+def look_round(cluster: Cluster, pace: Pace) -> None:
+    """Raise where a pool has failed that nobody calls now, and where the run is to stop."""
+    for pool in cluster.pools.values():
+        pool.raise_if_failed()
+    pace.before(NEXT_BATCH)
 
 
 def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
     """Every role on its pool, in the order of the table; pools build theirs at the same time."""
     hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
+    replicas = cluster.replicated.get(placement.roles[ROLLOUT].pool)
     models = [role for role in placement.roles.values() if role.kind != ROLLOUT]
     building = [(role.name, hosts[role.pool].build(role.name)) for role in models]
-    if placement.is_colocated:
+    if replicas is not None:
+        pass  # built where weights first come to them
+    elif placement.is_colocated:
         building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT)))
     else:
         actor = cluster.pools[placement.roles[ACTOR].pool].handle(ACTOR, Actor)
@@ -237,7 +258,8 @@ def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
     critic = handle(CRITIC, Critic) if CRITIC in placement.roles else None
 
     scorers = [(spec, handle(spec.name, RewardModel)) for spec in placement.reward_models]
-    return Roles(handle(ACTOR, Actor), handle(ROLLOUT, Rollout), reference, critic, scorers, hosts)
+    rollout = handle(ROLLOUT, Rollout) if replicas is None else None
+    return Roles(handle(ACTOR, Actor), rollout, reference, critic, scorers, hosts, replicas)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -34,7 +34,7 @@ def train(config: RunConfig, local: bool = False) -> dict[str, Any]:
             experience = score(run, batch)
             metrics = run.algorithm.add_advantages(experience)
             metrics |= update(run, experience, step)
-            run.rollouts.load_weights()
+            run.rollouts.load_weights(step)
             metrics |= run.describe(batch, experience, step)
             metrics |= run.validation.after(step)
             run.book.log(metrics, step)

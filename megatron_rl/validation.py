@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_rl.book import Book
 from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.config.steps import is_validation_step
 from megatron_rl.experience.assemble import assemble
 from megatron_rl.observe.validation import validation_metrics
 from megatron_rl.prompts.dataset import PromptDataset
@@ -71,8 +71,3 @@ class Validation:
 def mean(values: Sequence[float | None]) -> float:
     """Over all rows; one without a value counts as 0."""
     return sum(value for value in values if value is not None) / len(values)
-
-
-def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
-    """Every `test_freq` steps, and always the last."""
-    return step == trainer.num_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)

@@ -30,3 +30,8 @@ def with_steps(config: RunConfig, num_prompts: int) -> RunConfig:
     changed = copy.deepcopy(config)
     changed.trainer.total_training_steps = num_steps(config.trainer, config.data, num_prompts)
     return changed
+
+
+def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
+    """Every `test_freq` steps, and always the last."""
+    return step == trainer.num_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)

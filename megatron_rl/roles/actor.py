@@ -90,11 +90,11 @@ class Actor(TrainedRole):
         )
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")
-    def send_weights(self) -> SendReport:
-        """Send the current weights, whose version is the number of updates; with the rollout's `receive_weights`."""
+    def send_weights(self, version: int) -> SendReport:
+        """Send the current weights, those after step `version`; with the rollout's `receive_weights`."""
         if self.sender is None:
             raise RuntimeError("there is no bridge: join_bridge() comes first")
-        return self.sender.send(self.checkpoint.state.num_updates)
+        return self.sender.send(version)
 
     def compute_gradients(self, batch: ActorBatch) -> dict[str, float]:
         """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.

@@ -1,0 +1,208 @@
+"""The thread that drives rollout replicas through slices while the main thread trains.
+
+It alone calls replicas and waits for their answers; the main thread asks it to, and reads what it has collected. One
+lock guards what both touch: what is decided, and the answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megatron_rl.cluster.waiting import wait_any
+from megatron_rl.dispatch import Future
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.generation.lanes import Lane, Lanes
+from megatron_rl.generation.work import Work
+
+TICK_S = 0.02
+"""Between two looks at what the main thread asks."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Hold:
+    """The main thread wants no slice under way. drained: nor a request in an engine."""
+
+    step: int
+    drained: bool
+
+
+@dataclass
+class Job:
+    """Something that the main thread asks for. result, error: once `is_done`."""
+
+    body: Callable[[], Any]
+    is_done: bool = False
+    result: Any = None
+    error: BaseException | None = None
+
+
+class Driver:
+    """A context manager round the thread. look: raises in the main thread for whatever else may have failed."""
+
+    def __init__(self, lanes: Lanes, work: Work, look: Callable[[], None]) -> None:
+        self.lanes, self.work = lanes, work
+        self._look = look
+        self._changed = threading.Condition(threading.RLock())
+        self._jobs: deque[Job] = deque()
+        self._waits: dict[Future[Any], tuple[Lane, Callable[[Any], None]]] = {}
+        self._held: Hold | None = None
+        self._error: BaseException | None = None
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+
+    def __enter__(self) -> Driver:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """The thread ends with its present wait; whoever ends the cluster ends that."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self._thread.join(timeout=TICK_S * 10)
+
+    # For the main thread
+
+    @contextmanager
+    def locked(self) -> Iterator[Work]:
+        """Round reading and changing the work; the thread looks again afterwards."""
+        with self._changed:
+            yield self.work
+            self._changed.notify_all()
+
+    def wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Wait for something that the thread brings about. Raises what has ended it."""
+        with self._changed:
+            while not is_true():
+                self._raise_if_ended()
+                self._changed.wait(0.2)
+                self._look()
+            self._raise_if_ended()
+
+    def ask(self, body: Callable[[], Result]) -> Result:
+        """Have the thread run something between two waits, and wait for it. Raises what it raises."""
+        job = Job(body)
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+        self.wait_until(lambda: job.is_done)
+        if job.error is not None:
+            raise job.error
+        result: Result = job.result
+        return result
+
+    @contextmanager
+    def holding(self, step: int, drained: bool = False) -> Iterator[None]:
+        """No slice is under way inside; begins where the schedule may be interrupted after `step`.
+
+        drained: nor is any request unfinished in an engine.
+        """
+        with self._changed:
+            self._held = Hold(step, drained)
+            self.work.decider.admit(not drained)
+        try:
+            self.wait_until(lambda: not self._must_go_on() and not any(lane.is_busy for lane in self.lanes.living))
+            yield
+        finally:
+            with self._changed:
+                self._held = None
+                self.work.decider.admit(True)
+                self._changed.notify_all()
+
+    # For the thread itself
+
+    def expect(self, lane: Lane, future: Future[Any], on_answer: Callable[[Any], None]) -> None:
+        """Have `on_answer` called with the future's result; a lane whose call fails is lost."""
+        self._waits[future] = (lane, on_answer)
+
+    @property
+    def has_waits(self) -> bool:
+        """Whether an answer is expected."""
+        return bool(self._waits)
+
+    def collect(self, timeout: float) -> None:
+        """Wait for answers of replicas, at most so long, and hear them."""
+        if not self._waits:
+            with self._changed:
+                if not self._jobs and not self._ends:
+                    self._changed.wait(timeout)
+            return
+        for future in wait_any(list(self._waits), timeout):
+            lane, on_answer = self._waits.pop(future)
+            try:
+                answer = future.get()
+            except MegatronRLError as error:
+                self._lost(lane, error)
+                continue
+            with self._changed:
+                on_answer(answer)
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while not self._ends:
+                self._do_jobs()
+                self._give_orders()
+                self.collect(TICK_S)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _do_jobs(self) -> None:
+        while self._jobs:
+            job = self._jobs.popleft()
+            try:
+                job.result = job.body()
+            except MegatronRLError as error:
+                job.error = error
+            with self._changed:
+                job.is_done = True
+                self._changed.notify_all()
+
+    def _give_orders(self) -> None:
+        for lane in self.lanes.living:
+            if lane.is_busy:
+                continue
+            with self._changed:
+                if self._held is not None and not self._must_go_on():
+                    continue
+                one = self.work.next_slice(lane.number)
+            if one is not None:
+                lane.is_busy = True
+                self.expect(lane, lane.rollout.advance({lane.number: one}), lambda got, lane=lane: self._done(lane, got))
+
+    def _must_go_on(self) -> bool:
+        """Whether slices must go on before the schedule may be interrupted."""
+        if self._held is None or not self.work.decider.may_save(self._held.step):
+            return True
+        return self._held.drained and any(self.work.engines[lane.number] for lane in self.lanes.living)
+
+    def _raise_if_ended(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _done(self, lane: Lane, reports: Any) -> None:
+        lane.is_busy = False
+        for report in reports:
+            self.work.done(report)
+
+    def _lost(self, lane: Lane, error: MegatronRLError) -> None:
+        for future in [future for future, (owner, _) in self._waits.items() if owner is lane]:
+            del self._waits[future]
+        with self._changed:
+            if lane.lives:
+                self.work.lost(lane.number)
+            starting = self.lanes.lost(lane, error)
+            self._changed.notify_all()
+        if starting is not None:
+            self.expect(lane, starting, lambda _: self.lanes.started(lane))
+        elif not self.lanes.is_hopeful:
+            raise self.lanes.all_lost(error)

@@ -1,0 +1,96 @@
+"""The replicas of the rollout pool, as the thread that drives them sees each: at work, starting again, or given up."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.cluster.replicas import ClusterEnded, Replica
+from megatron_rl.cluster.waiting import PoolFuture
+from megatron_rl.config.roles import ROLLOUT
+from megatron_rl.errors import MegatronRLError, WorkerFailure
+from megatron_rl.roles.host import RankHost
+from megatron_rl.roles.rollout import Rollout
+
+
+class State(enum.Enum):
+    """LIVES: it draws. STARTS: its processes come up. JOINS: it waits for weights. GONE: it was given up."""
+
+    LIVES = enum.auto()
+    STARTS = enum.auto()
+    JOINS = enum.auto()
+    GONE = enum.auto()
+
+
+@dataclass
+class Lane:
+    """One replica. is_busy: a slice is under way. is_built: its processes have engines. was_lost: they failed once."""
+
+    number: int
+    replica: Replica
+    rollout: Rollout
+    host: RankHost
+    state: State = State.JOINS
+    is_busy: bool = False
+    is_built: bool = False
+    was_lost: bool = False
+
+    @property
+    def lives(self) -> bool:
+        return self.state is State.LIVES
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.replica.ranks)
+
+
+class Lanes:
+    """All replicas. max_restarts: of each. say: prints a line; from any thread."""
+
+    def __init__(self, replicas: Sequence[Replica], max_restarts: int, say: Callable[[str], None]) -> None:
+        self.all = [
+            Lane(number, replica, replica.handle(ROLLOUT, Rollout), replica.host(RankHost))
+            for number, replica in enumerate(replicas)
+        ]
+        self.num_lost = 0
+        self._max_restarts, self._say = max_restarts, say
+
+    @property
+    def living(self) -> list[Lane]:
+        """Those that draw."""
+        return [lane for lane in self.all if lane.lives]
+
+    @property
+    def joining(self) -> list[Lane]:
+        """Those that have started again and wait for weights."""
+        return [lane for lane in self.all if lane.state is State.JOINS]
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether any is left."""
+        return any(lane.state is not State.GONE for lane in self.all)
+
+    def lost(self, lane: Lane, error: MegatronRLError) -> PoolFuture[None] | None:
+        """A replica has failed: its new start, or None where it is given up. Raises ClusterEnded."""
+        if isinstance(error, ClusterEnded):
+            raise error
+        self.num_lost += 1
+        lane.is_busy, lane.is_built, lane.was_lost = False, False, True
+        name, tried = lane.replica.name, lane.replica.num_restarts
+        if tried >= self._max_restarts:
+            lane.state = State.GONE
+            lane.replica.stop("it failed too often")
+            self._say(f"the rollout replica {name} failed again after {tried} restarts and stays away: {error}")
+            return None
+        lane.state = State.STARTS
+        self._say(f"the rollout replica {name} failed and starts again, others go on: {error}")
+        return lane.replica.restart()
+
+    def started(self, lane: Lane) -> None:
+        """The processes of a replica are up again."""
+        lane.state = State.JOINS
+
+    def all_lost(self, error: MegatronRLError) -> WorkerFailure:
+        """What ends a run none of whose replicas is left."""
+        return WorkerFailure(f"no rollout replica is left, each was restarted {self._max_restarts} times; the last: {error}")

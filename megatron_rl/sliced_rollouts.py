@@ -1,0 +1,151 @@
+"""Batches whose answers are drawn in slices: ahead of training on replicas of their own, or in turns with it.
+
+What is drawn by whom with which weights is decided in `stream`; here the decisions meet the loop. The cursor of the
+prompts stays where training stands, so that a checkpoint says the same with and without batches that were begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from megatron_rl.book import Book
+from megatron_rl.config.steps import is_validation_step
+from megatron_rl.generation.bridge import ReplicaBridge
+from megatron_rl.generation.coming import ROLLOUTS_FILE, Coming, read_answers, read_schedule, write_rollouts
+from megatron_rl.generation.driver import Driver
+from megatron_rl.generation.exclusive import generate_on
+from megatron_rl.generation.measured import SliceMetrics
+from megatron_rl.generation.turns import Turns
+from megatron_rl.generation.work import Work
+from megatron_rl.prompts.mixture import MixtureCursor
+from megatron_rl.records import Generations, Prompts, Sampling
+from megatron_rl.rollout.seeds import request_seed
+from megatron_rl.rollouts import Batch, Rollouts
+from megatron_rl.run_folder import RunFolder
+from megatron_rl.stream.answers import Answers
+from megatron_rl.stream.rules import Decides, Rules
+
+
+class SlicedRollouts(Rollouts):
+    """What both kinds share: batches that are begun before they are needed. Made by `begin`."""
+
+    work: Work
+    coming: Coming
+    rules: Rules
+
+    def begin(self, rules: Rules, decider: Decides, folder: RunFolder, num_replicas: int) -> None:
+        """Go on where the checkpoint of `folder` stands, or begin. Raises ConfigError for a damaged one."""
+        self.rules = rules
+        answers = Answers(rules.batch_rows, partial(request_seed, self.config.trainer.seed))
+        first = rules.first_step - 1
+        self.coming = Coming(answers, self.cursor, first, self._ask, self.sampling, self.greedy())
+        last, start = rules.last_batch(first), folder.start.path
+        schedule = None if start is None else read_schedule(start)
+        if start is not None and schedule is not None:
+            self.coming.draw(max(last, rules.batch_of(schedule["next_new"] - 1)))
+            read_answers(start, answers)
+        self.coming.draw(last)
+        self.work = Work(decider, answers, num_replicas)
+
+    def write(self, folder: Path, step: int) -> list[str]:
+        write_rollouts(folder, self.work.answers, self.work.decider.state_dict(), step)
+        return [ROLLOUTS_FILE]
+
+    def _take(self, step: int) -> Batch:
+        prompts, generations, greedy = self.work.batch(step)
+        self.cursor.next_indices()  # what `coming` has drawn: training stands behind it now
+        return Batch(prompts, generations, None, greedy, {})
+
+    def _ask(self, cursor: MixtureCursor) -> tuple[Prompts, Prompts | None]:
+        prompts = self._next_prompts(cursor)
+        return prompts, prompts.one_per_group() if self.needs_greedy else None
+
+
+class RolloutsInTurns(SlicedRollouts):
+    """On the actor's own ranks: unfinished answers of later batches go on in the next turn, with newer weights."""
+
+    def next(self, step: int) -> Batch:
+        self.coming.draw(self.rules.last_batch(step - 1))
+        if not self.work.decider.is_complete(step):
+            reports = self.rollout.enter().get()
+            Turns(self.rollout, self.work).until_complete(step)
+            self.rollout.exit().get()
+            self.book.note_transition(reports)
+        return self._take(step)
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        yield
+        self.work.decider.saved(step)
+
+
+class RolloutsAhead(SlicedRollouts):
+    """On replicas of their own, which draw while the main thread trains. Enter `driver` after `begin`."""
+
+    driver: Driver
+    bridge: ReplicaBridge
+    measured: SliceMetrics
+
+    def next(self, step: int) -> Batch:
+        """The batch of a step, once it is complete."""
+        self._announce()
+        driver, start = self.driver, time.time()
+        driver.wait_until(lambda: self.work.decider.is_complete(step) or self.bridge.is_wanted)
+        while not self.work.decider.is_complete(step):
+            self.load(self.bridge.version)
+            driver.wait_until(lambda: self.work.decider.is_complete(step) or self.bridge.is_wanted)
+        self.measured.waited(start, time.time())
+        with driver.locked():
+            return self._take(step)
+
+    def load_weights(self, step: int) -> None:
+        """Send the weights after `step`, where that is due, while slices go on."""
+        if not self.rules.sends(step):
+            return
+        self.driver.wait_until(lambda: self.work.decider.may_send(step))
+        self.load(step)
+        # A place of the schedule that is interrupted comes before these weights are taken.
+        if not (self.rules.in_rounds and self._is_interrupted_after(step)):
+            self._announce()
+
+    def load(self, version: int) -> None:
+        """Send the weights after step `version` now, also to replicas that have started again."""
+        self.book.note_transition(self.bridge.send(version, self.work))
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
+        """Answers to all prompt rows by the newest weights that were sent; unfinished requests go on afterwards."""
+        version = self.bridge.version
+        with self.driver.holding(version, drained=not self.rules.partial):
+            seed_of = partial(request_seed, self.config.trainer.seed)
+            generations = self.driver.ask(lambda: generate_on(self.driver, prompts, sampling, version, seed_of))
+            with self.driver.locked() as work:
+                work.decider.saved(version)
+        return generations
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Round a checkpoint: no slice is under way; what is unfinished begins anew afterwards, as after a resume."""
+        with self.driver.holding(step):
+            yield
+            with self.driver.locked() as work:
+                work.decider.saved(step)
+
+    def describe(self) -> dict[str, float]:
+        with self.driver.locked() as work:
+            return self.measured.take(work)
+
+    def _announce(self) -> None:
+        """Let replicas take the newest weights that have come, and begin what these allow."""
+        version = self.bridge.version
+        with self.driver.locked() as work:
+            self.coming.draw(self.rules.last_batch(version))
+            work.decider.version_ready(version)
+
+    def _is_interrupted_after(self, step: int) -> bool:
+        trainer = self.config.trainer
+        saves = trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == trainer.num_steps)
+        return saves or is_validation_step(trainer, step)
