@@ -20,7 +20,8 @@ class Hosting:
     """What runs on every rank of every pool, and how.
 
     host_class(*args, pool_name): one rank's host (see `RayPool`). kinds: role -> its class. env: variables of every
-    rank. work, limits: as in `PoolOptions`.
+    rank. work, limits: as in `PoolOptions`. replicated: pool name -> ranks of each replica that it is cut into
+    (see `replicas`). replica_observer: hears what replicas are called, in the thread that calls them.
     """
 
     host_class: type
@@ -31,6 +32,8 @@ class Hosting:
     work: SequenceWork | None = None
     limits: Limits = Limits()
     observer: Observer = Nobody()
+    replicated: Mapping[str, int] = field(default_factory=dict)
+    replica_observer: Observer = Nobody()
 
     def kinds_in(self, pool: PoolSpec) -> dict[str, type]:
         """The classes of a pool's roles."""
@@ -59,7 +62,7 @@ class Cluster(Protocol):
 
     @property
     def pools(self) -> Mapping[str, Pool]:
-        """By name; there are none outside of the `with` block."""
+        """Those that are not replicated, by name; there are none outside of the `with` block."""
 
     def __enter__(self) -> Self: ...
 
