@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from megatron_rl.balance import SequenceWork
 from megatron_rl.cluster.watch import Limits
 from megatron_rl.config.roles import PoolSpec
 from megatron_rl.dispatch import Nobody, Observer
+
+if TYPE_CHECKING:
+    from megatron_rl.cluster.replicas import ReplicatedPool
 
 Kind = TypeVar("Kind")
 
@@ -63,6 +66,10 @@ class Cluster(Protocol):
     @property
     def pools(self) -> Mapping[str, Pool]:
         """Those that are not replicated, by name; there are none outside of the `with` block."""
+
+    @property
+    def replicated(self) -> Mapping[str, ReplicatedPool]:
+        """Those that are cut into replicas, by name."""
 
     def __enter__(self) -> Self: ...
 
