@@ -74,7 +74,7 @@ class CallFuture(PoolFuture[Answer]):
 
     def arrived(self, answer: ObjectRef) -> None:
         """As of `PoolFuture`; the first of several may be a failure that the others wait behind."""
-        self._missing.remove(answer)
+        self._missing = [one for one in self._missing if one != answer]
         if self._missing and is_failure(answer, self.pool.fate):
             try:
                 self.pool.raise_if_failed()
@@ -128,7 +128,7 @@ class StartFuture(PoolFuture[None]):
 
     def arrived(self, answer: ObjectRef) -> None:
         """As of `PoolFuture`. A failure is read, with what its peers say, by the step that waits for it."""
-        self._missing.remove(answer)
+        self._missing = [one for one in self._missing if one != answer]
         if self._missing and is_failure(answer, self.pool.fate):
             self._missing = []
 
