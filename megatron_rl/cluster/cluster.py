@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from megatron_rl.balance import SequenceWork
 from megatron_rl.cluster.watch import Limits
 from megatron_rl.config.roles import PoolSpec
 from megatron_rl.dispatch import Nobody, Observer
+
+if TYPE_CHECKING:
+    from megatron_rl.cluster.replicas import ReplicatedPool
 
 Kind = TypeVar("Kind")
 
@@ -20,7 +23,8 @@ class Hosting:
     """What runs on every rank of every pool, and how.
 
     host_class(*args, pool_name): one rank's host (see `RayPool`). kinds: role -> its class. env: variables of every
-    rank. work, limits: as in `PoolOptions`.
+    rank. work, limits: as in `PoolOptions`. replicated: pool name -> ranks of each replica that it is cut into
+    (see `replicas`). replica_observer: hears what replicas are called, in the thread that calls them.
     """
 
     host_class: type
@@ -31,6 +35,8 @@ class Hosting:
     work: SequenceWork | None = None
     limits: Limits = Limits()
     observer: Observer = Nobody()
+    replicated: Mapping[str, int] = field(default_factory=dict)
+    replica_observer: Observer = Nobody()
 
     def kinds_in(self, pool: PoolSpec) -> dict[str, type]:
         """The classes of a pool's roles."""
@@ -59,7 +65,11 @@ class Cluster(Protocol):
 
     @property
     def pools(self) -> Mapping[str, Pool]:
-        """By name; there are none outside of the `with` block."""
+        """Those that are not replicated, by name; there are none outside of the `with` block."""
+
+    @property
+    def replicated(self) -> Mapping[str, ReplicatedPool]:
+        """Those that are cut into replicas, by name."""
 
     def __enter__(self) -> Self: ...
 

@@ -1,17 +1,15 @@
-"""One role on one pool, as the controller calls it; and what the failure of one pool does to the others."""
+"""One role on one pool, as the controller calls it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
-from megatron_rl.cluster.failures import RankFailure, to_error
 from megatron_rl.dispatch import Future, Verb, verbs_of
-from megatron_rl.errors import MegatronRLError
 
 HOST = ""
 """The role of the verbs that a rank's host itself has."""
@@ -72,50 +70,3 @@ def _bound(method: Callable[..., Any], target: Target, submit: Submit) -> Callab
         return submit(target, args, kwargs)
 
     return call
-
-
-class FatedPool(Protocol):
-    """What `Fate` asks of a pool."""
-
-    name: str
-
-    def raise_if_failed(self) -> None:
-        """Raise where a rank of this pool has failed in a call that nobody has waited for yet."""
-
-    def failures_now(self) -> list[RankFailure]:
-        """What its ranks have failed with until now."""
-
-    def shutdown(self) -> None:
-        """End its processes."""
-
-
-class Fate:
-    """What ended a cluster. Its pools share one, so that the failure of any rank ends all of them, with one message."""
-
-    def __init__(self) -> None:
-        self.error: MegatronRLError | None = None
-        self._pools: list[FatedPool] = []
-
-    def share(self, pool: FatedPool) -> None:
-        """Make a pool end with the others."""
-        self._pools.append(pool)
-
-    def look(self) -> None:
-        """Raise where a rank of any pool has failed."""
-        for pool in self._pools:
-            pool.raise_if_failed()
-
-    def end(self, pool: FatedPool, failures: Sequence[RankFailure]) -> NoReturn:
-        """End all pools for what the ranks of one failed with, and raise it; the others may have seen its cause."""
-        if self.error is None:
-            seen = [failure for other in self._pools if other is not pool for failure in other.failures_now()]
-            self.error = to_error([*failures, *seen], name_pools=len(self._pools) > 1)
-            for other in self._pools:
-                other.shutdown()
-        self.raise_if_ended()
-        raise AssertionError("unreachable: an error was just set")
-
-    def raise_if_ended(self) -> None:
-        """Raise what ended the cluster, if it has ended."""
-        if self.error is not None:
-            raise self.error.with_traceback(None)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from megatron_rl.cluster.cluster import Hosting, phases_of
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
@@ -14,6 +14,9 @@ from megatron_rl.cluster.nodes import LOOPBACK
 from megatron_rl.cluster.routing import Split, join_answers
 from megatron_rl.config.roles import PoolSpec
 from megatron_rl.dispatch import Dispatch, Future, Interval
+
+if TYPE_CHECKING:
+    from megatron_rl.cluster.replicas import ReplicatedPool
 
 Kind = TypeVar("Kind")
 
@@ -58,15 +61,18 @@ class LocalPool:
 
 
 class LocalCluster:
-    """A cluster of one pool of one rank, which is this process. Raises ValueError for any other."""
+    """A cluster of one pool of one rank, which is this process and no replica. Raises ValueError for any other."""
 
     def __init__(self, specs: Mapping[str, PoolSpec], hosting: Hosting) -> None:
         if [spec.world_size for spec in specs.values()] != [1]:
             sizes = {name: spec.world_size for name, spec in specs.items()}
             raise ValueError(f"one pool of one rank runs in this process, not {sizes}")
+        if hosting.replicated:
+            raise ValueError(f"no pool in this process can be replicated, and {sorted(hosting.replicated)} is to be")
         (self._spec,) = specs.values()
         self._hosting = hosting
         self.pools: dict[str, LocalPool] = {}
+        self.replicated: dict[str, ReplicatedPool] = {}
 
     def __enter__(self) -> Self:
         # vLLM asks for these even where torch.distributed has begun without them.

@@ -1,4 +1,4 @@
-"""Pools as processes that Ray starts, on one machine or many; the failure of one rank ends them all."""
+"""Pools as processes that Ray starts, on one machine or many; the failure of one rank ends all but replicas."""
 
 from __future__ import annotations
 
@@ -10,34 +10,51 @@ from types import TracebackType
 from typing import Self
 
 from megatron_rl.cluster.cluster import Hosting, phases_of
-from megatron_rl.cluster.handle import Fate
+from megatron_rl.cluster.fate import Fate
+from megatron_rl.cluster.ranks import Ranks
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.ray_session import RaySession
+from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.cluster.waiting import PoolFuture, get_all
+from megatron_rl.cluster.worker_process import ProcessInfo
 from megatron_rl.config.roles import PoolSpec
 
 
 class RayCluster:
-    """Every pool of a run, started together. Raises as `RaySession`, `ResourcePool` and `RayPool` do."""
+    """Every pool of a run, started together. Raises as `RaySession`, `ResourcePool` and `RayPool` do.
+
+    pools, replicated: by name. A failure in one of `pools` ends everything; one of a replica ends that replica.
+    """
 
     def __init__(self, specs: Sequence[PoolSpec], hosting: Hosting) -> None:
+        """Raises ValueError for a pool to replicate that is not there."""
+        if unknown := hosting.replicated.keys() - {spec.name for spec in specs}:
+            raise ValueError(f"there are no pools {sorted(unknown)} to replicate")
         self.pools: dict[str, RayPool] = {}
+        self.replicated: dict[str, ReplicatedPool] = {}
         self._specs, self._hosting = specs, hosting
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             session = opened.enter_context(RaySession(sum(spec.world_size for spec in self._specs)))
-            fate = Fate()
+            fate, numbered = Fate(named=len(self._specs) > 1), list[ProcessInfo]()
             # The cluster must have room for all of them before a process starts.
             ranks = {spec.name: opened.enter_context(self._reserved(spec, session)) for spec in self._specs}
             for spec in self._specs:
-                self.pools[spec.name] = pool = self._pool(spec, ranks[spec.name], fate)
-                opened.push(pool)
-                pool.spawn()
-            processes = [process for pool in self.pools.values() for process in pool.wait_for_processes()]
-            for pool in self.pools.values():
-                pool.start(processes)
+                if spec.name in self._hosting.replicated:
+                    self._replicate(spec, ranks[spec.name], fate, numbered, opened)
+                else:
+                    self.pools[spec.name] = pool = self._pool(spec, spec.name, ranks[spec.name], fate)
+                    opened.push(pool)
+                    pool.spawn()
+            spawned: dict[str, RayPool | ReplicatedPool] = {**self.pools, **self.replicated}
+            numbered += [process for spec in self._specs for process in spawned[spec.name].wait_for_processes()]
+            starts: list[PoolFuture[None]] = [pool.begin(numbered) for pool in self.pools.values()]
+            starts += [start for pool in self.replicated.values() for start in pool.begin()]
+            with self._hosting.observer.waiting("init"):
+                get_all(starts)
             self._open = opened.pop_all()
         return self
 
@@ -63,16 +80,30 @@ class RayCluster:
             beside=[other.size for other in self._specs if other is not spec],
         )
 
-    def _pool(self, spec: PoolSpec, ranks: ResourcePool, fate: Fate) -> RayPool:
+    def _replicate(
+        self, spec: PoolSpec, ranks: ResourcePool, fate: Fate, numbered: list[ProcessInfo], opened: ExitStack
+    ) -> None:
+        def make(name: str, part: Ranks, own: Fate) -> RayPool:
+            return self._pool(spec, name, part, own)
+
+        pool = ReplicatedPool(spec.name, ranks, self._hosting.replicated[spec.name], make, numbered)
+        self.replicated[spec.name] = pool
+        opened.callback(pool.end)
+        fate.on_end.append(pool.end)
+        pool.spawn()
+
+    def _pool(self, spec: PoolSpec, name: str, ranks: Ranks, fate: Fate) -> RayPool:
+        """name: the pool's, or its replica's."""
         hosting = self._hosting
         limits = hosting.limits
-        if limits.stacks_file is not None and len(self._specs) > 1:
-            limits = replace(limits, stacks_file=stacks_file(limits.stacks_file, spec.name))
+        if limits.stacks_file is not None and (len(self._specs) > 1 or name != spec.name):
+            limits = replace(limits, stacks_file=stacks_file(limits.stacks_file, name))
+        observer = hosting.observer if name == spec.name else hosting.replica_observer
         options = PoolOptions(
-            env=hosting.env, work=hosting.work, limits=limits, phases=phases_of(spec), observer=hosting.observer
+            env=hosting.env, work=hosting.work, limits=limits, phases=phases_of(spec), observer=observer
         )
         return RayPool(
-            spec.name,
+            name,
             ranks,
             hosting.host_class,
             *hosting.args,
@@ -84,5 +115,5 @@ class RayCluster:
 
 
 def stacks_file(file: Path, pool: str) -> Path:
-    """Where the stacks of one of several pools go: each pool is watched, and written, by itself."""
-    return file.with_name(f"{file.stem}_{pool}{file.suffix}")
+    """Where the stacks of one of several pools go: each pool, and each replica, is watched, and written, by itself."""
+    return file.with_name(f"{file.stem}_{pool.replace('/', '_')}{file.suffix}")

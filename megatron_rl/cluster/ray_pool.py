@@ -9,37 +9,45 @@
 A call splits its records into chunks and stores each once, sends every rank one message, waits for one answer of each
 and joins those of the collectors (the others are empty). A failure on one rank ends the pool, because the other ranks
 would wait for that one in their next collective; so does a rank that stops answering or getting on (`watch`); and a
-pool that ends takes the others of its cluster with it (`Fate`).
+pool that ends takes those with it that share its `Fate`.
+
+One thread calls a pool, its handles and its futures; it need not be the one that calls another pool. Any thread may
+`shutdown`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+import threading
+import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar, cast
 
 import ray
 from ray import ObjectRef, cloudpickle
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from megatron_rl.balance import SequenceWork
-from megatron_rl.cluster.calls import CallsFailed, RankCalls
+from megatron_rl.cluster.calls import LOOK_S, CallsFailed, RankCalls
 from megatron_rl.cluster.failures import RankFailure
-from megatron_rl.cluster.handle import HOST, Fate, Handle, Target, all_targets
+from megatron_rl.cluster.fate import Fate
+from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
 from megatron_rl.cluster.messages import pack
 from megatron_rl.cluster.nodes import LOOPBACK, node_addresses, place_variables
-from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.cluster.processes import Processes
+from megatron_rl.cluster.ranks import Ranks
 from megatron_rl.cluster.routing import Route, Split, join_answers, route_call, split_call
+from megatron_rl.cluster.waiting import CallFuture, StartFuture, Step
 from megatron_rl.cluster.watch import Limits, Watch
-from megatron_rl.cluster.worker_process import Answered, ProcessInfo, wait_until_gone, with_verbs
+from megatron_rl.cluster.worker_process import Answered, ProcessInfo, with_verbs
 from megatron_rl.dispatch import Coordinates, Dispatch, Future, Interval, Nobody, Observer
-from megatron_rl.errors import WorkerFailure
+from megatron_rl.errors import MegatronRLError, WorkerFailure
 
-_START_TIMEOUT_S = 300.0  # generous: only ranks that another pool occupies are waited for in vain
+START_TIMEOUT_S = 300.0
+"""Generous: only ranks that another pool occupies, or whose node is gone, are waited for in vain."""
+
 Kind = TypeVar("Kind")
 
 
@@ -78,7 +86,7 @@ class RayPool:
     def __init__(
         self,
         name: str,
-        ranks: ResourcePool,
+        ranks: Ranks,
         host_class: type,
         *args: Any,
         roles: Mapping[str, type] | None = None,
@@ -93,13 +101,15 @@ class RayPool:
         coordinates = self._targets[HOST].get("coordinates")
         if coordinates is None or coordinates.mark.dispatch is not Dispatch.ONE_TO_ALL:
             raise TypeError(f"{host_class.__name__} must have a ONE_TO_ALL verb `coordinates`")
+        self._processes = Processes(ranks, self._options.env)
         self._watch: Watch | None = None
-        self._handles: list[ActorHandle] = []
-        self._processes: list[ProcessInfo] = []
         self._routes: dict[Dispatch, Route] = {}
         self._calls: RankCalls | None = None  # once the processes are up
-        self._fate = fate or Fate()
-        self._fate.share(self)
+        self._is_begun = False
+        self._looked_at = 0.0
+        self._ending = threading.RLock()  # held while processes are spawned or killed
+        self.fate = fate or Fate()
+        self.fate.share(self)
 
     def __enter__(self) -> RayPool:
         self.start()
@@ -118,129 +128,152 @@ class RayPool:
     @property
     def pids(self) -> list[int]:
         """Process id of every rank, each on its own node."""
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self._processes.infos]
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
         """A role's handle, which looks like the role's class to a type checker; HOST: the host's own verbs."""
-        return cast(Kind, Handle(kind, self._targets[role], self._submit))
+        return cast(Kind, Handle(kind, self.targets(role), self.submit))
 
     def host(self, kind: type[Kind]) -> Kind:
         """The handle of the verbs that the hosts themselves have."""
         return self.handle(HOST, kind)
 
-    def start(self, neighbours: Sequence[ProcessInfo] = ()) -> None:
-        """Start the processes, construct the hosts and read their coordinates; on any error nothing is left running.
+    def targets(self, role: str) -> dict[str, Target]:
+        """What a handle of the role calls, by the names of its verbs."""
+        return self._targets[role]
 
-        neighbours: the processes of all pools, this one's among them, where there are several. A pool starts once.
-        Raises WorkerFailure when processes do not come up, else what a host's constructor raised, as `Future.get`.
-        """
-        if not self._handles:
-            self.spawn()
-        if self._calls is not None:
-            raise RuntimeError(f"the pool {self.name} was started before")
-        role, world_size = self._host_class.__name__, self._ranks.world_size
-        options = self._options
+    def start(self) -> None:
+        """`begin`, and wait; on any error nothing is left running. Raises as its future does."""
+        future = self.begin()
         try:
-            self.wait_for_processes()
-            everybody = neighbours or self._processes
-            pickled = ray.put(cloudpickle.dumps((self._host_class, self._args)))
-            only_here = all(process.is_local for process in self._processes)
-            self._watch = Watch(LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, options.limits)
-            node_size = self._ranks.num_ranks_per_node if world_size > options.direct_ranks else 1
-            self._calls = RankCalls(self._handles, self._processes, self._watch, node_size, options.grace_s)
-            port = ray.get(self._handles[0].listen_for_ranks.remote(node_addresses(self._processes, everybody)[0]))
-            variables = place_variables(self._processes, port, everybody)
-            answers = self._calls.construct(role, variables, pickled, self._watch.address)
-            coordinates: list[Coordinates] = self._collect(self._calls, "__init__", "init", answers)
-            self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
+            with self._options.observer.waiting("init"):
+                future.get()
         except BaseException:
             self.shutdown()
             raise
+
+    def begin(self, numbered: list[ProcessInfo] | None = None, timeout_s: float = START_TIMEOUT_S) -> StartFuture:
+        """Begin to start the processes, construct the hosts and read their coordinates. A pool starts once.
+
+        numbered: processes of all pools, where there are several: their nodes are numbered in this order, and this
+        pool adds its own processes on other nodes. The start gets on while its future is waited for, which raises
+        WorkerFailure when processes do not come up or not all hosts are there after `timeout_s`, else what a host's
+        constructor raised, as `Future.get`.
+        """
+        if self._is_begun:
+            raise RuntimeError(f"the pool {self.name} was started before")
+        self._is_begun = True
+        if not self._processes.handles:
+            self.spawn()
+        return StartFuture(self, self._starting([] if numbered is None else numbered), timeout_s)
 
     def spawn(self) -> None:
         """Begin to start the processes, and do not wait for them; `start` does."""
-        self._fate.raise_if_ended()
         methods = {target.method: target for verbs in self._targets.values() for target in verbs.values()}
         process_class = with_verbs(self._host_class.__name__, methods)
         try:
-            self._handles = [self._spawn(process_class, rank) for rank in range(self._ranks.world_size)]
+            with self._ending, self.fate.inside():
+                self._processes.spawn(process_class)
         except BaseException:
             self.shutdown()
             raise
 
-    def settle(self) -> None:
-        """Wait for all calls that still run. Raises as `Future.get`."""
-        if self._fate.error is None and self._calls is not None:
-            try:
-                self._calls.wait_for_all(self._fate.look)
-            except CallsFailed as error:
-                self._end(error.failures)
-
-    def shutdown(self) -> None:
-        """Kill all processes and wait until those on this node are gone. Later calls raise; repeating it is free."""
-        if self._fate.error is None:
-            self._fate.error = WorkerFailure("the pool was shut down")
-        if self._watch is not None:
-            self._watch.close()
-        handles, self._handles = self._handles, []
-        # Without Ray they are gone, and ray.kill would start it again, or wait for a server that is gone.
-        if handles and ray.is_initialized() and not self._ranks.is_lost:
-            for handle in handles:
-                ray.kill(handle)
-            wait_until_gone([process.pid for process in self._processes if process.is_local])
-
-    def raise_if_failed(self) -> None:
-        """Raise, and end all pools, where a rank has failed in a call that nobody may ever wait for."""
-        if self._calls is not None and self._fate.error is None:
-            try:
-                self._calls.raise_if_failed()
-            except CallsFailed as error:
-                self._end(error.failures)
-
-    def failures_now(self) -> list[RankFailure]:
-        """What the ranks have failed with until now."""
-        return [] if self._calls is None else [self._named(failure) for failure in self._calls.failures(0.0)]
-
-    def _spawn(self, process_class: type, rank: int) -> ActorHandle:
-        env = {
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            **self._options.env,
-            **self._ranks.variables,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self._ranks.world_size),
-            "LOCAL_RANK": str(self._ranks.device_index(rank)),
-            "LOCAL_WORLD_SIZE": str(self._ranks.num_ranks_per_node),
-        }
-        options = self._ranks.actor_options(rank) | {"max_restarts": 0, "max_concurrency": 1}
-        return ray.remote(process_class).options(**options, runtime_env={"env_vars": env}).remote(rank)
-
     def wait_for_processes(self) -> list[ProcessInfo]:
-        """Where the processes run, once all are up. Raises WorkerFailure when they do not come up."""
-        if not self._processes:
-            self._processes = self._answered_processes()
-        return self._processes
+        """Where the spawned processes run, once all are up. Raises WorkerFailure when they do not come up."""
+        StartFuture(self, self._coming_up(), START_TIMEOUT_S).get()
+        return self._processes.infos
 
-    def _answered_processes(self) -> list[ProcessInfo]:
-        answers = [handle.describe_process.remote() for handle in self._handles]
+    def _coming_up(self) -> Iterator[Step]:
+        yield Step("processes came up", self._processes.descriptions)
+        with self._needing_processes():
+            self._processes.describe()
+
+    @contextmanager
+    def _needing_processes(self) -> Iterator[None]:
         try:
-            processes: list[ProcessInfo] = ray.get(answers, timeout=_START_TIMEOUT_S)
-            return processes
-        except GetTimeoutError:
-            num_up = len(ray.wait(answers, num_returns=len(answers), timeout=0)[0])
-            raise WorkerFailure(
-                f"{num_up} of {len(answers)} processes of pool {self.name} came up in {_START_TIMEOUT_S:g} s; "
-                "does another pool still occupy its ranks?"
-            ) from None
+            yield
         except RayError as error:
             raise WorkerFailure(f"the processes of pool {self.name} did not come up: {error}") from error
 
-    def _submit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        self._fate.raise_if_ended()
+    def _starting(self, numbered: list[ProcessInfo]) -> Iterator[Step]:
+        """The steps of a start after `spawn`."""
+        yield from self._coming_up()
+        handles, processes = self._processes.handles, self._processes.infos
+        options, world_size = self._options, self._ranks.world_size
+        nodes = {process.node_id for process in numbered}
+        numbered += [process for process in processes if process.node_id not in nodes]
+        listening = handles[0].listen_for_ranks.remote(node_addresses(processes, numbered)[0])
+        yield Step("rank 0 listened", [listening])
+        with self._needing_processes():
+            variables = place_variables(processes, ray.get(listening), numbered)
+        only_here = all(process.is_local for process in processes)
+        with self._ending:
+            self.fate.raise_if_ended()
+            self._watch = Watch(LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, options.limits)
+        node_size = self._ranks.num_ranks_per_node if world_size > options.direct_ranks else 1
+        self._calls = calls = RankCalls(handles, processes, self._watch, node_size, options.grace_s)
+        pickled = ray.put(cloudpickle.dumps((self._host_class, self._args)))
+        answers = calls.construct(self._host_class.__name__, variables, pickled, self._watch.address)
+        yield Step("hosts were constructed", answers)
+        coordinates: list[Coordinates] = self._collect(calls, "__init__", answers)
+        self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
+
+    def settle(self) -> None:
+        """Wait for all calls that still run. Raises as `Future.get`."""
+        if self.fate.error is None and self._calls is not None:
+            try:
+                self._calls.wait_for_all(self.fate.look)
+            except CallsFailed as error:
+                self._end(error.failures)
+
+    def shutdown(self, reason: MegatronRLError | None = None) -> None:
+        """Kill all processes and wait until those on this node are gone. Repeating it is free.
+
+        reason: what later calls raise, and those that another thread waits for, unless the pool has ended before.
+        """
+        self.kill(reason)
+        with self._ending:
+            self._processes.wait_until_gone()
+
+    def kill(self, reason: MegatronRLError | None = None) -> None:
+        """`shutdown` without waiting."""
+        self.fate.decide(reason or WorkerFailure("the pool was shut down"))
+        with self._ending:
+            if self._watch is not None:
+                self._watch.close()
+            self._processes.kill()
+
+    def raise_if_failed(self) -> None:
+        """Raise, and end all pools, where a rank has failed in a call that nobody may ever wait for."""
+        self._looked_at = time.monotonic()
+        if self._calls is not None:
+            try:
+                with self.fate.inside():
+                    self._calls.raise_if_failed()
+            except CallsFailed as error:
+                self._end(error.failures)
+
+    def look_if_due(self) -> None:
+        """`raise_if_failed`, unless that was less than LOOK_S ago."""
+        if time.monotonic() - self._looked_at >= LOOK_S:
+            self.raise_if_failed()
+
+    def failures_now(self) -> list[RankFailure]:
+        """What the ranks have failed with until now."""
         calls = self._calls
-        if calls is None:
+        return [] if calls is None else [replace(failure, pool=self.name) for failure in calls.failures(0.0)]
+
+    def submit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """Have the ranks run a verb; what handles do."""
+        self.fate.raise_if_ended()
+        if self._calls is None or not self._routes:
             raise RuntimeError(f"start the pool {self.name} before calling {target.verb}")
         self._options.observer.before(target.mark)
         self.raise_if_failed()
+        with self.fate.inside():
+            return self._send(self._calls, target, args, kwargs)
+
+    def _send(self, calls: RankCalls, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture[Any]:
         mark = target.mark
         splits = mark.dispatch in (Dispatch.DP, Dispatch.ROLLOUT_DP)
         route = self._routes[mark.dispatch]
@@ -255,7 +288,8 @@ class RayPool:
         answers = calls.send(target.who, target.verb, target.method, messages)
 
         def fetch(timeout: float | None) -> Any:
-            collected = self._collect(calls, target.verb, target.phase, answers, timeout)
+            with self._options.observer.waiting(target.phase):
+                collected = self._collect(calls, target.verb, answers, timeout)
             got = dict(zip(ranks, collected, strict=True))
             answered: list[Answered] = [got[rank] for rank in route.collectors]
             self._note(target, answered)
@@ -264,7 +298,7 @@ class RayPool:
                 return join_answers(values, split)
             return values[0] if mark.dispatch is Dispatch.RANK_ZERO else values
 
-        return Future(fetch)
+        return CallFuture(fetch, self, answers)
 
     def _note(self, target: Target, answered: Sequence[Answered]) -> None:
         start, stop = min(one.start for one in answered), max(one.stop for one in answered)
@@ -273,13 +307,12 @@ class RayPool:
         self._options.observer.ran(interval)
 
     def _collect(
-        self, calls: RankCalls, verb: str, phase: str, answers: Sequence[ObjectRef], timeout: float | None = None
+        self, calls: RankCalls, verb: str, answers: Sequence[ObjectRef], timeout: float | None = None
     ) -> list[Any]:
         """`RankCalls.wait`, where a failure or an interrupt ends all pools."""
-        self._fate.raise_if_ended()
         try:
-            with self._options.observer.waiting(phase):
-                return calls.wait(verb, answers, timeout, self._fate.look)
+            with self.fate.inside():
+                return calls.wait(verb, answers, timeout, self.fate.look)
         except CallsFailed as error:
             self._end(error.failures)
         except (KeyboardInterrupt, SystemExit):
@@ -287,7 +320,4 @@ class RayPool:
             raise
 
     def _end(self, failures: Sequence[RankFailure]) -> NoReturn:
-        self._fate.end(self, [self._named(failure) for failure in failures])
-
-    def _named(self, failure: RankFailure) -> RankFailure:
-        return replace(failure, pool=self.name)
+        self.fate.end(self, [replace(failure, pool=self.name) for failure in failures])

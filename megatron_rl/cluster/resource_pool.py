@@ -70,6 +70,10 @@ class ResourcePool:
         """Index of a rank on its node."""
         return rank % self.num_ranks_per_node
 
+    def local_world_size(self, rank: int) -> int:
+        """Ranks on the node of `rank`."""
+        return self.num_ranks_per_node
+
     def device_index(self, rank: int) -> int:
         """Index of a rank's device among those its process sees: Ray shows each process its own GPU only."""
         return 0 if "GPU" in self._bundle else self.local_rank(rank)

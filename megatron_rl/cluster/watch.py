@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -165,8 +166,9 @@ class Watch:
         deadline = time.monotonic() + timeout_s
         self._stacks = {}
         asked = list(self._connections.values())
-        for connection in asked:
-            self._loop.call_soon_threadsafe(connection.ask_for_stacks)
+        with suppress(RuntimeError):  # another thread closes this
+            for connection in asked:
+                self._loop.call_soon_threadsafe(connection.ask_for_stacks)
         while len(self._stacks) < len(asked) and time.monotonic() < deadline:
             time.sleep(0.05)
         return dict(sorted(self._stacks.items()))

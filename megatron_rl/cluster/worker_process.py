@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import psutil
 import ray
 from ray import ObjectRef, cloudpickle
 from ray.actor import ActorHandle
@@ -29,7 +28,6 @@ from megatron_rl.cluster.reaper import settle_in
 from megatron_rl.dispatch import Coordinates, is_collector
 from megatron_rl.loading import without_collections
 
-_EXIT_TIMEOUT_S = 10.0
 PORTS = range(20_000, 32_768)
 """Above those of Ray's workers, below those that Linux gives away by itself."""
 
@@ -227,28 +225,3 @@ def read_failure(answer: ObjectRef, call: Call, where: str = "") -> RankFailure 
             died=True,
         )
     return None
-
-
-def wait_until_gone(pids: Sequence[int]) -> None:
-    """Return when no process of this node has one of `pids`; those that outlive the time-out are killed.
-
-    So are those that are stopped, at once: they cannot end by themselves.
-    """
-    deadline = time.monotonic() + _EXIT_TIMEOUT_S
-    while processes := _running(pids):
-        is_late = time.monotonic() > deadline
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if is_late or process.status() == psutil.STATUS_STOPPED:
-                    process.kill()
-        if is_late:
-            return
-        time.sleep(0.02)
-
-
-def _running(pids: Sequence[int]) -> list[psutil.Process]:
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found

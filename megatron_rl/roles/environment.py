@@ -22,6 +22,9 @@ class RankEnvironment:
     node_address: where the other nodes reach this one; the loopback address where there are none. master_addr,
     master_port: where rank 0 is met. master_listen_fd: on rank 0, where its launcher has chosen the port, a socket that
     listens there already.
+
+    In a replica, which is a world of its own: its number among the num_replicas of its pool, and how many of the pool's
+    ranks come before it (first_rank). Elsewhere 0, 1 and 0.
     """
 
     rank: int
@@ -32,6 +35,9 @@ class RankEnvironment:
     master_addr: str
     master_port: int
     master_listen_fd: int | None = None
+    replica: int = 0
+    num_replicas: int = 1
+    first_rank: int = 0
 
     @classmethod
     def read(cls) -> RankEnvironment:
@@ -46,7 +52,15 @@ class RankEnvironment:
             master_addr=variables["MASTER_ADDR"],
             master_port=int(variables["MASTER_PORT"]),
             master_listen_fd=None if listener is None else int(listener),
+            replica=int(variables.get("POOL_REPLICA", "0")),
+            num_replicas=int(variables.get("POOL_REPLICAS", "1")),
+            first_rank=int(variables.get("POOL_FIRST_RANK", "0")),
         )
+
+    @property
+    def pool_rank(self) -> int:
+        """This rank's number among all ranks of its pool, of which its world may be a part."""
+        return self.first_rank + self.rank
 
     def choose_interfaces(self) -> None:
         """Let gloo and NCCL use the network that the node's address belongs to; before torch.distributed starts.

@@ -39,6 +39,7 @@ class RankHost:
     """The SPMD side of one pool on one rank. Unless a verb says otherwise all ranks of the pool must be called.
 
     Constructing it joins the pool's world and creates Megatron's groups; `build` makes the roles, the rollout last.
+    Where the pool is cut into replicas, each is a world of its own and is meant by "the pool"; `spec` is the whole's.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sleepers import SleepingActor, SleepingCritic, SleepingHost, SleepingReference
 
-from megatron_rl.cluster.handle import Fate
+from megatron_rl.cluster.fate import Fate
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.resource_pool import ResourcePool

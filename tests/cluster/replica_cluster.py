@@ -1,0 +1,102 @@
+"""A cluster of a training pool and replicas of toy workers, a thread that drives the replicas, and what is left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+from replica_worker import ROLE, ReplicaHost, Sampler
+
+from megatron_rl.cluster.cluster import Hosting
+from megatron_rl.cluster.leftovers import MARK, living, marked
+from megatron_rl.cluster.ray_cluster import RayCluster
+from megatron_rl.cluster.replicas import Replica
+from megatron_rl.cluster.watch import Limits
+from megatron_rl.config.roles import PoolSize, PoolSpec
+
+TRAIN, ROLLOUT = "train", "rollout_pool"
+GONE_S = 10.0
+
+
+def spec(name: str, num_ranks: int, num_nodes: int = 1) -> PoolSpec:
+    """A pool whose only role is a `Sampler`."""
+    role = SimpleNamespace(name=ROLE, phases={})
+    return PoolSpec(name, PoolSize(num_nodes, num_ranks, f"{name}.nodes", f"{name}.ranks"), (role,))
+
+
+def cluster_of(
+    num_replicas: int, size: int, limits: Limits | None = None, slow: Path = Path("/nowhere"), num_nodes: int = 1
+) -> RayCluster:
+    """One rank that trains, and replicas of `size` ranks; a host that is built while `slow` exists takes a minute."""
+    hosting = Hosting(
+        ReplicaHost,
+        (str(slow),),
+        {ROLE: Sampler},
+        "cpu",
+        limits=limits or Limits(),
+        replicated={ROLLOUT: size},
+    )
+    return RayCluster([spec(TRAIN, 1), spec(ROLLOUT, num_replicas * size // num_nodes, num_nodes)], hosting)
+
+
+def trainer(cluster: RayCluster) -> Sampler:
+    return cluster.pools[TRAIN].handle(ROLE, Sampler)
+
+
+def replicas(cluster: RayCluster) -> list[Replica]:
+    return cluster.replicated[ROLLOUT].replicas
+
+
+def sampler(replica: Replica) -> Sampler:
+    return replica.handle(ROLE, Sampler)
+
+
+class Driver(threading.Thread):
+    """Runs `body` and keeps what it returns or raises."""
+
+    def __init__(self, body: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._body = body
+        self.result: object = None
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._body()
+        except BaseException as error:
+            self.error = error
+
+    def must_end_within(self, seconds: float) -> BaseException | None:
+        """What it raised."""
+        self.join(seconds)
+        assert not self.is_alive(), "the thread still waits"
+        return self.error
+
+
+def are_gone(pids: list[int], seconds: float = GONE_S) -> bool:
+    """Whether no process has one of these pids, after `seconds` at most."""
+    return eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), seconds)
+
+
+def eventually(holds: Callable[[], bool], seconds: float = GONE_S) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def mark_of(pid: int) -> str:
+    """The mark of the run that a rank belongs to."""
+    return psutil.Process(pid).environ()[MARK]
+
+
+def nothing_left(mark: str) -> bool:
+    """Whether no process of a run is left, after `GONE_S` at most."""
+    return eventually(lambda: not living(marked(mark)))

@@ -1,0 +1,140 @@
+"""Replicas that are killed, hang and are started again, while another one and a training pool go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from replica_cluster import ROLLOUT, are_gone, cluster_of, replicas, sampler, trainer
+from replica_worker import ReplicaHost
+
+from megatron_rl.cluster.ray_cluster import RayCluster
+from megatron_rl.cluster.waiting import wait_any
+from megatron_rl.cluster.watch import Limits
+from megatron_rl.dispatch import Future
+from megatron_rl.errors import WorkerFailure, WorkerStall
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+LIMIT_S = 12.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """Two replicas of two ranks each."""
+    with cluster_of(2, 2, Limits(stall_timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)) as cluster:
+        yield cluster
+
+
+def test_a_replica_is_a_world_of_its_own_and_knows_its_number(cluster: RayCluster) -> None:
+    """By hand. Would not catch a wrong device on a machine with GPUs."""
+    assert list(cluster.pools) == ["train"] and list(cluster.replicated) == [ROLLOUT]
+    first, second = replicas(cluster)
+    assert (first.name, second.name, second.ranks) == ("rollout_pool/0", "rollout_pool/1", range(2, 4))
+    for replica in (first, second):
+        answers = replica.host(ReplicaHost).where().get()
+        assert [(pool, place.rank, place.world_size, place.local_rank, own) for pool, place, own in answers] == [
+            (ROLLOUT, 0, 2, 0, 2),
+            (ROLLOUT, 1, 2, 1, 2),
+        ]
+        assert [(place.replica, place.num_replicas, place.first_rank) for _, place, _ in answers] == [
+            (replica.number, 2, 2 * replica.number)
+        ] * 2
+        assert [place.pool_rank for _, place, _ in answers] == list(replica.ranks)
+    ports = {replica.host(ReplicaHost).where().get()[0][1].master_port for replica in (first, second)}
+    assert len(ports) == 2
+    [(pool, place, _)] = cluster.pools["train"].host(ReplicaHost).where().get()
+    assert (pool, place.replica, place.num_replicas, place.pool_rank) == ("train", 0, 1, 0)
+
+
+def test_a_killed_rank_ends_its_replica_alone_and_a_restart_brings_it_back(cluster: RayCluster) -> None:
+    """While all are in calls. Would not catch memory of a device that the killed process still holds."""
+    first, second = replicas(cluster)
+    train_pids, first_pids, second_pids = cluster.pools["train"].pids, first.pids, second.pids
+    training = trainer(cluster).count(1, 4.0)
+    dying, living = sampler(first).sleep_on(0, 60.0), sampler(second).count(2, 2.0)
+    os.kill(first_pids[1], signal.SIGKILL)
+    killed_at = time.monotonic()
+    assert wait_any([dying, living]) == [dying]
+    with pytest.raises(WorkerFailure, match=r"^pool rollout_pool/0, rank 1 \(sampler\): the process died during sleep"):
+        dying.get()
+    assert time.monotonic() - killed_at < 8 and not living_now(first_pids)
+    with pytest.raises(WorkerFailure, match="rollout_pool/0, rank 1"):
+        sampler(first).count(3)
+    assert str(first.error).startswith("pool rollout_pool/0, rank 1")
+
+    starting = first.restart(timeout_s=60)
+    waiting: list[Future] = [starting, living]
+    assert wait_any(waiting) == [living] and living.get() == [(2, second_pids[0])]
+    assert wait_any([starting], timeout=60) == [starting]
+    starting.get()
+    assert first.error is None and first.num_restarts == 1 and not set(first.pids) & set(first_pids)
+    assert sampler(first).count(4).get() == [(4, first.pids[0])]
+    with pytest.raises(WorkerFailure, match="rollout_pool/0, rank 1"):  # of the earlier processes
+        dying.get()
+    assert training.get() == [(1, train_pids[0])]
+    assert (cluster.pools["train"].pids, second.pids) == (train_pids, second_pids)
+
+
+def test_a_failing_verb_names_replica_and_peers(cluster: RayCluster) -> None:
+    """Both ranks raise. Would not catch a rank that raises long after its peer."""
+    first, second = replicas(cluster)
+    failing = sampler(second).fail()
+    with pytest.raises(WorkerFailure) as raised:
+        wait_any([failing])[0].get()
+    assert str(raised.value).startswith("pool rollout_pool/1, rank ")
+    assert "(sampler) raised OSError in fail: no room" in str(raised.value)
+    assert "1 other rank(s) failed after it: rollout_pool/1 " in str(raised.value)
+    assert sampler(first).count(1).get()[0][0] == 1
+    second.restart().get()
+    assert sampler(second).count(2).get() == [(2, second.pids[0])]
+
+
+@pytest.mark.parametrize(
+    "stopped", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["SIGSTOP", "sleeps"]
+)
+def test_a_replica_that_hangs_is_ended_while_the_other_answers(cluster: RayCluster, stopped: bool) -> None:
+    """Within two time-outs. Would not catch a machine that is unplugged."""
+    first, second = replicas(cluster)
+    pids = first.pids
+    hanging = sampler(first).sleep_on(1, 600.0)
+    if stopped:
+        os.kill(pids[1], signal.SIGSTOP)
+    began, answers = time.monotonic(), 0
+    other = sampler(second).count(0, 0.1)
+    while hanging not in (ready := wait_any([hanging, other])):
+        assert ready == [other] and time.monotonic() - began < 2 * LIMIT_S
+        assert other.get() == [(answers, second.pids[0])]
+        answers += 1
+        other = sampler(second).count(answers, 0.1)
+    with pytest.raises(WorkerStall, match=r"^pool rollout_pool/0, rank 1 \(sampler\), in sleep_on: process"):
+        hanging.get()
+    assert time.monotonic() - began < 2 * LIMIT_S and answers >= 20
+    assert are_gone(pids)
+    assert trainer(cluster).count(7).get() == [(7, cluster.pools["train"].pids[0])]
+    first.restart().get()
+    assert sampler(first).count(8).get() == [(8, first.pids[0])]
+    assert other.get() == [(answers, second.pids[0])]
+
+
+def test_a_wait_ends_at_its_time_out_and_takes_futures_of_pools_only(cluster: RayCluster) -> None:
+    """Would not catch a wait that is late by less than a second."""
+    first, second = replicas(cluster)
+    slow = [sampler(first).count(0, 2.0), sampler(second).count(1, 2.0)]
+    began = time.monotonic()
+    assert wait_any(slow, timeout=0.3) == []
+    assert 0.3 <= time.monotonic() - began < 1.5
+    assert {number for future in slow for number, _ in future.get()} == {0, 1}
+    assert wait_any(slow, timeout=0) == slow
+    with pytest.raises(TypeError, match="wait_any waits for futures of pools, at least one"):
+        wait_any([Future.done(1)])
+    with pytest.raises(TypeError, match="at least one"):
+        wait_any([])
+
+
+def living_now(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid)]

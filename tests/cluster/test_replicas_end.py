@@ -1,0 +1,144 @@
+"""A cluster with replicas that ends, for a failure or because it is left: no process and no waiting thread is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from replica_cluster import Driver, cluster_of, eventually, mark_of, nothing_left, replicas, sampler, trainer
+from replica_worker import ReplicaHost
+
+from megatron_rl.cluster.replicas import ClusterEnded, Replica
+from megatron_rl.cluster.waiting import wait_any
+from megatron_rl.cluster.watch import Limits
+from megatron_rl.dispatch import Future
+from megatron_rl.errors import WorkerFailure
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+
+def test_a_failed_training_pool_ends_the_replicas_and_the_thread_that_waits_for_them() -> None:
+    """Would not catch a thread that waits for something else than a replica."""
+    with cluster_of(2, 1) as cluster:
+        mark = mark_of(cluster.pools["train"].pids[0])
+        calls: list[Future] = [sampler(replica).count(0, 600.0) for replica in replicas(cluster)]
+        thread = Driver(lambda: wait_any(calls)[0].get())
+        with pytest.raises(WorkerFailure, match=r"^pool train, rank 0 \(sampler\) raised OSError in fail: no room"):
+            trainer(cluster).fail().get()
+        error = thread.must_end_within(5)
+        assert isinstance(error, ClusterEnded) and "raised OSError in fail: no room" in str(error)
+        for attempt in (lambda: replicas(cluster)[0].restart(), lambda: sampler(replicas(cluster)[1]).count(1)):
+            with pytest.raises(
+                ClusterEnded, match=r"^the replica rollout_pool/\d ended with its cluster, because pool tr"
+            ):
+                attempt()
+    assert nothing_left(mark)
+
+
+def test_a_cluster_may_be_left_in_any_state_of_its_replicas(tmp_path: Path) -> None:
+    """In a call, dead unnoticed, stopped, processes coming up, hosts being built, and a child of a rank's own; each
+    waited for by a thread. Would not catch what is left on another machine.
+    """
+    slow = tmp_path / "slow"
+    with cluster_of(5, 1, slow=slow) as cluster:
+        in_call, dead, stopped, coming_up, in_construction = replicas(cluster)
+        mark = mark_of(cluster.pools["train"].pids[0])
+        in_call.host(ReplicaHost).start_child().get()
+        waiting = {
+            in_call: sampler(in_call).count(0, 600.0),
+            dead: sampler(dead).count(0, 600.0),
+            stopped: sampler(stopped).count(0, 600.0),
+        }
+        os.kill(stopped.pids[0], signal.SIGSTOP)
+        slow.touch()
+        waiting[in_construction] = in_construction.restart()
+        built = eventually(
+            lambda: not wait_any([waiting[in_construction]], timeout=0.2) and bool(in_construction.pids), 60
+        )
+        assert built
+        time.sleep(0.5)
+        waiting[coming_up] = coming_up.restart()
+        thread = Driver(lambda: [one.get() for one in waiting.values()])
+        os.kill(dead.pids[0], signal.SIGKILL)
+        left_at = time.monotonic()
+    assert time.monotonic() - left_at < 30
+    assert isinstance(thread.must_end_within(5), WorkerFailure)
+    assert nothing_left(mark)
+    for future in waiting.values():
+        with pytest.raises(WorkerFailure, match="rollout_pool/"):
+            future.get()
+
+
+def test_a_start_that_takes_too_long_fails_within_its_limit(tmp_path: Path) -> None:
+    """A host that is never built; the next start succeeds. Would not catch a driver that is late itself."""
+    slow = tmp_path / "slow"
+    with cluster_of(1, 1, slow=slow) as cluster:
+        [replica] = replicas(cluster)
+        slow.touch()
+        began = time.monotonic()
+        starting = replica.restart(timeout_s=8)
+        with pytest.raises(WorkerFailure, match=r"^0 of 1 hosts were constructed of pool rollout_pool/0 in 8 s"):
+            starting.get()
+        assert 8 <= time.monotonic() - began < 12
+        slow.unlink()
+        replica.restart().get()
+        assert sampler(replica).count(3).get() == [(3, replica.pids[0])]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_random_kills_and_stops() -> None:
+    """20 kills of random ranks of 2 replicas of 2, at random times, restarts included; a thread drives them all and the
+    training pool answers throughout. Would not catch a hang that takes a longer pause than these to come about.
+    """
+    draw = random.Random(5)
+    with cluster_of(2, 2, Limits(stall_timeout_s=12, heartbeat_timeout_s=10)) as cluster:
+        mark = mark_of(cluster.pools["train"].pids[0])
+        over = threading.Event()
+        thread = Driver(lambda: drive(replicas(cluster), over))
+        for kill in range(20):
+            until = time.monotonic() + draw.uniform(0.0, 6.0)
+            while time.monotonic() < until:
+                assert trainer(cluster).count(kill, 0.1).get()[0][0] == kill
+            victim = draw.choice(replicas(cluster))
+            if victim.pids:
+                with_signal = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+                try:
+                    os.kill(draw.choice(victim.pids), with_signal)
+                except ProcessLookupError:
+                    continue
+        over.set()
+        assert thread.must_end_within(120) is None
+        answered, restarts = thread.result
+        assert min(answered) > 0 and sum(restarts) >= 10
+        assert all(sampler(replica).count(9).get()[0] == (9, replica.pids[0]) for replica in replicas(cluster))
+    assert nothing_left(mark)
+
+
+def drive(all_replicas: list[Replica], over: threading.Event) -> tuple[list[int], list[int]]:
+    """Call every replica again and again and restart those that fail, until it is `over`: answers, restarts of each."""
+    answered = [0] * len(all_replicas)
+    calls: dict[Future, Replica] = {sampler(one).count(0, 0.05): one for one in all_replicas}
+    starting: set[Replica] = set()
+    while calls:
+        for future in wait_any(list(calls)):
+            replica = calls.pop(future)
+            try:
+                future.get()
+                if replica not in starting:
+                    answered[replica.number] += 1
+                    if over.is_set():
+                        continue
+                starting.discard(replica)
+                following: Future = sampler(replica).count(0, 0.05)
+            except WorkerFailure as error:
+                assert not isinstance(error, ClusterEnded)
+                starting.add(replica)
+                following = replica.restart(timeout_s=60)
+            calls[following] = replica
+    return answered, [one.num_restarts for one in all_replicas]
