@@ -57,7 +57,10 @@ class Drawn:
 class SliceReport:
     """What one replica did: engine steps taken, and for each request that got further its new tokens.
 
-    start, stop: seconds since the epoch. swap_seconds: of them, what taking the slice's weights took.
+    version: of the weights it holds; -1 before any have come. start, stop: seconds since the epoch. swap_seconds: of
+    them, what taking the slice's weights took, the wait for them included.
+    broken: why the slice's weights did not come, when the transfer that should have brought them broke. The slice was
+    not begun then: nothing was dropped, started or drawn, and the replica holds the version it had.
     """
 
     replica: int
@@ -67,3 +70,4 @@ class SliceReport:
     start: float = 0.0
     stop: float = 0.0
     swap_seconds: float = 0.0
+    broken: str = ""

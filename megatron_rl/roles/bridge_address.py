@@ -1,4 +1,4 @@
-"""Where the actor's pool and the rollout's pool meet, when they are two worlds: a store of their own."""
+"""Where the actor's pool and the rollout's pools meet, when they are worlds apart: a store of their own."""
 
 from __future__ import annotations
 
@@ -14,17 +14,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BridgeAddress:
-    """A store that rank 0 of the actor's pool serves, for all ranks of both pools, the actor's first."""
+    """A store that rank 0 of the actor's pool serves, for all ranks of both sides, the actor's first.
+
+    The rollout's side may be several pools, which are numbered one after the other; each is told where it begins:
+    first_receiver: the number of its first rank among all that receive. first_replica: the number of its first replica
+    in the run, which it keeps when others are lost. second_buffer: whether weights arrive beside generation, in memory
+    of their own.
+    """
 
     host: str
     port: int
     num_senders: int
     num_receivers: int
+    first_receiver: int = 0
+    first_replica: int = 0
+    second_buffer: bool = False
 
     @property
     def size(self) -> int:
         """Ranks of both pools."""
         return self.num_senders + self.num_receivers
+
+    def receiver(self, rank: int) -> int:
+        """The number, among all of both sides, of a rank of the rollout pool that this address was given to."""
+        return self.num_senders + self.first_receiver + rank
 
 
 class BridgeStore:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from transformers import AutoConfig, GenerationConfig
 
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Dispatch, Stop, verb
-from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes
+from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
 from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.rng import swap
 from megatron_rl.model.families import VOCAB_PADDING, full_attention
-from megatron_rl.observe.memory import storage_bytes
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.records import Generations, Prompts, Sampling
-from megatron_rl.roles.bridge_address import BridgeAddress, join_bridge
+from megatron_rl.roles.bridge_address import BridgeAddress
 from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.received_weights import ReceivedWeights, received_weights
 from megatron_rl.roles.role import Role
+from megatron_rl.slices import Slice, SliceReport
 
 if TYPE_CHECKING:
-    from megatron_rl.hybrid_engine.bridge import BridgeReceiver
     from megatron_rl.roles.actor import Actor
     from megatron_rl.roles.model_source import ModelSource
 
@@ -42,7 +42,9 @@ class Rollout(Role):
 
         super().__init__(spec)
         source = rank.source(spec)
+        self._held: int | None = None  # the version that this stay in rollout mode reads in the actor's memory
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
+        self.replica = grid.replica(rank.groups.rank) + (bridge.first_replica if bridge is not None else 0)
         self.weights: AllGatherPPModel | ReceivedWeights
         if bridge is None:
             self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
@@ -80,106 +82,69 @@ class Rollout(Role):
     @verb(Dispatch.ONE_TO_ALL, phase="reshard", stop=Stop.BEFORE)
     def enter(self) -> TransitionReport:
         """Train mode -> rollout mode: the current weights of all stages and the KV cache are present."""
+        self._held = None
         return self.engine.enter()
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")
     def exit(self) -> None:
-        """Rollout mode -> train mode."""
+        """Rollout mode -> train mode. Raises RuntimeError while requests of slices are unfinished."""
         self.engine.exit()
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")
     def receive_weights(self) -> TransitionReport:
-        """Take the weights that the actor sends over the bridge, with its `send_weights`; train mode only."""
-        if not isinstance(self.weights, ReceivedWeights):
-            raise RuntimeError("this rollout reads the actor's own memory: there is no bridge")
-        return self.weights.receive()
+        """Take the weights that the actor sends over the bridge, with its `send_weights`; between two slices or calls.
+
+        Requests of slices that are unfinished go on with the keys and values that they have.
+        """
+        return self._received.receive()
 
     @verb(Dispatch.ROLLOUT_DP, phase="gen")
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """One response per row of this replica's prompts; rollout mode only."""
         return self.generator.generate(prompts, sampling)
 
+    @verb(Dispatch.REPLICAS, phase="gen")
+    def advance(self, slices: dict[int, Slice]) -> SliceReport:
+        """One slice of each replica that has an entry under its number in the run; rollout mode only.
+
+        A replica without one does nothing. Raises RuntimeError when the weights that a slice names are not here, and
+        when the ranks of a replica drew different tokens; ValueError for starts and drops that do not fit.
+        """
+        start = time.time()
+        if self.replica not in slices:
+            return SliceReport(self.replica, self._version, 0, start=start, stop=start)
+        if not self.engine.in_rollout:
+            raise RuntimeError("a slice in train mode: enter() comes first")
+        one = slices[self.replica]
+        self._take(one.version)
+        swapped = time.time()
+        drawn, num_steps = self.generator.advance(one)
+        return SliceReport(self.replica, one.version, num_steps, drawn, start, time.time(), swapped - start)
+
+    @property
+    def _version(self) -> int:
+        held = self.weights.version if isinstance(self.weights, ReceivedWeights) else self._held
+        return -1 if held is None else held
+
+    @property
+    def _received(self) -> ReceivedWeights:
+        if not isinstance(self.weights, ReceivedWeights):
+            raise RuntimeError("this rollout reads the actor's own memory: there is no bridge")
+        return self.weights
+
+    def _take(self, version: int) -> None:
+        """Hold the weights of a version. The actor's own memory cannot change before the next `exit`."""
+        if isinstance(self.weights, ReceivedWeights):
+            self.weights.take(version)
+        elif self._held not in (None, version):
+            raise RuntimeError(f"a slice with version {version} where generation reads version {self._held} in place")
+        self._held = version
+
 
 def told(config: RunConfig) -> dict[str, Any]:
     """Settings of config.json that the run's configuration replaces."""
     longest = config.actor_rollout_ref.model.override_config.max_position_embeddings
     return {} if longest is None else {"max_position_embeddings": longest}
-
-
-class ReceivedWeights:
-    """A rollout shard that comes over a bridge, as `HybridEngine` wants weights: entering rollout mode moves nothing.
-
-    Raises RuntimeError on entering before any weights came.
-    """
-
-    lower_bound = Bytes(0, 0)
-
-    def __init__(self, receiver: BridgeReceiver) -> None:
-        self.receiver = receiver
-        self.tensors = receiver.tensors
-        for tensor in self.tensors.values():
-            tensor.zero_()  # vLLM runs once while it is built, before the first weights come
-
-    def receive(self) -> TransitionReport:
-        """Take what training sends."""
-        report = self.receiver.receive()
-        return TransitionReport(
-            report.bytes_received,
-            report.lower_bound_bytes,
-            report.network_bytes,
-            report.network_bound_bytes,
-            seconds=report.exchange_seconds + report.verify_seconds,
-            exchange_seconds=report.exchange_seconds,
-            verify_seconds=report.verify_seconds,
-        )
-
-    def memory(self) -> dict[str, int]:
-        """The shard."""
-        return {"rollout weights": storage_bytes(list(self.tensors.values()))}
-
-    def gather(self) -> Bytes:
-        """Nothing: they are here."""
-        if self.receiver.version is None:
-            raise RuntimeError("no weights have come over the bridge yet: receive_weights() comes first")
-        return Bytes(0, 0)
-
-    def verify(self) -> None:
-        """Nothing: they were compared when they came."""
-
-    def drop_training(self) -> None:
-        """Nothing: training is elsewhere."""
-
-    def restore_training(self) -> None:
-        """Nothing."""
-
-    def release(self) -> None:
-        """Nothing: they stay where they are."""
-
-
-def received_weights(
-    bridge: BridgeAddress, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
-) -> ReceivedWeights:
-    """The rollout shard that will come over a bridge; collective over both pools."""
-    from megatron_rl.hybrid_engine.bridge import BridgeReceiver
-    from megatron_rl.hybrid_engine.plan import Member
-
-    number, settings = rank.groups.rank, spec.settings
-    tp_rank, wanted = grid.tp_rank(number), grid.place(number, VOCAB_PADDING)
-    receiver = BridgeReceiver(
-        Member(rank=number, node=rank.node, tp_rank=tp_rank, held=(), wanted=wanted),
-        {one.tensor.name: one.tensor for one in source.specs.values()},
-        torch_dtype(spec.megatron.dtype),
-        rank.device.torch_device,
-        join_bridge(bridge, bridge.num_senders + number, rank),
-        bucket_bytes=settings.update_weights_bucket_megabytes << 20,
-        verify_every=settings.verify_weights_every,
-    )
-    return ReceivedWeights(receiver)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """float32, bfloat16 or float16, by its name."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def shared_weights(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm import LLM, ModelRegistry, SamplingParams
+from vllm import LLM, ModelRegistry
 from vllm.outputs import CompletionOutput
 
 from megatron_rl.config.schema import RolloutConfig
@@ -17,6 +18,8 @@ from megatron_rl.records import Generations, Prompts, Sampling, ragged
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.shared_weights import LOAD_FORMAT, register_shared_loader
+from megatron_rl.rollout.sliced import SlicedGeneration, agreed, forget_prefixes, sampling_params, token_log_probs
+from megatron_rl.slices import Drawn, Slice
 from third_party_patches.vllm.rank_order import using_rank_order
 
 
@@ -64,6 +67,8 @@ class RolloutEngine:
                 kv_cache_memory_bytes=config.kv_cache_memory_bytes,
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
+                # Slices count steps: none may be under way when weights change. (vLLM never does it on CPU.)
+                async_scheduling=False,
                 seed=seed,
                 hf_overrides=hf_overrides,
             )
@@ -72,43 +77,55 @@ class RolloutEngine:
         self.model: torch.nn.Module = runner.model
         self.model.register_forward_hook(lambda *_: made_progress())
         self.kv_cache = KVCache(list(runner.kv_caches))
+        self.sliced = SlicedGeneration(self.llm.llm_engine, eos_token_ids)
 
     def wake(self) -> None:
         """Take the KV cache and drop cached prefixes. Raises RuntimeError when the engine still has requests."""
         self.kv_cache.allocate()
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        forget_prefixes(self.llm.llm_engine)
 
     def sleep(self) -> None:
-        """Give the KV cache back."""
+        """Give the KV cache back. Raises RuntimeError, and keeps it, while requests of slices are unfinished."""
+        if self.sliced.unfinished:
+            numbers = ", ".join(map(str, self.sliced.unfinished))
+            raise RuntimeError(
+                f"the KV cache cannot go while requests are unfinished: {numbers}; a slice that drops them comes first"
+            )
         self.kv_cache.release()
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
-        """One response per prompt row, with the engine's own log-prob of each token after temperature and filters."""
+        """One response per prompt row, with the engine's own log-prob of each token after temperature and filters.
+
+        Raises RuntimeError while requests of slices are unfinished.
+        """
+        if self.sliced.unfinished:
+            raise RuntimeError(f"generate() while requests of slices are unfinished: {list(self.sliced.unfinished)}")
+        # Weights may have changed since the engine woke, and these requests name no version.
+        forget_prefixes(self.llm.llm_engine)
         params = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=self.eos_token_ids,
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-                seed=request_seed(self.seed, sampling.salt, index, sample),
+            sampling_params(
+                sampling,
+                request_seed(self.seed, sampling.salt, index, sample),
+                self.eos_token_ids,
+                sampling.max_tokens,
             )
             for index, sample in zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
         ]
         requests = [{"prompt_token_ids": row.tolist()} for row in prompts.prompt_ids.unbind()]
         return to_record([answer.outputs[0] for answer in self.llm.generate(requests, params, use_tqdm=False)])
 
+    def advance(self, one: Slice) -> tuple[dict[int, Drawn], int]:
+        """One slice: see `SlicedGeneration.advance`. Raises RuntimeError when the ranks of the replica differ in it."""
+        drawn, num_steps = self.sliced.advance(one)
+        said = agreed(f"{num_steps} steps, {hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]}")
+        if len(set(said)) > 1:
+            raise RuntimeError(f"the ranks of one replica drew different tokens or log-probs in one slice: {said}")
+        return drawn, num_steps
+
 
 def to_record(answers: Sequence[CompletionOutput]) -> Generations:
     """vLLM's answers, one per row. One that was aborted before its first token is an empty row."""
-    log_probs = [
-        [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs or (), strict=True)]
-        for answer in answers
-    ]
+    log_probs = [token_log_probs(answer) for answer in answers]
     return Generations(
         response_ids=ragged([torch.tensor(answer.token_ids, dtype=torch.int64) for answer in answers]),
         rollout_log_probs=ragged([torch.tensor(row, dtype=torch.float32) for row in log_probs]),

@@ -1,0 +1,142 @@
+"""Generation in slices: vLLM advanced by a counted number of steps, between which requests come and go.
+
+One engine step draws one token for each running request. Nothing is under way between two slices, so weights may be
+changed there in place: an unfinished request goes on with the keys and values that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from vllm import SamplingParams
+from vllm.distributed import parallel_state
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from megatron_rl.records import Sampling
+from megatron_rl.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
+
+
+def sampling_params(
+    sampling: Sampling,
+    seed: int,
+    eos_token_ids: Sequence[int],
+    max_tokens: int,
+    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+) -> SamplingParams:
+    """How one request is drawn, with the engine's own log-prob of each token after temperature and filters."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=max_tokens,
+        stop_token_ids=list(eos_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        seed=seed,
+        output_kind=kind,
+    )
+
+
+def token_log_probs(answer: CompletionOutput) -> list[float]:
+    """The log-prob of each token of an answer."""
+    return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs or (), strict=True)]
+
+
+class SlicedGeneration:
+    """The requests that are unfinished in one engine. All ranks of a rollout TP group must make the same calls.
+
+    Raises ValueError when the engine schedules asynchronously: a step of it would end with another one under way.
+    """
+
+    def __init__(self, engine: LLMEngine, eos_token_ids: Sequence[int]) -> None:
+        if engine.vllm_config.scheduler_config.async_scheduling:
+            raise ValueError("counted steps need an engine without asynchronous scheduling (async_scheduling=False)")
+        self._engine = engine
+        self._eos_token_ids = eos_token_ids
+        self._names: dict[int, str] = {}  # request -> vLLM's own name for it
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Numbers of the requests that go on with the next slice, in the order in which they were started."""
+        return tuple(self._names)
+
+    def advance(self, one: Slice) -> tuple[dict[int, Drawn], int]:
+        """Drop, start, step; the new tokens of each request that got further, and the number of steps taken.
+
+        The engine must hold the weights of `one.version`. A slice that finds nothing unfinished after its drops begins
+        with an empty prefix cache, so that what it draws does not depend on what was there before.
+        Raises ValueError, before anything is changed, for a drop of a request that is not unfinished here and a start
+        of one that is.
+        """
+        self._check(one)
+        for request in one.drops:
+            # One by one: vLLM frees several in the order of a set of strings, which is another one on every rank.
+            self._engine.abort_request([self._names.pop(request)], internal=True)
+        if not self._names:
+            forget_prefixes(self._engine)
+        for start in one.starts:
+            self._start(start, one.version)
+        tokens: dict[int, list[int]] = {}
+        log_probs: dict[int, list[float]] = {}
+        finish: dict[int, str] = {}
+        num_steps = 0
+        while self._names and num_steps != one.num_steps:
+            for output in self._engine.step():
+                assert isinstance(output, RequestOutput)
+                request, (answer,) = int(output.request_id), output.outputs
+                tokens.setdefault(request, []).extend(answer.token_ids)
+                log_probs.setdefault(request, []).extend(token_log_probs(answer))
+                if output.finished:
+                    finish[request] = finish_of(request, answer)
+                    del self._names[request]
+            num_steps += 1
+        drawn = {
+            request: Drawn(tuple(new), tuple(log_probs[request]), finish.get(request, ""))
+            for request, new in tokens.items()
+        }
+        return drawn, num_steps
+
+    def _check(self, one: Slice) -> None:
+        here = set(self._names)
+        for request in one.drops:
+            if request not in here:
+                raise ValueError(f"request {request} cannot be dropped: unfinished here are {sorted(here)}")
+            here.remove(request)
+        for start in one.starts:
+            if start.request in here:
+                raise ValueError(f"request {start.request} cannot be started: it is unfinished here")
+            here.add(start.request)
+
+    def _start(self, start: Start, version: int) -> None:
+        params = sampling_params(
+            start.sampling, start.seed, self._eos_token_ids, start.max_tokens, RequestOutputKind.DELTA
+        )
+        # Keys and values of other weights must not be found under the same tokens.
+        prompt = {"prompt_token_ids": list(start.token_ids), "cache_salt": f"version {version}"}
+        self._names[start.request] = self._engine.add_request(str(start.request), prompt, params)
+
+
+def finish_of(request: int, answer: CompletionOutput) -> str:
+    """Why an answer ended. Raises RuntimeError for a reason that is no end of an answer."""
+    if answer.finish_reason not in (FINISHED_BY_STOP, FINISHED_BY_LENGTH):
+        raise RuntimeError(f"vLLM ended request {request} for another reason: {answer.finish_reason}")
+    return answer.finish_reason
+
+
+def forget_prefixes(engine: LLMEngine) -> None:
+    """Empty the prefix cache. Raises RuntimeError when the engine still has requests."""
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+
+def agreed(mine: str) -> list[str]:
+    """What every rank of this rank's rollout TP group says, in their order; all of them must call."""
+    group = parallel_state.get_tp_group()
+    said = [mine] * group.world_size
+    if group.world_size > 1:
+        dist.all_gather_object(said, mine, group=group.cpu_group)
+    return said

@@ -1,0 +1,261 @@
+"""vLLM advanced in counted slices, on real engines that read the actor's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from rollout_checks import prompts, tokens
+from sliced_checks import (
+    SAMPLED,
+    in_slices,
+    joined,
+    kept_log_probs,
+    largest_difference,
+    nudge,
+    plain_log_probs,
+    resumed,
+    starts,
+)
+from tiny_models import run_config, save_llama
+
+from megatron_rl.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+SLICE_STEPS = (1, 3, 7)
+NUM_OLD = 6
+"""Tokens before the weights change."""
+BOUND = 5e-5
+
+
+def host_of(config):
+    from megatron_rl.roles.host import RankHost
+
+    host = RankHost(config)
+    host.build("actor")
+    host.build("rollout")
+    return host
+
+
+def refused(call, *arguments) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        call(*arguments)
+    return str(raised.value)
+
+
+def sliced_rank(config) -> dict:
+    """Answers of `generate`, of one slice, of slices of several lengths, and after a full engine was emptied."""
+    host = host_of(config)
+    rollout, first = host.roles["rollout"], starts(config.trainer.seed)
+    found = {"train mode": refused(rollout.advance, {0: Slice(0, 1, first)})}
+    rollout.enter()
+    generator = rollout.generator
+    answers = rollout.generate(prompts(), SAMPLED)
+    found["generated"] = {
+        start.request: (row.tolist(), log_probs.tolist())
+        for start, row, log_probs in zip(
+            first, answers.response_ids.unbind(), answers.rollout_log_probs.unbind(), strict=True
+        )
+    }
+    report = rollout.advance({0: Slice(0, None, first), 5: Slice(9, 1)})
+    found["report"] = dataclasses.replace(report, start=0.0, stop=0.0, swap_seconds=0.0)
+    found["times"] = report.stop - report.start, report.swap_seconds
+    found["idle"] = rollout.advance({7: Slice(0, 1, first)})
+    found["slices"] = {num_steps: in_slices(generator, first, num_steps) for num_steps in SLICE_STEPS}
+    found["other version"] = refused(rollout.advance, {0: Slice(1, 1)})
+
+    # An engine full of other requests, all dropped in the slice that starts these.
+    other = [dataclasses.replace(start, request=start.request - 90, seed=5, max_tokens=24) for start in first]
+    generator.advance(Slice(0, 3, tuple(other[1:])))
+    generator.advance(Slice(0, 2, tuple(other[:1]), (12,)))
+    found["unfinished"] = generator.sliced.unfinished
+    found["unknown drop"] = refused(generator.advance, Slice(0, 1, (), (12,)))
+    found["second start"] = refused(generator.advance, Slice(0, 1, tuple(other[:1])))
+    found["dropped twice"] = refused(generator.advance, Slice(0, 1, (), (11, 11)))
+    found["generate"] = refused(rollout.generate, prompts(), SAMPLED)
+    found["sleep"] = refused(generator.sleep)
+    found["still unfinished"] = generator.sliced.unfinished
+    drawn, _ = generator.advance(Slice(0, None, first, tuple(generator.sliced.unfinished)))
+    found["after drops"] = drawn
+
+    # Answers of one token: by their length, and because it is the end token.
+    short = [dataclasses.replace(start, max_tokens=1) for start in first]
+    found["short"] = generator.advance(Slice(0, 5, tuple(short)))
+    end = found["short"][0][100].token_ids[0]
+    generator.sliced._eos_token_ids = [end]
+    found["end"] = generator.advance(Slice(0, 5, first[:1]))
+    generator.sliced._eos_token_ids = generator.eos_token_ids
+    rollout.exit()
+    rollout.enter()
+    found["again"] = tokens(rollout.generate(prompts(), SAMPLED))
+    rollout.exit()
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+def sliced(request, tmp_path_factory):
+    path = save_llama(tmp_path_factory.mktemp("sliced") / "model")
+    return run_ranks(request.param, sliced_rank, run_config(path, request.param, 1), timeout=90)
+
+
+def test_slices_draw_what_one_call_draws(sliced) -> None:
+    """Tokens and log-probs bit for bit, by `generate`, in one slice and in many. Would not catch an engine that draws
+    wrong in all of them alike; nor one that depends on which requests run together, which these do not change.
+    """
+    for rank in sliced:
+        whole = rank["report"].drawn
+        assert {request: (list(new.token_ids), list(new.log_probs)) for request, new in whole.items()} == rank[
+            "generated"
+        ]
+        assert all(rank["slices"][num_steps] == whole for num_steps in SLICE_STEPS)
+        assert rank["after drops"] == whole
+        assert rank["again"] == [ids for ids, _ in rank["generated"].values()]
+        assert rank["report"].num_steps == max(len(new.token_ids) for new in whole.values()) > max(SLICE_STEPS)
+        assert {new.finish for new in whole.values()} <= {FINISHED_BY_LENGTH, FINISHED_BY_STOP}
+        assert all(
+            (len(new.token_ids) == SAMPLED.max_tokens) or new.finish == FINISHED_BY_STOP for new in whole.values()
+        )
+
+
+def test_ranks_of_a_replica_report_the_same(sliced) -> None:
+    """Everything that was drawn. Would not catch ranks whose engines hold different blocks for the same tokens."""
+    assert all(rank["slices"] == sliced[0]["slices"] and rank["report"] == sliced[0]["report"] for rank in sliced)
+
+
+def test_a_replica_runs_its_own_slice_only(sliced) -> None:
+    """By its number; without one it reports no steps. Would not catch a number that two replicas share."""
+    for rank in sliced:
+        assert rank["report"].replica == 0 and rank["report"].version == 0
+        seconds, swap_seconds = rank["times"]
+        assert 0 <= swap_seconds < seconds < 60
+        idle = rank["idle"]
+        assert (idle.replica, idle.version, idle.num_steps, idle.drawn) == (0, 0, 0, {})
+
+
+def test_answers_of_one_token(sliced) -> None:
+    """By length and by end token, in one engine step. Would not catch an end token inside a longer answer that is
+    passed over, which the comparison with `generate` does.
+    """
+    for rank in sliced:
+        drawn, num_steps = rank["short"]
+        assert num_steps == 1 and {new.finish for new in drawn.values()} == {FINISHED_BY_LENGTH}
+        assert all(new.token_ids == rank["report"].drawn[request].token_ids[:1] for request, new in drawn.items())
+        drawn, num_steps = rank["end"]
+        (only,) = drawn.values()
+        assert num_steps == 1 and only.finish == FINISHED_BY_STOP
+        assert only.token_ids == rank["report"].drawn[100].token_ids[:1]
+
+
+def test_what_cannot_be_done_is_refused_and_changes_nothing(sliced) -> None:
+    """Drops, starts, modes. Would not catch a refusal on one rank alone."""
+    for rank in sliced:
+        assert rank["train mode"] == "a slice in train mode: enter() comes first"
+        assert rank["other version"] == "a slice with version 1 where generation reads version 0 in place"
+        assert rank["unfinished"] == rank["still unfinished"] == (11, 13, 10)
+        assert rank["unknown drop"] == "request 12 cannot be dropped: unfinished here are [10, 11, 13]"
+        assert rank["second start"] == "request 10 cannot be started: it is unfinished here"
+        assert rank["dropped twice"] == "request 11 cannot be dropped: unfinished here are [10, 13]"
+        assert rank["generate"] == "generate() while requests of slices are unfinished: [11, 13, 10]"
+        assert rank["sleep"].startswith("the KV cache cannot go while requests are unfinished: 11, 13, 10")
+
+
+def changed_rank(config, exported: str) -> dict:
+    """Weights changed between two slices, the requests kept or started anew; one process, whose actor is exported."""
+    host = host_of(config)
+    rollout, first = host.roles["rollout"], starts(config.trainer.seed)
+    generator, actor = rollout.generator, host.roles["actor"]
+    parameters = list(actor.trainable.pipeline.parameters())
+    old = [parameter.detach().clone() for parameter in parameters]
+
+    def put_back() -> None:
+        for parameter, value in zip(parameters, old, strict=True):
+            parameter.data.copy_(value)
+
+    rollout.enter()
+    found = {"unchanged": in_slices(generator, first, None)}
+    before, _ = generator.advance(Slice(0, NUM_OLD, first))
+    found["before"] = before
+    nudge(parameters, seed=1)
+    found["kept"] = joined([before, generator.advance(Slice(1, None))[0]])
+
+    put_back()
+    before, _ = generator.advance(Slice(0, NUM_OLD, first))
+    nudge(parameters, seed=1)
+    unfinished = generator.sliced.unfinished
+    anew = tuple(resumed(start, before[start.request], seed=9) for start in first if start.request in unfinished)
+    found["recomputed"] = joined([before, generator.advance(Slice(1, None, anew, unfinished))[0]])
+
+    # The longest prompt fills a block, which stays known while another request keeps the engine from being empty.
+    for name, version in (("salted", 1), ("not salted", 0)):
+        put_back()
+        endless, longest = dataclasses.replace(first[0], request=7, max_tokens=100), first[3]
+        once = dataclasses.replace(longest, max_tokens=1)
+        generator.advance(Slice(0, 2, (endless, once)))
+        nudge(parameters, seed=1)
+        (answer,) = (new for request, new in generator.advance(Slice(version, 2, (once,)))[0].items() if request != 7)
+        found[name] = answer
+        generator.advance(Slice(version, 1, (), (7,)))
+    rollout.exit()
+    actor.export_hf(Path(exported))
+    return found
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("changed")
+    # No answer ends early: every request lives through the change.
+    path = save_llama(folder / "model", eos_token_id=69)
+    config = run_config(path, 1, 1, data__max_response_length=100, data__max_prompt_length=152)
+    (found,) = run_ranks(1, changed_rank, config, str(folder / "exported"), timeout=90)
+    return path, str(folder / "exported"), found
+
+
+def test_a_change_between_slices_leaves_what_was_drawn(changed) -> None:
+    """Tokens and log-probs before it are those of a run without it, after it they are not. Would not catch a change
+    that comes some steps late, which the log-probs of the next tests do.
+    """
+    _, _, found = changed
+    for start in starts(0):
+        untouched = found["unchanged"][start.request]
+        for name in ("kept", "recomputed"):
+            drawn = found[name][start.request]
+            assert drawn.token_ids[:NUM_OLD] == untouched.token_ids[:NUM_OLD]
+            assert drawn.log_probs[:NUM_OLD] == untouched.log_probs[:NUM_OLD]
+            assert len(drawn.token_ids) > NUM_OLD and drawn.log_probs[NUM_OLD:] != untouched.log_probs[NUM_OLD:]
+
+
+def test_log_probs_are_those_of_the_version_they_are_stamped_with(changed) -> None:
+    """Every token against transformers, fp32: by a plain forward where keys and values were recomputed, by a forward
+    on the older version's where they were kept. Would not catch an error that transformers shares.
+    """
+    old, new, found = changed
+    worst = {"kept": 0.0, "recomputed": 0.0, "kept, by a plain forward": 0.0}
+    for start in starts(0):
+        for name in ("kept", "recomputed"):
+            drawn = found[name][start.request]
+            before = plain_log_probs(old, start.token_ids, drawn.token_ids)[:NUM_OLD]
+            plain = plain_log_probs(new, start.token_ids, drawn.token_ids)[NUM_OLD:]
+            after = plain
+            if name == "kept":
+                after = kept_log_probs(old, new, start.token_ids, drawn.token_ids, NUM_OLD)
+                difference = largest_difference(drawn.log_probs[NUM_OLD:], plain)
+                worst["kept, by a plain forward"] = max(worst["kept, by a plain forward"], difference)
+            worst[name] = max(worst[name], largest_difference(drawn.log_probs, before + after))
+    print(worst)
+    assert worst["kept"] < BOUND and worst["recomputed"] < BOUND
+    assert worst["kept, by a plain forward"] > 10 * BOUND
+
+
+def test_cached_prefixes_of_older_weights_are_not_used(changed) -> None:
+    """A prompt that fills a block, asked again after a change: right under its own version, and wrong where it claims
+    the older one, so the cache was there to be hit. Would not catch a block that outlives its version number.
+    """
+    old, new, found = changed
+    prompt = starts(0)[3].token_ids
+    salted, stale = found["salted"], found["not salted"]
+    assert isinstance(salted, Drawn)
+    assert largest_difference(salted.log_probs, plain_log_probs(new, prompt, salted.token_ids)) < BOUND
+    assert largest_difference(stale.log_probs, plain_log_probs(new, prompt, stale.token_ids)) > 10 * BOUND
