@@ -10,6 +10,7 @@ from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, R
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction
 from megatron_rl.experience.batches import mini_batch_rows
+from megatron_rl.experience.staleness import is_fresh, staleness_metrics
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.losses.registry import estimator, policy_loss
 from megatron_rl.observe.batch_metrics import parity_metrics
@@ -31,12 +32,12 @@ class Algorithm:
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
         self.logprob_diff_max = 0.0
 
-    def add_advantages(self, experience: Experience) -> dict[str, float]:
+    def add_advantages(self, experience: Experience, step: int) -> dict[str, float]:
         """Fill rewards, advantages, returns and what corrects for the rollout; returns metrics.
 
         Raises ParityError where the rollout's log-probs are not the trainer's.
         """
-        metrics = self.check_rollout_parity(experience)
+        metrics = self.check_rollout_parity(experience, step) | staleness_metrics(experience, step)
         with self._clock.phase("adv"):
             metrics |= add_rollout_correction(experience, self.config.algorithm.rollout_correction)
             metrics |= self.penalise_kl(experience)
@@ -61,8 +62,8 @@ class Algorithm:
         seed = self.config.trainer.seed * 1_000_003 + step * role.ppo_epochs
         return rows, role.ppo_epochs, seed if role.shuffle else None
 
-    def check_rollout_parity(self, experience: Experience) -> dict[str, float]:
-        """Compare the engine's log-probs of its samples with the trainer's.
+    def check_rollout_parity(self, experience: Experience, step: int) -> dict[str, float]:
+        """Compare the engine's log-probs of its samples with the trainer's; of answers that the newest weights drew.
 
         Raises ParityError beyond `rollout.logprob_diff_bound`; not where top_p or top_k cut the engine's distribution,
         because then the two are meant to differ. With `bypass_mode` there are no log-probs of the trainer to compare.
@@ -70,7 +71,10 @@ class Algorithm:
         if bypasses(self.config):
             return {}
         rollout = self.config.actor_rollout_ref.rollout
-        metrics = parity_metrics(experience.rollout_log_probs.values(), known(experience.old_log_probs).values())
+        fresh = is_fresh(experience, step)
+        metrics = parity_metrics(
+            experience.rollout_log_probs.values()[fresh], known(experience.old_log_probs).values()[fresh]
+        )
         largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
         comparable = rollout.top_p == 1.0 and rollout.top_k == -1
         if comparable:

@@ -105,9 +105,8 @@ class Pace:
 class Lifecycle:
     """Steps and checkpoints of one run; a context manager round its steps.
 
-    hosts: pool -> handle of its hosts. parts: what a checkpoint keeps of the controller. drawn: what was drawn for later
-    steps. All methods raise StorageError
-    where files cannot be written.
+    hosts: pool -> handle of its hosts. parts: what a checkpoint keeps of the controller. drawn: what was drawn for
+    later steps. All methods raise StorageError where files cannot be written.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The rollouts of a run: in turns with training, in slices on the same ranks, or ahead of it on replicas of their own."""
+"""The rollouts of a run: in turns with training, in slices on the same ranks, or ahead of it on replicas."""
 
 from __future__ import annotations
 

@@ -50,23 +50,38 @@ class Batch:
 
 
 class Rollouts:
-    """Samples batches. sender: the actor, where the rollout has weights of its own, which come from there."""
+    """Samples batches.
+
+    rollout: None where a subclass calls replicas by themselves. sender: the actor, where the rollout has weights of its
+    own, which come from there.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         train_data: PromptDataset,
         cursor: MixtureCursor,
-        rollout: Rollout,
+        rollout: Rollout | None,
         rewards: Rewards,
         book: Book,
         sender: Actor | None = None,
     ) -> None:
         self.config = config
         self.train_data, self.cursor = train_data, cursor
-        self.rollout, self.rewards, self.book = rollout, rewards, book
+        self._rollout, self.rewards, self.book = rollout, rewards, book
         self._sender = sender
         self.needs_greedy = needs_of(config).greedy
+
+    @property
+    def rollout(self) -> Rollout:
+        """All ranks that generate, in one pool. Raises ValueError where replicas have pools of their own."""
+        if self._rollout is None:
+            raise ValueError("the replicas of this rollout are called one by one")
+        return self._rollout
+
+    def describe(self) -> dict[str, float]:
+        """Metrics of a step, of how its answers came to be."""
+        return {}
 
     def next(self, step: int) -> Batch:
         """The batch of a step. With `algorithm.filter_groups` batches are drawn until enough groups have scores that
@@ -82,8 +97,7 @@ class Rollouts:
         return batch
 
     def load_weights(self, step: int) -> None:
-        """Bring the actor's weights, those after `step`, to a rollout in another pool; in its own it reads them there.
-        """
+        """Bring the actor's weights, those after `step`, to a rollout elsewhere; in its own pool it reads them there."""
         if self._sender is not None:
             sending, receiving = self._sender.send_weights(step), self.rollout.receive_weights()
             self.book.note_transition(receiving.get())

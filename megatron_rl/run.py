@@ -27,8 +27,8 @@ from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.dispatch import Dispatch, Interval, Stop, Verb
 from megatron_rl.errors import ConfigError
 from megatron_rl.lifecycle import Lifecycle, Pace
-from megatron_rl.open_rollouts import Parts, open_rollouts, replicated_pools
 from megatron_rl.observe.summary import layout_table
+from megatron_rl.open_rollouts import Parts, open_rollouts, replicated_pools
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
 from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.hardware import Hardware, default_hardware, load_hardware
@@ -98,6 +98,7 @@ class Run:
         if scored is None:
             raise ValueError("the batch has no scores yet")
         metrics = self.book.step_metrics(prompts, generations, experience, scored) | batch.metrics
+        metrics |= self.rollouts.describe()
         self.book.save_samples(self.config.trainer.rollout_data_dir, prompts, scored, step)
         memory = {pool: host.take_memory() for pool, host in self.roles.hosts.items()}
         return metrics | self.book.memory_metrics({pool: future.get() for pool, future in memory.items()})

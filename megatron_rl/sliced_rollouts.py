@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.book import Book
 from megatron_rl.config.steps import is_validation_step
 from megatron_rl.generation.bridge import ReplicaBridge
 from megatron_rl.generation.coming import ROLLOUTS_FILE, Coming, read_answers, read_schedule, write_rollouts
@@ -118,13 +117,17 @@ class RolloutsAhead(SlicedRollouts):
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """Answers to all prompt rows by the newest weights that were sent; unfinished requests go on afterwards."""
-        version = self.bridge.version
+        version, seed_of = self.bridge.version, partial(request_seed, self.config.trainer.seed)
         with self.driver.holding(version, drained=not self.rules.partial):
-            seed_of = partial(request_seed, self.config.trainer.seed)
-            generations = self.driver.ask(lambda: generate_on(self.driver, prompts, sampling, version, seed_of))
+            while True:
+                answers = self.driver.ask(lambda: generate_on(self.driver, prompts, sampling, version, seed_of))
+                if answers is not None:
+                    break
+                self.driver.wait_until(lambda: self.bridge.is_wanted)
+                self.load(version)
             with self.driver.locked() as work:
                 work.decider.saved(version)
-        return generations
+        return answers
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:

@@ -32,7 +32,7 @@ def train(config: RunConfig, local: bool = False) -> dict[str, Any]:
         for step in run.life.steps():
             batch = run.rollouts.next(step)
             experience = score(run, batch)
-            metrics = run.algorithm.add_advantages(experience)
+            metrics = run.algorithm.add_advantages(experience, step)
             metrics |= update(run, experience, step)
             run.rollouts.load_weights(step)
             metrics |= run.describe(batch, experience, step)

@@ -59,6 +59,9 @@ class Pool(Protocol):
     def host(self, kind: type[Kind]) -> Kind:
         """The handle of the verbs of its hosts."""
 
+    def raise_if_failed(self) -> None:
+        """Raise where a rank has failed in a call that nobody waits for."""
+
 
 class Cluster(Protocol):
     """Where pools live; a context manager round all of them."""

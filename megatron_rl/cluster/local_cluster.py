@@ -38,6 +38,9 @@ class LocalPool:
         """As `RayPool` does."""
         return self.handle(HOST, kind)
 
+    def raise_if_failed(self) -> None:
+        """No-op: whatever fails is raised where it is called."""
+
     def _call(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         observer = self._hosting.observer
         observer.before(target.mark)

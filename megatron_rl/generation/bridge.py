@@ -87,7 +87,7 @@ class ReplicaBridge:
                 sending = self._actor.send_weights(version)
                 answers = self._ask_all(lanes, lambda lane: lane.rollout.receive_weights())
                 sent = sending.get()
-        is_whole = len(answers) == len(lanes) and not any(report.broken for report in sent)
+        is_whole = len(answers) == len(lanes) and not any(getattr(report, 'broken', '') for report in sent)
         if not is_whole:
             self._met = set()  # the way is broken: all meet anew
         return answers if is_whole else None
@@ -116,7 +116,5 @@ class ReplicaBridge:
         self._driver.ask(begin)
         by_number = {lane.number: lane for lane in lanes}
         lost = (State.STARTS, State.GONE)
-        self._driver.wait_until(
-            lambda: all(number in answers or by_number[number].state in lost for number in asked)
-        )
+        self._driver.wait_until(lambda: all(number in answers or by_number[number].state in lost for number in asked))
         return answers

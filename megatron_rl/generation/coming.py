@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from megatron_rl.checkpoint.run_file import reading
 from megatron_rl.prompts.mixture import MixtureCursor
@@ -54,7 +54,7 @@ def write_rollouts(folder: Path, answers: Answers, schedule: dict[str, Any], ste
     """Keep what was drawn for the steps after `step`. Raises OSError."""
     # A batch that was taken for a step that is given up is there again.
     content = json.dumps(schedule | {"taken": min(schedule["taken"], step)})
-    save_file(answers.tensors(step), folder / ROLLOUTS_FILE, {SCHEDULE: content})
+    (folder / ROLLOUTS_FILE).write_bytes(save(answers.tensors(step), {SCHEDULE: content}))
 
 
 def read_schedule(folder: Path) -> dict[str, Any] | None:

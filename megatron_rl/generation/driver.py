@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from megatron_rl.cluster.waiting import wait_any
@@ -177,7 +178,12 @@ class Driver:
                 one = self.work.next_slice(lane.number)
             if one is not None:
                 lane.is_busy = True
-                self.expect(lane, lane.rollout.advance({lane.number: one}), lambda got, lane=lane: self._done(lane, got))
+                self.expect(
+                    lane, lane.rollout.advance({lane.number: one}), lambda got, lane=lane: self._done(lane, got)
+                )
+
+    def _started(self, lane: Lane, _: None) -> None:
+        self.lanes.started(lane)
 
     def _must_go_on(self) -> bool:
         """Whether slices must go on before the schedule may be interrupted."""
@@ -203,6 +209,6 @@ class Driver:
             starting = self.lanes.lost(lane, error)
             self._changed.notify_all()
         if starting is not None:
-            self.expect(lane, starting, lambda _: self.lanes.started(lane))
+            self.expect(lane, starting, partial(self._started, lane))
         elif not self.lanes.is_hopeful:
             raise self.lanes.all_lost(error)

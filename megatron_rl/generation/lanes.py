@@ -93,4 +93,6 @@ class Lanes:
 
     def all_lost(self, error: MegatronRLError) -> WorkerFailure:
         """What ends a run none of whose replicas is left."""
-        return WorkerFailure(f"no rollout replica is left, each was restarted {self._max_restarts} times; the last: {error}")
+        return WorkerFailure(
+            f"no rollout replica is left, each was restarted {self._max_restarts} times; the last: {error}"
+        )

@@ -150,6 +150,9 @@ class Decides(Protocol):
     def saved(self, step: int) -> None:
         """A checkpoint after `step` was written."""
 
+    def admit(self, begins: bool) -> None:
+        """Whether waiting requests may be begun; not, to drain the engines."""
+
     def replica_lost(self, replica: int) -> None:
         """The replica died."""
 

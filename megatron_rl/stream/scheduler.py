@@ -67,6 +67,7 @@ class Scheduler:
         self._frontier = rules.first_step
         self._planned: dict[int, Order] = {}
         self._decisions: list[Decision] = []
+        self._admits = True
         if state is not None:
             self._load(state)
 
@@ -195,6 +196,10 @@ class Scheduler:
             replica.renewed |= replica.owned
             self.counts["renewed"] += len(replica.owned)
 
+    def admit(self, begins: bool) -> None:
+        """Whether waiting requests may be begun; not, to drain engines. In rounds these drain at their own places."""
+        self._admits = begins or self.rules.in_rounds
+
     def replica_lost(self, replica: int) -> None:
         """The replica died: its requests go to the front of the queue, with their tokens only where `partial`."""
         known = self._replicas[replica]
@@ -227,6 +232,8 @@ class Scheduler:
 
     def _hand_out(self, replica: int, num: int, version: int) -> None:
         """Up to `num` waiting requests now belong to `replica`."""
+        if not self._admits:
+            return
         known = self._replicas[replica]
         for _ in range(num):
             head = self._head()

@@ -21,7 +21,20 @@ SOURCES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 GROUND = {"errors", "balance", "dispatch", "device", "loading", "records", "slices", "config", "observe"}
 PARTS = GROUND | {"parallel", "losses", "prompts", "reward"}
 STAGES = {"rollout", "experience", "checkpoint"}
-LOOP = {"train", "run", "rollouts", "rewards", "algorithm", "validation", "lifecycle", "run_folder", "book", "report"}
+LOOP = {
+    "train",
+    "run",
+    "rollouts",
+    "sliced_rollouts",
+    "open_rollouts",
+    "rewards",
+    "algorithm",
+    "validation",
+    "lifecycle",
+    "run_folder",
+    "book",
+    "report",
+}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "balance": set(),
@@ -38,8 +51,11 @@ ROOMS: dict[str, set[str]] = {
     **dict.fromkeys(STAGES, PARTS | {"model", "hybrid_engine"}),
     "roles": PARTS | STAGES | {"model", "hybrid_engine"},
     "cluster": GROUND,
+    "generation": PARTS | STAGES | {"hybrid_engine", "roles", "cluster", "stream"},
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
-    **dict.fromkeys(LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream"}),
+    **dict.fromkeys(
+        LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation"}
+    ),
     "port": {"errors", "config", "planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
     "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port"},

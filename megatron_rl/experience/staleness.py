@@ -1,0 +1,54 @@
+"""How old the tokens of a batch are, in training steps, and what that does to them: the `staleness/*` metrics.
+
+Legend: B answers, T response tokens of all answers, laid end to end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.records import Experience, row_lengths
+
+
+def staleness(experience: Experience, step: int) -> Tensor:
+    """int64 [T]: steps between the weights that drew a token and those that `step` begins with."""
+    versions = experience.versions
+    if versions is None:
+        return torch.zeros_like(experience.rollout_log_probs.values(), dtype=torch.int64)
+    return (step - 1) - versions.values()
+
+
+def is_fresh(experience: Experience, step: int) -> Tensor:
+    """bool [T]: tokens of answers all of whose tokens the newest weights drew."""
+    stale = staleness(experience, step) > 0
+    lengths = row_lengths(experience.rollout_log_probs)
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    stale_tokens = torch.zeros(len(lengths), dtype=torch.int64).index_add(0, rows, stale.long())
+    return stale_tokens[rows] == 0
+
+
+def staleness_metrics(experience: Experience, step: int) -> dict[str, float]:
+    """Mean and largest staleness, answers of several versions, and for every age its share and its distance.
+
+    kl, k3 of an age s, with rho = p_trainer / p_rollout: means of -log rho and of rho - 1 - log rho over its tokens
+    (Schulman, "Approximating KL divergence"). {} where all tokens are of the newest weights by construction.
+    """
+    ages, versions = staleness(experience, step), experience.versions
+    if versions is None or not ages.numel():
+        return {}
+    mixed = [row.unique().numel() > 1 for row in versions.unbind()]
+    metrics = {
+        "staleness/mean": float(ages.double().mean()),
+        "staleness/max": float(ages.max()),
+        "staleness/mixed_answers": sum(mixed) / len(mixed),
+    }
+    if experience.old_log_probs is None:
+        return metrics
+    log_ratio = (experience.old_log_probs.values() - experience.rollout_log_probs.values()).clamp(-20, 20)
+    for age in ages.unique().tolist():
+        of_age = log_ratio[ages == age]
+        metrics[f"staleness/{age}/share"] = of_age.numel() / ages.numel()
+        metrics[f"staleness/{age}/kl"] = float(-of_age.mean())
+        metrics[f"staleness/{age}/k3"] = float((of_age.expm1() - of_age).mean())
+    return metrics
