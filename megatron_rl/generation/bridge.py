@@ -87,7 +87,7 @@ class ReplicaBridge:
                 sending = self._actor.send_weights(version)
                 answers = self._ask_all(lanes, lambda lane: lane.rollout.receive_weights())
                 sent = sending.get()
-        is_whole = len(answers) == len(lanes) and not any(getattr(report, 'broken', '') for report in sent)
+        is_whole = len(answers) == len(lanes) and not any(getattr(report, "broken", "") for report in sent)
         if not is_whole:
             self._met = set()  # the way is broken: all meet anew
         return answers if is_whole else None

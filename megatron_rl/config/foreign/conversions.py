@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_rl.config.foreign import async_keys
+
 LAYOUT_OF = {"actor_rollout_ref.rollout": "actor_rollout_ref.actor", "actor_rollout_ref.ref": "actor_rollout_ref.actor"}
 
 Conversion = Callable[[str, str, Any, Mapping[str, Any]], dict[str, Any] | str]
@@ -69,10 +71,17 @@ def _number(given: Mapping[str, Any], key: str, default: int) -> int:
 
 
 CONVERSIONS: dict[str, Conversion] = {
+    "batch_of_prompts": async_keys.batch_of_prompts,
+    "behaviour_as_old": async_keys.behaviour_as_old,
+    "drawn_one_by_one": async_keys.drawn_one_by_one,
     "per_rank": per_rank,
     "recomputed": recomputed,
     "rule_by_source": rule_by_source,
+    "separate": async_keys.separate,
     "share_of_lr": share_of_lr,
+    "steps_ahead": async_keys.steps_ahead,
+    "steps_of_prompts": async_keys.steps_of_prompts,
+    "transfers_to_steps": async_keys.transfers_to_steps,
     "truncated_importance": truncated_importance,
 }
 """Names of the table -> functions."""
