@@ -118,7 +118,7 @@ class Scheduler:
         """Whether weights may be sent now. Only in rounds it can be too early: while an earlier version, which all
         take at a fixed place, has not been taken yet.
         """
-        if not self.rules.in_rounds:
+        if not self.rules.in_rounds or self.is_drawn:
             return True
         due = self._due()
         return not self._planned and (due >= version or not self._swappers(due))
@@ -167,6 +167,7 @@ class Scheduler:
             if num:
                 self._open[request].drawn += num
                 self._open[request].version = order.version
+        known.inside.difference_update(finished)
         for request in sorted(finished):
             self._finish(known, request)
         straggler, known.straggler = known.straggler, None
