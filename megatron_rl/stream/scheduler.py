@@ -242,7 +242,7 @@ class Scheduler:
 
     def _room(self, replica: _Replica) -> int:
         """How many more requests it takes. Without `ahead` a batch is handed out at once, and the engine queues it."""
-        most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running
+        most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running + self.rules.max_queued
         return max(0, most - len(replica.owned))
 
     def _free_version(self, replica: _Replica) -> int:

@@ -98,19 +98,23 @@ class Simulation:
         """Until the last step is trained. Raises StuckError, and ValueError for orders that no engine can follow."""
         for failure in failures:
             self._after(failure.at, partial(self._fail, failure))
-        while True:
-            self._act_on_decisions()
-            self._go_on()
-            if self.phase == "over":
-                break
-            if not self._events:
-                wanted = [self.decides.wanted_version(replica) for replica in range(len(self.engines))]
-                raise StuckError(f"after step {self.step}, trainer: {self.phase}, versions wanted: {wanted}")
-            self.now, _, happen = heappop(self._events)
-            happen()
+        while self.phase != "over":
+            self.advance()
         self.outcome.total = self.now
         self.outcome.counts = dict(self.decides.counts)
         return self.outcome
+
+    def advance(self) -> None:
+        """Begin whatever can begin now, then let the next thing end. Raises as `run` does."""
+        self.act_on_decisions()
+        self._go_on()
+        if self.phase == "over":
+            return
+        if not self._events:
+            wanted = [self.decides.wanted_version(replica) for replica in range(len(self.engines))]
+            raise StuckError(f"after step {self.step}, trainer: {self.phase}, versions wanted: {wanted}")
+        self.now, _, happen = heappop(self._events)
+        happen()
 
     def _after(self, seconds: float, happen: Callable[[], None]) -> None:
         self._num_events += 1
@@ -171,7 +175,8 @@ class Simulation:
             raise ValueError(f"request {request} is finished a second time")
         self.outcome.answers[request] = self.tokens.pop(request)
 
-    def _act_on_decisions(self) -> None:
+    def act_on_decisions(self) -> None:
+        """Truncate answers and forget tokens as was decided since the last call."""
         for decision in self.decides.take_decisions():
             if decision.kind == "truncate":
                 self._answer(decision.request)

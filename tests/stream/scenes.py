@@ -21,16 +21,15 @@ class Scene:
 
     def lengths(self, request: int, attempt: int) -> int:
         """Mostly short, one in eight long; another attempt has another length."""
-        rng = random.Random(f"{self.seed} {request} {attempt}")
-        return rng.randint(1, self.longest) * (8 if rng.random() < 1 / 8 else 1)
+        mixed = (self.seed + 7919 * request + 104_729 * attempt) * 2_654_435_761 % 2**32 >> 8
+        return (1 + mixed % self.longest) * (8 if mixed // self.longest % 8 == 0 else 1)
 
     def costs(self, seed: int) -> Costs:
         """Seconds that have nothing to do with the rules: another seed means another arrival of all facts."""
         rng = random.Random(f"{self.seed} {seed}")
         fixed, each, transfer = rng.uniform(0.1, 2), rng.uniform(0, 0.3), rng.choice([0.0, rng.uniform(0, 30)])
-        noise = rng.random()
         return Costs(
-            step_seconds=lambda running: fixed + each * running + noise * random.Random(running + seed).random(),
+            step_seconds=lambda running: fixed + each * running,
             train_seconds=rng.uniform(0, 60),
             transfer_seconds=transfer,
             exposed_seconds=rng.uniform(0, transfer),
@@ -64,6 +63,7 @@ def random_scene(seed: int, **fixed: object) -> Scene:
         "ahead": rng.randint(sync_every - 1, 4),
         "slice_steps": rng.randint(1, 7),
         "max_running": rng.randint(1, 6),
+        "max_queued": rng.choice([0, 0, 2]),
         "partial": rng.random() < 0.6,
         "recompute_kv": rng.random() < 0.5,
         "deterministic": rng.random() < 0.5,
