@@ -22,7 +22,8 @@ class Rules:
     batch_rows: requests of one batch. ahead: bound of staleness, in steps. sync_every: steps from one version that
     rollouts get to the next. num_steps_total: the last step; requests of later batches are never started.
     first_step: the first step of this process; version first_step - 1 is what replicas begin with.
-    slice_steps: engine steps of a slice, at most. max_running: requests that one engine runs at once.
+    slice_steps: engine steps of a slice, at most. max_running: requests that one engine runs at once; max_queued: how
+    many more it is given, so that a place that becomes free within a slice is taken at once.
     partial: unfinished requests go on under new weights; else a replica takes weights only when it has none.
     recompute_kv: with `partial`, requests are dropped and started anew under new weights. deterministic: orders depend
     on rules and answers' lengths alone. colocated: engines rest while training runs and hold nothing afterwards.
@@ -37,6 +38,7 @@ class Rules:
     first_step: int = 1
     slice_steps: int = 64
     max_running: int = 256
+    max_queued: int = 0
     partial: bool = True
     recompute_kv: bool = False
     deterministic: bool = False
@@ -48,7 +50,7 @@ class Rules:
     def __post_init__(self) -> None:
         """Raises ValueError for values that cannot work, above all an `ahead` under which nothing would go on."""
         least = {"batch_rows": 1, "num_steps_total": 1, "ahead": 0, "sync_every": 1, "first_step": 1}
-        least |= {"slice_steps": 1, "max_running": 1, "straggler_slices": 1, "straggler_attempts": 0}
+        least |= {"slice_steps": 1, "max_running": 1, "straggler_slices": 1, "straggler_attempts": 0, "max_queued": 0}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {lowest}")

@@ -119,7 +119,7 @@ class Scheduler:
         """Whether weights may be sent now. Only in rounds it can be too early: while an earlier version, which all
         take at a fixed place, has not been taken yet.
         """
-        if not self.rules.in_rounds:
+        if not self.rules.in_rounds or self.is_drawn:
             return True
         due = self._due()
         return not self._planned and (due >= version or not self._swappers(due))
@@ -168,6 +168,7 @@ class Scheduler:
             if num:
                 self._open[request].drawn += num
                 self._open[request].version = order.version
+        known.inside.difference_update(finished)
         for request in sorted(finished):
             self._finish(known, request)
         straggler, known.straggler = known.straggler, None
@@ -248,7 +249,7 @@ class Scheduler:
 
     def _room(self, replica: _Replica) -> int:
         """How many more requests it takes. Without `ahead` a batch is handed out at once, and the engine queues it."""
-        most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running
+        most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running + self.rules.max_queued
         return max(0, most - len(replica.owned))
 
     def _free_version(self, replica: _Replica) -> int:
