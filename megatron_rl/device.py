@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,9 +28,21 @@ def has_varlen_attention(tensor: torch.Tensor) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; the CPU has."""
+    """Wait until the device has done all that this thread's stream was given; the CPU has."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """What a thread must enter to work on the device beside the one that calls this; on the CPU there is nothing to do.
+
+    It begins after what the caller's stream was given so far. The thread must end with `synchronize`.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 @dataclass(frozen=True)

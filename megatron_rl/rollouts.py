@@ -97,7 +97,7 @@ class Rollouts:
         return batch
 
     def load_weights(self, step: int) -> None:
-        """Bring the actor's weights, those after `step`, to a rollout elsewhere; in its own pool it reads them there."""
+        """Bring the weights after `step` to a rollout elsewhere; one in the actor's own pool reads them there."""
         if self._sender is not None:
             sending, receiving = self._sender.send_weights(step), self.rollout.receive_weights()
             self.book.note_transition(receiving.get())

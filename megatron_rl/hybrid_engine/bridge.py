@@ -16,46 +16,25 @@ On every rank of both pools, training's ranks first, after each pool has made it
     sent = sender.send(version=num_steps)               came = receiver.receive()  # came.version == num_steps
 
 `flat` is what `roles.flat_parameters` makes; `member` is `Member(rank=r, node=..., tp_rank=..., wanted=place)`.
-Building an end is collective over both pools, and so is every transfer. A peer that dies or does not come ends in a
-RuntimeError within the group's time-out; the group is broken then: open another, and build both ends again.
+Building an end is collective over both pools, and so is every transfer. A peer that dies ends in a BrokenBridgeError on
+all ranks that have not finished, one that does not come within the group's time-out. All must then open another group:
+training builds new senders, a receiver that is left keeps its memory and rejoins.
 """
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from megatron_rl.device import synchronize
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters, slot_view
-from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, model_numel
-from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange
+from megatron_rl.hybrid_engine.bridge_end import BridgeEnd, Meeting, Offer, Transfer, digest, meet
 from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
-from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, MemberPlan
-from megatron_rl.hybrid_engine.schedule import make_schedule
+from megatron_rl.hybrid_engine.plan import Member, MemberPlan
 from megatron_rl.hybrid_engine.transport import Transport
-from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """What one transfer was on one rank. version: of the weights, in optimizer steps.
-
-    model_bytes: of the whole model; what all senders together send. wait_seconds: until both pools were there.
-    verify_seconds: comparing checksums, 0 when this transfer had none.
-    """
-
-    version: int
-    model_bytes: int
-    wait_seconds: float
-    exchange_seconds: float
-    verify_seconds: float
 
 
 @dataclass(frozen=True)
@@ -63,6 +42,18 @@ class SendReport(Transfer):
     """bytes_sent: what left this training rank; summed over the pool it is `model_bytes`."""
 
     bytes_sent: int
+
+
+@dataclass(frozen=True)
+class SendAttempt:
+    """How sending one version ended, on all training ranks alike. broken: why not, when a rank was lost in it.
+
+    report: this rank's, where it did not break.
+    """
+
+    version: int
+    broken: str = ""
+    report: SendReport | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +104,15 @@ class BridgeSender:
         """What a transfer takes beside the weights while it runs."""
         return self._end.scratch
 
+    def close(self) -> None:
+        """Leave the group: whoever still waits for this rank in it fails."""
+        self._end.transport.close()
+
     def send(self, version: int) -> SendReport:
         """Send the current weights, the same `version` on every training rank; they must not change meanwhile.
 
-        Raises WeightMismatchError on all ranks of both pools when a piece arrived wrong on any.
+        Raises WeightMismatchError on all ranks of both pools when a piece arrived wrong on any, and BrokenBridgeError
+        on some when a rank was lost; others may have finished.
         """
         before = self._end.transport.sent_to.total()
         transfer = self._end.transfer(version)
@@ -127,8 +123,12 @@ class BridgeReceiver:
     """A rollout rank's end: its shard of every tensor, in one flat buffer that never moves.
 
     member: this rank's place, which holds nothing. dtype: training's. tensors, bucket_bytes, verify_every and errors:
-    as of BridgeSender. `tensors` of the instance: name -> view, undefined until the first transfer; rows that only pad
-    a vocabulary are 0. version: that of the weights, None before the first transfer and after one that failed.
+    as of BridgeSender. second_buffer: receive into another buffer of the same layout, so that the weights that
+    generation reads stay until `swap`.
+
+    Of the instance: tensors: name -> view, undefined until the first transfer; rows that only pad a vocabulary are 0.
+    version: that of those weights, None before any came and, without a second buffer, after a transfer that failed.
+    arrived: that of the second buffer's, until they are swapped.
     """
 
     def __init__(
@@ -141,36 +141,70 @@ class BridgeReceiver:
         *,
         bucket_bytes: int,
         verify_every: int = 1,
+        second_buffer: bool = False,
     ) -> None:
-        meeting = meet(Offer(member, False, dtype, bucket_bytes, digest(tensors)), tensors, transport)
+        self._tensors, self._verify_every = tensors, verify_every
+        self._offer = Offer(member, False, dtype, bucket_bytes, digest(tensors))
+        meeting = meet(self._offer, tensors, transport)
         mine: MemberPlan = meeting.plan.plans[transport.number]
-        buffers = {FOREIGN: torch.empty(mine.foreign_numel, dtype=dtype, device=device)}
-        self.tensors = {name: slot_view(buffers, slot) for name, slot in mine.slots.items()}
-        # Rows that only pad a vocabulary are nobody's: they never arrive, and no transfer writes them.
-        for slot in mine.foreign:
-            if slot.shard.is_padded:
-                self.tensors[slot.name].zero_()
+        self._slots = mine.slots
+        # Rows that only pad a vocabulary are nobody's: they never arrive, no transfer writes them, and so they stay 0.
+        make = torch.zeros if any(slot.shard.is_padded for slot in mine.foreign) else torch.empty
+        self._flat = make(mine.foreign_numel, dtype=dtype, device=device)
+        self._arriving = make(mine.foreign_numel, dtype=dtype, device=device) if second_buffer else None
+        self.tensors = {name: slot_view({FOREIGN: self._flat}, slot) for name, slot in mine.slots.items()}
         self.version: int | None = None
-        self._lower_bound = mine.numel_lacking * dtype.itemsize
-        self._num_senders = meeting.num_senders
-        self._nodes = [one.node for one in meeting.plan.members]
-        self._node = member.node
-        self._network_bound = meeting.plan.numel_over_network(transport.number) * dtype.itemsize
-        self._end = BridgeEnd(meeting, buffers, transport, verify_every)
+        self.arrived: int | None = None
+        self._bind(meeting, transport)
 
     @property
     def scratch(self) -> MemoryBuffer:
         """What a transfer takes beside the weights while it runs."""
         return self._end.scratch
 
+    @property
+    def has_second_buffer(self) -> bool:
+        """Whether weights may arrive while those of an earlier version are read."""
+        return self._arriving is not None
+
+    @property
+    def arriving_bytes(self) -> int:
+        """What the second buffer takes; 0 where there is none."""
+        return 0 if self._arriving is None else self._arriving.untyped_storage().nbytes()
+
+    def close(self) -> None:
+        """Leave the group: whoever still waits for this rank in it fails."""
+        self._end.transport.close()
+
+    def rejoin(self, member: Member, transport: Transport) -> None:
+        """Build this end anew in another group; collective over all that are in it. All memory stays where it is.
+
+        member: as before but for its number. What has arrived and was not swapped is forgotten, for it may not have
+        arrived everywhere. Raises ValueError as the constructor does, and when the shard would be another one.
+        """
+        self.close()
+        self.arrived = None
+        self._offer = replace(self._offer, member=member)
+        meeting = meet(self._offer, self._tensors, transport)
+        if meeting.plan.plans[transport.number].slots != self._slots:
+            raise ValueError(f"{member.name} would receive another shard than the one that it has room for")
+        self._bind(meeting, transport)
+
     def receive(self) -> ReceiveReport:
-        """Take the weights that training sends. Raises WeightMismatchError on all ranks alike when one is wrong."""
+        """Take the weights that training sends. Raises WeightMismatchError on all ranks alike when one is wrong, and
+        BrokenBridgeError on some when a rank was lost; others may have finished.
+        """
         transport = self._end.transport
-        self.version = None
+        self.arrived = None
+        if self._arriving is None:
+            self.version = None
         came, passed_on = transport.received_from.copy(), transport.sent_to.total()
         transfer = self._end.transfer()
         came = transport.received_from - came
-        self.version = transfer.version
+        if self._arriving is None:
+            self.version = transfer.version
+        else:
+            self.arrived = transfer.version
         return ReceiveReport(
             **vars(transfer),
             bytes_received=came.total(),
@@ -181,102 +215,20 @@ class BridgeReceiver:
             network_bound_bytes=self._network_bound,
         )
 
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Let `tensors` be what arrived in the second buffer, by a copy. Raises RuntimeError when nothing has."""
+        if self._arriving is None or self.arrived is None:
+            raise RuntimeError("no weights have arrived in a second buffer")
+        self._flat.copy_(self._arriving)
+        self.version, self.arrived = self.arrived, None
 
-@dataclass(frozen=True)
-class Offer:
-    """What one rank tells all others when a bridge is built."""
-
-    member: Member
-    sends: bool
-    dtype: torch.dtype
-    bucket_bytes: int
-    model: str
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What all ranks of a bridge agree on. message_numel: elements of the longest message."""
-
-    plan: ExchangePlan
-    num_senders: int
-    model_bytes: int
-    message_numel: int
-
-
-def digest(tensors: Mapping[str, LogicalTensor]) -> str:
-    """The same for equal descriptions of a model, and for no others."""
-    return hashlib.sha256(repr(sorted(tensors.items())).encode()).hexdigest()
-
-
-def meet(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transport) -> Meeting:
-    """Exchange the offers and plan; collective. Raises ValueError on all ranks alike when they do not fit."""
-    offers: Sequence[Offer] = transport.all_gather_object(mine)
-    num_senders = sum(offer.sends for offer in offers)
-    if not 0 < num_senders < len(offers) or not all(offer.sends for offer in offers[:num_senders]):
-        ends = ["training" if offer.sends else "rollout" for offer in offers]
-        raise ValueError(f"a bridge numbers its training ranks first and has both kinds of ends, not {ends}")
-    dtypes = {str(offer.dtype) for offer in offers}
-    if len(dtypes) > 1:
-        raise ValueError(f"a bridge moves weights of one dtype, its ends have {sorted(dtypes)}")
-    if len({offer.model for offer in offers}) > 1:
-        raise ValueError("the ends of a bridge describe different models: names, shapes or cuts of tensors differ")
-    members = [offer.member for offer in offers]
-    plan = make_bridge_plan(tensors, members[:num_senders], members[num_senders:])
-    size = mine.dtype.itemsize
-    message_numel = max(1, min(offer.bucket_bytes for offer in offers) // size // NUM_SCRATCH)
-    return Meeting(plan, num_senders, model_numel(tensors) * size, message_numel)
-
-
-class BridgeEnd:
-    """What both ends do: agree on a version, run the exchange, compare checksums."""
-
-    def __init__(
-        self, meeting: Meeting, buffers: Mapping[int, Tensor], transport: Transport, verify_every: int
-    ) -> None:
-        self.transport = transport
-        self._meeting = meeting
-        self._verify_every = verify_every
-        self._num_transfers = 0
-        self._device = next(iter(buffers.values())).device
-        # NCCL connects a group at its first collective, and not all ranks take part in the first message.
-        transport.all_gather(torch.zeros(1, device=self._device))
-        number = transport.number
-        steps = make_schedule(meeting.plan, number, meeting.message_numel)
-        self._exchange = Exchange(steps, [], buffers, transport)
-        self._verifier = WeightVerifier(meeting.plan, number, buffers, transport)
-
-    @property
-    def scratch(self) -> MemoryBuffer:
-        """What a transfer takes beside the weights while it runs."""
-        return self._exchange.scratch
-
-    def transfer(self, version: int = 0) -> Transfer:
-        """Move the weights. version: of what a training rank sends; that of a rollout rank is not looked at.
-
-        Raises RuntimeError on all ranks alike when training's ranks send different versions.
-        """
-        start = time.perf_counter()
-        asked = torch.tensor([version, self._is_verified()], dtype=torch.int64)
-        headers = torch.stack(self.transport.all_gather(asked))
-        self._num_transfers += 1
-        versions = headers[: self._meeting.num_senders, 0].unique().tolist()
-        if len(versions) > 1:
-            raise RuntimeError(f"the training ranks send weights of different versions: {versions}")
-        before_exchange = time.perf_counter()
-        self._exchange.run()
-        synchronize(self._device)
-        before_verify = time.perf_counter()
-        if headers[:, 1].any():
-            self._verifier.verify()
-        after = time.perf_counter()
-        return Transfer(
-            version=versions[0],
-            model_bytes=self._meeting.model_bytes,
-            wait_seconds=before_exchange - start,
-            exchange_seconds=before_verify - before_exchange,
-            verify_seconds=after - before_verify,
-        )
-
-    def _is_verified(self) -> bool:
-        """The first always is: a wrong plan or a wrong order of messages is wrong from the start."""
-        return self._num_transfers == 0 or (self._verify_every > 0 and self._num_transfers % self._verify_every == 0)
+    def _bind(self, meeting: Meeting, transport: Transport) -> None:
+        plan, size = meeting.plan, self._flat.element_size()
+        self._lower_bound = plan.plans[transport.number].numel_lacking * size
+        self._num_senders = meeting.num_senders
+        self._nodes = [one.node for one in plan.members]
+        self._node = self._offer.member.node
+        self._network_bound = plan.numel_over_network(transport.number) * size
+        target = self._flat if self._arriving is None else self._arriving
+        self._end = BridgeEnd(meeting, {FOREIGN: target}, transport, self._verify_every)

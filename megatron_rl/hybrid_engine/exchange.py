@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from traceback import clear_frames
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,13 @@ class Exchange:
             while under_way:
                 self._finish(*under_way[0])
                 under_way.popleft()
+        except BaseException as error:
+            if self.transport.is_own:
+                # Connections close when nothing names their messages; only then may the memory of those go.
+                clear_frames(error.__traceback__)
+                under_way.clear()
+                self.transport.close()
+            raise
         finally:
             # After a failure messages may still be arriving; their memory must not go first.
             for works, _ in under_way:

@@ -24,13 +24,32 @@ class Transport:
 
     group: one that `torch.distributed` knows, or one of `open_joint_group`. Tensors travel over the group's backend
     for their device, objects over the one for the CPU.
+    is_own: nothing else uses the group, so that it may be left for good.
     received_from, sent_to: number of the other member -> bytes of the messages so far.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, is_own: bool = False) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self.is_own = is_own
         self.received_from: Counter[int] = Counter()
         self.sent_to: Counter[int] = Counter()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group. Raises RuntimeError after `close`."""
+        if self._group is None:
+            raise RuntimeError("this rank has left the group")
+        return self._group
+
+    def close(self) -> None:
+        """Leave a group of one's own: what others wait for from this rank fails at once. Nothing happens twice.
+
+        Gloo closes connections once nothing names the group or a message in it; NCCL is told to.
+        """
+        if self._group is not None and self.is_own:
+            if any(name != "gloo" for name in backend_names(self._group)):
+                self._group.abort()
+            self._group = None
 
     @property
     def number(self) -> int:
@@ -78,6 +97,11 @@ class Transport:
         padded = torch.frombuffer(bytearray(pickled.ljust(max(lengths), b"\0")), dtype=torch.uint8)
         gathered = self.all_gather(padded)
         return [pickle.loads(data[:length].numpy().tobytes()) for data, length in zip(gathered, lengths, strict=True)]
+
+
+def backend_names(group: dist.ProcessGroup) -> set[str]:
+    """What moves tensors in it."""
+    return {group._get_backend(kind).name() for kind in group._device_types}
 
 
 def open_joint_group(

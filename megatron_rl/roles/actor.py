@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.algorithms import MEAN_OVER_ANSWERS, needs_of
@@ -24,7 +25,7 @@ from megatron_rl.roles.role import TrainedRole
 
 if TYPE_CHECKING:
     from megatron_rl.experience.micro_batches import MicroBatch
-    from megatron_rl.hybrid_engine.bridge import BridgeSender, SendReport
+    from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
 
 
 class Actor(TrainedRole):
@@ -44,7 +45,8 @@ class Actor(TrainedRole):
         vocab_size = source.hf_config.vocab_size
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, vocab_size, temperature)
         self.rank = rank
-        self.bridge_store: BridgeStore | None = None  # on rank 0, where the rollout has a pool of its own
+        # On rank 0, where the rollout has pools of its own: the bridge's, and those that some ranks may not have left.
+        self.bridge_stores: list[BridgeStore] = []
         self.sender: BridgeSender | None = None
 
     @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
@@ -70,16 +72,21 @@ class Actor(TrainedRole):
 
     @verb(Dispatch.RANK_ZERO)
     def offer_bridge(self, num_receivers: int) -> BridgeAddress:
-        """Serve a store at which both pools can meet; where it is."""
-        self.bridge_store = BridgeStore(self.rank, num_receivers)
-        return self.bridge_store.address
+        """Serve a store at which both sides can meet, anew after ranks were lost; where it is."""
+        self.bridge_stores.append(BridgeStore(self.rank, num_receivers))
+        return self.bridge_stores[-1].address
 
     @verb(Dispatch.ONE_TO_ALL)
     def join_bridge(self, address: BridgeAddress) -> None:
-        """Build this pool's end of the bridge; collective over both pools."""
+        """Build this pool's end of the bridge, in place of the one before; collective over both sides.
+
+        With the rollout being built, or with its `rejoin_bridge`.
+        """
         from megatron_rl.hybrid_engine.bridge import BridgeSender
         from megatron_rl.roles.flat_parameters import flat_parameters
 
+        if self.sender is not None:
+            self.sender.close()
         rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
         self.sender = BridgeSender(
             flat_parameters(self.trainable, source.specs, source.place, None, self.rank.node),
@@ -88,10 +95,36 @@ class Actor(TrainedRole):
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,
         )
+        del self.bridge_stores[:-1]
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")
     def send_weights(self, version: int) -> SendReport:
-        """Send the current weights, those after step `version`; with the rollout's `receive_weights`."""
+        """Send the current weights, those after step `version`; with the rollout's `receive_weights`, or its like."""
+        return self._send(version)
+
+    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    def try_send_weights(self, version: int) -> SendAttempt:
+        """The same; that a rank of the rollout was lost is an answer, the same on all training ranks.
+
+        After one nobody can send before all have joined a new bridge.
+        """
+        from megatron_rl.hybrid_engine.bridge import SendAttempt
+        from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+
+        report, broken = None, ""
+        try:
+            report = self._send(version)
+        except BrokenBridgeError as error:
+            broken = str(error)
+        said = [""] * dist.get_world_size()
+        dist.all_gather_object(said, broken)
+        reasons = [f"training rank {number}: {reason}" for number, reason in enumerate(said) if reason]
+        if reasons and self.sender is not None:
+            self.sender.close()  # some of the rollout's ranks may wait for this one
+            return SendAttempt(version, "; ".join(reasons))
+        return SendAttempt(version, "", report)
+
+    def _send(self, version: int) -> SendReport:
         if self.sender is None:
             raise RuntimeError("there is no bridge: join_bridge() comes first")
         return self.sender.send(version)

@@ -55,4 +55,4 @@ def join_bridge(address: BridgeAddress, number: int, rank: Rank) -> Transport:
     from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
 
     store = tcp_store(address.host, address.port, address.size, rank.timeout, wait=False)
-    return Transport(open_joint_group(store, number, address.size, rank.device, rank.timeout))
+    return Transport(open_joint_group(store, number, address.size, rank.device, rank.timeout), is_own=True)

@@ -18,9 +18,9 @@ from megatron_rl.hybrid_engine.rng import swap
 from megatron_rl.model.families import VOCAB_PADDING, full_attention
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.records import Generations, Prompts, Sampling
-from megatron_rl.roles.bridge_address import BridgeAddress
+from megatron_rl.roles.bridge_address import BridgeAddress, join_bridge
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.received_weights import ReceivedWeights, received_weights
+from megatron_rl.roles.received_weights import Arrival, ReceivedWeights, received_weights, receiving_member
 from megatron_rl.roles.role import Role
 from megatron_rl.slices import Slice, SliceReport
 
@@ -42,6 +42,7 @@ class Rollout(Role):
 
         super().__init__(spec)
         source = rank.source(spec)
+        self._rank = rank
         self._held: int | None = None  # the version that this stay in rollout mode reads in the actor's memory
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
         self.replica = grid.replica(rank.groups.rank) + (bridge.first_replica if bridge is not None else 0)
@@ -98,6 +99,40 @@ class Rollout(Role):
         """
         return self._received.receive()
 
+    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    def try_receive_weights(self) -> Arrival:
+        """The same; that a rank was lost is an answer. Without a second buffer the weights are torn then, and no slice
+        runs before others have come.
+        """
+        return self._received.try_receive()
+
+    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    def begin_receive(self) -> None:
+        """Let the next weights that the actor sends arrive in the second buffer while slices go on; returns at once.
+
+        The slice that names their version waits for them, and takes them. Raises RuntimeError without such a buffer.
+        """
+        self._received.begin()
+
+    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    def end_receive(self) -> Arrival:
+        """Wait for the weights that `begin_receive` let come; how it ended. A slice may have taken them already.
+
+        Raises RuntimeError with the error of the thread, unless it is that a rank was lost.
+        """
+        return self._received.end()
+
+    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    def rejoin_bridge(self, address: BridgeAddress) -> None:
+        """Join the actor's new bridge after replicas were lost; collective over both sides, with its `join_bridge`.
+
+        address: with this pool's new `first_receiver`. The weights that generation reads stay, and requests go on.
+        """
+        grid, rank = self.generator.groups.grid, self._rank
+        self._received.leave()
+        transport = join_bridge(address, address.receiver(rank.groups.rank), rank)
+        self._received.rejoin(receiving_member(address, rank, grid), transport)
+
     @verb(Dispatch.ROLLOUT_DP, phase="gen")
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """One response per row of this replica's prompts; rollout mode only."""
@@ -116,8 +151,10 @@ class Rollout(Role):
         if not self.engine.in_rollout:
             raise RuntimeError("a slice in train mode: enter() comes first")
         one = slices[self.replica]
-        self._take(one.version)
+        broken = self._take(one.version)
         swapped = time.time()
+        if broken:
+            return SliceReport(self.replica, self._version, 0, {}, start, swapped, swapped - start, broken)
         drawn, num_steps = self.generator.advance(one)
         return SliceReport(self.replica, one.version, num_steps, drawn, start, time.time(), swapped - start)
 
@@ -132,13 +169,22 @@ class Rollout(Role):
             raise RuntimeError("this rollout reads the actor's own memory: there is no bridge")
         return self.weights
 
-    def _take(self, version: int) -> None:
-        """Hold the weights of a version. The actor's own memory cannot change before the next `exit`."""
+    def _take(self, version: int) -> str:
+        """Hold the weights of a version: all ranks of the replica do, or none, and why not.
+
+        The actor's own memory cannot change before the next `exit`.
+        """
+        from megatron_rl.rollout.sliced import agreed
+
         if isinstance(self.weights, ReceivedWeights):
+            reasons = [reason for reason in agreed(self.weights.lacks(version)) if reason]
+            if reasons:
+                return reasons[0]
             self.weights.take(version)
         elif self._held not in (None, version):
             raise RuntimeError(f"a slice with version {version} where generation reads version {self._held} in place")
         self._held = version
+        return ""
 
 
 def told(config: RunConfig) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def finish_of(request: int, answer: CompletionOutput) -> str:
     """Why an answer ended. Raises RuntimeError for a reason that is no end of an answer."""
     if answer.finish_reason not in (FINISHED_BY_STOP, FINISHED_BY_LENGTH):
         raise RuntimeError(f"vLLM ended request {request} for another reason: {answer.finish_reason}")
-    return answer.finish_reason
+    return str(answer.finish_reason)
 
 
 def forget_prefixes(engine: LLMEngine) -> None:

@@ -78,6 +78,11 @@ def join(num_training: int, timeout_s: float, make_transport=Transport) -> Trans
     return make_transport(open_joint_group(second, number, size, Device("cpu"), timeout))
 
 
+def own_transport(group: dist.ProcessGroup) -> Transport:
+    """As roles make it: a rank that fails leaves the group."""
+    return Transport(group, is_own=True)
+
+
 class TrainingRank:
     """A training rank of `pools` with real flat buffers."""
 
@@ -101,13 +106,21 @@ class TrainingRank:
 class RolloutRank:
     """A rollout rank of `pools`."""
 
-    def __init__(self, pools: Pools, transport: Transport, bucket_bytes: int, verify_every: int = 1) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        transport: Transport,
+        bucket_bytes: int,
+        verify_every: int = 1,
+        second_buffer: bool = False,
+    ) -> None:
         senders, receivers, self.tensors = pools.members()
         self.pools, self.member = pools, receivers[transport.number - len(senders)]
         self.end = BridgeReceiver(
             *(self.member, self.tensors, pools.dtype, torch.device("cpu"), transport),
             bucket_bytes=bucket_bytes,
             verify_every=verify_every,
+            second_buffer=second_buffer,
         )
 
     def differing(self, seed: int) -> Sequence[str]:

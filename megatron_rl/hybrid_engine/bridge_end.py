@@ -1,0 +1,158 @@
+"""What both ends of a bridge have: they meet, agree on a plan and a version, run the exchange, compare checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from traceback import clear_frames
+
+import torch
+from torch import Tensor
+
+from megatron_rl.device import synchronize
+from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, model_numel
+from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange
+from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
+from megatron_rl.hybrid_engine.plan import ExchangePlan, Member
+from megatron_rl.hybrid_engine.schedule import make_schedule
+from megatron_rl.hybrid_engine.transport import Transport
+from megatron_rl.hybrid_engine.verify import WeightMismatchError, WeightVerifier
+from megatron_rl.parallel.sharding import LogicalTensor
+
+
+class BrokenBridgeError(RuntimeError):
+    """A rank of either side died, or stayed away, before a transfer was over. Every rank must join a new group."""
+
+
+class MixedVersionsError(RuntimeError):
+    """The training ranks sent weights of different versions."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one transfer was on one rank. version: of the weights, in optimizer steps.
+
+    model_bytes: of the whole model; what all senders together send. wait_seconds: until both pools were there.
+    verify_seconds: comparing checksums, 0 when this transfer had none.
+    """
+
+    version: int
+    model_bytes: int
+    wait_seconds: float
+    exchange_seconds: float
+    verify_seconds: float
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank tells all others when a bridge is built."""
+
+    member: Member
+    sends: bool
+    dtype: torch.dtype
+    bucket_bytes: int
+    model: str
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What all ranks of a bridge agree on. message_numel: elements of the longest message."""
+
+    plan: ExchangePlan
+    num_senders: int
+    model_bytes: int
+    message_numel: int
+
+
+def digest(tensors: Mapping[str, LogicalTensor]) -> str:
+    """The same for equal descriptions of a model, and for no others."""
+    return hashlib.sha256(repr(sorted(tensors.items())).encode()).hexdigest()
+
+
+def meet(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transport) -> Meeting:
+    """Exchange the offers and plan; collective. Raises ValueError on all ranks alike when they do not fit."""
+    offers: Sequence[Offer] = transport.all_gather_object(mine)
+    num_senders = sum(offer.sends for offer in offers)
+    if not 0 < num_senders < len(offers) or not all(offer.sends for offer in offers[:num_senders]):
+        ends = ["training" if offer.sends else "rollout" for offer in offers]
+        raise ValueError(f"a bridge numbers its training ranks first and has both kinds of ends, not {ends}")
+    dtypes = {str(offer.dtype) for offer in offers}
+    if len(dtypes) > 1:
+        raise ValueError(f"a bridge moves weights of one dtype, its ends have {sorted(dtypes)}")
+    if len({offer.model for offer in offers}) > 1:
+        raise ValueError("the ends of a bridge describe different models: names, shapes or cuts of tensors differ")
+    members = [offer.member for offer in offers]
+    plan = make_bridge_plan(tensors, members[:num_senders], members[num_senders:])
+    size = mine.dtype.itemsize
+    message_numel = max(1, min(offer.bucket_bytes for offer in offers) // size // NUM_SCRATCH)
+    return Meeting(plan, num_senders, model_numel(tensors) * size, message_numel)
+
+
+class BridgeEnd:
+    """What both ends do: agree on a version, run the exchange, compare checksums."""
+
+    def __init__(
+        self, meeting: Meeting, buffers: Mapping[int, Tensor], transport: Transport, verify_every: int
+    ) -> None:
+        self.transport = transport
+        self._meeting = meeting
+        self._verify_every = verify_every
+        self._num_transfers = 0
+        self._device = next(iter(buffers.values())).device
+        # NCCL connects a group at its first collective, and not all ranks take part in the first message.
+        transport.all_gather(torch.zeros(1, device=self._device))
+        number = transport.number
+        steps = make_schedule(meeting.plan, number, meeting.message_numel)
+        self._exchange = Exchange(steps, [], buffers, transport)
+        self._verifier = WeightVerifier(meeting.plan, number, buffers, transport)
+
+    @property
+    def scratch(self) -> MemoryBuffer:
+        """What a transfer takes beside the weights while it runs."""
+        return self._exchange.scratch
+
+    def transfer(self, version: int = 0) -> Transfer:
+        """Move the weights. version: of what a training rank sends; that of a rollout rank is not looked at.
+
+        Raises MixedVersionsError on all ranks alike when training's ranks send different versions, and
+        BrokenBridgeError when messages fail: this rank has left the group then, so that those that wait for it fail too
+        and do not sit out the group's time-out.
+        """
+        try:
+            return self._transfer(version)
+        except (WeightMismatchError, MixedVersionsError):
+            raise
+        except RuntimeError as error:
+            reason = f"{type(error).__name__}: {error}"
+            clear_frames(error.__traceback__)  # a message that somebody still names keeps the connections open
+        self.transport.close()
+        raise BrokenBridgeError(f"a transfer of weights broke: {reason}")
+
+    def _transfer(self, version: int) -> Transfer:
+        start = time.perf_counter()
+        asked = torch.tensor([version, self._is_verified()], dtype=torch.int64)
+        headers = torch.stack(self.transport.all_gather(asked))
+        self._num_transfers += 1
+        versions = headers[: self._meeting.num_senders, 0].unique().tolist()
+        if len(versions) > 1:
+            raise MixedVersionsError(f"the training ranks send weights of different versions: {versions}")
+        before_exchange = time.perf_counter()
+        self._exchange.run()
+        synchronize(self._device)
+        before_verify = time.perf_counter()
+        if headers[:, 1].any():
+            self._verifier.verify()
+        after = time.perf_counter()
+        return Transfer(
+            version=versions[0],
+            model_bytes=self._meeting.model_bytes,
+            wait_seconds=before_exchange - start,
+            exchange_seconds=before_verify - before_exchange,
+            verify_seconds=after - before_verify,
+        )
+
+    def _is_verified(self) -> bool:
+        """The first always is: a wrong plan or a wrong order of messages is wrong from the start."""
+        return self._num_transfers == 0 or (self._verify_every > 0 and self._num_transfers % self._verify_every == 0)

@@ -1,0 +1,172 @@
+"""A replica is killed while weights come: two training ranks and two replicas, each process by itself, over gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from joined_pools import Pools, RolloutRank, TrainingRank, join, own_transport
+from ranks import fork_server
+
+from megatron_rl.cluster.worker_process import listen
+from megatron_rl.device import Device
+from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
+from megatron_rl.hybrid_engine.bridge import BridgeSender
+from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
+from megatron_rl.model.families import ModelShape
+from megatron_rl.parallel.rank_grid import TrainGrid
+from megatron_rl.parallel.stages import StagePlan
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
+
+POOLS = Pools("PP2-2xTP1", TrainGrid(2, 1, 2), StagePlan(4, 2), 1, 2, ModelShape(4, 32, 4, 4, 8, 48, 70, tied=True))
+BUCKET_BYTES = 4 << 10
+TIMEOUT_S = 40
+"""Of the group; far more than any rank may wait."""
+
+
+def killed_after(transport: Transport, num_messages: int) -> None:
+    """This process ends by SIGKILL when it begins one message more."""
+    start, left = transport.start, iter(range(num_messages))
+
+    def start_until_killed(send, receive):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start(send, receive)
+
+    transport.start = start_until_killed
+
+
+def rejoined(number: int, size: int, store: dist.Store) -> Transport:
+    timeout = timedelta(seconds=TIMEOUT_S)
+    return own_transport(open_joint_group(store, number, size, Device("cpu"), timeout, name="second bridge"))
+
+
+def how_it_ends(transfer: Callable) -> tuple[str, float]:
+    """(how the bridge broke, or nothing; seconds)."""
+    begin = time.monotonic()
+    try:
+        transfer()
+        return "", time.monotonic() - begin
+    except BrokenBridgeError as error:
+        return str(error), time.monotonic() - begin
+
+
+def trains(pools: Pools, transport: Transport, store: dist.Store) -> dict:
+    rank = TrainingRank(pools, transport, BUCKET_BYTES)
+    rank.end.send(version=1)
+    rank.update(seed=1)
+    broken, seconds = how_it_ends(lambda: rank.end.send(version=2))
+    said = [""] * pools.train.world_size
+    dist.all_gather_object(said, broken)  # the ranks' own world goes on
+    rank.end.close()
+    again = how_it_ends(lambda: rank.end.send(version=2))[0]
+    own = FlatParameters(tuple(rank.buffers[number] for number in range(len(rank.buffers))), rank.member)
+    end = BridgeSender(own, rank.tensors, rejoined(rank.member.rank, 3, store), bucket_bytes=BUCKET_BYTES)
+    reports = [end.send(version=2)]
+    rank.update(seed=2)
+    reports.append(end.send(version=3))
+    return {
+        "broken": said,
+        "seconds": seconds,
+        "again": again,
+        "sent": [report.bytes_sent for report in reports],
+        "model_bytes": reports[0].model_bytes,
+    }
+
+
+def receives(
+    pools: Pools, transport: Transport, store: dist.Store, dies: bool, second_buffer: bool, after: int
+) -> dict:
+    rank = RolloutRank(pools, transport, BUCKET_BYTES, second_buffer=second_buffer)
+    addresses = {name: tensor.data_ptr() for name, tensor in rank.end.tensors.items()}
+    rank.end.receive()
+    if second_buffer:
+        rank.end.swap()
+    if dies:
+        killed_after(transport, after)
+    broken, seconds = how_it_ends(rank.end.receive)
+    found = {"broken": broken, "seconds": seconds, "version": rank.end.version}
+    found["kept"] = rank.differing(seed=0)
+    rank.end.rejoin(replace(rank.member, rank=0), rejoined(2, 3, store))
+    found |= {"versions": [], "wrong": []}
+    for seed in (1, 2):
+        rank.end.receive()
+        if second_buffer:
+            rank.end.swap()
+        found["versions"].append(rank.end.version)
+        found["wrong"] += rank.differing(seed)
+    found["stays"] = addresses == {name: tensor.data_ptr() for name, tensor in rank.end.tensors.items()}
+    return found
+
+
+def process(number: int, ports: tuple[int, int], who: int, second_buffer: bool, after: int, answers) -> None:
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(POOLS.world_size), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(ports[0]), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    transport = join(POOLS.train.world_size, TIMEOUT_S, own_transport)
+    store = dist.TCPStore("127.0.0.1", ports[1], is_master=number == 0, timeout=timedelta(seconds=30))
+    if number < POOLS.train.world_size:
+        answers.put((number, trains(POOLS, transport, store)))
+    else:
+        answers.put((number, receives(POOLS, transport, store, number == who, second_buffer, after)))
+    time.sleep(3 if number == 0 else 0)  # it serves the stores
+
+
+def killed_and_rejoined(who: int, second_buffer: bool, after: int) -> dict[int, dict]:
+    """What all ranks but the killed one say."""
+    context = fork_server()
+    answers = context.Queue()
+    with listen("127.0.0.1") as first, listen("127.0.0.1") as second:
+        ports = first.getsockname()[1], second.getsockname()[1]
+    processes = [
+        context.Process(target=process, args=(number, ports, who, second_buffer, after, answers), daemon=True)
+        for number in range(POOLS.world_size)
+    ]
+    try:
+        for one in processes:
+            one.start()
+        found = dict(answers.get(timeout=100) for _ in range(len(processes) - 1))
+        processes[who].join(5)
+        assert processes[who].exitcode == -signal.SIGKILL
+    finally:
+        for one in processes:
+            one.kill()
+            one.join()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("who", "second_buffer", "after"),
+    [
+        (2, True, 3),
+        (3, False, 8),
+        *(pytest.param(2 + after % 2, True, after, marks=pytest.mark.exhaustive) for after in range(14)),
+    ],
+)
+def test_those_who_are_left_notice_rejoin_and_go_on(who: int, second_buffer: bool, after: int) -> None:
+    """Killed in the middle of its messages: all others know long before the group's time-out, the ranks of training
+    agree, and with a second buffer generation keeps the old weights; then two transfers in a new group, every element
+    compared. Would not catch a machine that goes silent, which the group's time-out ends; nor NCCL.
+    """
+    found = killed_and_rejoined(who, second_buffer, after)
+    survivor = found[5 - who]
+    assert found[0]["broken"] == found[1]["broken"] and any(found[0]["broken"])
+    assert all(found[number]["again"].endswith("this rank has left the group") for number in (0, 1))
+    assert max(rank["seconds"] for rank in found.values()) < TIMEOUT_S / 4
+    assert survivor["broken"].startswith("a transfer of weights broke: ")
+    if second_buffer:
+        assert survivor["version"] == 1 and not survivor["kept"]
+    else:
+        assert survivor["version"] is None
+    assert survivor["versions"] == [2, 3] and not survivor["wrong"] and survivor["stays"]
+    for transfer in range(2):
+        assert sum(found[number]["sent"][transfer] for number in (0, 1)) == found[0]["model_bytes"]
