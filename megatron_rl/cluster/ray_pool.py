@@ -211,7 +211,8 @@ class RayPool:
             self.fate.raise_if_ended()
             self._watch = Watch(LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, options.limits)
         node_size = self._ranks.num_ranks_per_node if world_size > options.direct_ranks else 1
-        self._calls = calls = RankCalls(handles, processes, self._watch, node_size, options.grace_s)
+        with self._needing_processes():
+            self._calls = calls = RankCalls(handles, processes, self._watch, node_size, options.grace_s)
         pickled = ray.put(cloudpickle.dumps((self._host_class, self._args)))
         answers = calls.construct(self._host_class.__name__, variables, pickled, self._watch.address)
         yield Step("hosts were constructed", answers)
