@@ -16,13 +16,16 @@ import psutil
 MARK = "MEGATRON_RL_RUN"
 """The environment variable that every process of a run starts with."""
 
+FATE = "MEGATRON_RL_FATE"
+"""The environment variable that names the replica whose end a process shares; the run's own where there is none."""
+
 UNKILLABLE_AFTER_S = 30.0
 _POLL_S = 0.05
 
 
 def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     """Living processes of this user that were started with `variable`=`mark` in their environment."""
-    return living(process for process in psutil.process_iter() if _variable(process, variable) == mark)
+    return living(process for process in psutil.process_iter() if variable_of(process, variable) == mark)
 
 
 def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -57,8 +60,8 @@ def end(find: Callable[[], Iterable[psutil.Process]], patience_s: float = UNKILL
     return []
 
 
-def _variable(process: psutil.Process, name: str) -> str | None:
-    """None also where it is another user's."""
+def variable_of(process: psutil.Process, name: str) -> str | None:
+    """What a process was started with in its environment; None also where it is another user's."""
     with suppress(psutil.Error):
         value: str | None = process.environ().get(name)
         return value

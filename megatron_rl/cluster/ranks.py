@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from megatron_rl.cluster.leftovers import FATE
+
 
 class Ranks(Protocol):
     """What a pool asks of the ranks that it runs on; they are numbered from 0 in its own world.
@@ -39,16 +41,16 @@ class ReplicaRanks:
     """Ranks [number * size, (number + 1) * size) of a reservation, as a world of their own.
 
     Their processes also find POOL_REPLICA (the number), POOL_REPLICAS (how many the reservation is cut into) and
-    POOL_FIRST_RANK (its rank 0 among all ranks of the reservation) in their environment. Raises ValueError where the
-    reservation has no such ranks.
+    POOL_FIRST_RANK (its rank 0 among all ranks of the reservation) in their environment, and the replica's name under
+    `leftovers.FATE`. Raises ValueError where the reservation has no such ranks.
     """
 
-    def __init__(self, whole: Ranks, number: int, size: int) -> None:
+    def __init__(self, name: str, whole: Ranks, number: int, size: int) -> None:
         if size < 1 or whole.world_size % size or not 0 <= number < whole.world_size // size:
             raise ValueError(f"{whole.world_size} ranks have no replica {number} of {size} ranks each")
         self.world_size = size
         self.first = number * size
-        self._whole, self._number = whole, number
+        self._name, self._whole, self._number = name, whole, number
         per_node = whole.num_ranks_per_node
         fits = per_node % size == 0 or size % per_node == 0
         self.num_ranks_per_node = min(size, per_node) if fits else 1
@@ -78,6 +80,7 @@ class ReplicaRanks:
     def variables(self) -> dict[str, str]:
         """As of `Ranks`."""
         return self._whole.variables | {
+            FATE: self._name,
             "POOL_REPLICA": str(self._number),
             "POOL_REPLICAS": str(self._whole.world_size // self.world_size),
             "POOL_FIRST_RANK": str(self.first),

@@ -184,7 +184,7 @@ class RayPool:
         return self._processes.infos
 
     def _coming_up(self) -> Iterator[Step]:
-        yield Step("processes came up", self._processes.descriptions)
+        yield Step("processes", "came up", self._processes.descriptions)
         with self._needing_processes():
             self._processes.describe()
 
@@ -203,7 +203,7 @@ class RayPool:
         nodes = {process.node_id for process in numbered}
         numbered += [process for process in processes if process.node_id not in nodes]
         listening = handles[0].listen_for_ranks.remote(node_addresses(processes, numbered)[0])
-        yield Step("rank 0 listened", [listening])
+        yield Step("first ranks", "listened", [listening])
         with self._needing_processes():
             variables = place_variables(processes, ray.get(listening), numbered)
         only_here = all(process.is_local for process in processes)
@@ -211,10 +211,11 @@ class RayPool:
             self.fate.raise_if_ended()
             self._watch = Watch(LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, options.limits)
         node_size = self._ranks.num_ranks_per_node if world_size > options.direct_ranks else 1
-        self._calls = calls = RankCalls(handles, processes, self._watch, node_size, options.grace_s)
+        with self._needing_processes():
+            self._calls = calls = RankCalls(handles, processes, self._watch, node_size, options.grace_s)
         pickled = ray.put(cloudpickle.dumps((self._host_class, self._args)))
         answers = calls.construct(self._host_class.__name__, variables, pickled, self._watch.address)
-        yield Step("hosts were constructed", answers)
+        yield Step("hosts", "were constructed", answers)
         coordinates: list[Coordinates] = self._collect(calls, "__init__", answers)
         self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
 

@@ -5,7 +5,8 @@ server that is gone, and, when the node daemon dies first, whatever the workers 
 the daemons' pids, this waits until the driver says so or is gone, and kills them: the pids it was given, and every
 process that has the mark in its environment. Then it removes the run's scratch folder and shared memory.
 
-On a node where no driver is, one of the ranks has such a companion.
+On a node where no driver is, one of the ranks has such a companion. Where that rank is a replica's, whose end is not
+the run's, the companion ends that replica's processes alone, and goes on with another rank of the node.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.cluster.leftovers import MARK, descendants, end, living, marked
+from megatron_rl.cluster.leftovers import FATE, MARK, descendants, end, living, marked, variable_of
 from megatron_rl.cluster.scratch import Scratch
 
 CLEAN = b"clean"
@@ -97,8 +98,17 @@ def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
     """Wait for the parent's word or end, then kill; a pid that meanwhile went to another process is left alone."""
     scratch = Scratch.join(mark)
     watched = [process for process in psutil.process_iter() if process.pid in pids]
-    clean = _await_end(parent) == CLEAN
-    ended, deadline = time.time(), time.monotonic() + grace_s
+    clean, fate = _await_end(parent) == CLEAN, os.environ.get(FATE)
+    ended = time.time()
+    while fate is not None:
+        _end_replica(mark, fate, ended, grace_s)
+        successor = _rank_here(mark)
+        if successor is None:
+            break
+        fate = variable_of(successor, FATE)
+        _await_process(successor.pid)
+        ended = time.time()
+    deadline = time.monotonic() + grace_s
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
     # Ranks that were started after the parent's end belong to another group of the same run.
@@ -106,6 +116,29 @@ def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
     end(lambda: [*living(watched), *(one for one in marked(mark) if one.create_time() <= latest)])
     if os.getppid() != parent:  # a living one does it, as it still holds the folder
         scratch.remove(keep_logs=not clean)
+
+
+def _end_replica(mark: str, fate: str, ended: float, grace_s: float) -> None:
+    """Kill what is left of a replica one rank of which has `ended`, `grace_s` later; not what was started since."""
+
+    def left() -> list[psutil.Process]:
+        started = [one for one in marked(mark) if variable_of(one, FATE) == fate]
+        return [one for one in started if one.create_time() <= ended]
+
+    deadline = time.monotonic() + grace_s
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    end(left)
+
+
+def _rank_here(mark: str) -> psutil.Process | None:
+    """A rank of the run on this node, of no replica where there is one: Ray names its processes."""
+    ranks = []
+    for process in marked(mark):
+        with suppress(psutil.Error):
+            if process.name().startswith("ray::"):
+                ranks.append(process)
+    return min(ranks, key=lambda process: variable_of(process, FATE) is not None, default=None)
 
 
 def _await_end(parent: int) -> bytes:
@@ -119,6 +152,12 @@ def _await_end(parent: int) -> bytes:
     with suppress(BlockingIOError):
         return os.read(sys.stdin.fileno(), len(CLEAN))
     return b""
+
+
+def _await_process(pid: int) -> None:
+    """Wait for the end of a process that is no child."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
 
 
 if __name__ == "__main__":

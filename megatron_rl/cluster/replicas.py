@@ -14,6 +14,7 @@ any thread; the driving thread then gets `ClusterEnded` from whatever it waits f
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -112,10 +113,13 @@ class Replica:
             self._over = error
         self._pool.kill(error)
 
-    def wait_until_gone(self) -> bool:
-        """After `kill`, from any thread: until the processes and whoever waits for them are; whether they are."""
+    def wait_until_gone(self) -> None:
+        """After `kill`, from any thread: until the processes on this node are."""
         self._pool.shutdown()
-        return self._pool.fate.wait_until_left(LEAVE_TIMEOUT_S)
+
+    def wait_until_left(self, deadline: float) -> None:
+        """After `kill`, from any thread: until no thread is in a call of Ray for it; deadline: a monotonic time."""
+        self._pool.fate.wait_until_left(max(0.0, deadline - time.monotonic()))
 
     def _new_pool(self) -> RayPool:
         return self._make(self.name, self._ranks, Fate(named=True))
@@ -132,7 +136,7 @@ class ReplicatedPool:
             raise ValueError(f"replicas of {size} ranks do not divide the {ranks.world_size} ranks of pool {name}")
         self.name = name
         self.replicas = [
-            Replica(f"{name}/{number}", number, ReplicaRanks(ranks, number, size), make, numbered)
+            Replica(f"{name}/{number}", number, ReplicaRanks(f"{name}/{number}", ranks, number, size), make, numbered)
             for number in range(ranks.world_size // size)
         ]
 
@@ -152,11 +156,14 @@ class ReplicatedPool:
     def end(self, reason: MegatronRLError | None = None) -> None:
         """Kill all processes, whatever state they are in, and let no others start; from any thread, and repeatedly.
 
-        Returns once the processes on this node are gone and no thread is in a call of Ray for a replica, or after
-        LEAVE_TIMEOUT_S for each that is.
+        Returns once the processes on this node are gone and no thread is in a call of Ray for a replica; threads have
+        LEAVE_TIMEOUT_S to leave.
         """
         why = f", because {reason}" if reason is not None else ""
         for replica in self.replicas:
             replica.kill(ClusterEnded(f"the replica {replica.name} ended with its cluster{why}"))
         for replica in self.replicas:
             replica.wait_until_gone()
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        for replica in self.replicas:
+            replica.wait_until_left(deadline)

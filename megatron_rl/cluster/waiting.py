@@ -84,9 +84,10 @@ class CallFuture(PoolFuture[Answer]):
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that a start waits for. what: the end of "2 of 4 ..." where not all came in time."""
+    """What a start waits for next, in words: so many `things` of the pool were `done`."""
 
-    what: str
+    things: str
+    done: str
     answers: list[ObjectRef]
 
 
@@ -101,7 +102,7 @@ class StartFuture(PoolFuture[None]):
         super().__init__(self._wait, pool)
         self._steps, self._timeout_s = steps, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._step, self._missing = Step("", []), list[ObjectRef]()
+        self._step, self._missing = Step("", "", []), list[ObjectRef]()
         self._error: BaseException | None = None
         self._is_over = False
 
@@ -140,9 +141,10 @@ class StartFuture(PoolFuture[None]):
             raise self._error.with_traceback(None)
 
     def _late(self) -> WorkerFailure:
-        num, there = len(self._step.answers), len(self._step.answers) - len(self._missing)
+        step, num = self._step, len(self._step.answers)
         return WorkerFailure(
-            f"{there} of {num} {self._step.what} of pool {self.pool.name} in {self._timeout_s:g} s; "
+            f"{num - len(self._missing)} of {num} {step.things} of pool {self.pool.name} {step.done} in "
+            f"{self._timeout_s:g} s; "
             "does another pool still occupy its ranks, or is their node gone?"
         )
 

@@ -169,7 +169,7 @@ class Watch:
         with suppress(RuntimeError):  # another thread closes this
             for connection in asked:
                 self._loop.call_soon_threadsafe(connection.ask_for_stacks)
-        while len(self._stacks) < len(asked) and time.monotonic() < deadline:
+        while len(self._stacks) < len(asked) and time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(0.05)
         return dict(sorted(self._stacks.items()))
 

@@ -31,7 +31,10 @@ def spec(name: str, num_ranks: int, num_nodes: int = 1) -> PoolSpec:
 def cluster_of(
     num_replicas: int, size: int, limits: Limits | None = None, slow: Path = Path("/nowhere"), num_nodes: int = 1
 ) -> RayCluster:
-    """One rank that trains, and replicas of `size` ranks; a host that is built while `slow` exists takes a minute."""
+    """Replicas of `size` ranks, and one rank that trains; a host that is built while `slow` exists takes a minute.
+
+    num_nodes: of the replicas, whose ranks are reserved first.
+    """
     hosting = Hosting(
         ReplicaHost,
         (str(slow),),
@@ -40,7 +43,7 @@ def cluster_of(
         limits=limits or Limits(),
         replicated={ROLLOUT: size},
     )
-    return RayCluster([spec(TRAIN, 1), spec(ROLLOUT, num_replicas * size // num_nodes, num_nodes)], hosting)
+    return RayCluster([spec(ROLLOUT, num_replicas * size // num_nodes, num_nodes), spec(TRAIN, 1)], hosting)
 
 
 def trainer(cluster: RayCluster) -> Sampler:

@@ -6,13 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
-from replica_cluster import ROLLOUT, are_gone, cluster_of, replicas, sampler, trainer
+from replica_cluster import ROLLOUT, Driver, are_gone, cluster_of, replicas, sampler, trainer
 from replica_worker import ReplicaHost
 
 from megatron_rl.cluster.ray_cluster import RayCluster
+from megatron_rl.cluster.replicas import ClusterEnded
 from megatron_rl.cluster.waiting import wait_any
 from megatron_rl.cluster.watch import Limits
 from megatron_rl.dispatch import Future
@@ -24,9 +26,15 @@ LIMIT_S = 12.0
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists, the building of a host takes a minute."""
+    return tmp_path_factory.mktemp("hosts") / "slow"
+
+
+@pytest.fixture(scope="module")
+def cluster(slow: Path) -> Iterator[RayCluster]:
     """Two replicas of two ranks each."""
-    with cluster_of(2, 2, Limits(stall_timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)) as cluster:
+    with cluster_of(2, 2, Limits(stall_timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S), slow) as cluster:
         yield cluster
 
 
@@ -56,11 +64,11 @@ def test_a_killed_rank_ends_its_replica_alone_and_a_restart_brings_it_back(clust
     first, second = replicas(cluster)
     train_pids, first_pids, second_pids = cluster.pools["train"].pids, first.pids, second.pids
     training = trainer(cluster).count(1, 4.0)
-    dying, living = sampler(first).sleep_on(0, 60.0), sampler(second).count(2, 2.0)
+    dying, living = sampler(first).count(0, 60.0), sampler(second).count(2, 2.0)
     os.kill(first_pids[1], signal.SIGKILL)
     killed_at = time.monotonic()
     assert wait_any([dying, living]) == [dying]
-    with pytest.raises(WorkerFailure, match=r"^pool rollout_pool/0, rank 1 \(sampler\): the process died during sleep"):
+    with pytest.raises(WorkerFailure, match=r"^pool rollout_pool/0, rank 1 \(sampler\): the process died during count"):
         dying.get()
     assert time.monotonic() - killed_at < 8 and not living_now(first_pids)
     with pytest.raises(WorkerFailure, match="rollout_pool/0, rank 1"):
@@ -134,6 +142,37 @@ def test_a_wait_ends_at_its_time_out_and_takes_futures_of_pools_only(cluster: Ra
         wait_any([Future.done(1)])
     with pytest.raises(TypeError, match="at least one"):
         wait_any([])
+
+
+def test_a_start_that_takes_too_long_fails_within_its_limit(cluster: RayCluster, slow: Path) -> None:
+    """Hosts that are never built; the next start succeeds. Would not catch a driver that is late itself."""
+    first, second = replicas(cluster)
+    slow.touch()
+    began = time.monotonic()
+    starting = first.restart(timeout_s=6)
+    with pytest.raises(WorkerFailure, match=r"^\d of \d \w+ of pool rollout_pool/0 .* in 6 s; does another"):
+        starting.get()
+    assert 6 <= time.monotonic() - began < 10
+    slow.unlink()
+    first.restart().get()
+    assert sampler(first).count(3).get() == [(3, first.pids[0])]
+    assert sampler(second).count(4).get() == [(4, second.pids[0])]
+
+
+def test_a_failed_training_pool_ends_the_replicas_and_the_thread_that_waits_for_them(cluster: RayCluster) -> None:
+    """It ends the shared cluster. Would not catch a thread that waits for something else than a replica."""
+    pids = [pid for pool in (cluster.pools["train"], *replicas(cluster)) for pid in pool.pids]
+    calls: list[Future] = [sampler(replica).count(0, 600.0) for replica in replicas(cluster)]
+    thread = Driver(lambda: wait_any(calls)[0].get())
+    with pytest.raises(WorkerFailure, match=r"^pool train, rank 0 \(sampler\) raised OSError in fail: no room"):
+        trainer(cluster).fail().get()
+    assert len(pids) == 5 and not living_now(pids)
+    error = thread.must_end_within(5)
+    assert isinstance(error, ClusterEnded) and "raised OSError in fail: no room" in str(error)
+    for attempt in (lambda: replicas(cluster)[0].restart(), lambda: sampler(replicas(cluster)[1]).count(1)):
+        with pytest.raises(ClusterEnded, match=r"^the replica rollout_pool/\d ended with its cluster, because pool tr"):
+            attempt()
+    assert not living_now(pids)
 
 
 def living_now(pids: list[int]) -> list[int]:

@@ -1,0 +1,97 @@
+"""The companion of ranks on a node without a driver: what it ends when one rank has ended, and what it lets live."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from replica_cluster import eventually
+
+from megatron_rl.cluster.leftovers import FATE, MARK, end, marked
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+RANK = """
+import ctypes, subprocess, sys, time
+from megatron_rl.cluster import reaper
+reaper.PEERS_GRACE_S = 0.5
+kept = reaper.settle_in()
+child = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL)
+ctypes.CDLL(None).prctl(15, b"ray::Toy")  # PR_SET_NAME, as Ray does
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+class Node:
+    """Ranks of one run, on a machine of their own as far as they know."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+        self.folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}" / mark
+
+    def rank(self, replica: str | None) -> tuple[subprocess.Popen, list[int]]:
+        """A rank, once it has settled in, and its pid and its child's."""
+        env = os.environ | {MARK: self.mark, "PYTHONPATH": os.getcwd()} | ({} if replica is None else {FATE: replica})
+        process = subprocess.Popen([sys.executable, "-c", RANK], env=env, stdout=subprocess.PIPE, text=True)
+        return process, [process.pid, int(process.stdout.readline())]
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node(uuid.uuid4().hex[:10])
+    yield node
+    assert end(lambda: marked(node.mark)) == []
+
+
+def kill(rank: tuple[subprocess.Popen, list[int]]) -> Callable[[], bool]:
+    """SIGKILL to a rank; whether it and its child are gone."""
+    process, pids = rank
+    process.kill()
+    process.wait()
+    return lambda: not any(map(lives, pids))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_end_of_a_replica_is_not_that_of_the_node(node: Node) -> None:
+    """Three replicas end one after the other, the one with the companion first; one of them comes back in between.
+
+    Would not catch a rank that Ray has not yet given its name.
+    """
+    first, second, third = (node.rank(f"rollout_pool/{number}") for number in range(3))
+    assert eventually(kill(first))
+    again = node.rank("rollout_pool/0")
+    assert all(map(lives, second[1] + third[1])) and node.folder.exists()
+    assert eventually(kill(second))
+    assert all(map(lives, again[1] + third[1]))
+    for rank in (third, again):
+        process, _ = rank
+        process.kill()
+        process.wait()
+    assert eventually(lambda: not marked(node.mark) and not node.folder.exists(), 20)
+
+
+def test_the_end_of_a_training_rank_is_that_of_the_node(node: Node) -> None:
+    """It has no companion of its own: the replica that has one ends first. Would not catch a rank that hangs."""
+    replica, train, other = node.rank("rollout_pool/0"), node.rank(None), node.rank("rollout_pool/1")
+    assert eventually(kill(replica))
+    assert all(map(lives, train[1] + other[1]))
+    time.sleep(2)  # until the companion watches the next rank; otherwise the driver's end of `other` would be needed
+    train[0].kill()
+    train[0].wait()
+    assert eventually(lambda: not marked(node.mark) and not node.folder.exists(), 20)
+    other[0].wait(10)
