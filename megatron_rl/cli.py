@@ -75,6 +75,9 @@ def train_command(
     collapse: Annotated[
         bool, typer.Option("--collapse", help="Run on one rank whatever layout and pools are configured.")
     ] = False,
+    replay: Annotated[
+        Path | None, typer.Option("--replay", help="The folder of an asynchronous run, to repeat it bit for bit.")
+    ] = None,
 ) -> None:
     """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
     run = checked(config, overrides, change=collapsed if collapse else None)
@@ -83,6 +86,8 @@ def train_command(
     assert run_config is not None  # a file without a configuration has violations
     for note in run.notes:
         Console(stderr=True).print(f"{note.kind.value}: {note}", soft_wrap=True, highlight=False, markup=False)
+    if replay is not None:
+        check_replay(run_config, replay)
     if local:
         run_config = on_one_rank(run_config)
         os.environ |= worker_environment(run_config.trainer.device, ranks_per_node=1)
@@ -94,7 +99,21 @@ def train_command(
     with without_collections():
         from megatron_rl.train import train
 
-    train(run_config, local)
+    train(run_config, local, replay)
+
+
+def check_replay(config: RunConfig, replay: Path) -> None:
+    """Have a run repeat another's schedule: from its beginning, in a folder of its own. Raises ConfigError."""
+    trainer = config.trainer
+    if not config.samples_in_slices:
+        raise ConfigError(
+            "--replay needs the configuration of the run that it repeats: this one has trainer.rollout_ahead=0"
+        )
+    if Path(trainer.default_local_dir).resolve() == replay.resolve():
+        raise ConfigError(
+            f"--replay {replay} would overwrite what it repeats; nearest: trainer.default_local_dir={replay}_again"
+        )
+    trainer.save_freq, trainer.resume_mode, trainer.resume_from_path = -1, "disable", None
 
 
 def on_one_rank(config: RunConfig) -> RunConfig:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron_rl.book import Book
+from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import needs_of
 from megatron_rl.config.roles import ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.generation.bridge import ReplicaBridge
 from megatron_rl.generation.coming import read_schedule
 from megatron_rl.generation.driver import Driver
@@ -24,7 +28,9 @@ from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollouts import Rollouts
 from megatron_rl.run_folder import RunFolder
 from megatron_rl.sliced_rollouts import RolloutsAhead, RolloutsInTurns
-from megatron_rl.stream.rules import Rules
+from megatron_rl.stream.journal import SCHEDULE_FILE, Event, Journal, Recorder, Resumed, read_events
+from megatron_rl.stream.replay import Replay
+from megatron_rl.stream.rules import Decides, Rules
 from megatron_rl.stream.scheduler import Scheduler
 
 
@@ -74,8 +80,32 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     )
 
 
-def open_rollouts(parts: Parts, look: Callable[[], None], opened: ExitStack) -> Rollouts:
-    """Made and ready for `load_weights`. look: raises for failures of other pools, and where the run is to stop."""
+def open_journal(folder: RunFolder, schedule: Mapping[str, Any] | None) -> Journal:
+    """The run's schedule.jsonl, with what the checkpoint knows of it. Raises StorageError."""
+    with storing(SCHEDULE_FILE, folder.path):
+        journal = Journal(folder.path / SCHEDULE_FILE, 0 if schedule is None else schedule["num_lines"])
+        if folder.resumed_step is not None:
+            journal.append(Resumed(folder.resumed_step))
+    return journal
+
+
+def read_schedule_file(run: Path) -> list[Event]:
+    """The recorded schedule of a run's folder. Raises ConfigError where it has none."""
+    file = run / SCHEDULE_FILE
+    try:
+        return read_events(file)
+    except OSError as error:
+        rule = "has no schedule to repeat; runs with trainer.rollout_ahead or async_training.partial_rollout write one"
+        raise ConfigError(f"{run} {rule}: {file} {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def open_rollouts(parts: Parts, look: Callable[[], None], opened: ExitStack, replay: Path | None = None) -> Rollouts:
+    """Made and ready for `load_weights`. look: raises for failures of other pools, and where the run is to stop.
+
+    replay: the folder of a run whose schedule is repeated. Raises ConfigError where there is none.
+    """
     config, placement = parts.config, parts.placement
     common = (config, parts.data, parts.cursor, parts.rollout, parts.rewards, parts.book)
     if not config.samples_in_slices:
@@ -84,13 +114,18 @@ def open_rollouts(parts: Parts, look: Callable[[], None], opened: ExitStack) -> 
     rules = rules_of(config, placement, start.step + 1)
     num_replicas = placement.pool_of(ROLLOUT).world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
     schedule = None if start.path is None else read_schedule(start.path)
-    decider = Scheduler(rules, num_replicas, schedule)
+    journal = open_journal(parts.folder, schedule)
+    opened.callback(journal.close)
+    decider: Decides = Scheduler(rules, num_replicas, schedule)
+    if replay is not None:
+        decider = Replay(rules, num_replicas, read_schedule_file(replay))
+    begun = (rules, Recorder(decider, journal), journal, parts.folder, num_replicas)
     if parts.replicas is None:
         in_turns = RolloutsInTurns(*common)
-        in_turns.begin(rules, decider, parts.folder, num_replicas)
+        in_turns.begin(*begun)
         return in_turns
     ahead = RolloutsAhead(*common)
-    ahead.begin(rules, decider, parts.folder, num_replicas)
+    ahead.begin(*begun)
     lanes = Lanes(parts.replicas.replicas, config.async_training.max_replica_restarts, parts.book.warn)
     ahead.driver = opened.enter_context(Driver(lanes, ahead.work, look))
     ahead.bridge = ReplicaBridge(parts.actor, ahead.driver, config.async_training.second_buffer, start.step)

@@ -125,7 +125,7 @@ class Ears:
 
 
 @contextmanager
-def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
+def open_run(config: RunConfig, local: bool = False, replay: Path | None = None) -> Iterator[Run]:
     """A run, ready for its first step; errors of data, rewards and checkpoints come before any process is started."""
     started, trainer = time.monotonic(), config.trainer
     with graceful_signals(stop_grace_s(trainer)) as stop, ExitStack() as opened:
@@ -152,7 +152,9 @@ def open_run(config: RunConfig, local: bool = False) -> Iterator[Run]:
         roles = build_roles(cluster, placement, book)
         rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock)
         whole = (config, placement, data.train, data.cursor, roles.actor, roles.rollout, roles.replicas)
-        rollouts = open_rollouts(Parts(*whole, rewards, book, folder), partial(look_round, cluster, pace), opened)
+        rollouts = open_rollouts(
+            Parts(*whole, rewards, book, folder), partial(look_round, cluster, pace), opened, replay
+        )
         validation = Validation(config, data.val, rollouts, rewards, book, stop)
         life = Lifecycle(config, folder, roles.hosts, parts, book, pace, rollouts)
         life.restore()

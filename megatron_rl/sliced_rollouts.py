@@ -26,6 +26,7 @@ from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollouts import Batch, Rollouts
 from megatron_rl.run_folder import RunFolder
 from megatron_rl.stream.answers import Answers
+from megatron_rl.stream.journal import Journal
 from megatron_rl.stream.rules import Decides, Rules
 
 
@@ -35,10 +36,11 @@ class SlicedRollouts(Rollouts):
     work: Work
     coming: Coming
     rules: Rules
+    journal: Journal
 
-    def begin(self, rules: Rules, decider: Decides, folder: RunFolder, num_replicas: int) -> None:
+    def begin(self, rules: Rules, decider: Decides, journal: Journal, folder: RunFolder, num_replicas: int) -> None:
         """Go on where the checkpoint of `folder` stands, or begin. Raises ConfigError for a damaged one."""
-        self.rules = rules
+        self.rules, self.journal = rules, journal
         answers = Answers(rules.batch_rows, partial(request_seed, self.config.trainer.seed))
         first = rules.first_step - 1
         self.coming = Coming(answers, self.cursor, first, self._ask, self.sampling, self.greedy())
@@ -51,7 +53,8 @@ class SlicedRollouts(Rollouts):
         self.work = Work(decider, answers, num_replicas)
 
     def write(self, folder: Path, step: int) -> list[str]:
-        write_rollouts(folder, self.work.answers, self.work.decider.state_dict(), step)
+        schedule = self.work.decider.state_dict() | {"num_lines": self.journal.num_lines}
+        write_rollouts(folder, self.work.answers, schedule, step)
         return [ROLLOUTS_FILE]
 
     def _take(self, step: int) -> Batch:
@@ -126,7 +129,7 @@ class RolloutsAhead(SlicedRollouts):
                 self.driver.wait_until(lambda: self.bridge.is_wanted)
                 self.load(version)
             with self.driver.locked() as work:
-                work.decider.saved(version)
+                work.decider.interrupted(version)
         return answers
 
     @contextmanager

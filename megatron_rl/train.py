@@ -9,6 +9,7 @@ other is started before anything is waited for, so that roles in pools of their 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.algorithms import bypasses, needs_of
@@ -20,14 +21,15 @@ from megatron_rl.rollouts import Batch
 from megatron_rl.run import Run, open_run
 
 
-def train(config: RunConfig, local: bool = False) -> dict[str, Any]:
+def train(config: RunConfig, local: bool = False, replay: Path | None = None) -> dict[str, Any]:
     """Run PPO as configured and return the summary that is also written to `summary.json`.
 
     Goes on from the newest checkpoint, or as `trainer.resume_mode` says. local: one rank, all roles in this process.
+    replay: the folder of a run whose recorded schedule of generation is repeated.
     Raises a MegatronRLError, and leaves no process behind, whatever goes wrong on a rank or in a reward function, and
     when a signal asks it to stop.
     """
-    with open_run(config, local) as run:
+    with open_run(config, local, replay) as run:
         run.validation.before_training(run.life.is_resumed)
         for step in run.life.steps():
             batch = run.rollouts.next(step)

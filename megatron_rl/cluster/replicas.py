@@ -91,6 +91,11 @@ class Replica:
         pool.spawn()
         return self.begin(timeout_s)
 
+    def raise_if_failed(self) -> None:
+        """Raise, and end the processes, where a rank has failed or hangs that nobody waits for."""
+        self._pool.fate.raise_if_ended()
+        self._pool.raise_if_failed()
+
     def spawn(self) -> None:
         """Begin to start the first processes."""
         self._pool.spawn()

@@ -14,8 +14,38 @@ from megatron_rl.generation.lanes import Lane, State
 from megatron_rl.generation.work import Work
 from megatron_rl.hybrid_engine.engine import TransitionReport
 from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.received_weights import Arrival
 
 Call = Callable[[Lane], Future[Any]]
+
+PRESENT = (State.LIVES, State.JOINS)
+"""Replicas that can be called."""
+
+
+class Asked:
+    """Calls of some replicas, made in the driver's thread."""
+
+    def __init__(self, driver: Driver, lanes: Sequence[Lane], call: Call) -> None:
+        self._driver = driver
+        self._answers: dict[int, Any] = {}
+        self._lanes = driver.ask(lambda: self._begin(lanes, call))
+
+    def get(self) -> dict[int, Any]:
+        """Wait for all: lane -> answer, of those that are not lost meanwhile."""
+        self._driver.wait_until(self._is_over)
+        return self._answers
+
+    def _begin(self, lanes: Sequence[Lane], call: Call) -> list[tuple[Lane, int]]:
+        asked = [lane for lane in lanes if lane.state in PRESENT]
+        for lane in asked:
+            self._driver.expect(lane, call(lane), partial(self._answers.__setitem__, lane.number))
+        return [(lane, lane.replica.num_restarts) for lane in asked]
+
+    def _is_over(self) -> bool:
+        return all(
+            lane.number in self._answers or lane.state not in PRESENT or lane.replica.num_restarts > before
+            for lane, before in self._lanes
+        )
 
 
 class ReplicaBridge:
@@ -50,7 +80,7 @@ class ReplicaBridge:
             own = addresses[lane.number]
             return lane.rollout.rejoin_bridge(own) if lane.is_built else lane.host.build(ROLLOUT, own)
 
-        self._ask_all(lanes, meet)
+        self._ask(lanes, meet).get()
         joining.get()
         for lane in lanes:
             lane.is_built = True
@@ -66,35 +96,50 @@ class ReplicaBridge:
             if {lane.number for lane in present} != self._met or not all(lane.is_built for lane in present):
                 self.connect()
                 present = self._present()
-            answers = self._move(version, present)
-            if answers is not None:
+            if not present:
+                self._driver.wait_until(lambda: self.is_wanted)
+                continue
+            reports = self._move(version, present)
+            if reports is not None:
                 break
         self.version = version
         self._let_joined_draw(work)
-        return [report for reports in answers.values() for report in reports]
+        return reports
 
     def _present(self) -> list[Lane]:
-        return [lane for lane in self._driver.lanes.all if lane.state in (State.LIVES, State.JOINS)]
+        return [lane for lane in self._driver.lanes.all if lane.state in PRESENT]
 
-    def _move(self, version: int, lanes: Sequence[Lane]) -> dict[int, list[TransitionReport]] | None:
-        """One transfer: lane -> reports of its ranks; None where a rank was lost and it must be tried again."""
+    def _move(self, version: int, lanes: Sequence[Lane]) -> list[TransitionReport] | None:
+        """One transfer: what it cost each rank; None where a rank was lost and it must be tried again."""
         if self._beside:
-            self._ask_all(lanes, lambda lane: lane.rollout.begin_receive())
-            sent = self._actor.send_weights(version).get()
-            answers = self._ask_all(lanes, lambda lane: lane.rollout.end_receive())
+            arrivals, is_sent = self._move_beside(version, lanes)
         else:
             with self._driver.holding(version):
-                sending = self._actor.send_weights(version)
-                answers = self._ask_all(lanes, lambda lane: lane.rollout.receive_weights())
-                sent = sending.get()
-        is_whole = len(answers) == len(lanes) and not any(getattr(report, "broken", "") for report in sent)
-        if not is_whole:
+                receiving = self._ask(lanes, lambda lane: lane.rollout.try_receive_weights())
+                is_sent = self._send(version)
+                arrivals = receiving.get()
+        came = [arrival for of_ranks in arrivals.values() for arrival in of_ranks]
+        if not is_sent or len(arrivals) < len(lanes) or any(arrival.broken for arrival in came):
             self._met = set()  # the way is broken: all meet anew
-        return answers if is_whole else None
+            return None
+        return [arrival.transition for arrival in came if arrival.transition is not None]
+
+    def _move_beside(self, version: int, lanes: Sequence[Lane]) -> tuple[dict[int, list[Arrival]], bool]:
+        """Lane -> how the weights arrived on its ranks, and whether they were sent; slices go on meanwhile."""
+        drawing, joining = [lane for lane in lanes if lane.lives], [lane for lane in lanes if not lane.lives]
+        started = self._ask(drawing, lambda lane: lane.rollout.begin_receive())
+        received = self._ask(joining, lambda lane: lane.rollout.try_receive_weights())
+        is_sent = self._send(version)
+        begun = started.get()
+        ended = self._ask([lane for lane in drawing if lane.number in begun], lambda lane: lane.rollout.end_receive())
+        return received.get() | ended.get(), is_sent
+
+    def _send(self, version: int) -> bool:
+        return not any(attempt.broken for attempt in self._actor.try_send_weights(version).get())
 
     def _let_joined_draw(self, work: Work) -> None:
         joined = self._driver.lanes.joining
-        self._ask_all(joined, lambda lane: lane.rollout.enter())
+        self._ask(joined, lambda lane: lane.rollout.enter()).get()
         with self._driver.locked():
             for lane in joined:
                 if lane.state is State.JOINS:
@@ -102,19 +147,5 @@ class ReplicaBridge:
                     if lane.was_lost:
                         work.decider.replica_back(lane.number, self.version)
 
-    def _ask_all(self, lanes: Sequence[Lane], call: Call) -> dict[int, Any]:
-        """Call replicas in the driver's thread and wait for all of them: lane -> answer, of those that are not lost."""
-        answers: dict[int, Any] = {}
-        asked: set[int] = set()
-
-        def begin() -> None:
-            for lane in lanes:
-                if lane.state in (State.LIVES, State.JOINS):
-                    asked.add(lane.number)
-                    self._driver.expect(lane, call(lane), partial(answers.__setitem__, lane.number))
-
-        self._driver.ask(begin)
-        by_number = {lane.number: lane for lane in lanes}
-        lost = (State.STARTS, State.GONE)
-        self._driver.wait_until(lambda: all(number in answers or by_number[number].state in lost for number in asked))
-        return answers
+    def _ask(self, lanes: Sequence[Lane], call: Call) -> Asked:
+        return Asked(self._driver, lanes, call)

@@ -7,6 +7,7 @@ lock guards what both touch: what is decided, and the answers.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +18,14 @@ from typing import Any, TypeVar
 from megatron_rl.cluster.waiting import wait_any
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.generation.lanes import Lane, Lanes
+from megatron_rl.generation.lanes import Lane, Lanes, State
 from megatron_rl.generation.work import Work
 
 TICK_S = 0.02
 """Between two looks at what the main thread asks."""
+
+LOOK_S = 1.0
+"""Between two looks at replicas that nothing is expected of."""
 
 Result = TypeVar("Result")
 
@@ -56,6 +60,7 @@ class Driver:
         self._held: Hold | None = None
         self._error: BaseException | None = None
         self._ends = False
+        self._next_look = 0.0
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     def __enter__(self) -> Driver:
@@ -152,10 +157,23 @@ class Driver:
                 self._do_jobs()
                 self._give_orders()
                 self.collect(TICK_S)
+                self._look_at_replicas()
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _look_at_replicas(self) -> None:
+        """Notice the end of one that nothing is expected of at the moment."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_S
+        for lane in self.lanes.all:
+            if lane.state in (State.LIVES, State.JOINS):
+                try:
+                    lane.replica.raise_if_failed()
+                except MegatronRLError as error:
+                    self._lost(lane, error)
 
     def _do_jobs(self) -> None:
         while self._jobs:

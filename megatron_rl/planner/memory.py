@@ -121,6 +121,8 @@ class MemoryOfStage:
             held |= self._trained(role) if role.is_trained else self._frozen(role)
         if self.generates and self.is_split:
             held["rollout weights"] = self.models.rollout_weights_bytes
+            if self.config.samples_in_slices and self.config.async_training.second_buffer:
+                held["arriving weights"] = self.models.rollout_weights_bytes
         phases = {
             INIT: {
                 **{name: size for name, size in held.items() if not name.endswith("moments")},

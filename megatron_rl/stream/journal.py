@@ -72,6 +72,14 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Interrupted:
+    """All engines did something else after step `step`, such as a validation, and had lost their requests by it."""
+
+    event: ClassVar[str] = "interrupted"
+    step: int
+
+
+@dataclass(frozen=True)
 class Resumed:
     """A new process went on after `step`: all engines were empty and held that version. Its executor appends this."""
 
@@ -89,9 +97,10 @@ class Decided:
     attempt: int
 
 
-Event = SliceDone | ReplicaLost | ReplicaBack | VersionReady | StepTaken | Saved | Resumed | Decided
+Event = SliceDone | ReplicaLost | ReplicaBack | VersionReady | StepTaken | Saved | Interrupted | Resumed | Decided
 KINDS: dict[str, type[Event]] = {
-    kind.event: kind for kind in (SliceDone, ReplicaLost, ReplicaBack, VersionReady, StepTaken, Saved, Resumed, Decided)
+    kind.event: kind
+    for kind in (SliceDone, ReplicaLost, ReplicaBack, VersionReady, StepTaken, Saved, Interrupted, Resumed, Decided)
 }
 
 
@@ -186,6 +195,13 @@ class Recorder:
     def saved(self, step: int) -> None:
         self._decides.saved(step)
         self._journal.append(Saved(step))
+
+    def interrupted(self, step: int) -> None:
+        self._decides.interrupted(step)
+        self._journal.append(Interrupted(step))
+
+    def admit(self, begins: bool) -> None:
+        self._decides.admit(begins)
 
     def replica_lost(self, replica: int) -> None:
         self._decides.replica_lost(replica)

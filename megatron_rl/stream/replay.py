@@ -8,13 +8,13 @@ its next slice drops what it had, and its requests go on where they went on.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.stream.journal import Decided, Event, ReplicaLost, Resumed, SliceDone
+from megatron_rl.stream.journal import Decided, Event, Interrupted, ReplicaLost, Resumed, SliceDone
 from megatron_rl.stream.rules import Decision, Order, Rules
 
 
@@ -40,6 +40,7 @@ class _Reader:
         self.slices: dict[int, list[_Slice]] = defaultdict(list)
         self.num_finished: Counter[int] = Counter()
         self.decisions: list[Decision] = []
+        self.interruptions: list[dict[int, int]] = []
         self._inside: dict[int, set[int]] = defaultdict(set)
         self._abandoned: dict[int, set[int]] = defaultdict(set)
         self._owner: dict[int, int] = {}
@@ -50,6 +51,8 @@ class _Reader:
         match event:
             case SliceDone():
                 self._read_slice(event)
+            case Interrupted():
+                self.interruptions.append({replica: len(slices) for replica, slices in self.slices.items()})
             case ReplicaLost():
                 self._lose(event.replica)
             case Resumed():
@@ -68,6 +71,7 @@ class _Reader:
             self.num_finished.update(self.rules.batch_of(request) for request in ended)
         for known in (self.slices, self._inside, self._abandoned, self._owner, self._left_after):
             known.clear()
+        self.interruptions = []
         self.decisions = []
 
     def drop_the_abandoned(self) -> None:
@@ -138,6 +142,9 @@ class Replay:
         self._versions = [sorted({known.order.version for known in slices}) for slices in self._slices]
         self._num_finished = reader.num_finished
         self._decisions = reader.decisions
+        self._interruptions = deque(
+            [before.get(replica, 0) for replica in range(num_replicas)] for before in reader.interruptions
+        )
         self._num_given = [0] * num_replicas
         self._num_done = [0] * num_replicas
         self._held = [rules.first_step - 1] * num_replicas
@@ -147,6 +154,8 @@ class Replay:
         """The next recorded slice, as soon as it is possible."""
         number = self._num_given[replica]
         if number > self._num_done[replica] or number == len(self._slices[replica]):
+            return None
+        if self._interruptions and number >= self._interruptions[0][replica]:
             return None
         known = self._slices[replica][number]
         waits = any(self._num_done[other] < num for other, num in known.needs.items())
@@ -206,6 +215,14 @@ class Replay:
     def saved(self, step: int) -> None:
         """Changes nothing: what is begun anew after a save is in the recorded orders."""
 
+    def interrupted(self, step: int) -> None:
+        """What is begun anew is in the recorded orders, which go on."""
+        if self._interruptions:
+            self._interruptions.popleft()
+
+    def admit(self, begins: bool) -> None:
+        """Changes nothing: what is begun when is recorded."""
+
     def replica_lost(self, replica: int) -> None:
         """Raises ReplayError: another loss than the recorded ones cannot be fitted in."""
         raise ReplayError(f"replica {replica} was lost while a recorded schedule was repeated")
@@ -231,8 +248,8 @@ class Replay:
         return True
 
     def may_save(self, step: int) -> bool:
-        """Always: a save changes nothing here."""
-        return True
+        """Whether all slices are done that came before the next recorded interruption."""
+        return not self._interruptions or self._num_done == self._interruptions[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Raises ReplayError before everything is drawn: engines that are begun anew would not repeat the bits."""

@@ -152,6 +152,9 @@ class Decides(Protocol):
     def saved(self, step: int) -> None:
         """A checkpoint after `step` was written."""
 
+    def interrupted(self, step: int) -> None:
+        """The engines did something else after step `step`, where `may_save` allowed it, and are empty."""
+
     def admit(self, begins: bool) -> None:
         """Whether waiting requests may be begun; not, to drain the engines."""
 

@@ -197,6 +197,10 @@ class Scheduler:
             replica.renewed |= replica.owned
             self.counts["renewed"] += len(replica.owned)
 
+    def interrupted(self, step: int) -> None:
+        """The engines did something else after step `step` and are empty: what is unfinished is begun anew."""
+        self.saved(step)
+
     def admit(self, begins: bool) -> None:
         """Whether waiting requests may be begun; not, to drain engines. In rounds these drain at their own places."""
         self._admits = begins or self.rules.in_rounds

@@ -1,7 +1,7 @@
 """Settings of verl's asynchronous trainer, which counts in samples and transfers what is in steps here.
 
-There a training step takes `require_batches` mini-batches, `rollout.*` says how many ranks generate and how many prompts
-are answered in all, and `staleness_threshold` is the share of samples that may be older than the last transfer.
+There a training step takes `require_batches` mini-batches, `rollout.*` says how many ranks generate and how many
+prompts are answered in all, and `staleness_threshold` is the share of samples that may be older than the last transfer.
 """
 
 from __future__ import annotations
