@@ -196,9 +196,7 @@ class Driver:
                 one = self.work.next_slice(lane.number)
             if one is not None:
                 lane.is_busy = True
-                self.expect(
-                    lane, lane.rollout.advance({lane.number: one}), lambda got, lane=lane: self._done(lane, got)
-                )
+                self.expect(lane, lane.rollout.advance({lane.number: one}), partial(self._done, lane))
 
     def _started(self, lane: Lane, _: None) -> None:
         self.lanes.started(lane)
