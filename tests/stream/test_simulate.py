@@ -114,14 +114,14 @@ def test_a_long_tail_does_not_hold_the_trainer_up():
 @pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_short_equal_answers_are_not_slower(partial, deterministic):
-    """16 tokens each: no tail to win from, and a synchronous run without any idle rank. With `ahead` 2 equally quick, with
-    1 slower by less than the transfer, which two steps cannot hide. Would not catch slices far longer than answers.
+    """16 tokens each: no tail to win from, and no rank idles in the synchronous run. With `ahead` 2 as quick; with 1 or
+    in rounds at most a transfer slower, which is not hidden there. Would not catch slices far longer than answers.
     """
-    rules = Rules(64, 18, ahead=2, slice_steps=16, max_running=16, partial=partial, deterministic=deterministic)
-    seconds, bound, in_turns = balanced(rules, 2, lambda request, attempt: 16, transfer=0.04)
-    assert bound <= seconds * (1 + 1e-9) and seconds <= in_turns
-    seconds, bound, in_turns = balanced(replace(rules, ahead=1), 2, lambda request, attempt: 16, transfer=0.04)
-    assert bound <= seconds <= in_turns + 0.04
+    for ahead in (2, 1):
+        rules = Rules(64, 18, ahead, slice_steps=16, max_running=16, partial=partial, deterministic=deterministic)
+        seconds, bound, in_turns = balanced(rules, 2, lambda request, attempt: 16, transfer=0.04)
+        shown = 0.04 if deterministic or ahead == 1 else 0.0
+        assert bound <= seconds * (1 + 1e-9) and seconds <= in_turns + shown
 
 
 def test_the_shares_of_time():
