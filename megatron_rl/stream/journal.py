@@ -153,11 +153,7 @@ class Recorder:
         """Both stay the caller's: the journal is not closed here."""
         self._decides, self._journal = decides, journal
         self._orders: dict[int, Order] = {}
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """As `Decides` says, like everything below."""
-        return self._decides.counts
+        self.counts = decides.counts
 
     @property
     def is_drawn(self) -> bool:
@@ -174,6 +170,9 @@ class Recorder:
         order = self._orders.pop(replica)
         ended = tuple(sorted(finished))
         self._journal.append(SliceDone(replica, order.version, num_steps, order.starts, order.drops, ended))
+
+    def sending(self, version: int) -> None:
+        self._decides.sending(version)
 
     def version_ready(self, version: int) -> None:
         self._decides.version_ready(version)

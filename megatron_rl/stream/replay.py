@@ -196,6 +196,9 @@ class Replay:
         decisions, self._decisions = self._decisions, []
         return decisions
 
+    def sending(self, version: int) -> None:
+        """Changes nothing: `may_send` has seen to it that no earlier version is missed."""
+
     def version_ready(self, version: int) -> None:
         """All replicas have received the weights of `version`."""
         self._ready = max(self._ready, version)

@@ -143,6 +143,9 @@ class Decides(Protocol):
     def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
         """The outstanding order was carried out. drawn: request -> number of new tokens."""
 
+    def sending(self, version: int) -> None:
+        """`version` begins to overwrite what replicas have received and do not hold yet. Ask `may_send` before."""
+
     def version_ready(self, version: int) -> None:
         """All living replicas have received the weights of `version` beside those that they hold."""
 
