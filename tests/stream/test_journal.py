@@ -107,3 +107,17 @@ def test_a_replay_from_a_checkpoint(tmp_path):
     assert replay.next_order(0) == Order(0, 0, 3, (1,))
     replay.slice_done(0, 3, {1: 3}, [1])
     assert replay.is_complete(1)
+
+
+def test_a_replay_lets_no_version_be_overwritten_before_it_is_used():
+    """Slice 1 holds version 1, so version 2 may be sent only when that was given. Would not catch a buffer that is
+    written without asking.
+    """
+    events = [SliceDone(0, 0, 2, (0,), (), (0,)), SliceDone(0, 1, 2, (1,), (), (1,))]
+    replay = Replay(Rules(1, 3, ahead=1), 1, events)
+    assert replay.may_send(1) and not replay.may_send(2)
+    replay.next_order(0)
+    replay.slice_done(0, 2, {0: 2}, [0])
+    assert replay.next_order(0) is None and replay.wanted_version(0) == 1 and not replay.may_send(2)
+    replay.version_ready(1)
+    assert replay.next_order(0) == Order(0, 1, 2, (1,)) and replay.may_send(2)

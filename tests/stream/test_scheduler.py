@@ -196,3 +196,57 @@ def test_wrong_facts_change_nothing():
     with pytest.raises(ValueError, match="is not dead"):
         scheduler.replica_back(0, 0)
     assert scheduler.state_dict() == before
+
+
+def test_in_rounds_replicas_drain_while_the_version_is_made():
+    """Not partial; batches 1 and 2 are complete, so version 1 is due. Request 5 goes on under version 0 though version
+    1 is not there yet; nothing new begins. Then batch 3 is complete too, so that version 2 is due: all wait for it, and a
+    save may come. Would not catch how long that takes.
+    """
+    rules = Rules(2, 5, ahead=2, slice_steps=4, max_running=6, partial=False, deterministic=True)
+    scheduler = Scheduler(rules, 1)
+    assert scheduler.next_order(0) == Order(0, 0, 4, (0, 1, 2, 3, 4, 5))
+    scheduler.slice_done(0, 4, dict.fromkeys(range(6), 4), [0, 1, 2, 3, 4])
+    scheduler.step_taken(1)
+    assert not scheduler.may_save(1)
+    assert scheduler.next_order(0) == Order(0, 0, 4)
+    scheduler.slice_done(0, 1, {5: 1}, [5])
+    assert scheduler.next_order(0) is None and scheduler.wanted_version(0) == 2
+    assert scheduler.may_save(1)
+
+
+def test_a_replica_lost_before_it_got_its_order():
+    """Orders of a round are made for all at once; what the lost one would have got goes to the other in the next round.
+    Back with older weights than were announced, it goes on under those, and holds nobody up. Would not catch a replica
+    that comes back with weights that it does not have.
+    """
+    scheduler = Scheduler(Rules(2, 4, ahead=1, slice_steps=4, max_running=4, deterministic=True), 2)
+    assert scheduler.next_order(0) == Order(0, 0, 4, (0, 1))
+    scheduler.replica_lost(1)
+    scheduler.slice_done(0, 4, {0: 4, 1: 4}, [0, 1])
+    scheduler.step_taken(1)
+    assert scheduler.next_order(0) == Order(0, 0, 4, (2, 3))
+    scheduler.version_ready(1)
+    scheduler.slice_done(0, 4, {2: 4, 3: 4}, [2, 3])
+    scheduler.replica_back(1, 0)
+    assert scheduler.next_order(1) is None and scheduler.next_order(0) == Order(0, 1, 4, (4, 5))
+    scheduler.slice_done(0, 4, {4: 4, 5: 4}, [4, 5])
+    scheduler.step_taken(2)
+    assert scheduler.wanted_version(1) == 2
+    scheduler.version_ready(2)
+    assert scheduler.next_order(0) == Order(0, 2, 4, (6,)) and scheduler.next_order(1) == Order(1, 2, 4, (7,))
+
+
+def test_weights_that_are_overwritten_are_not_named():
+    """Version 1 was there, but version 2 is on its way into the same buffer. Would not catch a transfer of which
+    nobody told.
+    """
+    scheduler = Scheduler(Rules(2, 9, ahead=3, slice_steps=4, max_running=4), 1)
+    assert scheduler.next_order(0).version == 0
+    scheduler.version_ready(1)
+    scheduler.sending(2)
+    scheduler.slice_done(0, 4, {0: 4}, [0])
+    assert scheduler.next_order(0).version == 0
+    scheduler.version_ready(2)
+    scheduler.slice_done(0, 4, {1: 4}, [1])
+    assert scheduler.next_order(0).version == 2
