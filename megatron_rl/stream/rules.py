@@ -129,9 +129,8 @@ class Decision:
 class Decides(Protocol):
     """What an executor needs of whatever decides: a `Scheduler`, a `Recorder` around one, or a `Replay`."""
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """For metrics: renewed, moved, truncated, resampled, forgotten_tokens since the run began."""
+    counts: dict[str, int]
+    """For metrics: renewed, moved, truncated, resampled, forgotten_tokens since the run began."""
 
     @property
     def is_drawn(self) -> bool:

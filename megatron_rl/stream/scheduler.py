@@ -224,12 +224,13 @@ class Scheduler:
     def _free_order(self, replica: int) -> Order | None:
         known = self._replicas[replica]
         version = self._free_version(known)
-        # The one that asks comes first, so that it wins where loads are equal.
-        order = [replica, *(other for other, r in enumerate(self._replicas) if r.lives and other != replica)]
-        takers = self._takers({other: self._free_version(self._replicas[other]) for other in order})
-        if takers[:1] == [replica]:
-            share = self._shares(takers, self._requests.num_waiting(version))[0]
-            known.owned.update(self._requests.hand_out(share, version))
+        if self._room(known):
+            # The one that asks comes first, so that it wins where loads are equal.
+            order = [replica, *(other for other, r in enumerate(self._replicas) if r.lives and other != replica)]
+            takers = self._takers({other: self._free_version(self._replicas[other]) for other in order})
+            if takers[:1] == [replica]:
+                share = self._shares(takers, self._requests.num_waiting(version))[0]
+                known.owned.update(self._requests.hand_out(share, version))
         return self._order(replica, version, self._requests.taken + 1) if known.owned else None
 
     def _order(self, replica: int, version: int, next_batch: int) -> Order:

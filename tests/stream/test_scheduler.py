@@ -200,8 +200,8 @@ def test_wrong_facts_change_nothing():
 
 def test_in_rounds_replicas_drain_while_the_version_is_made():
     """Not partial; batches 1 and 2 are complete, so version 1 is due. Request 5 goes on under version 0 though version
-    1 is not there yet; nothing new begins. Then batch 3 is complete too, so that version 2 is due: all wait for it, and a
-    save may come. Would not catch how long that takes.
+    1 is not there yet; nothing new begins. Then batch 3 is complete too, so that version 2 is due: all wait for it, and
+    a save may come. Would not catch how long that takes.
     """
     rules = Rules(2, 5, ahead=2, slice_steps=4, max_running=6, partial=False, deterministic=True)
     scheduler = Scheduler(rules, 1)
