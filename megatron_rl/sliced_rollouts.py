@@ -129,7 +129,7 @@ class RolloutsAhead(SlicedRollouts):
                 self.driver.wait_until(lambda: self.bridge.is_wanted)
                 self.load(version)
             with self.driver.locked() as work:
-                work.decider.interrupted(version)
+                work.decider.saved(version, interrupted=True)
         return answers
 
     @contextmanager

@@ -99,6 +99,8 @@ class ReplicaBridge:
             if not present:
                 self._driver.wait_until(lambda: self.is_wanted)
                 continue
+            with self._driver.locked():
+                work.decider.sending(version)
             reports = self._move(version, present)
             if reports is not None:
                 break

@@ -112,14 +112,14 @@ class Driver:
         """
         with self._changed:
             self._held = Hold(step, drained)
-            self.work.decider.admit(not drained)
+            self.work.decider.admits = not drained
         try:
             self.wait_until(lambda: not self._must_go_on() and not any(lane.is_busy for lane in self.lanes.living))
             yield
         finally:
             with self._changed:
                 self._held = None
-                self.work.decider.admit(True)
+                self.work.decider.admits = True
                 self._changed.notify_all()
 
     # For the thread itself

@@ -69,11 +69,12 @@ def draw(remaining: dict[int, int], num_steps: int | None, max_running: int) -> 
 
 
 class Engine:
-    """The requests inside one engine, and its weights."""
+    """The requests inside one engine, its weights, and those in the buffer beside them: none while they are sent."""
 
     def __init__(self, version: int) -> None:
         """Empty, with weights of `version`."""
         self.version = version
+        self.received: int | None = None
         self.requests: set[int] = set()
 
     def follow(self, order: Order, releases: bool) -> bool:
@@ -84,8 +85,10 @@ class Engine:
         swaps = order.version != self.version
         if swaps and releases:
             self.requests.clear()
-        if order.version < self.version or not self.requests.issuperset(order.drops):
-            raise ValueError(f"{order} asks for older weights, or drops what is not among {sorted(self.requests)}")
+        if swaps and order.version != self.received:
+            raise ValueError(f"{order} asks for other weights than {self.version} and those received, {self.received}")
+        if not self.requests.issuperset(order.drops):
+            raise ValueError(f"{order} drops what is not among {sorted(self.requests)}")
         self.requests.difference_update(order.drops)
         if not self.requests.isdisjoint(order.starts) or len(set(order.starts)) < len(order.starts):
             raise ValueError(f"{order} starts what runs already: {sorted(self.requests)}")

@@ -155,22 +155,49 @@ class Journal:
         self._file.close()
 
 
-class Recorder:
-    """Passes everything on to `decides`, and writes down what happens."""
+class Questions:
+    """What is asked is passed on to `decides`."""
 
-    def __init__(self, decides: Decides, journal: Journal) -> None:
-        """Both stay the caller's: the journal is not closed here."""
-        self._decides, self._journal = decides, journal
-        self._orders: dict[int, Order] = {}
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """As `Decides` says, like everything below."""
-        return self._decides.counts
+    def __init__(self, decides: Decides) -> None:
+        self._decides = decides
+        self.counts = decides.counts
 
     @property
     def is_drawn(self) -> bool:
         return self._decides.is_drawn
+
+    @property
+    def admits(self) -> bool:
+        return self._decides.admits
+
+    @admits.setter
+    def admits(self, begins: bool) -> None:
+        self._decides.admits = begins
+
+    def is_complete(self, step: int) -> bool:
+        return self._decides.is_complete(step)
+
+    def wanted_version(self, replica: int) -> int | None:
+        return self._decides.wanted_version(replica)
+
+    def may_send(self, version: int) -> bool:
+        return self._decides.may_send(version)
+
+    def may_save(self, step: int) -> bool:
+        return self._decides.may_save(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._decides.state_dict()
+
+
+class Recorder(Questions):
+    """Passes everything on to `decides`, and writes down what happens."""
+
+    def __init__(self, decides: Decides, journal: Journal) -> None:
+        """Both stay the caller's: the journal is not closed here."""
+        super().__init__(decides)
+        self._journal = journal
+        self._orders: dict[int, Order] = {}
 
     def next_order(self, replica: int) -> Order | None:
         order = self._decides.next_order(replica)
@@ -184,6 +211,9 @@ class Recorder:
         ended = tuple(sorted(finished))
         self._journal.append(SliceDone(replica, order.version, num_steps, order.starts, order.drops, ended))
 
+    def sending(self, version: int) -> None:
+        self._decides.sending(version)
+
     def version_ready(self, version: int) -> None:
         self._decides.version_ready(version)
         self._journal.append(VersionReady(version))
@@ -192,16 +222,9 @@ class Recorder:
         self._decides.step_taken(step)
         self._journal.append(StepTaken(step))
 
-    def saved(self, step: int) -> None:
-        self._decides.saved(step)
-        self._journal.append(Saved(step))
-
-    def interrupted(self, step: int) -> None:
-        self._decides.interrupted(step)
-        self._journal.append(Interrupted(step))
-
-    def admit(self, begins: bool) -> None:
-        self._decides.admit(begins)
+    def saved(self, step: int, interrupted: bool = False) -> None:
+        self._decides.saved(step, interrupted)
+        self._journal.append(Interrupted(step) if interrupted else Saved(step))
 
     def replica_lost(self, replica: int) -> None:
         self._decides.replica_lost(replica)
@@ -212,23 +235,8 @@ class Recorder:
         self._decides.replica_back(replica, version)
         self._journal.append(ReplicaBack(replica, version))
 
-    def is_complete(self, step: int) -> bool:
-        return self._decides.is_complete(step)
-
     def take_decisions(self) -> Sequence[Decision]:
         decisions = self._decides.take_decisions()
         for decision in decisions:
             self._journal.append(Decided(decision.kind, decision.request, decision.attempt))
         return decisions
-
-    def wanted_version(self, replica: int) -> int | None:
-        return self._decides.wanted_version(replica)
-
-    def may_send(self, version: int) -> bool:
-        return self._decides.may_send(version)
-
-    def may_save(self, step: int) -> bool:
-        return self._decides.may_save(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._decides.state_dict()

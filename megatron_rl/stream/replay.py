@@ -145,6 +145,7 @@ class Replay:
         self._interruptions = deque(
             [before.get(replica, 0) for replica in range(num_replicas)] for before in reader.interruptions
         )
+        self.admits = True  # without effect: what is begun when is recorded
         self._num_given = [0] * num_replicas
         self._num_done = [0] * num_replicas
         self._held = [rules.first_step - 1] * num_replicas
@@ -205,6 +206,9 @@ class Replay:
         decisions, self._decisions = self._decisions, []
         return decisions
 
+    def sending(self, version: int) -> None:
+        """Changes nothing: `may_send` has seen to it that no earlier version is missed."""
+
     def version_ready(self, version: int) -> None:
         """All replicas have received the weights of `version`."""
         self._ready = max(self._ready, version)
@@ -212,16 +216,10 @@ class Replay:
     def step_taken(self, step: int) -> None:
         """Changes nothing: what the trainer does is not recorded in orders."""
 
-    def saved(self, step: int) -> None:
-        """Changes nothing: what is begun anew after a save is in the recorded orders."""
-
-    def interrupted(self, step: int) -> None:
-        """What is begun anew is in the recorded orders, which go on."""
-        if self._interruptions:
+    def saved(self, step: int, interrupted: bool = False) -> None:
+        """What is begun anew is in the recorded orders; after an interruption they go on."""
+        if interrupted and self._interruptions:
             self._interruptions.popleft()
-
-    def admit(self, begins: bool) -> None:
-        """Changes nothing: what is begun when is recorded."""
 
     def replica_lost(self, replica: int) -> None:
         """Raises ReplayError: another loss than the recorded ones cannot be fitted in."""

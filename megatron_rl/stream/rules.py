@@ -127,11 +127,15 @@ class Decision:
 
 
 class Decides(Protocol):
-    """What an executor needs of whatever decides: a `Scheduler`, a `Recorder` around one, or a `Replay`."""
+    """What an executor needs of whatever decides: a `Scheduler`, a `Recorder` around one, or a `Replay`.
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """For metrics: renewed, moved, truncated, resampled, forgotten_tokens since the run began."""
+    admits: whether waiting requests may be begun; not, to drain the engines.
+    """
+
+    admits: bool
+
+    counts: dict[str, int]
+    """For metrics: renewed, moved, truncated, resampled, forgotten_tokens since the run began."""
 
     @property
     def is_drawn(self) -> bool:
@@ -143,20 +147,17 @@ class Decides(Protocol):
     def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
         """The outstanding order was carried out. drawn: request -> number of new tokens."""
 
+    def sending(self, version: int) -> None:
+        """`version` begins to overwrite what replicas have received and do not hold yet. Ask `may_send` before."""
+
     def version_ready(self, version: int) -> None:
         """All living replicas have received the weights of `version` beside those that they hold."""
 
     def step_taken(self, step: int) -> None:
         """The trainer took batch `step`, which is complete."""
 
-    def saved(self, step: int) -> None:
-        """A checkpoint after `step` was written."""
-
-    def interrupted(self, step: int) -> None:
-        """The engines did something else after step `step`, where `may_save` allowed it, and are empty."""
-
-    def admit(self, begins: bool) -> None:
-        """Whether waiting requests may be begun; not, to drain the engines."""
+    def saved(self, step: int, interrupted: bool = False) -> None:
+        """A checkpoint after `step` was written; or, interrupted, the engines did something else and are empty."""
 
     def replica_lost(self, replica: int) -> None:
         """The replica died."""

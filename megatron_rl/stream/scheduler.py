@@ -8,26 +8,15 @@ once when every order of the round before is answered, from nothing but counts t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import Any
 
 from megatron_rl.stream.dealing import even_shares
+from megatron_rl.stream.requests import Request, Requests
 from megatron_rl.stream.rules import Decision, Kind, Order, Rules
 
 COUNTS = ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")
-
-
-@dataclass
-class _Request:
-    """An open request. drawn: its tokens. version: under which the last of them was drawn. late: slices it was late."""
-
-    drawn: int = 0
-    attempt: int = 0
-    version: int = 0
-    late: int = 0
 
 
 @dataclass(eq=False)
@@ -58,16 +47,11 @@ class Scheduler:
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         first = rules.first_step - 1
         self._replicas = [_Replica(first, first) for _ in range(num_replicas)]
-        self._open: dict[int, _Request] = {}
-        self._returned: list[int] = []
-        self._next_new = first * rules.batch_rows
-        self._num_finished: dict[int, int] = {}
-        self._taken = first
+        self._requests = Requests(rules)
         self._announced = first
-        self._frontier = rules.first_step
         self._planned: dict[int, Order] = {}
         self._decisions: list[Decision] = []
-        self._admits = True
+        self.admits = True
         if state is not None:
             self._load(state)
 
@@ -90,12 +74,12 @@ class Scheduler:
 
     def is_complete(self, step: int) -> bool:
         """Whether all requests of batch `step` are finished."""
-        return step < self._frontier or self._num_finished.get(step, 0) == self.rules.batch_rows
+        return self._requests.is_complete(step)
 
     @property
     def is_drawn(self) -> bool:
         """Whether every request of the run is finished."""
-        return self._frontier > self.rules.num_steps_total
+        return self._requests.frontier > self.rules.num_steps_total
 
     def take_decisions(self) -> Sequence[Decision]:
         """Decisions since the last call."""
@@ -109,7 +93,7 @@ class Scheduler:
             return None
         if self.rules.in_rounds and self._waits_for_due():
             return self._due()
-        head = self._head()
+        head = self._requests.head()
         if known.owned or head is None:
             return None
         batch = self.rules.batch_of(head)
@@ -137,16 +121,13 @@ class Scheduler:
     def state_dict(self) -> dict[str, Any]:
         """All that future decisions depend on, ready for JSON; outstanding orders count as never given."""
         owners = {request: index for index, replica in enumerate(self._replicas) for request in replica.owned}
-        return {
-            "batch_rows": self.rules.batch_rows,
-            "taken": self._taken,
-            "next_new": self._next_new,
+        return self._requests.state_dict() | {
             "versions": [[replica.held, replica.ready] for replica in self._replicas],
             "announced": self._announced,
             "counts": dict(self.counts),
             "open": [
                 [request, owners.get(request), known.drawn, known.attempt, known.version, known.late]
-                for request, known in sorted(self._open.items())
+                for request, known in sorted(self._requests.open.items())
             ],
         }
 
@@ -166,14 +147,19 @@ class Scheduler:
         known.order = None
         for request, num in drawn.items():
             if num:
-                self._open[request].drawn += num
-                self._open[request].version = order.version
+                self._requests.open[request].drawn += num
+                self._requests.open[request].version = order.version
         known.inside.difference_update(finished)
         for request in sorted(finished):
             self._finish(known, request)
         straggler, known.straggler = known.straggler, None
         if straggler is not None and straggler in known.owned:
             self._act_on_straggler(known, straggler)
+
+    def sending(self, version: int) -> None:
+        """`version` begins to overwrite what replicas have received and do not hold yet: they keep what they hold."""
+        for replica in self._replicas:
+            replica.ready = replica.held
 
     def version_ready(self, version: int) -> None:
         """All living replicas have received the weights of `version` beside those that they hold."""
@@ -184,26 +170,20 @@ class Scheduler:
 
     def step_taken(self, step: int) -> None:
         """The trainer took batch `step`. Raises ValueError unless it is the next one and complete."""
-        if step != self._taken + 1 or not self.is_complete(step):
+        if step != self._requests.taken + 1 or not self.is_complete(step):
             raise ValueError(
-                f"step {step} cannot be taken: {self._taken} was the last, complete={self.is_complete(step)}"
+                f"step {step} cannot be taken: {self._requests.taken} was the last, complete={self.is_complete(step)}"
             )
-        self._taken = step
-        self._num_finished.pop(step, None)
+        self._requests.take(step)
 
-    def saved(self, step: int) -> None:
-        """A checkpoint after `step` was written: what is unfinished is begun anew in its replica's next order."""
+    def saved(self, step: int, interrupted: bool = False) -> None:
+        """A checkpoint after `step` was written: what is unfinished is begun anew in its replica's next order.
+
+        interrupted: instead, engines did something else and are empty.
+        """
         for replica in self._replicas:
             replica.renewed |= replica.owned
             self.counts["renewed"] += len(replica.owned)
-
-    def interrupted(self, step: int) -> None:
-        """The engines did something else after step `step` and are empty: what is unfinished is begun anew."""
-        self.saved(step)
-
-    def admit(self, begins: bool) -> None:
-        """Whether waiting requests may be begun; not, to drain engines. In rounds these drain at their own places."""
-        self._admits = begins or self.rules.in_rounds
 
     def replica_lost(self, replica: int) -> None:
         """The replica died: its requests go to the front of the queue, with their tokens only where `partial`."""
@@ -224,35 +204,10 @@ class Scheduler:
 
     # Handing out
 
-    def _head(self) -> int | None:
-        """The first waiting request."""
-        if self._returned:
-            return self._returned[0]
-        return self._next_new if self._next_new < self.rules.num_steps_total * self.rules.batch_rows else None
-
-    def _num_waiting(self, version: int) -> int:
-        """Requests that wait and may be started under `version`."""
-        end = self.rules.last_batch(version) * self.rules.batch_rows
-        return sum(request < end for request in self._returned) + max(0, end - self._next_new)
-
-    def _hand_out(self, replica: int, num: int, version: int) -> None:
-        """Up to `num` waiting requests now belong to `replica`."""
-        if not self._admits:
-            return
-        known = self._replicas[replica]
-        for _ in range(num):
-            head = self._head()
-            if head is None or self.rules.batch_of(head) > self.rules.last_batch(version):
-                return
-            if self._returned:
-                heappop(self._returned)
-            else:
-                self._open[head] = _Request()
-                self._next_new += 1
-            known.owned.add(head)
-
     def _room(self, replica: _Replica) -> int:
         """How many more requests it takes. Without `ahead` a batch is handed out at once, and the engine queues it."""
+        if not self.admits and not self.rules.in_rounds:  # in rounds they drain at their own places
+            return 0
         most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running + self.rules.max_queued
         return max(0, most - len(replica.owned))
 
@@ -262,7 +217,7 @@ class Scheduler:
 
     def _takers(self, versions: Mapping[int, int]) -> list[int]:
         """Those that may start the first waiting request. versions: replica -> what it holds in its next slice."""
-        head = self._head()
+        head = self._requests.head()
         if head is None:
             return []
         batch = self.rules.batch_of(head)
@@ -275,12 +230,14 @@ class Scheduler:
     def _free_order(self, replica: int) -> Order | None:
         known = self._replicas[replica]
         version = self._free_version(known)
-        # The one that asks comes first, so that it wins where loads are equal.
-        order = [replica, *(other for other, r in enumerate(self._replicas) if r.lives and other != replica)]
-        takers = self._takers({other: self._free_version(self._replicas[other]) for other in order})
-        if takers[:1] == [replica]:
-            self._hand_out(replica, self._shares(takers, self._num_waiting(version))[0], version)
-        return self._order(replica, version, self._taken + 1) if known.owned else None
+        if self._room(known):
+            # The one that asks comes first, so that it wins where loads are equal.
+            order = [replica, *(other for other, r in enumerate(self._replicas) if r.lives and other != replica)]
+            takers = self._takers({other: self._free_version(self._replicas[other]) for other in order})
+            if takers[:1] == [replica]:
+                share = self._shares(takers, self._requests.num_waiting(version))[0]
+                known.owned.update(self._requests.hand_out(share, version))
+        return self._order(replica, version, self._requests.taken + 1) if known.owned else None
 
     def _order(self, replica: int, version: int, next_batch: int) -> Order:
         """What `replica` must do so that its engine runs what it owns, under `version`."""
@@ -307,7 +264,7 @@ class Scheduler:
 
     def _due(self) -> int:
         """The version that all replicas should hold by now, in rounds: a function of the complete batches alone."""
-        latest = self._frontier - 1 - self.rules.versions_late
+        latest = self._requests.frontier - 1 - self.rules.versions_late
         return max(latest // self.rules.sync_every * self.rules.sync_every, self.rules.first_step - 1)
 
     def _swappers(self, due: int) -> list[_Replica]:
@@ -335,38 +292,30 @@ class Scheduler:
                 if swaps or replica not in swappers:
                     starters[index] = versions[index]
         takers = self._takers(starters)
-        num_waiting = self._num_waiting(max((versions[taker] for taker in takers), default=0)) if takers else 0
+        num_waiting = self._requests.num_waiting(max((versions[taker] for taker in takers), default=0)) if takers else 0
         for taker, share in zip(takers, self._shares(takers, num_waiting), strict=True):
-            self._hand_out(taker, share, versions[taker])
+            self._replicas[taker].owned.update(self._requests.hand_out(share, versions[taker]))
         for index, version in versions.items():
             if self._replicas[index].owned:
-                self._planned[index] = self._order(index, version, self._frontier)
+                self._planned[index] = self._order(index, version, self._requests.frontier)
 
     # Ends of requests
 
     def _finish(self, replica: _Replica, request: int) -> None:
-        del self._open[request]
+        self._requests.finish(request)
         replica.owned.discard(request)
         replica.renewed.discard(request)
-        batch = self.rules.batch_of(request)
-        self._num_finished[batch] = self._num_finished.get(batch, 0) + 1
-        self._advance_frontier()
-
-    def _advance_frontier(self) -> None:
-        """To the first batch that is not complete."""
-        while self._num_finished.get(self._frontier, 0) == self.rules.batch_rows:
-            self._frontier += 1
 
     def _straggler(self, replica: _Replica, next_batch: int) -> int | None:
         """The last unfinished request of `next_batch`, where `replica` has it."""
-        missing = self.rules.batch_rows - self._num_finished.get(next_batch, 0)
-        if self.rules.straggler_policy == "wait" or next_batch < self._frontier or missing != 1:
+        is_late = next_batch == self._requests.frontier and self._requests.num_missing(next_batch) == 1
+        if self.rules.straggler_policy == "wait" or not is_late:
             return None
         return next((request for request in replica.owned if self.rules.batch_of(request) == next_batch), None)
 
     def _act_on_straggler(self, replica: _Replica, request: int) -> None:
         """One more slice has not finished it: count that, and do what the policy says when it is one too many."""
-        known = self._open[request]
+        known = self._requests.open[request]
         known.late += 1
         if known.late < self.rules.straggler_slices:
             return
@@ -381,40 +330,28 @@ class Scheduler:
             self._finish(replica, request)
 
     def _forget(self, request: int, kind: Kind) -> None:
-        known = self._open[request]
+        known = self._requests.open[request]
         self.counts["forgotten_tokens"] += known.drawn
         known.drawn = known.late = 0
         self._decisions.append(Decision(kind, request, known.attempt))
 
     def _give_back(self, request: int) -> None:
         """An open request has no replica any more."""
-        if not self.rules.partial and self._open[request].drawn:
+        if not self.rules.partial and self._requests.open[request].drawn:
             self._forget(request, "forget")
-        heappush(self._returned, request)
+        self._requests.give_back(request)
 
     # Restoring
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        rules = self.rules
-        if state["batch_rows"] != rules.batch_rows or state["taken"] < rules.first_step - 1:
-            raise ValueError(
-                f"a schedule of batch_rows={state['batch_rows']} after step {state['taken']} cannot go on with "
-                f"batch_rows={rules.batch_rows} from step {rules.first_step}"
-            )
-        self._taken, self._next_new = state["taken"], state["next_new"]
+        found = {entry[0]: Request(*entry[2:]) for entry in state["open"]}
+        self._requests.load(state, found)
         self._announced = max(state["announced"], self._announced)
         self.counts |= state["counts"]
         for replica, (held, ready) in zip(self._replicas, state["versions"], strict=False):
             replica.held, replica.ready = max(held, replica.held), max(ready, replica.ready)
-        for request, owner, drawn, attempt, version, late in state["open"]:
-            self._open[request] = _Request(drawn, attempt, version, late)
+        for request, owner, *_ in state["open"]:
             self._load_owner(request, owner)
-        num_open = Counter(rules.batch_of(request) for request in self._open)
-        for batch in range(self._taken + 1, rules.batch_of(self._next_new) + 1):
-            num_started = min(rules.batch_rows, self._next_new - rules.requests_of(batch).start)
-            self._num_finished[batch] = num_started - num_open[batch]
-        self._frontier = self._taken + 1
-        self._advance_frontier()
 
     def _load_owner(self, request: int, owner: int | None) -> None:
         """It stays with the replica that had it, where that may go on with it."""
@@ -422,7 +359,7 @@ class Scheduler:
         if replica is None or self.rules.batch_of(request) > self.rules.last_batch(replica.held):
             self._give_back(request)
             return
-        known = self._open[request]
+        known = self._requests.open[request]
         if not self.rules.partial and known.drawn and known.version != replica.held:
             self._forget(request, "forget")
         replica.owned.add(request)

@@ -227,9 +227,16 @@ class Simulation:
         """The trainer stands still for the exposed part; replicas draw on until it is their turn to swap."""
         self._sending = True
         self.phase = "exposed"
+        self.decides.sending(self.step)
+        self._fill_buffers(None)
         self._bar("weights", self.now, self.now + self.costs.transfer_seconds, f"version {self.step}")
         self._after(self.costs.exposed_seconds, self._let_train)
         self._after(self.costs.transfer_seconds, partial(self._sent, self.step))
+
+    def _fill_buffers(self, version: int | None) -> None:
+        for engine in self.engines:
+            if engine is not None:
+                engine.received = version
 
     def _let_train(self) -> None:
         self.phase = "wait"
@@ -237,6 +244,7 @@ class Simulation:
     def _sent(self, version: int) -> None:
         self._sending = False
         self.version = version
+        self._fill_buffers(version)
         self.decides.version_ready(version)
         returning, self._returning = self._returning, []
         for replica in returning:

@@ -28,6 +28,10 @@ def numbers(run) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
 
 
+def without_staleness(run) -> list[dict[str, float]]:
+    return [{name: one for name, one in line.items() if not name.startswith("staleness/")} for line in numbers(run)]
+
+
 def weights(run):
     return load_file(run.run / "hf_model" / "model.safetensors")
 
@@ -58,8 +62,8 @@ def events(run, kind: str) -> list[dict]:
 
 
 def test_a_run_that_lost_a_replica_is_repeated_bit_for_bit(command_line, tmp_path: Path) -> None:
-    """Three steps ahead with partial rollouts. No token is older than that, all rows are trained, the lost replica comes
-    back, and a replay has the same metrics and weights.
+    """Three steps ahead with partial rollouts. No token is older than that, all rows are trained, the lost replica starts
+    again, and a replay has the same metrics and weights.
 
     Would not catch a loss inside a transfer; random kills do.
     """
@@ -82,12 +86,14 @@ def test_a_run_that_lost_a_replica_is_repeated_bit_for_bit(command_line, tmp_pat
 
 
 def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
-    """In one process, bit for bit. Would not catch a difference that several replicas make; the exhaustive test does."""
+    """In one process, bit for bit. Would not catch a difference that several replicas make; a longer test does."""
     small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.rollout_ahead=0")
     sliced = command_line(*small, "async_training.partial_rollout=true", config=ASYNC)
     plain = command_line(*small, "async_training.partial_rollout=false", config=ASYNC)
     assert sliced.wait(200) == 0, sliced.text()
     assert plain.wait(200) == 0, plain.text()
-    left = [{name: value for name, value in line.items() if not name.startswith("staleness/")} for line in numbers(sliced)]
+    left = [
+        {name: value for name, value in line.items() if not name.startswith("staleness/")} for line in numbers(sliced)
+    ]
     assert left == numbers(plain)
     assert all(tensor.equal(weights(plain)[name]) for name, tensor in weights(sliced).items())

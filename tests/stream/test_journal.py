@@ -1,0 +1,123 @@
+"""schedule.jsonl: lines, what a kill leaves, and where a resumed run goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.stream.journal import (
+    Decided,
+    Journal,
+    ReplicaBack,
+    ReplicaLost,
+    Resumed,
+    Saved,
+    SliceDone,
+    StepTaken,
+    VersionReady,
+    from_json,
+    read_events,
+    to_json,
+)
+from megatron_rl.stream.replay import Replay, ReplayError
+from megatron_rl.stream.rules import Order, Rules
+
+EVENTS = [
+    SliceDone(0, 0, 4, (0, 1), (), (0,)),
+    ReplicaLost(0),
+    ReplicaBack(0, 0),
+    StepTaken(1),
+    VersionReady(1),
+    Saved(1),
+    Resumed(1),
+    Decided("resample", 3, 1),
+]
+
+
+def test_events_come_back():
+    """Each kind, and the text of one line. Would not catch a new field that old files lack."""
+    assert [from_json(to_json(event)) for event in EVENTS] == EVENTS
+    assert to_json(EVENTS[0]) == (
+        '{"event":"slice","replica":0,"version":0,"num_steps":4,"starts":[0,1],"finished":[0]}'
+    )
+    for wrong in ('{"event":"slice"}', '{"event":"lost","replica":0,"x":1}', "[]", "{}", "not json"):
+        with pytest.raises(ValueError):
+            from_json(wrong)
+
+
+def test_a_journal_is_cut_where_the_checkpoint_was(tmp_path):
+    """Two of three whole lines are kept, the torn fourth is not read. Would not catch a file that someone edited."""
+    file = tmp_path / "schedule.jsonl"
+    journal = Journal(file)
+    for event in EVENTS[:3]:
+        journal.append(event)
+    journal.close()
+    with file.open("a") as torn:
+        torn.write('{"event":"tak')
+    assert read_events(file) == EVENTS[:3]
+    again = Journal(file, num_kept=2)
+    assert again.num_lines == 2
+    again.append(EVENTS[4])
+    again.close()
+    assert read_events(file) == [*EVENTS[:2], EVENTS[4]]
+
+
+def test_a_loss_is_repeated_as_drops():
+    """Replica 1 had requests 1 and 2 and died after one slice; 1 went to replica 0, 2 to itself when it came back. The
+    replay waits with slice 1 of replica 0 until replica 1 has done its first. Would not catch other bits of an engine.
+    """
+    events = [
+        SliceDone(0, 0, 2, (0,), (), (0,)),
+        SliceDone(1, 0, 2, (1, 2)),
+        ReplicaLost(1),
+        ReplicaBack(1, 0),
+        SliceDone(0, 0, 2, (1,), (), (1,)),
+        SliceDone(1, 0, 1, (2,), (), (2,)),
+    ]
+    replay = Replay(Rules(3, 1, slice_steps=2), 2, events)
+    assert replay.next_order(0) == Order(0, 0, 2, (0,))
+    replay.slice_done(0, 2, {0: 2}, [0])
+    assert replay.next_order(0) is None
+    assert replay.next_order(1) == Order(1, 0, 2, (1, 2))
+    replay.slice_done(1, 2, {1: 2, 2: 2}, [])
+    assert replay.next_order(0) == Order(0, 0, 2, (1,))
+    assert replay.next_order(1) == Order(1, 0, 1, (2,), (1, 2))
+    replay.slice_done(1, 1, {2: 1}, [2])
+    with pytest.raises(ReplayError, match=r"slice 1 of replica 0.*\[1\], now there are 2 and \[\]"):
+        replay.slice_done(0, 2, {1: 2}, [])
+    replay.slice_done(0, 2, {1: 2}, [1])
+    assert replay.is_complete(1) and replay.is_drawn
+
+
+def test_what_cannot_be_repeated_is_refused():
+    """Older weights after a restart, too few replicas, a save in the middle. Would not catch another model."""
+    rules = Rules(1, 2, ahead=1)
+    back = [SliceDone(0, 1, 2, (0,)), ReplicaLost(0), ReplicaBack(0, 0), SliceDone(0, 0, 2, (0,), (), (0,))]
+    with pytest.raises(ReplayError, match="back to 0"):
+        Replay(rules, 1, back)
+    with pytest.raises(ReplayError, match="has 2 replicas"):
+        Replay(rules, 1, [SliceDone(1, 0, 1, (0,), (), (0,))])
+    with pytest.raises(ReplayError, match="cannot be saved"):
+        Replay(rules, 1, back[:1]).state_dict()
+
+
+def test_a_replay_from_a_checkpoint(tmp_path):
+    """The first line is known: request 0 is finished, 1 begins anew with its tokens. Would not catch missing tokens."""
+    events = [SliceDone(0, 0, 2, (0, 1), (), (0,)), Resumed(1), SliceDone(0, 0, 3, (1,), (), (1,))]
+    replay = Replay(Rules(2, 1), 1, events, num_done=1)
+    assert replay.next_order(0) == Order(0, 0, 3, (1,))
+    replay.slice_done(0, 3, {1: 3}, [1])
+    assert replay.is_complete(1)
+
+
+def test_a_replay_lets_no_version_be_overwritten_before_it_is_used():
+    """Slice 1 holds version 1, so version 2 may be sent only when that was given. Would not catch a buffer that is
+    written without asking.
+    """
+    events = [SliceDone(0, 0, 2, (0,), (), (0,)), SliceDone(0, 1, 2, (1,), (), (1,))]
+    replay = Replay(Rules(1, 3, ahead=1), 1, events)
+    assert replay.may_send(1) and not replay.may_send(2)
+    replay.next_order(0)
+    replay.slice_done(0, 2, {0: 2}, [0])
+    assert replay.next_order(0) is None and replay.wanted_version(0) == 1 and not replay.may_send(2)
+    replay.version_ready(1)
+    assert replay.next_order(0) == Order(0, 1, 2, (1,)) and replay.may_send(2)
