@@ -1,6 +1,6 @@
 """Real engines in pools of their own: weights arrive while slices go on, one replica is killed, the other goes on.
 
-Three processes, each a world by itself: an actor, and two replicas of one rank.
+An actor, and two replicas, each of which is a world by itself.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -44,13 +45,11 @@ class Told:
         return [self.store.get(one).decode() for one in what]
 
 
-def host_of(config, pool: str):
-    """This process as a world of one rank in a pool."""
+def host_of(config, pool: str, rank: int, world_size: int, port: int):
+    """This process as a rank of a world in a pool."""
     from megatron_rl.roles.host import RankHost
 
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-    with listen("127.0.0.1") as probe:
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
     return RankHost(config, timedelta(seconds=TIMEOUT_S), pool=pool)
 
 
@@ -62,9 +61,9 @@ def address_of(told: Told, name: str, first_receiver: int, replica: int):
     return BridgeAddress(host, int(port), 1, int(num_receivers), first_receiver, replica, second_buffer=True)
 
 
-def trains(config, told: Told, exported: Path) -> dict:
+def trains(config, told: Told, exported: Path, port: int, tp_size: int) -> dict:
     """Send versions 0, 1, 2, ...; version v's weights are nudged v times, and some are exported."""
-    host = host_of(config, "global_pool")
+    host = host_of(config, "global_pool", 0, 1, port)
     host.build("actor")
     actor = host.roles["actor"]
     parameters = list(actor.trainable.pipeline.parameters())
@@ -79,7 +78,7 @@ def trains(config, told: Told, exported: Path) -> dict:
         if version in (1, NUM_SWAPS + 2):
             actor.export_hf(exported / str(version))
 
-    offer("first bridge", 2)
+    offer("first bridge", 2 * tp_size)
     attempts = [actor.try_send_weights(0)]
     next_version(1)
     told.wait(f"slices of {DIES}", f"slices of {STAYS}")
@@ -94,7 +93,7 @@ def trains(config, told: Told, exported: Path) -> dict:
     begin = time.monotonic()
     attempts.append(actor.try_send_weights(NUM_SWAPS + 2))
     seconds = time.monotonic() - begin
-    offer("second bridge", 1)
+    offer("second bridge", tp_size)
     attempts.append(actor.try_send_weights(NUM_SWAPS + 2))
     told.wait("done")
     return {"attempts": [(one.version, one.broken, one.report is None) for one in attempts], "seconds": seconds}
@@ -113,7 +112,7 @@ def overlapping(rollout, told: Told, number: int, found: dict) -> None:
     rollout.begin_receive()
     found["begun twice"] = refused(rollout.begin_receive)
     found["no rejoin"] = refused(rollout.receive_weights)
-    thread = rollout.weights._thread
+    thread = rollout.weights.arrivals._thread
     parts = [rollout.advance({number: Slice(0, 3, first)}).drawn]
     found["still waiting"] = thread.is_alive()
     told.say(f"slices of {number}")
@@ -146,9 +145,9 @@ def swaps(rollout, told: Told, number: int, found: dict) -> None:
     found["stays"] = addresses == {name: parameter.data_ptr() for name, parameter in parameters.items()}
 
 
-def receives(config, told: Told, number: int) -> dict:
-    host = host_of(config, "rollout_pool")
-    host.build("rollout", address_of(told, "first bridge", number, number))
+def receives(config, told: Told, number: int, tp_rank: int, port: int, tp_size: int) -> dict:
+    host = host_of(config, "rollout_pool", tp_rank, tp_size, port)
+    host.build("rollout", address_of(told, "first bridge", number * tp_size, number))
     rollout, found, last = host.roles["rollout"], {}, NUM_SWAPS + 1
     found["before any"] = rollout.advance({}).version
     rollout.receive_weights()
@@ -158,6 +157,8 @@ def receives(config, told: Told, number: int) -> dict:
     swaps(rollout, told, number, found)
     if number == DIES:
         killed_after(rollout.weights.receiver._end.transport, 2)
+        rollout.begin_receive()
+        time.sleep(TIMEOUT_S)
     # Version 22 breaks; the requests go on with version 21, and with 22 once it has come over another bridge.
     first = starts(0)
     kept = [rollout.advance({number: Slice(last, 2, first)}).drawn]
@@ -172,29 +173,49 @@ def receives(config, told: Told, number: int) -> dict:
     found["after"] = (report.replica, report.version, report.broken)
     found["kept"] = joined([*kept, report.drawn])
     found["anew"] = rollout.advance({number: Slice(last + 1, None, first)}).drawn
+    # From here on every transfer finds a wrong weight.
+    rollout.weights.receiver.receive = mismatch
+    rollout.begin_receive()
+    found["in the thread"] = refused(rollout.end_receive)
+    found["next verbs"] = [refused(rollout.advance, {number: Slice(last + 1, 1)}), refused(rollout.begin_receive)]
     rollout.exit()
     told.say("done")
     return found
 
 
-def one_rank(config, port: int, exported: Path) -> dict:
+def mismatch() -> None:
+    from megatron_rl.hybrid_engine.verify import WeightMismatchError
+
+    raise WeightMismatchError("rollout rank 0: a tensor differs")
+
+
+def one_rank(config, ports: tuple[int, ...], exported: Path, tp_size: int) -> dict:
+    """ports: of the store at which all meet, and of the worlds."""
     rank = int(os.environ["RANK"])
-    told = Told(port, serves=rank == 0)
-    return trains(config, told, exported) if rank == 0 else receives(config, told, rank - 1)
+    told = Told(ports[0], serves=rank == 0)
+    if rank == 0:
+        return trains(config, told, exported, ports[1], tp_size)
+    number, tp_rank = divmod(rank - 1, tp_size)
+    return receives(config, told, number, tp_rank, ports[2 + number], tp_size)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("arriving")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["TP1", "TP2"])
+def ranks(request, tmp_path_factory):
+    """What the actor and a rank of the replica that stays say; exported versions of the weights."""
+    folder, tp_size = tmp_path_factory.mktemp("arriving"), request.param
     path = save_llama(folder / "model", eos_token_id=69)
     rollout = "actor_rollout_ref__rollout__"
-    keys = {"actor_rollout_ref__hybrid_engine": False, f"{rollout}nnodes": 1, f"{rollout}n_gpus_per_node": 2}
-    keys |= {"trainer__n_gpus_per_node": 1, "algorithm__use_kl_in_reward": False, "critic__enable": False}
+    keys = {"actor_rollout_ref__hybrid_engine": False, f"{rollout}tensor_model_parallel_size": tp_size}
+    keys |= {f"{rollout}nnodes": 1, f"{rollout}n_gpus_per_node": 2 * tp_size, "trainer__n_gpus_per_node": 1}
+    keys |= {"algorithm__use_kl_in_reward": False, "critic__enable": False}
     config = run_config(path, 1, 1, **keys)
-    with listen("127.0.0.1") as probe:
-        port = probe.getsockname()[1]
-    found = run_ranks(3, one_rank, config, port, folder / "exported", timeout=120, lost=(1 + DIES,))
-    return path, folder / "exported", found[0], found[1 + STAYS]
+    with ExitStack() as stack:
+        ports = tuple(stack.enter_context(listen("127.0.0.1")).getsockname()[1] for _ in range(4))
+    lost = range(1, 1 + tp_size)
+    found = run_ranks(1 + 2 * tp_size, one_rank, config, ports, folder / "exported", tp_size, timeout=120, lost=lost)
+    for rank in found[1 + tp_size :]:
+        assert rank["kept"] == found[-1]["kept"] and rank["in slices"] == found[-1]["in slices"]
+    return path, folder / "exported", found[0], found[-1]
 
 
 def test_slices_go_on_while_weights_arrive(ranks) -> None:
@@ -235,6 +256,13 @@ def test_what_cannot_be_is_refused(ranks) -> None:
     assert rollout["never sent"] == "a slice asks for version 99 of the weights; here is 1, and None has arrived"
 
 
+def test_an_error_in_the_thread_is_that_of_the_next_verbs(ranks) -> None:
+    """By its name and text, and it stays. Would not catch a thread that never ends, which the group's time-out does."""
+    _, _, _, rollout = ranks
+    said = "weights that arrived beside generation: WeightMismatchError: rollout rank 0: a tensor differs"
+    assert rollout["in the thread"] == said and rollout["next verbs"] == [said, said]
+
+
 def test_a_killed_replica_breaks_one_transfer_and_no_more(ranks) -> None:
     """The actor answers long before its time-out; the other replica keeps weights and requests, joins anew, and ends
     with the bytes that were sent, by transformers. Would not catch a machine that goes silent.
@@ -247,7 +275,9 @@ def test_a_killed_replica_breaks_one_transfer_and_no_more(ranks) -> None:
     assert again == (last + 1, "", False)
     report = rollout["broken"]
     assert (report.replica, report.version, report.num_steps, report.drawn) == (STAYS, last, 0, {})
-    assert report.broken == rollout["broken arrival"].broken != "" and rollout["broken arrival"].version is None
+    for reason in (report.broken, rollout["broken arrival"].broken):  # each rank has its own, the report one of them
+        assert reason.startswith("a transfer of weights broke: ")
+    assert rollout["broken arrival"].version is None
     assert rollout["after"] == (STAYS, last + 1, "")
     assert all(rollout["kept"][start.request].finish for start in starts(0))
     for start in starts(0):
