@@ -39,24 +39,17 @@ class Arrival:
     transition: TransitionReport | None = None
 
 
-class ReceivedWeights:
-    """A rollout shard that comes over a bridge, as `HybridEngine` wants weights: entering rollout mode moves nothing.
+class Arrivals:
+    """The transfers to one rank, and the thread in which one runs while generation goes on.
 
-    With a second buffer weights may arrive in a thread while generation reads those of an earlier version; until it has
-    ended, that thread alone makes calls in the group of both sides.
-    Raises RuntimeError on entering before any weights came.
+    Until it has ended, that thread alone makes calls in the group of both sides.
     """
-
-    lower_bound = Bytes(0, 0)
 
     def __init__(self, receiver: BridgeReceiver, device: torch.device) -> None:
         self.receiver, self._device = receiver, device
-        self.tensors = receiver.tensors
         self._thread: threading.Thread | None = None
         self._arrival: Arrival | None = None
         self._failure: Exception | None = None
-        for tensor in self.tensors.values():
-            tensor.zero_()  # vLLM runs once while it is built, before the first weights come
 
     def receive(self) -> TransitionReport:
         """Take what training sends, and let generation read it."""
@@ -73,11 +66,12 @@ class ReceivedWeights:
             transition = self.receive()
         except BrokenBridgeError as error:
             return Arrival(None, str(error))
-        return Arrival(self.version, "", transition)
+        return Arrival(self.receiver.version, "", transition)
 
     def begin(self) -> None:
-        """Let the next weights arrive in the second buffer, in a thread. Raises RuntimeError where there is none, and
-        while others are under way.
+        """Let the next weights arrive in the second buffer, in a thread; those that were there and were not taken go.
+
+        Raises RuntimeError where there is no such buffer, and when nobody has waited for the thread before.
         """
         self._must_be_idle()
         if not self.receiver.has_second_buffer:
@@ -119,18 +113,13 @@ class ReceivedWeights:
         self.receiver.rejoin(member, transport)
         self._arrival = None
 
-    @property
-    def version(self) -> int | None:
-        """That of the weights that generation reads; None before any came, and after a transfer into them broke."""
-        return self.receiver.version
-
     def lacks(self, version: int) -> str:
         """Wait for a version that generation is to read next: "" when it is here, else why the transfer broke.
 
         Raises RuntimeError when it was not even sent, and as `end`.
         """
         self.check()
-        if self.version == version:
+        if self.receiver.version == version:
             return ""
         if self._thread is not None:
             self.end()
@@ -139,17 +128,17 @@ class ReceivedWeights:
         if self._arrival is not None and self._arrival.broken:
             return self._arrival.broken
         raise RuntimeError(
-            f"a slice asks for version {version} of the weights; here is {self.version}, and {self.receiver.arrived} "
-            "has arrived"
+            f"a slice asks for version {version} of the weights; here is {self.receiver.version}, and "
+            f"{self.receiver.arrived} has arrived"
         )
 
     def take(self, version: int) -> None:
         """Let generation read a version that is here."""
-        if self.version != version:
+        if self.receiver.version != version:
             self.receiver.swap()
 
     def _must_be_idle(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:  # ended or not: all ranks of a replica must say the same
             raise RuntimeError("weights are arriving: end_receive(), or a slice with their version, comes first")
         self.check()
 
@@ -175,6 +164,27 @@ class ReceivedWeights:
             exchange_seconds=report.exchange_seconds,
             verify_seconds=report.verify_seconds,
         )
+
+
+class ReceivedWeights:
+    """A rollout shard that comes over a bridge, as `HybridEngine` wants weights: entering rollout mode moves nothing.
+
+    Raises RuntimeError on entering before any weights came.
+    """
+
+    lower_bound = Bytes(0, 0)
+
+    def __init__(self, receiver: BridgeReceiver, device: torch.device) -> None:
+        self.receiver = receiver
+        self.arrivals = Arrivals(receiver, device)
+        self.tensors = receiver.tensors
+        for tensor in self.tensors.values():
+            tensor.zero_()  # vLLM runs once while it is built, before the first weights come
+
+    @property
+    def version(self) -> int | None:
+        """That of the weights that generation reads; None before any came, and after a transfer into them broke."""
+        return self.receiver.version
 
     def memory(self) -> dict[str, int]:
         """The shard, and the second buffer."""

@@ -20,7 +20,7 @@ from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.records import Generations, Prompts, Sampling
 from megatron_rl.roles.bridge_address import BridgeAddress, join_bridge
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.received_weights import Arrival, ReceivedWeights, received_weights, receiving_member
+from megatron_rl.roles.received_weights import Arrival, Arrivals, ReceivedWeights, received_weights, receiving_member
 from megatron_rl.roles.role import Role
 from megatron_rl.slices import Slice, SliceReport
 
@@ -164,10 +164,10 @@ class Rollout(Role):
         return -1 if held is None else held
 
     @property
-    def _received(self) -> ReceivedWeights:
+    def _received(self) -> Arrivals:
         if not isinstance(self.weights, ReceivedWeights):
             raise RuntimeError("this rollout reads the actor's own memory: there is no bridge")
-        return self.weights
+        return self.weights.arrivals
 
     def _take(self, version: int) -> str:
         """Hold the weights of a version: all ranks of the replica do, or none, and why not.
@@ -177,10 +177,10 @@ class Rollout(Role):
         from megatron_rl.rollout.sliced import agreed
 
         if isinstance(self.weights, ReceivedWeights):
-            reasons = [reason for reason in agreed(self.weights.lacks(version)) if reason]
+            reasons = [reason for reason in agreed(self._received.lacks(version)) if reason]
             if reasons:
                 return reasons[0]
-            self.weights.take(version)
+            self._received.take(version)
         elif self._held not in (None, version):
             raise RuntimeError(f"a slice with version {version} where generation reads version {self._held} in place")
         self._held = version

@@ -10,11 +10,12 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.util import Finalize
@@ -64,10 +65,13 @@ def enter(rank: int, variables: dict[str, str], function: Callable, arguments: t
         answers.put((rank, traceback.format_exc(), b""))
 
 
-def run_ranks(world_size: int, function: Callable, *arguments: Any, timeout: float = 180) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable, *arguments: Any, timeout: float = 180, lost: Collection[int] = ()
+) -> list[Any]:
     """`function(*arguments)` on every rank; raises AssertionError with the first rank's traceback, or on a time-out.
 
-    `function` must be importable (a module-level name) and its answer picklable.
+    `function` must be importable (a module-level name) and its answer picklable. lost: ranks that are killed on the
+    way, and answer None.
     """
     context = fork_server()
     with listen(LOOPBACK) as probe:
@@ -82,24 +86,28 @@ def run_ranks(world_size: int, function: Callable, *arguments: Any, timeout: flo
     try:
         for process in processes:
             process.start()
-        return collect(processes, answers, timeout)
+        results = collect(processes, answers, timeout, lost)
+        alive = [rank for rank in lost if processes[rank].exitcode != -signal.SIGKILL]
+        assert not alive, f"ranks {alive} were not killed"
+        return results
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def collect(processes: list, answers, timeout: float) -> list[Any]:
+def collect(processes: list, answers, timeout: float, lost: Collection[int] = ()) -> list[Any]:
     deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
-    while len(results) < len(processes):
+    while len(results) < len(processes) - len(lost):
         try:
             rank, failure, value = answers.get(timeout=1)
         except queue.Empty:
-            dead = [r for r, p in enumerate(processes) if not p.is_alive() and r not in results]
+            dead = [r for r, p in enumerate(processes) if not p.is_alive() and r not in results and r not in lost]
             assert not dead, f"ranks {dead} died without an answer"
-            assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(processes))) - set(results))} timed out"
+            missing = sorted(set(range(len(processes))) - set(results) - set(lost))
+            assert time.monotonic() < deadline, f"ranks {missing} timed out"
             continue
         assert failure is None, f"rank {rank} failed:\n{failure}"
         results[rank] = pickle.loads(value)
-    return [results[rank] for rank in range(len(processes))]
+    return [results.get(rank) for rank in range(len(processes))]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
-from joined_pools import Pools, RolloutRank, TrainingRank, join, own_transport
-from ranks import fork_server
+from joined_pools import Pools, RolloutRank, TrainingRank, join, killed_after, own_transport
+from ranks import run_ranks
 
 from megatron_rl.cluster.worker_process import listen
 from megatron_rl.device import Device
@@ -31,18 +29,6 @@ POOLS = Pools("PP2-2xTP1", TrainGrid(2, 1, 2), StagePlan(4, 2), 1, 2, ModelShape
 BUCKET_BYTES = 4 << 10
 TIMEOUT_S = 40
 """Of the group; far more than any rank may wait."""
-
-
-def killed_after(transport: Transport, num_messages: int) -> None:
-    """This process ends by SIGKILL when it begins one message more."""
-    start, left = transport.start, iter(range(num_messages))
-
-    def start_until_killed(send, receive):
-        if next(left, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return start(send, receive)
-
-    transport.start = start_until_killed
 
 
 def rejoined(number: int, size: int, store: dist.Store) -> Transport:
@@ -108,40 +94,16 @@ def receives(
     return found
 
 
-def process(number: int, ports: tuple[int, int], who: int, second_buffer: bool, after: int, answers) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(POOLS.world_size), "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(ports[0]), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
+def one_rank(port: int, who: int, second_buffer: bool, after: int) -> dict:
+    """port: of the store at which those who are left meet again."""
+    number = int(os.environ["RANK"])
     transport = join(POOLS.train.world_size, TIMEOUT_S, own_transport)
-    store = dist.TCPStore("127.0.0.1", ports[1], is_master=number == 0, timeout=timedelta(seconds=30))
+    store = dist.TCPStore("127.0.0.1", port, is_master=number == 0, timeout=timedelta(seconds=30))
     if number < POOLS.train.world_size:
-        answers.put((number, trains(POOLS, transport, store)))
-    else:
-        answers.put((number, receives(POOLS, transport, store, number == who, second_buffer, after)))
-    time.sleep(3 if number == 0 else 0)  # it serves the stores
-
-
-def killed_and_rejoined(who: int, second_buffer: bool, after: int) -> dict[int, dict]:
-    """What all ranks but the killed one say."""
-    context = fork_server()
-    answers = context.Queue()
-    with listen("127.0.0.1") as first, listen("127.0.0.1") as second:
-        ports = first.getsockname()[1], second.getsockname()[1]
-    processes = [
-        context.Process(target=process, args=(number, ports, who, second_buffer, after, answers), daemon=True)
-        for number in range(POOLS.world_size)
-    ]
-    try:
-        for one in processes:
-            one.start()
-        found = dict(answers.get(timeout=100) for _ in range(len(processes) - 1))
-        processes[who].join(5)
-        assert processes[who].exitcode == -signal.SIGKILL
-    finally:
-        for one in processes:
-            one.kill()
-            one.join()
-    return found
+        found = trains(POOLS, transport, store)
+        time.sleep(3 if number == 0 else 0)  # it serves the stores
+        return found
+    return receives(POOLS, transport, store, number == who, second_buffer, after)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +119,10 @@ def test_those_who_are_left_notice_rejoin_and_go_on(who: int, second_buffer: boo
     agree, and with a second buffer generation keeps the old weights; then two transfers in a new group, every element
     compared. Would not catch a machine that goes silent, which the group's time-out ends; nor NCCL.
     """
-    found = killed_and_rejoined(who, second_buffer, after)
+    with listen("127.0.0.1") as probe:
+        port = probe.getsockname()[1]
+    ranks = run_ranks(POOLS.world_size, one_rank, port, who, second_buffer, after, timeout=100, lost=(who,))
+    found = {number: rank for number, rank in enumerate(ranks) if number != who}
     survivor = found[5 - who]
     assert found[0]["broken"] == found[1]["broken"] and any(found[0]["broken"])
     assert all(found[number]["again"].endswith("this rank has left the group") for number in (0, 1))

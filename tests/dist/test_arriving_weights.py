@@ -1,0 +1,286 @@
+"""Real engines in pools of their own: weights arrive while slices go on, one replica is killed, the other goes on.
+
+An actor, and two replicas, each of which is a world by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from joined_pools import killed_after
+from ranks import run_ranks
+from sliced_checks import in_slices, joined, largest_difference, nudge, plain_log_probs, starts
+from tiny_models import run_config, save_llama
+
+from megatron_rl.cluster.worker_process import listen
+from megatron_rl.slices import Slice
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
+
+BOUND = 5e-5
+NUM_SWAPS = 20
+LATE_S = 0.5
+TIMEOUT_S = 60
+DIES, STAYS = 0, 1
+"""Numbers of the replicas."""
+
+
+class Told:
+    """What the processes say to each other, at a store that the actor serves."""
+
+    def __init__(self, port: int, serves: bool) -> None:
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=serves, timeout=timedelta(seconds=TIMEOUT_S))
+
+    def say(self, what: str, value: str = "") -> None:
+        self.store.set(what, value)
+
+    def wait(self, *what: str) -> list[str]:
+        return [self.store.get(one).decode() for one in what]
+
+
+def host_of(config, pool: str, rank: int, world_size: int, port: int):
+    """This process as a rank of a world in a pool."""
+    from megatron_rl.roles.host import RankHost
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
+    return RankHost(config, timedelta(seconds=TIMEOUT_S), pool=pool)
+
+
+def address_of(told: Told, name: str, first_receiver: int, replica: int):
+    from megatron_rl.roles.bridge_address import BridgeAddress
+
+    (text,) = told.wait(name)
+    host, port, num_receivers = text.split()
+    return BridgeAddress(host, int(port), 1, int(num_receivers), first_receiver, replica, second_buffer=True)
+
+
+def trains(config, told: Told, exported: Path, port: int, tp_size: int) -> dict:
+    """Send versions 0, 1, 2, ...; version v's weights are nudged v times, and some are exported."""
+    host = host_of(config, "global_pool", 0, 1, port)
+    host.build("actor")
+    actor = host.roles["actor"]
+    parameters = list(actor.trainable.pipeline.parameters())
+
+    def offer(name: str, num_receivers: int) -> None:
+        address = actor.offer_bridge(num_receivers)
+        told.say(name, f"{address.host} {address.port} {num_receivers}")
+        actor.join_bridge(address)
+
+    def next_version(version: int) -> None:
+        nudge(parameters, seed=version)
+        if version in (1, NUM_SWAPS + 2):
+            actor.export_hf(exported / str(version))
+
+    offer("first bridge", 2 * tp_size)
+    attempts = [actor.try_send_weights(0)]
+    next_version(1)
+    told.wait(f"slices of {DIES}", f"slices of {STAYS}")
+    attempts.append(actor.try_send_weights(1))
+    for version in range(2, NUM_SWAPS + 2):
+        next_version(version)
+        if version == 2:
+            told.wait(f"waits {DIES}", f"waits {STAYS}")
+            time.sleep(LATE_S)
+        attempts.append(actor.try_send_weights(version))
+    next_version(NUM_SWAPS + 2)
+    begin = time.monotonic()
+    attempts.append(actor.try_send_weights(NUM_SWAPS + 2))
+    seconds = time.monotonic() - begin
+    offer("second bridge", tp_size)
+    attempts.append(actor.try_send_weights(NUM_SWAPS + 2))
+    told.wait("done")
+    return {"attempts": [(one.version, one.broken, one.report is None) for one in attempts], "seconds": seconds}
+
+
+def refused(call, *arguments) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        call(*arguments)
+    return str(raised.value)
+
+
+def overlapping(rollout, told: Told, number: int, found: dict) -> None:
+    """Slices of version 0 while version 1 comes; then version 1 for all requests anew."""
+    first, generator = starts(0), rollout.generator
+    found["whole"] = in_slices(generator, first, None)
+    rollout.begin_receive()
+    found["begun twice"] = refused(rollout.begin_receive)
+    found["no rejoin"] = refused(rollout.receive_weights)
+    thread = rollout.weights.arrivals._thread
+    parts = [rollout.advance({number: Slice(0, 3, first)}).drawn]
+    found["still waiting"] = thread.is_alive()
+    told.say(f"slices of {number}")
+    found["beside"] = 0
+    while generator.sliced.unfinished:
+        if thread.is_alive():
+            found["beside"] += 1
+        parts.append(rollout.advance({number: Slice(0, 1)}).drawn)
+        time.sleep(0.02)
+    found["in slices"] = joined(parts)
+    report = rollout.advance({number: Slice(1, None, first)})
+    found["version 1"] = report.drawn
+    found["report"] = (report.replica, report.version, report.broken, 0 <= report.swap_seconds < TIMEOUT_S)
+    found["arrival"] = rollout.end_receive()
+    found["never sent"] = refused(rollout.advance, {number: Slice(99, 1)})
+
+
+def swaps(rollout, told: Told, number: int, found: dict) -> None:
+    """Version after version; the first is named before it was sent."""
+    parameters = dict(rollout.generator.model.named_parameters())
+    addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+    for version in range(2, NUM_SWAPS + 2):
+        rollout.begin_receive()
+        if version == 2:
+            told.say(f"waits {number}")
+        report = rollout.advance({number: Slice(version, 1)})
+        assert (report.version, report.broken, rollout.end_receive().version) == (version, "", version)
+        if version == 2:
+            found["waited"] = report.swap_seconds
+    found["stays"] = addresses == {name: parameter.data_ptr() for name, parameter in parameters.items()}
+
+
+def receives(config, told: Told, number: int, tp_rank: int, port: int, tp_size: int) -> dict:
+    host = host_of(config, "rollout_pool", tp_rank, tp_size, port)
+    host.build("rollout", address_of(told, "first bridge", number * tp_size, number))
+    rollout, found, last = host.roles["rollout"], {}, NUM_SWAPS + 1
+    found["before any"] = rollout.advance({}).version
+    rollout.receive_weights()
+    rollout.enter()
+    found["memory"] = host.owned_memory()
+    overlapping(rollout, told, number, found)
+    swaps(rollout, told, number, found)
+    if number == DIES:
+        killed_after(rollout.weights.receiver._end.transport, 2)
+        rollout.begin_receive()
+        time.sleep(TIMEOUT_S)
+    # Version 22 breaks; the requests go on with version 21, and with 22 once it has come over another bridge.
+    first = starts(0)
+    kept = [rollout.advance({number: Slice(last, 2, first)}).drawn]
+    rollout.begin_receive()
+    broken = rollout.advance({number: Slice(last + 1, 3, (), (first[0].request,))})
+    found["broken"] = dataclasses.replace(broken, start=0.0, stop=0.0, swap_seconds=0.0)
+    found["broken arrival"] = rollout.end_receive()
+    kept.append(rollout.advance({number: Slice(last, 2)}).drawn)
+    rollout.rejoin_bridge(address_of(told, "second bridge", 0, number))
+    rollout.begin_receive()
+    report = rollout.advance({number: Slice(last + 1, None)})
+    found["after"] = (report.replica, report.version, report.broken)
+    found["kept"] = joined([*kept, report.drawn])
+    found["anew"] = rollout.advance({number: Slice(last + 1, None, first)}).drawn
+    # From here on every transfer finds a wrong weight.
+    rollout.weights.receiver.receive = mismatch
+    rollout.begin_receive()
+    found["in the thread"] = refused(rollout.end_receive)
+    found["next verbs"] = [refused(rollout.advance, {number: Slice(last + 1, 1)}), refused(rollout.begin_receive)]
+    rollout.exit()
+    told.say("done")
+    return found
+
+
+def mismatch() -> None:
+    from megatron_rl.hybrid_engine.verify import WeightMismatchError
+
+    raise WeightMismatchError("rollout rank 0: a tensor differs")
+
+
+def one_rank(config, ports: tuple[int, ...], exported: Path, tp_size: int) -> dict:
+    """ports: of the store at which all meet, and of the worlds."""
+    rank = int(os.environ["RANK"])
+    told = Told(ports[0], serves=rank == 0)
+    if rank == 0:
+        return trains(config, told, exported, ports[1], tp_size)
+    number, tp_rank = divmod(rank - 1, tp_size)
+    return receives(config, told, number, tp_rank, ports[2 + number], tp_size)
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["TP1", "TP2"])
+def ranks(request, tmp_path_factory):
+    """What the actor and a rank of the replica that stays say; exported versions of the weights."""
+    folder, tp_size = tmp_path_factory.mktemp("arriving"), request.param
+    path = save_llama(folder / "model", eos_token_id=69)
+    rollout = "actor_rollout_ref__rollout__"
+    keys = {"actor_rollout_ref__hybrid_engine": False, f"{rollout}tensor_model_parallel_size": tp_size}
+    keys |= {f"{rollout}nnodes": 1, f"{rollout}n_gpus_per_node": 2 * tp_size, "trainer__n_gpus_per_node": 1}
+    keys |= {"algorithm__use_kl_in_reward": False, "critic__enable": False}
+    config = run_config(path, 1, 1, **keys)
+    with ExitStack() as stack:
+        ports = tuple(stack.enter_context(listen("127.0.0.1")).getsockname()[1] for _ in range(4))
+    lost = range(1, 1 + tp_size)
+    found = run_ranks(1 + 2 * tp_size, one_rank, config, ports, folder / "exported", tp_size, timeout=120, lost=lost)
+    for rank in found[1 + tp_size :]:
+        assert rank["kept"] == found[-1]["kept"] and rank["in slices"] == found[-1]["in slices"]
+    return path, folder / "exported", found[0], found[-1]
+
+
+def test_slices_go_on_while_weights_arrive(ranks) -> None:
+    """What is drawn before the swap does not change by a bit; afterwards it is the sent weights', by transformers.
+
+    Would not catch a slice that is slower for it.
+    """
+    _, exported, _, rollout = ranks
+    assert rollout["before any"] == -1 and rollout["still waiting"] and rollout["beside"] >= 1
+    assert rollout["in slices"] == rollout["whole"] != rollout["version 1"]
+    assert rollout["report"] == (STAYS, 1, "", True)
+    for start in starts(0):
+        drawn = rollout["version 1"][start.request]
+        expected = plain_log_probs(str(exported / "1"), start.token_ids, drawn.token_ids)
+        assert largest_difference(drawn.log_probs, expected) < BOUND
+
+
+def test_a_second_buffer_is_accounted_for(ranks) -> None:
+    """Its bytes, and those that came. Would not catch memory that torch takes beside it."""
+    _, _, _, rollout = ranks
+    memory, arrival = rollout["memory"], rollout["arrival"]
+    assert memory["arriving weights"] == memory["rollout weights"] > 0
+    assert arrival.version == 1 and arrival.broken == ""
+    assert 0 < arrival.transition.bytes_received == arrival.transition.lower_bound_bytes <= memory["arriving weights"]
+
+
+def test_swaps_wait_for_their_version_and_keep_addresses(ranks) -> None:
+    """20 of them, the first named half a second before it is sent. Would not catch a graph that reads elsewhere."""
+    _, _, _, rollout = ranks
+    assert rollout["stays"] and 0.8 * LATE_S < rollout["waited"] < TIMEOUT_S / 2
+
+
+def test_what_cannot_be_is_refused(ranks) -> None:
+    """With a reason. Would not catch a refusal that leaves a thread behind."""
+    _, _, _, rollout = ranks
+    busy = "weights are arriving: end_receive(), or a slice with their version, comes first"
+    assert rollout["begun twice"] == rollout["no rejoin"] == busy
+    assert rollout["never sent"] == "a slice asks for version 99 of the weights; here is 1, and None has arrived"
+
+
+def test_an_error_in_the_thread_is_that_of_the_next_verbs(ranks) -> None:
+    """By its name and text, and it stays. Would not catch a thread that never ends, which the group's time-out does."""
+    _, _, _, rollout = ranks
+    said = "weights that arrived beside generation: WeightMismatchError: rollout rank 0: a tensor differs"
+    assert rollout["in the thread"] == said and rollout["next verbs"] == [said, said]
+
+
+def test_a_killed_replica_breaks_one_transfer_and_no_more(ranks) -> None:
+    """The actor answers long before its time-out; the other replica keeps weights and requests, joins anew, and ends
+    with the bytes that were sent, by transformers. Would not catch a machine that goes silent.
+    """
+    _, exported, training, rollout = ranks
+    *good, broken, again = training["attempts"]
+    assert good == [(version, "", False) for version in range(NUM_SWAPS + 2)] and training["seconds"] < TIMEOUT_S / 4
+    last = NUM_SWAPS + 1
+    assert broken[0] == last + 1 and broken[1].startswith("training rank 0: a transfer of weights broke: ")
+    assert again == (last + 1, "", False)
+    report = rollout["broken"]
+    assert (report.replica, report.version, report.num_steps, report.drawn) == (STAYS, last, 0, {})
+    for reason in (report.broken, rollout["broken arrival"].broken):  # each rank has its own, the report one of them
+        assert reason.startswith("a transfer of weights broke: ")
+    assert rollout["broken arrival"].version is None
+    assert rollout["after"] == (STAYS, last + 1, "")
+    assert all(rollout["kept"][start.request].finish for start in starts(0))
+    for start in starts(0):
+        drawn = rollout["anew"][start.request]
+        expected = plain_log_probs(str(exported / str(last + 1)), start.token_ids, drawn.token_ids)
+        assert largest_difference(drawn.log_probs, expected) < BOUND
