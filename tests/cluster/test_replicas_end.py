@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,30 +60,27 @@ def test_a_cluster_may_be_left_in_any_state_of_its_replicas(tmp_path: Path) -> N
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_random_kills_and_stops() -> None:
-    """20 kills of random ranks of 2 replicas of 2, at random times, restarts included; a thread drives them all and the
-    training pool answers throughout. Would not catch a hang that takes a longer pause than these to come about.
+    """Random ranks of 2 replicas of 2, at random times, starts included, until 20 starts have followed; a thread drives
+    them all, and the training pool answers throughout. Would not catch a hang that takes a longer pause to come about.
     """
     draw = random.Random(5)
     with cluster_of(2, 2, Limits(stall_timeout_s=12, heartbeat_timeout_s=10)) as cluster:
-        mark = mark_of(cluster.pools["train"].pids[0])
+        mark, both = mark_of(cluster.pools["train"].pids[0]), replicas(cluster)
         over = threading.Event()
-        thread = Driver(lambda: drive(replicas(cluster), over))
-        for kill in range(20):
+        thread = Driver(lambda: drive(both, over))
+        while sum(one.num_restarts for one in both) < 20 and thread.is_alive():
             until = time.monotonic() + draw.uniform(0.0, 6.0)
             while time.monotonic() < until:
-                assert trainer(cluster).count(kill, 0.1).get()[0][0] == kill
-            victim = draw.choice(replicas(cluster))
-            if victim.pids:
-                with_signal = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-                try:
-                    os.kill(draw.choice(victim.pids), with_signal)
-                except ProcessLookupError:
-                    continue
+                assert trainer(cluster).count(7, 0.1).get()[0][0] == 7
+            for pid in draw.choice(both).pids[draw.randrange(2) :][:1]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
         over.set()
         assert thread.must_end_within(120) is None
         answered, restarts = thread.result
-        assert min(answered) > 0 and sum(restarts) >= 10
-        assert all(sampler(replica).count(9).get()[0] == (9, replica.pids[0]) for replica in replicas(cluster))
+        print(f"answers {answered}, restarts {restarts}")
+        assert min(answered) > 0 and sum(restarts) >= 20
+        assert all(sampler(one).count(9).get() == [(9, one.pids[0])] for one in both)
     assert nothing_left(mark)
 
 
