@@ -84,6 +84,8 @@ class Replica:
         """
         self._pool.shutdown(WorkerFailure(f"the replica {self.name} was restarted"))
         with self._changing:
+            if self._over is None and self._ranks.is_lost:  # the main thread is about to end everything
+                self._over = ClusterEnded(f"the replica {self.name} cannot be started again: Ray is gone")
             if self._over is not None:
                 raise self._over.with_traceback(None)
             self._pool = pool = self._new_pool()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -58,6 +60,18 @@ def test_a_cluster_may_be_left_in_any_state_of_its_replicas(tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_without_ray_the_thread_that_calls_replicas_ends_too(victim: str) -> None:
+    """It does not try to start them again. Would not catch a Ray that answers, but never in time."""
+    driver = [sys.executable, Path(__file__).with_name("replica_lost_driver.py"), victim]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run(driver, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == WorkerFailure.exit_code, ended.stderr
+    assert f"Ray's {victim} (process" in ended.stderr
+    assert ended.stdout.splitlines()[-1] == "thread: ClusterEnded"
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_random_kills_and_stops() -> None:
     """Random ranks of 2 replicas of 2, at random times, starts included, until 20 starts have followed; a thread drives
@@ -101,7 +115,8 @@ def drive(all_replicas: list[Replica], over: threading.Event) -> tuple[list[int]
                 starting.discard(replica)
                 following: Future = sampler(replica).count(0, 0.05)
             except WorkerFailure as error:
-                assert not isinstance(error, ClusterEnded)
+                if isinstance(error, ClusterEnded):
+                    raise
                 starting.add(replica)
                 following = replica.restart(timeout_s=60)
             calls[following] = replica
