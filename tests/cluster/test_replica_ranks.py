@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.cluster.cluster import Hosting
 from megatron_rl.cluster.fate import Fate
 from megatron_rl.cluster.leftovers import FATE
+from megatron_rl.cluster.local_cluster import LocalCluster
 from megatron_rl.cluster.ranks import ReplicaRanks
+from megatron_rl.cluster.ray_cluster import RayCluster
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.config.roles import PoolSize, PoolSpec
 from megatron_rl.errors import WorkerFailure
 
 
@@ -82,6 +86,16 @@ def test_replicas_share_out_all_ranks(num_nodes: int, per_node: int, size: int) 
             assert (one.local_rank(rank), one.local_world_size(rank)) == (mates.index(rank), len(mates))
     with pytest.raises(ValueError, match="ranks have no replica"):
         ReplicaRanks("rollout/x", whole, len(found), size)
+
+
+def test_clusters_refuse_what_they_cannot_replicate() -> None:
+    """Before anything is started. Would not catch a pool whose ranks the replicas do not divide, which is later."""
+    hosting = Hosting(object, (), {}, "cpu", replicated={"rollout": 1})
+    pool = PoolSpec("train", PoolSize(1, 1, "nodes", "ranks"), ())
+    with pytest.raises(ValueError, match=r"there are no pools \['rollout'\] to replicate"):
+        RayCluster([pool], hosting)
+    with pytest.raises(ValueError, match=r"no pool in this process can be replicated, and \['rollout'\] is to be"):
+        LocalCluster({"train": pool}, hosting)
 
 
 def test_who_ends_a_fate_waits_for_those_inside_and_lets_nobody_in() -> None:
