@@ -193,7 +193,8 @@ class RayPool:
         try:
             yield
         except RayError as error:
-            raise WorkerFailure(f"the processes of pool {self.name} did not come up: {error}") from error
+            why = str(error).strip().splitlines()[-1]
+            raise WorkerFailure(f"the processes of pool {self.name} did not come up: {why}") from error
 
     def _starting(self, numbered: list[ProcessInfo]) -> Iterator[Step]:
         """The steps of a start after `spawn`."""

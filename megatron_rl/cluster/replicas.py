@@ -20,6 +20,7 @@ from typing import TypeVar, cast
 
 from megatron_rl.cluster.fate import Fate
 from megatron_rl.cluster.handle import HOST, Handle
+from megatron_rl.cluster.leftovers import FATE, MARK, end, marked, variable_of
 from megatron_rl.cluster.ranks import Ranks, ReplicaRanks
 from megatron_rl.cluster.ray_pool import START_TIMEOUT_S, RayPool
 from megatron_rl.cluster.waiting import PoolFuture
@@ -28,6 +29,9 @@ from megatron_rl.errors import MegatronRLError, WorkerFailure
 
 LEAVE_TIMEOUT_S = 5.0
 """A thread that waits for a killed replica leaves Ray at once, and one that waits for a lost Ray perhaps never."""
+
+LEFTOVERS_S = 5.0
+"""What the kernel cannot end in this time does not keep others waiting."""
 
 Kind = TypeVar("Kind")
 MakePool = Callable[[str, Ranks, Fate], RayPool]
@@ -76,14 +80,16 @@ class Replica:
     def restart(self, timeout_s: float = START_TIMEOUT_S) -> PoolFuture[None]:
         """Kill what is left of the processes, begin to start others on the same ranks and construct their hosts.
 
-        What is killed on this node is waited for: some 0.1 s. The start gets on while its future is waited for, alone
-        or with others; what the hosts build comes after it, by their verbs. Futures of earlier calls raise what ended
-        the earlier processes. The future raises WorkerFailure when the replica is not there after `timeout_s`, as when
-        the node is gone, and whatever a host's constructor raises; the replica may then be restarted again. Raises
-        ClusterEnded.
+        What is killed on this node, with all that the ranks had started there, is waited for: some 0.1 s. The start
+        gets on while its future is waited for, alone or with others; what the hosts build comes after it, by their
+        verbs. Futures of earlier calls raise what ended the earlier processes. The future raises WorkerFailure when the
+        replica is not there after `timeout_s`, as when the node is gone, and whatever a host's constructor raises; the
+        replica may then be restarted again. Raises ClusterEnded.
         """
-        self._pool.shutdown(WorkerFailure(f"the replica {self.name} was restarted"))
+        self._end(f"the replica {self.name} was restarted")
         with self._changing:
+            if self._over is None and self._ranks.is_lost:  # the main thread is about to end everything
+                self._over = ClusterEnded(f"the replica {self.name} cannot be started again: Ray is gone")
             if self._over is not None:
                 raise self._over.with_traceback(None)
             self._pool = pool = self._new_pool()
@@ -110,7 +116,7 @@ class Replica:
 
     def stop(self, reason: str) -> None:
         """Kill the processes and wait for their end, as to give the replica up; later calls name the reason."""
-        self._pool.shutdown(WorkerFailure(f"the replica {self.name} was stopped: {reason}"))
+        self._end(f"the replica {self.name} was stopped: {reason}")
 
     def kill(self, error: MegatronRLError) -> None:
         """Kill the processes, do not wait, and never start others; from any thread."""
@@ -125,6 +131,13 @@ class Replica:
     def wait_until_left(self, deadline: float) -> None:
         """After `kill`, from any thread: until no thread is in a call of Ray for it; deadline: a monotonic time."""
         self._pool.fate.wait_until_left(max(0.0, deadline - time.monotonic()))
+
+    def _end(self, reason: str) -> None:
+        """Kill the processes, and on this node what they have started; reason: for later calls."""
+        self._pool.shutdown(WorkerFailure(reason))
+        mark = self._ranks.variables.get(MARK)
+        if mark is not None:
+            end(lambda: [one for one in marked(mark) if variable_of(one, FATE) == self.name], LEFTOVERS_S)
 
     def _new_pool(self) -> RayPool:
         return self._make(self.name, self._ranks, Fate(named=True))

@@ -13,6 +13,7 @@ import pytest
 from replica_cluster import ROLLOUT, Driver, are_gone, cluster_of, replicas, sampler, trainer
 from replica_worker import ReplicaHost
 
+from megatron_rl.cluster.leftovers import living
 from megatron_rl.cluster.ray_cluster import RayCluster
 from megatron_rl.cluster.replicas import ClusterEnded
 from megatron_rl.cluster.waiting import wait_any
@@ -22,7 +23,7 @@ from megatron_rl.errors import WorkerFailure, WorkerStall
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
-LIMIT_S = 12.0
+LIMIT_S, HEARTBEAT_S = 12.0, 10.0
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(slow: Path) -> Iterator[RayCluster]:
     """Two replicas of two ranks each."""
-    with cluster_of(2, 2, Limits(stall_timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S), slow) as cluster:
+    limits = Limits(LIMIT_S, HEARTBEAT_S, slow.with_name("stacks.txt"))
+    with cluster_of(2, 2, limits, slow) as cluster:
         yield cluster
 
 
@@ -63,11 +65,12 @@ def test_a_killed_rank_ends_its_replica_alone_and_a_restart_brings_it_back(clust
     """While all are in calls. Would not catch memory of a device that the killed process still holds."""
     first, second = replicas(cluster)
     train_pids, first_pids, second_pids = cluster.pools["train"].pids, first.pids, second.pids
+    children = first.host(ReplicaHost).start_child().get()
     training = trainer(cluster).count(1, 4.0)
-    dying, living = sampler(first).count(0, 60.0), sampler(second).count(2, 2.0)
+    dying, going_on = sampler(first).count(0, 60.0), sampler(second).count(2, 2.0)
     os.kill(first_pids[1], signal.SIGKILL)
     killed_at = time.monotonic()
-    assert wait_any([dying, living]) == [dying]
+    assert wait_any([dying, going_on]) == [dying]
     with pytest.raises(WorkerFailure, match=r"^pool rollout_pool/0, rank 1 \(sampler\): the process died during count"):
         dying.get()
     assert time.monotonic() - killed_at < 8 and not living_now(first_pids)
@@ -76,8 +79,9 @@ def test_a_killed_rank_ends_its_replica_alone_and_a_restart_brings_it_back(clust
     assert str(first.error).startswith("pool rollout_pool/0, rank 1")
 
     starting = first.restart(timeout_s=60)
-    waiting: list[Future] = [starting, living]
-    assert wait_any(waiting) == [living] and living.get() == [(2, second_pids[0])]
+    assert not living_now(children)
+    waiting: list[Future] = [starting, going_on]
+    assert wait_any(waiting) == [going_on] and going_on.get() == [(2, second_pids[0])]
     assert wait_any([starting], timeout=60) == [starting]
     starting.get()
     assert first.error is None and first.num_restarts == 1 and not set(first.pids) & set(first_pids)
@@ -105,7 +109,7 @@ def test_a_failing_verb_names_replica_and_peers(cluster: RayCluster) -> None:
 @pytest.mark.parametrize(
     "stopped", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["SIGSTOP", "sleeps"]
 )
-def test_a_replica_that_hangs_is_ended_while_the_other_answers(cluster: RayCluster, stopped: bool) -> None:
+def test_a_replica_that_hangs_is_ended_while_the_other_answers(cluster: RayCluster, slow: Path, stopped: bool) -> None:
     """Within two time-outs. Would not catch a machine that is unplugged."""
     first, second = replicas(cluster)
     pids = first.pids
@@ -123,6 +127,7 @@ def test_a_replica_that_hangs_is_ended_while_the_other_answers(cluster: RayClust
         hanging.get()
     assert time.monotonic() - began < 2 * LIMIT_S and answers >= 20
     assert are_gone(pids)
+    assert slow.with_name("stacks_rollout_pool_0.txt").read_text().startswith("rank 0\n")
     assert trainer(cluster).count(7).get() == [(7, cluster.pools["train"].pids[0])]
     first.restart().get()
     assert sampler(first).count(8).get() == [(8, first.pids[0])]
@@ -149,10 +154,10 @@ def test_a_start_that_takes_too_long_fails_within_its_limit(cluster: RayCluster,
     first, second = replicas(cluster)
     slow.touch()
     began = time.monotonic()
-    starting = first.restart(timeout_s=6)
-    with pytest.raises(WorkerFailure, match=r"^\d of \d \w+ of pool rollout_pool/0 .* in 6 s; does another"):
+    starting = first.restart(timeout_s=3)
+    with pytest.raises(WorkerFailure, match=r"^\d of \d \w+ of pool rollout_pool/0 .* in 3 s; does another"):
         starting.get()
-    assert 6 <= time.monotonic() - began < 10
+    assert 3 <= time.monotonic() - began < 7
     slow.unlink()
     first.restart().get()
     assert sampler(first).count(3).get() == [(3, first.pids[0])]
@@ -176,4 +181,5 @@ def test_a_failed_training_pool_ends_the_replicas_and_the_thread_that_waits_for_
 
 
 def living_now(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid)]
+    """Those that neither have gone nor wait, dead, for a parent that never looks."""
+    return [one.pid for one in living(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))]

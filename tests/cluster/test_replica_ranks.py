@@ -1,0 +1,128 @@
+"""How a reservation is cut into replicas, and what ends the waits of a thread: no processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.cluster.cluster import Hosting
+from megatron_rl.cluster.fate import Fate
+from megatron_rl.cluster.leftovers import FATE
+from megatron_rl.cluster.local_cluster import LocalCluster
+from megatron_rl.cluster.ranks import ReplicaRanks
+from megatron_rl.cluster.ray_cluster import RayCluster
+from megatron_rl.cluster.replicas import ReplicatedPool
+from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.config.roles import PoolSize, PoolSpec
+from megatron_rl.errors import WorkerFailure
+
+
+def parts(num_nodes: int, per_node: int, size: int, device: str = "cpu") -> list[ReplicaRanks]:
+    whole = ResourcePool(num_nodes, per_node, device)
+    return [ReplicaRanks(f"rollout/{n}", whole, n, size) for n in range(whole.world_size // size)]
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node", "size", "local_ranks", "local_sizes", "per_call"),
+    [
+        (1, 4, 2, [[0, 1], [0, 1]], [[2, 2], [2, 2]], 2),
+        (2, 2, 4, [[0, 1, 0, 1]], [[2, 2, 2, 2]], 2),
+        (2, 3, 2, [[0, 1], [0, 0], [0, 1]], [[2, 2], [1, 1], [2, 2]], 1),
+        (3, 1, 1, [[0], [0], [0]], [[1], [1], [1]], 1),
+        (3, 2, 3, [[0, 1, 0], [0, 0, 1]], [[2, 2, 1], [1, 2, 2]], 1),
+    ],
+)
+def test_places_within_a_replica(
+    num_nodes: int, per_node: int, size: int, local_ranks: list, local_sizes: list, per_call: int
+) -> None:
+    """By hand. Would not catch a reservation whose bundles are not in the order of its ranks."""
+    found = parts(num_nodes, per_node, size)
+    assert [[one.local_rank(rank) for rank in range(size)] for one in found] == local_ranks
+    assert [[one.device_index(rank) for rank in range(size)] for one in found] == local_ranks
+    assert [[one.local_world_size(rank) for rank in range(size)] for one in found] == local_sizes
+    assert {one.num_ranks_per_node for one in found} == {per_call}
+    assert [one.first for one in found] == list(range(0, num_nodes * per_node, size))
+
+
+def test_every_process_on_a_gpu_sees_its_own_device_only() -> None:
+    """Would not catch a cluster that hides no devices."""
+    assert [[one.device_index(rank) for rank in range(2)] for one in parts(1, 4, 2, "cuda")] == [[0, 0], [0, 0]]
+    assert [one.actor_options(1)["num_gpus"] for one in parts(1, 4, 2, "cuda")] == [1.0, 1.0]
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8))
+def test_replicas_share_out_all_ranks(num_nodes: int, per_node: int, size: int) -> None:
+    """Each rank once, placed on the bundle of its number. Would not catch wrong variables of a rank."""
+    whole = ResourcePool(num_nodes, per_node, "cpu")
+    if whole.world_size % size:
+        with pytest.raises(ValueError, match=f"{whole.world_size} ranks have no replica 0 of {size} ranks"):
+            ReplicaRanks("rollout/0", whole, 0, size)
+        with pytest.raises(ValueError, match=f"replicas of {size} ranks do not divide the {whole.world_size} ranks"):
+            ReplicatedPool("rollout", whole, size, lambda *_: None, [])
+        return
+    found = parts(num_nodes, per_node, size)
+    bundles = [
+        one.actor_options(rank)["scheduling_strategy"].placement_group_bundle_index
+        for one in found
+        for rank in range(size)
+    ]
+    assert bundles == [rank // per_node for rank in range(num_nodes * per_node)]
+    for number, one in enumerate(found):
+        assert one.variables == {
+            FATE: f"rollout/{number}",
+            "POOL_REPLICA": str(number),
+            "POOL_REPLICAS": str(len(found)),
+            "POOL_FIRST_RANK": str(number * size),
+        }
+        for rank in range(size):
+            mates = [
+                other for other in range(size) if (one.first + other) // per_node == (one.first + rank) // per_node
+            ]
+            assert (one.local_rank(rank), one.local_world_size(rank)) == (mates.index(rank), len(mates))
+    with pytest.raises(ValueError, match="ranks have no replica"):
+        ReplicaRanks("rollout/x", whole, len(found), size)
+
+
+def test_clusters_refuse_what_they_cannot_replicate() -> None:
+    """Before anything is started. Would not catch a pool whose ranks the replicas do not divide, which is later."""
+    hosting = Hosting(object, (), {}, "cpu", replicated={"rollout": 1})
+    pool = PoolSpec("train", PoolSize(1, 1, "nodes", "ranks"), ())
+    with pytest.raises(ValueError, match=r"there are no pools \['rollout'\] to replicate"):
+        RayCluster([pool], hosting)
+    with pytest.raises(ValueError, match=r"no pool in this process can be replicated, and \['rollout'\] is to be"):
+        LocalCluster({"train": pool}, hosting)
+
+
+def test_who_ends_a_fate_waits_for_those_inside_and_lets_nobody_in() -> None:
+    """Would not catch a thread that calls Ray without being inside."""
+    fate, left = Fate(), threading.Event()
+    first, second = WorkerFailure("first"), WorkerFailure("second")
+
+    def stay() -> None:
+        with fate.inside():
+            left.wait(10)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    until(lambda: not fate.wait_until_left(0))
+    assert fate.decide(first) and not fate.decide(second) and fate.error is first
+    assert not fate.wait_until_left(0.1)
+    with pytest.raises(WorkerFailure, match="first"), fate.inside():
+        raise AssertionError("inside an ended fate")
+    left.set()
+    assert fate.wait_until_left(5)
+    thread.join(5)
+    with pytest.raises(WorkerFailure, match="first"):
+        fate.look()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
