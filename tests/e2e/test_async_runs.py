@@ -62,8 +62,8 @@ def events(run, kind: str) -> list[dict]:
 
 
 def test_a_run_that_lost_a_replica_is_repeated_bit_for_bit(command_line, tmp_path: Path) -> None:
-    """Three steps ahead with partial rollouts. No token is older than that, all rows are trained, the lost replica starts
-    again, and a replay has the same metrics and weights.
+    """Three steps ahead with partial rollouts. No token is older, all rows are trained, the lost replica starts again,
+    and a replay has the same metrics and weights.
 
     Would not catch a loss inside a transfer; random kills do.
     """
