@@ -32,9 +32,20 @@ class TrainerCall:
     @property
     def feature(self) -> str | None:
         """What the program is where it is no trainer of verl's that this one stands for."""
-        for pattern, feature in entries().items():
+        entry = self._entry
+        return entry if isinstance(entry, str) else None
+
+    @property
+    def implied(self) -> list[str]:
+        """Overrides that say what the program is."""
+        entry = self._entry
+        return entry if isinstance(entry, list) else []
+
+    @property
+    def _entry(self) -> str | list[str] | None:
+        for pattern, entry in entries().items():
             if self.program and fnmatch.fnmatch(self.program, pattern):
-                return feature
+                return entry
         return f"the program {self.program}" if self.program else None
 
     @property
@@ -49,8 +60,8 @@ class TrainerCall:
 
 
 @cache
-def entries() -> dict[str, str | None]:
-    """Pattern of a program -> the feature that it is; None where there is nothing to say."""
+def entries() -> dict[str, str | list[str] | None]:
+    """Pattern of a program -> the feature that it is, or overrides that say it; None where there is nothing to say."""
     return dict(yaml.safe_load((Path(__file__).parent / "entries.yaml").read_text()))
 
 

@@ -111,7 +111,7 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
     if call.feature is not None:
         setting = Setting("program", call.program, source)
         notes.append(Note(Kind.UNSUPPORTED, setting, "train with verl.trainer.main_ppo's keys", feature=call.feature))
-    given = [*base, *(setting for text in call.overrides for setting in read_override(text))]
+    given = [*base, *(setting for text in (*call.implied, *call.overrides) for setting in read_override(text))]
     translation = translate(given, is_key)
     known = [setting for setting in translation.settings if is_key(setting.key)]
     unknown = [setting for setting in translation.settings if not is_key(setting.key)]

@@ -210,7 +210,6 @@ def test_what_keys_become(override, kind, became):
         ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "Ulysses sequence parallelism"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn rollouts and tools"),
-        ("+async_training.staleness_threshold=0.1", "asynchronous training"),
         (f"+{MEGATRON}.override_transformer_config.fp8=hybrid", "FP8 training"),
         ("reward_model.reward_manager=batch", "reward managers of other kinds"),
         ("reward_model.model.input_tokenizer=other", "reward models with another tokenizer"),
@@ -222,13 +221,44 @@ def test_features_have_names(override, feature):
     assert [(kind, name) for kind, _, name in notes(override)] == [("not supported", feature)]
 
 
-def test_what_belongs_to_a_feature_goes_with_it():
-    """A batch size of verl's asynchronous trainer is no fault of its own. Would not catch one in a third place."""
-    found = translate(
-        settings_of({"data.train_batch_size": 0, "data.gen_batch_size": 1, "async_training.partial_rollout": True}),
-        is_key,
-    )
-    assert found.features == ["asynchronous training"] and found.settings == []
+def test_what_verl_counts_in_samples_and_transfers_is_counted_in_steps():
+    """By hand: steps of 2 x 32 prompts, weights every 4 of them, and a tenth of the samples may be older than the last
+    transfer: 3 steps old between two, and 1 of the share before. Would not catch another meaning in a newer verl.
+    """
+    asked = {
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+        "data.train_batch_size": 0,
+        "data.gen_batch_size": 1,
+        "rollout.nnodes": 2,
+        "rollout.n_gpus_per_node": 8,
+        "rollout.total_rollout_steps": 6400,
+        "rollout.test_freq": 5,
+        "async_training.require_batches": 2,
+        "async_training.trigger_parameter_sync_step": 4,
+        "async_training.staleness_threshold": 0.1,
+    }
+    said = {setting.key: setting.value for setting in translate(settings_of(asked), is_key).settings}
+    assert said == {
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+        "data.train_batch_size": 64,
+        "trainer.total_training_steps": 100,
+        "trainer.test_freq": 20,
+        "actor_rollout_ref.rollout.nnodes": 2,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 8,
+        "async_training.trigger_parameter_sync_step": 4,
+        "trainer.rollout_ahead": 4,
+        "algorithm.rollout_correction.bypass_mode": True,
+    }
+
+
+def test_one_step_off_is_a_rollout_of_its_own_and_one_step_ahead():
+    """By hand. Would not catch a correction that the user has set elsewhere."""
+    found = translate(settings_of({"trainer.v1.trainer_mode": "separate_async"}), is_key)
+    assert {setting.key: setting.value for setting in found.settings} == {
+        "actor_rollout_ref.hybrid_engine": False,
+        "trainer.rollout_ahead": 1,
+        "algorithm.rollout_correction.rollout_is": "token",
+    }
 
 
 def test_samples_of_all_ranks_become_samples_of_one():

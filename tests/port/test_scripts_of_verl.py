@@ -31,17 +31,14 @@ FEATURES = {
     ],
     "recipe_dapo_test_dapo_8b_megatron_fp8train": ["FP8 training"],
     "recipe_dapo_test_dapo_glm_air_megatron": ["context parallelism", "GLM-4.5 models"],
-    "recipe_gkd_megatron_test_qwen": ["distillation from a teacher", "asynchronous training"],
+    "recipe_gkd_megatron_test_qwen": ["distillation from a teacher"],
     "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": ["FP8 training", "quantized rollouts"],
     "recipe_qat_run_qwen3_30b_w4a16_megatron": ["context parallelism", "quantization-aware training"],
-    "tests_special_e2e_run_fully_async_policy": ["asynchronous training"],
     "tests_special_e2e_run_ppo_trainer_megatron": ["context parallelism", "reward models with another tokenizer"],
     "verl_experimental_fully_async_policy_shell_geo3k_qwen25vl_7b_megatron_4_4": [
-        "asynchronous training",
         "vision-language models",
     ],
     "verl_experimental_fully_async_policy_shell_grpo_30b_a3b_base_math_megatron_96_32_mis": [
-        "asynchronous training",
         "context parallelism",
     ],
 }
@@ -142,8 +139,8 @@ def test_what_cannot_be_resolved_is_named(tmp_path, monkeypatch, text, expected)
     [
         ("verl.trainer.main_ppo", None),
         ("recipe.dapo.main_dapo", None),
-        ("verl.experimental.one_step_off_policy.main_ppo", "asynchronous training"),
-        ("verl.experimental.fully_async_policy.fully_async_main", "asynchronous training"),
+        ("verl.experimental.one_step_off_policy.main_ppo", None),
+        ("verl.experimental.fully_async_policy.fully_async_main", None),
         ("verl.trainer.fsdp_sft_trainer", "supervised fine-tuning"),
         ("recipe.own.run_it", "the program recipe.own.run_it"),
     ],

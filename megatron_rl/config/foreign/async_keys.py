@@ -60,9 +60,21 @@ def behaviour_as_old(key: str, target: str, value: Any, given: Mapping[str, Any]
 
 
 def separate(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The rollout on ranks of its own, which generate the next batch while one is trained."""
+    """The rollout on ranks of its own, which generate the next batch while one is trained; or on the actor's own, where
+    unfinished answers go on with the next batch.
+    """
+    if value == "colocate_async":
+        return {"trainer.rollout_ahead": 1, "async_training.partial_rollout": True} | _corrected(given)
     said: dict[str, Any] = {"actor_rollout_ref.hybrid_engine": False}
-    return said if f"{GROUP}.staleness_threshold" in given else said | {"trainer.rollout_ahead": 1}
+    if f"{GROUP}.staleness_threshold" in given:
+        return said
+    return said | {"trainer.rollout_ahead": 1} | _corrected(given)
+
+
+def _corrected(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights for stale tokens, unless something corrects for them."""
+    corrects = (f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_rs", "bypass_mode"))
+    return {} if any(given.get(name) for name in corrects) else {f"{CORRECTION}.rollout_is": "token"}
 
 
 def _step_prompts(given: Mapping[str, Any]) -> int:
