@@ -88,7 +88,8 @@ class Rollout(Role):
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")
     def exit(self) -> None:
-        """Rollout mode -> train mode. Raises RuntimeError while requests of slices are unfinished."""
+        """Rollout mode -> train mode. Raises RuntimeError while requests of slices are unfinished, and stays there."""
+        self.generator.must_be_idle()
         self.engine.exit()
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")

@@ -86,12 +86,16 @@ class RolloutEngine:
 
     def sleep(self) -> None:
         """Give the KV cache back. Raises RuntimeError, and keeps it, while requests of slices are unfinished."""
+        self.must_be_idle()
+        self.kv_cache.release()
+
+    def must_be_idle(self) -> None:
+        """Raise RuntimeError while requests of slices are unfinished."""
         if self.sliced.unfinished:
             numbers = ", ".join(map(str, self.sliced.unfinished))
             raise RuntimeError(
                 f"the KV cache cannot go while requests are unfinished: {numbers}; a slice that drops them comes first"
             )
-        self.kv_cache.release()
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """One response per prompt row, with the engine's own log-prob of each token after temperature and filters.

@@ -77,6 +77,7 @@ def sliced_rank(config) -> dict:
     found["dropped twice"] = refused(generator.advance, Slice(0, 1, (), (11, 11)))
     found["generate"] = refused(rollout.generate, prompts(), SAMPLED)
     found["sleep"] = refused(generator.sleep)
+    found["exit"] = refused(rollout.exit)
     found["still unfinished"] = generator.sliced.unfinished
     drawn, _ = generator.advance(Slice(0, None, first, tuple(generator.sliced.unfinished)))
     found["after drops"] = drawn
@@ -159,6 +160,7 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(sliced) -> None:
         assert rank["second start"] == "request 10 cannot be started: it is unfinished here"
         assert rank["dropped twice"] == "request 11 cannot be dropped: unfinished here are [10, 13]"
         assert rank["generate"] == "generate() while requests of slices are unfinished: [11, 13, 10]"
+        assert rank["sleep"] == rank["exit"]
         assert rank["sleep"].startswith("the KV cache cannot go while requests are unfinished: 11, 13, 10")
 
 
@@ -198,6 +200,12 @@ def changed_rank(config, exported: str) -> dict:
         (answer,) = (new for request, new in generator.advance(Slice(version, 2, (once,)))[0].items() if request != 7)
         found[name] = answer
         generator.advance(Slice(version, 1, (), (7,)))
+
+    # Nothing is left after this slice, so the next one begins with an empty cache even under the same version.
+    put_back()
+    in_slices(generator, first, None, version=5)
+    nudge(parameters, seed=1)
+    found["emptied"] = generator.advance(Slice(5, None, (once,)))[0][once.request]
     rollout.exit()
     actor.export_hf(Path(exported))
     return found
@@ -259,3 +267,13 @@ def test_cached_prefixes_of_older_weights_are_not_used(changed) -> None:
     assert isinstance(salted, Drawn)
     assert largest_difference(salted.log_probs, plain_log_probs(new, prompt, salted.token_ids)) < BOUND
     assert largest_difference(stale.log_probs, plain_log_probs(new, prompt, stale.token_ids)) > 10 * BOUND
+
+
+def test_an_engine_with_nothing_left_begins_with_an_empty_cache(changed) -> None:
+    """The same prompt under the same version, with weights that changed all the same: no older key or value is used, so
+    a slice does not depend on what was drawn and dropped before it. Would not catch other state of an engine, which the
+    comparison after drops does.
+    """
+    _, new, found = changed
+    prompt, drawn = starts(0)[3].token_ids, found["emptied"]
+    assert largest_difference(drawn.log_probs, plain_log_probs(new, prompt, drawn.token_ids)) < BOUND
