@@ -128,8 +128,9 @@ def test_the_demo_is_learnt(command_line, tmp_path: Path, ahead: int, partial: b
 
 @pytest.mark.exhaustive
 def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
-    """Killed with requests in flight, at three points: just after a save, in the step after it, and a step later; each
-    goes on from its last save and ends in the bits of the run that was left alone. The schedule is computed.
+    """Killed with requests in flight, at three points: while its first checkpoint is written, in the step after one, and
+    a step later; each goes on from what it has and ends in the bits of the run that was left alone. The schedule is
+    computed.
 
     Would not catch a schedule that depends on the number of processes, which is the same in all of them.
     """
@@ -145,7 +146,7 @@ def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
         life.kill_all()
         life = command_line(*settings, folder=life.folder, config=ASYNC)
         assert life.wait(400) == 0, life.text()
-        assert "going on after step" in life.text()
+        assert kind == "saved" or "going on after step 2" in life.text()
         assert weights_equal(life, whole)
         assert numbers(life)[-3:] == numbers(whole)[-3:]
 
