@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from megatron_rl.checkpoint.run_file import reading
@@ -62,13 +63,23 @@ def read_schedule(folder: Path) -> dict[str, Any] | None:
     file = folder / ROLLOUTS_FILE
     if not file.exists():
         return None
-    with reading(file), safe_open(file, "pt") as opened:
-        schedule: dict[str, Any] = json.loads(opened.metadata()[SCHEDULE])
+    with opened(file) as content:
+        schedule: dict[str, Any] = json.loads(content.metadata()[SCHEDULE])
     return schedule
 
 
 def read_answers(folder: Path, answers: Answers) -> None:
     """Give batches that were drawn anew the answers that a checkpoint has. Raises ConfigError for a damaged file."""
-    file = folder / ROLLOUTS_FILE
-    with reading(file), safe_open(file, "pt") as opened:
-        answers.load_tensors({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    with opened(folder / ROLLOUTS_FILE) as content:
+        answers.load_tensors({name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """The safetensors file. Raises ConfigError where it is damaged, or has not what is looked for."""
+    with reading(file):
+        try:
+            with safe_open(file, "pt") as content:
+                yield content
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_rl.stream.journal import (
     Decided,
+    Interrupted,
     Journal,
     ReplicaBack,
     ReplicaLost,
@@ -28,6 +29,7 @@ EVENTS = [
     StepTaken(1),
     VersionReady(1),
     Saved(1),
+    Interrupted(1),
     Resumed(1),
     Decided("resample", 3, 1),
 ]
@@ -121,3 +123,25 @@ def test_a_replay_lets_no_version_be_overwritten_before_it_is_used():
     assert replay.next_order(0) is None and replay.wanted_version(0) == 1 and not replay.may_send(2)
     replay.version_ready(1)
     assert replay.next_order(0) == Order(0, 1, 2, (1,)) and replay.may_send(2)
+
+
+def test_a_replay_is_interrupted_where_the_recorded_run_was() -> None:
+    """A validation empties the engines: until it has happened again, no replica goes beyond the slices before it.
+
+    Would not catch a validation that leaves something in an engine.
+    """
+    rules = Rules(batch_rows=1, num_steps_total=2, ahead=1, slice_steps=2)
+    events = [
+        SliceDone(0, 0, 2, starts=(0,)),
+        Interrupted(0),
+        SliceDone(0, 0, 2, starts=(0,), drops=(0,), finished=(0,)),
+    ]
+    replay = Replay(rules, 1, events)
+    assert not replay.may_save(0)
+    assert replay.next_order(0) == Order(0, 0, 2, starts=(0,))
+    replay.slice_done(0, 2, {0: 2}, [])
+    assert replay.may_save(0) and replay.next_order(0) is None
+    replay.saved(0)  # a checkpoint is none
+    assert replay.next_order(0) is None
+    replay.saved(0, interrupted=True)
+    assert replay.next_order(0) == Order(0, 0, 2, starts=(0,), drops=(0,))
