@@ -26,7 +26,7 @@ def collapsed(config: RunConfig) -> RunConfig:
 
     What is left of the layout, dtype and vocabulary padding, is the actor's for all roles, as roles of one pool share
     it. The KV cache holds as many tokens as a replica's did over its ranks. The actor's parameters stay where they are
-    while generating, because generation then reads them.
+    while generating, because generation then reads them. Generation that runs ahead is in turns with training.
     """
     found = copy.deepcopy(config)
     shared, reward = found.actor_rollout_ref, found.reward_model
@@ -43,6 +43,10 @@ def collapsed(config: RunConfig) -> RunConfig:
     shared.actor.megatron.param_offload = False
     shared.rollout.kv_cache_memory_bytes *= shared.rollout.tensor_model_parallel_size
     shared.rollout.tensor_model_parallel_size = 1
+    if found.trainer.rollout_ahead:
+        # Nothing is drawn while this rank trains: only unfinished answers outlive a step.
+        found.async_training.partial_rollout = True
+        found.async_training.trigger_parameter_sync_step = 1
     return found
 
 

@@ -95,3 +95,15 @@ def test_a_split_run_has_one(tmp_path):
     assert shared.actor.megatron.override_transformer_config.recompute_num_layers == 12
     assert one.data == given.data and one.algorithm == given.algorithm
     assert given.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+
+
+def test_what_ran_ahead_takes_turns(tmp_path):
+    """On one rank only unfinished answers outlive a step. Would not catch a bound of staleness that is lost."""
+    file = tmp_path / "run.yaml"
+    file.write_text("{}\n")
+    ahead = ["trainer.rollout_ahead=2", "async_training.trigger_parameter_sync_step=3", "trainer.test_freq=3"]
+    given = load_config(file, [*SPLIT, *ahead, "algorithm.rollout_correction.rollout_is=token"])
+    assert list(map(str, preflight(given, config_only=True))) == []
+    one = collapsed(given)
+    assert list(map(str, preflight(one, config_only=True))) == []
+    assert (one.trainer.rollout_ahead, one.async_training.partial_rollout) == (2, True)
