@@ -15,11 +15,7 @@ from megatron_rl.config.algorithms import needs_of
 from megatron_rl.config.roles import ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.generation.bridge import ReplicaBridge
 from megatron_rl.generation.coming import read_schedule
-from megatron_rl.generation.driver import Driver
-from megatron_rl.generation.lanes import Lanes
-from megatron_rl.generation.measured import SliceMetrics
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.rewards import Rewards
@@ -27,7 +23,7 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollouts import Rollouts
 from megatron_rl.run_folder import RunFolder
-from megatron_rl.sliced_rollouts import RolloutsAhead, RolloutsInTurns
+from megatron_rl.sliced_rollouts import RolloutsAhead, RolloutsInTurns, Schedule
 from megatron_rl.stream.journal import SCHEDULE_FILE, Event, Journal, Recorder, Resumed, read_events
 from megatron_rl.stream.replay import Replay
 from megatron_rl.stream.rules import Decides, Rules
@@ -119,16 +115,13 @@ def open_rollouts(parts: Parts, look: Callable[[], None], opened: ExitStack, rep
     decider: Decides = Scheduler(rules, num_replicas, schedule)
     if replay is not None:
         decider = Replay(rules, num_replicas, read_schedule_file(replay))
-    begun = (rules, Recorder(decider, journal), journal, parts.folder, num_replicas)
+    begun = Schedule(rules, Recorder(decider, journal), journal, num_replicas, start.path)
     if parts.replicas is None:
-        in_turns = RolloutsInTurns(*common)
-        in_turns.begin(*begun)
-        return in_turns
-    ahead = RolloutsAhead(*common)
-    ahead.begin(*begun)
-    lanes = Lanes(parts.replicas.replicas, config.async_training.max_replica_restarts, parts.book.warn)
-    ahead.driver = opened.enter_context(Driver(lanes, ahead.work, look))
-    ahead.bridge = ReplicaBridge(parts.actor, ahead.driver, config.async_training.second_buffer, start.step)
-    ahead.measured = SliceMetrics(lanes, parts.book.clock.ran)
+        return RolloutsInTurns(begun, *common)
+    replicas = parts.replicas.replicas
+    ahead = RolloutsAhead(
+        begun, config, parts.data, parts.cursor, parts.rewards, parts.book, replicas, parts.actor, look
+    )
+    opened.enter_context(ahead.driver)
     ahead.bridge.connect()
     return ahead

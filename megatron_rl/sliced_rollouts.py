@@ -7,50 +7,73 @@ prompts stays where training stands, so that a checkpoint says the same with and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_rl.book import Book
+from megatron_rl.cluster.replicas import Replica
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.steps import is_validation_step
 from megatron_rl.generation.bridge import ReplicaBridge
 from megatron_rl.generation.coming import ROLLOUTS_FILE, Coming, read_answers, read_schedule, write_rollouts
 from megatron_rl.generation.driver import Driver
 from megatron_rl.generation.exclusive import generate_on
+from megatron_rl.generation.lanes import Lanes
 from megatron_rl.generation.measured import SliceMetrics
 from megatron_rl.generation.turns import Turns
 from megatron_rl.generation.work import Work
+from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Generations, Prompts, Sampling
+from megatron_rl.rewards import Rewards
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollouts import Batch, Rollouts
-from megatron_rl.run_folder import RunFolder
 from megatron_rl.stream.answers import Answers
 from megatron_rl.stream.journal import Journal
 from megatron_rl.stream.rules import Decides, Rules
 
 
-class SlicedRollouts(Rollouts):
-    """What both kinds share: batches that are begun before they are needed. Made by `begin`."""
+@dataclass(frozen=True)
+class Schedule:
+    """Who decides, and what it goes on from. checkpoint: its folder; None for a run that begins."""
 
-    work: Work
-    coming: Coming
     rules: Rules
+    decider: Decides
     journal: Journal
+    num_replicas: int
+    checkpoint: Path | None
 
-    def begin(self, rules: Rules, decider: Decides, journal: Journal, folder: RunFolder, num_replicas: int) -> None:
-        """Go on where the checkpoint of `folder` stands, or begin. Raises ConfigError for a damaged one."""
-        self.rules, self.journal = rules, journal
-        answers = Answers(rules.batch_rows, partial(request_seed, self.config.trainer.seed))
-        first = rules.first_step - 1
-        self.coming = Coming(answers, self.cursor, first, self._ask, self.sampling, self.greedy())
-        last, start = rules.last_batch(first), folder.start.path
-        schedule = None if start is None else read_schedule(start)
-        if start is not None and schedule is not None:
-            self.coming.draw(max(last, rules.batch_of(schedule["next_new"] - 1)))
-            read_answers(start, answers)
+
+class SlicedRollouts(Rollouts):
+    """What both kinds share: batches that are begun before they are needed. Raises as `read_answers`."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        config: RunConfig,
+        train_data: PromptDataset,
+        cursor: MixtureCursor,
+        rollout: Rollout | None,
+        rewards: Rewards,
+        book: Book,
+    ) -> None:
+        super().__init__(config, train_data, cursor, rollout, rewards, book)
+        self.rules, self.journal = schedule.rules, schedule.journal
+        answers = Answers(self.rules.batch_rows, partial(request_seed, config.trainer.seed))
+        first = self.rules.first_step - 1
+        self.coming = Coming(answers, cursor, first, self._ask, self.sampling, self.greedy())
+        last = self.rules.last_batch(first)
+        saved = None if schedule.checkpoint is None else read_schedule(schedule.checkpoint)
+        if schedule.checkpoint is not None and saved is not None:
+            self.coming.draw(max(last, self.rules.batch_of(saved["next_new"] - 1)))
+            read_answers(schedule.checkpoint, answers)
         self.coming.draw(last)
-        self.work = Work(decider, answers, num_replicas)
+        self.work = Work(schedule.decider, answers, schedule.num_replicas)
 
     def write(self, folder: Path, step: int) -> list[str]:
         schedule = self.work.decider.state_dict() | {"num_lines": self.journal.num_lines}
@@ -86,11 +109,27 @@ class RolloutsInTurns(SlicedRollouts):
 
 
 class RolloutsAhead(SlicedRollouts):
-    """On replicas of their own, which draw while the main thread trains. Enter `driver` after `begin`."""
+    """On replicas of their own, which draw while the main thread trains. Enter `driver`, then `bridge.connect()`."""
 
-    driver: Driver
-    bridge: ReplicaBridge
-    measured: SliceMetrics
+    def __init__(
+        self,
+        schedule: Schedule,
+        config: RunConfig,
+        train_data: PromptDataset,
+        cursor: MixtureCursor,
+        rewards: Rewards,
+        book: Book,
+        replicas: Sequence[Replica],
+        actor: Actor,
+        look: Callable[[], None],
+    ) -> None:
+        """look: raises for failures of other pools, and where the run is to stop."""
+        super().__init__(schedule, config, train_data, cursor, None, rewards, book)
+        keys = config.async_training
+        lanes = Lanes(replicas, keys.max_replica_restarts, book.warn)
+        self.driver = Driver(lanes, self.work, look)
+        self.bridge = ReplicaBridge(actor, self.driver, keys.second_buffer, self.rules.first_step - 1)
+        self.measured = SliceMetrics(lanes, book.clock.ran)
 
     def next(self, step: int) -> Batch:
         """The batch of a step, once it is complete."""

@@ -141,6 +141,8 @@ class Driver:
                     self._changed.wait(timeout)
             return
         for future in wait_any(list(self._waits), timeout):
+            if future not in self._waits:
+                continue  # its lane was lost with another of these
             lane, on_answer = self._waits.pop(future)
             try:
                 answer = future.get()
