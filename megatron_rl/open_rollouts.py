@@ -32,7 +32,10 @@ from megatron_rl.stream.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class Parts:
-    """What rollouts are made of. rollout: of the pool that generates; None where it is cut into `replicas`."""
+    """What rollouts are made of. rollout: of the pool that generates; None where it is cut into `replicas`.
+
+    look: raises where a pool has failed that nobody calls now. stop: raises where the run is to stop.
+    """
 
     config: RunConfig
     placement: Placement
@@ -44,6 +47,8 @@ class Parts:
     rewards: Rewards
     book: Book
     folder: RunFolder
+    look: Callable[[], None]
+    stop: Callable[[], None]
 
 
 def replicated_pools(config: RunConfig, placement: Placement) -> dict[str, int]:
@@ -97,8 +102,8 @@ def read_schedule_file(run: Path) -> list[Event]:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def open_rollouts(parts: Parts, look: Callable[[], None], opened: ExitStack, replay: Path | None = None) -> Rollouts:
-    """Made and ready for `load_weights`. look: raises for failures of other pools, and where the run is to stop.
+def open_rollouts(parts: Parts, opened: ExitStack, replay: Path | None = None) -> Rollouts:
+    """Made and ready for `load_weights`.
 
     replay: the folder of a run whose schedule is repeated. Raises ConfigError where there is none.
     """
@@ -120,7 +125,16 @@ def open_rollouts(parts: Parts, look: Callable[[], None], opened: ExitStack, rep
         return RolloutsInTurns(begun, *common)
     replicas = parts.replicas.replicas
     ahead = RolloutsAhead(
-        begun, config, parts.data, parts.cursor, parts.rewards, parts.book, replicas, parts.actor, look
+        begun,
+        config,
+        parts.data,
+        parts.cursor,
+        parts.rewards,
+        parts.book,
+        replicas,
+        parts.actor,
+        parts.look,
+        parts.stop,
     )
     opened.enter_context(ahead.driver)
     ahead.bridge.connect()

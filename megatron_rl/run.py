@@ -152,9 +152,8 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         roles = build_roles(cluster, placement, book)
         rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock)
         whole = (config, placement, data.train, data.cursor, roles.actor, roles.rollout, roles.replicas)
-        rollouts = open_rollouts(
-            Parts(*whole, rewards, book, folder), partial(look_round, cluster, pace), opened, replay
-        )
+        looks = (partial(look_round, cluster), partial(pace.before, NEXT_BATCH))
+        rollouts = open_rollouts(Parts(*whole, rewards, book, folder, *looks), opened, replay)
         validation = Validation(config, data.val, rollouts, rewards, book, stop)
         life = Lifecycle(config, folder, roles.hosts, parts, book, pace, rollouts)
         life.restore()
@@ -228,11 +227,10 @@ def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
     )
 
 
-def look_round(cluster: Cluster, pace: Pace) -> None:
-    """Raise where a pool has failed that nobody calls now, and where the run is to stop."""
+def look_round(cluster: Cluster) -> None:
+    """Raise where a pool has failed that nobody calls now."""
     for pool in cluster.pools.values():
         pool.raise_if_failed()
-    pace.before(NEXT_BATCH)
 
 
 def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:

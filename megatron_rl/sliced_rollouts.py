@@ -122,25 +122,27 @@ class RolloutsAhead(SlicedRollouts):
         replicas: Sequence[Replica],
         actor: Actor,
         look: Callable[[], None],
+        stop: Callable[[], None],
     ) -> None:
-        """look: raises for failures of other pools, and where the run is to stop."""
+        """look: raises where another pool has failed. stop: raises where the run is to stop instead of waiting on."""
         super().__init__(schedule, config, train_data, cursor, None, rewards, book)
         keys = config.async_training
         lanes = Lanes(replicas, keys.max_replica_restarts, book.warn)
         self.driver = Driver(lanes, self.work, look)
         self.bridge = ReplicaBridge(actor, self.driver, keys.second_buffer, self.rules.first_step - 1)
         self.measured = SliceMetrics(lanes, book.clock.ran)
+        self._stop = stop
 
     def next(self, step: int) -> Batch:
         """The batch of a step, once it is complete."""
         self._announce()
-        driver, start = self.driver, time.time()
-        driver.wait_until(lambda: self.work.decider.is_complete(step) or self.bridge.is_wanted)
+        start = time.time()
+        self._wait_for(step)
         while not self.work.decider.is_complete(step):
             self.load(self.bridge.version)
-            driver.wait_until(lambda: self.work.decider.is_complete(step) or self.bridge.is_wanted)
+            self._wait_for(step)
         self.measured.waited(start, time.time())
-        with driver.locked():
+        with self.driver.locked():
             return self._take(step)
 
     def load_weights(self, step: int) -> None:
@@ -182,6 +184,11 @@ class RolloutsAhead(SlicedRollouts):
     def describe(self) -> dict[str, float]:
         with self.driver.locked() as work:
             return self.measured.take(work)
+
+    def _wait_for(self, step: int) -> None:
+        """Until the batch is complete, or a replica that has started again waits for weights."""
+        decider, bridge = self.work.decider, self.bridge
+        self.driver.wait_until(lambda: decider.is_complete(step) or bridge.is_wanted, self._stop)
 
     def _announce(self) -> None:
         """Let replicas take the newest weights that have come, and begin what these allow."""

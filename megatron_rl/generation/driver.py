@@ -49,7 +49,7 @@ class Job:
 
 
 class Driver:
-    """A context manager round the thread. look: raises in the main thread for whatever else may have failed."""
+    """A context manager round the thread. look: raises in the main thread where another pool has failed."""
 
     def __init__(self, lanes: Lanes, work: Work, look: Callable[[], None]) -> None:
         self.lanes, self.work = lanes, work
@@ -83,13 +83,18 @@ class Driver:
             yield self.work
             self._changed.notify_all()
 
-    def wait_until(self, is_true: Callable[[], bool]) -> None:
-        """Wait for something that the thread brings about. Raises what has ended it."""
+    def wait_until(self, is_true: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait for something that the thread brings about. Raises what has ended it.
+
+        meanwhile: called now and then, and may raise.
+        """
         with self._changed:
             while not is_true():
                 self._raise_if_ended()
                 self._changed.wait(0.2)
                 self._look()
+                if meanwhile is not None:
+                    meanwhile()
             self._raise_if_ended()
 
     def ask(self, body: Callable[[], Result]) -> Result:
