@@ -23,10 +23,12 @@ PRESENT = (State.LIVES, State.JOINS)
 
 
 class Asked:
-    """Calls of some replicas, made in the driver's thread."""
+    """Calls of some replicas, made in the driver's thread; `on_answer` is called there too, with each that answers."""
 
-    def __init__(self, driver: Driver, lanes: Sequence[Lane], call: Call) -> None:
-        self._driver = driver
+    def __init__(
+        self, driver: Driver, lanes: Sequence[Lane], call: Call, on_answer: Callable[[Lane], None] = lambda _: None
+    ) -> None:
+        self._driver, self._on_answer = driver, on_answer
         self._answers: dict[int, Any] = {}
         self._lanes = driver.ask(lambda: self._begin(lanes, call))
 
@@ -37,9 +39,14 @@ class Asked:
 
     def _begin(self, lanes: Sequence[Lane], call: Call) -> list[tuple[Lane, int]]:
         asked = [lane for lane in lanes if lane.state in PRESENT]
+        before = [(lane, lane.replica.num_restarts) for lane in asked]
         for lane in asked:
-            self._driver.expect(lane, call(lane), partial(self._answers.__setitem__, lane.number))
-        return [(lane, lane.replica.num_restarts) for lane in asked]
+            self._driver.call(lane, call, partial(self._note, lane))
+        return before
+
+    def _note(self, lane: Lane, answer: Any) -> None:
+        self._answers[lane.number] = answer
+        self._on_answer(lane)
 
     def _is_over(self) -> bool:
         return all(
@@ -80,11 +87,9 @@ class ReplicaBridge:
             own = addresses[lane.number]
             return lane.rollout.rejoin_bridge(own) if lane.is_built else lane.host.build(ROLLOUT, own)
 
-        self._ask(lanes, meet).get()
+        met = Asked(self._driver, lanes, meet, Lane.has_met).get()
         joining.get()
-        for lane in lanes:
-            lane.is_built = True
-        self._met = {lane.number for lane in lanes}
+        self._met = set(met)
 
     def send(self, version: int, work: Work) -> list[TransitionReport]:
         """Bring the actor's present weights, those after step `version`, to all replicas; what it cost each rank.
@@ -93,11 +98,11 @@ class ReplicaBridge:
         """
         while True:
             present = self._present()
-            if {lane.number for lane in present} != self._met or not all(lane.is_built for lane in present):
-                self.connect()
-                present = self._present()
             if not present:
                 self._driver.wait_until(lambda: self.is_wanted)
+                continue
+            if {lane.number for lane in present} != self._met or not all(lane.is_built for lane in present):
+                self.connect()
                 continue
             with self._driver.locked():
                 work.decider.sending(version)

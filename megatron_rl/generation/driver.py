@@ -20,6 +20,7 @@ from megatron_rl.dispatch import Future
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.generation.lanes import Lane, Lanes, State
 from megatron_rl.generation.work import Work
+from megatron_rl.slices import Slice
 
 TICK_S = 0.02
 """Between two looks at what the main thread asks."""
@@ -129,9 +130,12 @@ class Driver:
 
     # For the thread itself
 
-    def expect(self, lane: Lane, future: Future[Any], on_answer: Callable[[Any], None]) -> None:
-        """Have `on_answer` called with the future's result; a lane whose call fails is lost."""
-        self._waits[future] = (lane, on_answer)
+    def call(self, lane: Lane, call: Callable[[Lane], Future[Any]], on_answer: Callable[[Any], None]) -> None:
+        """Call a replica and have `on_answer` called with what it answers; a lane whose call fails is lost."""
+        try:
+            self._waits[call(lane)] = (lane, on_answer)
+        except MegatronRLError as error:
+            self._lost(lane, error)
 
     @property
     def has_waits(self) -> bool:
@@ -203,7 +207,7 @@ class Driver:
                 one = self.work.next_slice(lane.number)
             if one is not None:
                 lane.is_busy = True
-                self.expect(lane, lane.rollout.advance({lane.number: one}), partial(self._done, lane))
+                self.call(lane, partial(advance, one), partial(self._done, lane))
 
     def _started(self, lane: Lane, _: None) -> None:
         self.lanes.started(lane)
@@ -232,6 +236,11 @@ class Driver:
             starting = self.lanes.lost(lane, error)
             self._changed.notify_all()
         if starting is not None:
-            self.expect(lane, starting, partial(self._started, lane))
+            self._waits[starting] = (lane, partial(self._started, lane))
         elif not self.lanes.is_hopeful:
             raise self.lanes.all_lost(error)
+
+
+def advance(one: Slice, lane: Lane) -> Future[Any]:
+    """Have a replica run a slice; the reports of its replicas, which is one."""
+    return lane.rollout.advance({lane.number: one})

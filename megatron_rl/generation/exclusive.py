@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from megatron_rl.cluster.routing import chunk_sizes
-from megatron_rl.generation.driver import Driver
+from megatron_rl.generation.driver import Driver, advance
 from megatron_rl.generation.lanes import Lane
 from megatron_rl.records import Generations, Prompts, Sampling
 from megatron_rl.slices import Drawn, Slice, SliceReport, Start
@@ -37,7 +38,7 @@ def generate_on(
             engine.clear()
             if share or drops:
                 one = Slice(version, None if share else 0, tuple(share), drops)
-                driver.expect(lane, lane.rollout.advance({lane.number: one}), note)
+                driver.call(lane, partial(advance, one), note)
         while driver.has_waits:
             driver.collect(timeout=1.0)
     return generations([_answer(start, drawn[start.request]) for start in asked])

@@ -40,6 +40,10 @@ class Lane:
     def lives(self) -> bool:
         return self.state is State.LIVES
 
+    def has_met(self) -> None:
+        """Its ranks have met those of training, and have engines."""
+        self.is_built = True
+
     @property
     def num_ranks(self) -> int:
         return len(self.replica.ranks)

@@ -22,6 +22,8 @@ SMALL = (
     *("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1", "trainer.test_freq=2"),
 )
 ROWS = 16 * 4
+MANY_STEPS = 300
+"""Enough for twenty losses and as many starts."""
 MEASURED = ("timing_s/", "perf/", "reshard/", "memory/", "rollout/", "trainer/")
 """Metrics of clocks and memory, and of who waited for whom."""
 
@@ -172,7 +174,7 @@ def test_twenty_replicas_are_lost(command_line, tmp_path: Path) -> None:
     """
     rng = Random(7)
     settings = (*SMALL, "trainer.rollout_ahead=2", "async_training.max_replica_restarts=100", "trainer.test_freq=0")
-    settings = (*settings, "trainer.heartbeat_timeout_s=10", "trainer.total_training_steps=120")
+    settings = (*settings, "trainer.heartbeat_timeout_s=10", f"trainer.total_training_steps={MANY_STEPS}")
     run = command_line(*settings, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)
     for lost in range(20):
         run.wait_for(lambda: len(events(run, "back")) == lost and events(run, "taken"), 300, interval=0.05)  # noqa: B023
@@ -181,8 +183,8 @@ def test_twenty_replicas_are_lost(command_line, tmp_path: Path) -> None:
         victim.send_signal(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
     assert run.wait(900) == 0, run.text()
     assert len(events(run, "lost")) == 20 and run.left_over() == []
-    assert [one["step"] for one in events(run, "taken")] == list(range(1, 121))
-    assert sum(trained(tmp_path / "samples").values()) == 120 * ROWS
+    assert [one["step"] for one in events(run, "taken")] == list(range(1, MANY_STEPS + 1))
+    assert sum(trained(tmp_path / "samples").values()) == MANY_STEPS * ROWS
     assert max(line["staleness/max"] for line in numbers(run) if "staleness/max" in line) <= 2
     again = command_line(*settings, f"--replay={run.run}", config=ASYNC)
     assert again.wait(600) == 0, again.text()
