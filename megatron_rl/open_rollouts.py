@@ -20,6 +20,7 @@ from megatron_rl.generation.coming import read_schedule
 from megatron_rl.generation.driver import Driver
 from megatron_rl.generation.lanes import Lanes
 from megatron_rl.generation.measured import SliceMetrics
+from megatron_rl.generation.worth import Worth
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.rewards import Rewards
@@ -130,5 +131,6 @@ def open_rollouts(parts: Parts, look: Callable[[], None], opened: ExitStack, rep
     ahead.driver = opened.enter_context(Driver(lanes, ahead.work, look))
     ahead.bridge = ReplicaBridge(parts.actor, ahead.driver, config.async_training.second_buffer, start.step)
     ahead.measured = SliceMetrics(lanes, parts.book.clock.ran)
+    ahead.worth = Worth(rules.ahead)
     ahead.bridge.connect()
     return ahead

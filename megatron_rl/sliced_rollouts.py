@@ -20,6 +20,7 @@ from megatron_rl.generation.exclusive import generate_on
 from megatron_rl.generation.measured import SliceMetrics
 from megatron_rl.generation.turns import Turns
 from megatron_rl.generation.work import Work
+from megatron_rl.generation.worth import Worth
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Generations, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
@@ -91,6 +92,7 @@ class RolloutsAhead(SlicedRollouts):
     driver: Driver
     bridge: ReplicaBridge
     measured: SliceMetrics
+    worth: Worth
 
     def next(self, step: int) -> Batch:
         """The batch of a step, once it is complete."""
@@ -142,7 +144,11 @@ class RolloutsAhead(SlicedRollouts):
 
     def describe(self) -> dict[str, float]:
         with self.driver.locked() as work:
-            return self.measured.take(work)
+            metrics = self.measured.take(work)
+        said = self.worth.note(metrics["trainer/idle_share"], metrics["rollout/idle_share"])
+        if said is not None:
+            self.book.warn(said)
+        return metrics
 
     def _announce(self) -> None:
         """Let replicas take the newest weights that have come, and begin what these allow."""

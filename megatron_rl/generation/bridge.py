@@ -28,7 +28,8 @@ class Asked:
     def __init__(self, driver: Driver, lanes: Sequence[Lane], call: Call) -> None:
         self._driver = driver
         self._answers: dict[int, Any] = {}
-        self._lanes = driver.ask(lambda: self._begin(lanes, call))
+        # The thread takes a moment to answer, and mostly no replica has started again.
+        self._lanes = driver.ask(lambda: self._begin(lanes, call)) if lanes else []
 
     def get(self) -> dict[int, Any]:
         """Wait for all: lane -> answer, of those that are not lost meanwhile."""
