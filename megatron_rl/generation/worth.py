@@ -28,7 +28,10 @@ def what_to_change(trainer_idle: Sequence[float], rollout_idle: Sequence[float],
             f"{said}both wait for the longest answers; raise trainer.rollout_ahead={ahead}, or use fewer ranks of each"
         )
     if trainer > TRAINER_LIMIT:
-        return f"{said}give the rollout more of the ranks, or let it draw more at once (rollout.max_num_seqs)"
+        return (
+            f"{said}give the rollout more of the ranks, or let it draw more at once (rollout.max_num_seqs); where it "
+            f"waited for single long answers, raise trainer.rollout_ahead={ahead}"
+        )
     return f"{said}give training more of the ranks, and the rollout fewer"
 
 

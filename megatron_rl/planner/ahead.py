@@ -32,7 +32,7 @@ MOST_REPLICAS, MOST_ROWS = 4, 32
 MOST_SLICES = 24
 """Of one batch on one replica."""
 IDLE = 0.1
-"""The share of its time from which on a side is said to wait."""
+"""The share of its time from which on a side is said to wait, and of a step from which on both are held up."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class Sides:
     training: int
     rollout: int
     grain: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.training} : {self.rollout}"
 
     def balanced(self, trainer_s: float, rollout_s: float) -> Sides:
         """As many ranks in all, so shared out that both sides need the same time: each is as quick as its ranks are
@@ -102,22 +105,21 @@ class AheadPlan:
     @cached_property
     def advice(self) -> str:
         """Which side waits, and what would change that."""
-        if self.trainer_idle > IDLE and self.rollout_idle > IDLE:
+        if max(self.trainer_s, self.rollout_s) < (1 - IDLE) * self.ahead_s:
             shorter = "" if self.is_partial else " or set async_training.partial_rollout=true"
             return (
-                f"both sides wait for the longest answers: raise trainer.rollout_ahead above {self.ahead}{shorter}, as "
-                "far as staleness allows"
+                "the longest answers hold both sides up, which other shares of the ranks hardly change: raise "
+                f"trainer.rollout_ahead above {self.ahead}{shorter}, as far as staleness allows"
             )
-        better = self.sides.balanced(self.trainer_s, self.rollout_s)
-        ratio = f"{better.training} : {better.rollout}"
-        now = f"{self.sides.training} : {self.sides.rollout}"
-        if max(self.trainer_idle, self.rollout_idle) <= IDLE or better == self.sides:
+        now, better = self.sides, self.sides.balanced(self.trainer_s, self.rollout_s)
+        if max(self.trainer_idle, self.rollout_idle) <= IDLE:
             return f"training and rollout are balanced at {now} ranks"
-        waits, other = (
-            ("training", "the rollout") if self.trainer_idle > self.rollout_idle else ("the rollout", "training")
-        )
+        sides = ("training", "the rollout")
+        waits, other = sides if self.trainer_idle > self.rollout_idle else sides[::-1]
+        if better == now:
+            return f"{waits} waits for {other}, and no other share of these ranks is nearer to balance than {now}"
         return (
-            f"{waits} waits for {other}: about {ratio} ranks (training : rollout) in place of {now} would balance them"
+            f"{waits} waits for {other}: about {better} ranks (training : rollout) in place of {now} would balance them"
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -49,10 +49,10 @@ from megatron_rl.stream.scheduler import Scheduler
 from megatron_rl.stream.simulate import Lengths, simulate
 
 REPLICAS = 2
-SLEEPS = Sleeps(step_s=0.0025, transfer_s=0.03, max_running=16)
+SLEEPS = Sleeps(step_s=0.004, transfer_s=0.03, max_running=16)
 TRAIN_SHARE = 0.9
 """Training seconds, of those of drawing at the optimum: a trainer needs room for what transfers cost it."""
-FIRST, LAST = 4, 4
+FIRST, LAST = 3, 3
 """Steps at either end that are not measured: nothing is drawn ahead yet, or nothing is left to be drawn."""
 SAMPLING = Sampling(1.0, 1.0, -1, 1 << 20, 0)
 
@@ -89,10 +89,10 @@ def long_tailed(request: int, attempt: int) -> int:
 
 
 def shapes(num_steps: int) -> list[Shape]:
-    """Slices of 80 ms, about 15 of them in a step."""
+    """Slices of 128 ms, about 15 in a step, for long-tailed answers, and of 64 ms, 8 in a step, for equal ones."""
     rules = Rules(128, num_steps, 3, slice_steps=32, max_running=SLEEPS.max_running, max_queued=8)
-    equal = replace(rules, batch_rows=16 * REPLICAS * SLEEPS.max_running, max_queued=0)
-    return [Shape("long-tailed", long_tailed, rules), Shape("equal", lambda request, attempt: 32, equal)]
+    equal = replace(rules, batch_rows=8 * REPLICAS * SLEEPS.max_running, slice_steps=16, max_queued=0)
+    return [Shape("long-tailed", long_tailed, rules), Shape("equal", lambda request, attempt: 16, equal)]
 
 
 def mean_step(ends: list[float]) -> float:

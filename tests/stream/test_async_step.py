@@ -41,7 +41,7 @@ def test_long_tailed_answers_hardly_hold_the_trainer_up(cluster: RayCluster) -> 
 
     Would not catch costs of real engines, nor a controller that is slow only with many replicas.
     """
-    shape = shapes(12)[0]
+    shape = shapes(9)[0]
     found = quickest(cluster, shape, False, lambda one: min(one.ahead) <= 1.10 * shape.optimum_s)
     assert min(found.ahead) <= 1.10 * shape.optimum_s
     assert min(found.all_ranks) >= 1.8 * min(found.ahead)
