@@ -6,7 +6,8 @@ round is only repeated where it missed one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from statistics import median
 
 import pytest
 from async_step import Figures, Shape, measure, shapes, sleeping_cluster
@@ -22,7 +23,7 @@ def cluster() -> Iterator[RayCluster]:
         yield cluster
 
 
-def quickest(cluster: RayCluster, shape: Shape, turns: bool, holds) -> Figures:
+def quickest(cluster: RayCluster, shape: Shape, turns: bool, holds: Callable[[Figures], bool]) -> Figures:
     """Figures of as many rounds as it takes until `holds` does."""
     found = Figures([], [], [], [])
     for _ in range(MOST_ROUNDS):
@@ -58,3 +59,17 @@ def test_short_equal_answers_are_not_slower_ahead(cluster: RayCluster) -> None:
     found = quickest(cluster, shape, True, lambda one: min(one.ahead) <= 1.2 * min(one.all_ranks))
     assert min(found.ahead) <= min(found.in_turns)
     assert min(found.ahead) <= 1.2 * min(found.all_ranks)
+
+
+@pytest.mark.dist
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_medians_of_the_whole_bench(cluster: RayCluster) -> None:
+    """The same bounds for medians of three rounds and longer runs, on a machine that does nothing else. Would not catch
+    a spread that is wide for other reasons.
+    """
+    tailed, equal = shapes(13)
+    found = measure(cluster, tailed, 3, 2, turns=False)
+    assert median(found.ahead) <= 1.10 * tailed.optimum_s and median(found.all_ranks) >= 1.8 * median(found.ahead)
+    found = measure(cluster, equal, 3, 2)
+    assert median(found.ahead) <= min(median(found.in_turns), 1.2 * median(found.all_ranks))
