@@ -25,6 +25,7 @@ from megatron_rl.generation.lanes import Lanes
 from megatron_rl.generation.measured import SliceMetrics
 from megatron_rl.generation.turns import Turns
 from megatron_rl.generation.work import Work
+from megatron_rl.generation.worth import Worth
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Generations, Prompts, Sampling
@@ -131,6 +132,7 @@ class RolloutsAhead(SlicedRollouts):
         self.driver = Driver(lanes, self.work, look)
         self.bridge = ReplicaBridge(actor, self.driver, keys.second_buffer, self.rules.first_step - 1)
         self.measured = SliceMetrics(lanes, book.clock.ran)
+        self.worth = Worth(self.rules.ahead)
         self._stop = stop
 
     def next(self, step: int) -> Batch:
@@ -183,7 +185,11 @@ class RolloutsAhead(SlicedRollouts):
 
     def describe(self) -> dict[str, float]:
         with self.driver.locked() as work:
-            return self.measured.take(work)
+            metrics = self.measured.take(work)
+        said = self.worth.note(metrics["trainer/idle_share"], metrics["rollout/idle_share"])
+        if said is not None:
+            self.book.warn(said)
+        return metrics
 
     def _wait_for(self, step: int) -> None:
         """Until the batch is complete, or a replica that has started again waits for weights."""

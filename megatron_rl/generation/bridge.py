@@ -30,7 +30,8 @@ class Asked:
     ) -> None:
         self._driver, self._on_answer = driver, on_answer
         self._answers: dict[int, Any] = {}
-        self._lanes = driver.ask(lambda: self._begin(lanes, call))
+        # The thread takes a moment to answer, and mostly no replica has started again.
+        self._lanes = driver.ask(lambda: self._begin(lanes, call)) if lanes else []
 
     def get(self) -> dict[int, Any]:
         """Wait for all: lane -> answer, of those that are not lost meanwhile."""

@@ -22,8 +22,11 @@ from megatron_rl.generation.lanes import Lane, Lanes, State
 from megatron_rl.generation.work import Work
 from megatron_rl.slices import Slice
 
-TICK_S = 0.02
-"""Between two looks at what the main thread asks."""
+TICK_S = 0.005
+"""Between two looks at what the main thread asks: it stands still meanwhile, twice or more for each transfer."""
+
+LEAVE_S = 0.2
+"""For the thread to end by itself."""
 
 LOOK_S = 1.0
 """Between two looks at replicas that nothing is expected of."""
@@ -73,7 +76,7 @@ class Driver:
         with self._changed:
             self._ends = True
             self._changed.notify_all()
-        self._thread.join(timeout=TICK_S * 10)
+        self._thread.join(timeout=LEAVE_S)
 
     # For the main thread
 

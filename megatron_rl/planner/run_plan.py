@@ -11,6 +11,7 @@ from rich.table import Table
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
+from megatron_rl.planner.ahead import AheadPlan, ahead_plan
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
 from megatron_rl.planner.file_rules import train_rows
 from megatron_rl.planner.hardware import Hardware
@@ -18,7 +19,7 @@ from megatron_rl.planner.memory import StageMemory
 from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report, recomputing_everything
 from megatron_rl.planner.model_folder import lacking_files
 from megatron_rl.planner.run_models import PoolModels, RunModels
-from megatron_rl.planner.step_time import StepTime, step_load, step_time
+from megatron_rl.planner.step_time import StepTime, generation, step_load, step_time
 from megatron_rl.planner.transition import TransitionPlan
 
 SHOWN_GROUPS = 4
@@ -42,7 +43,7 @@ class RunPlan:
     """The plan of one run. mean_lengths: prompt and answer, as assumed.
 
     changes: what would make it fit, one after the other. recomputing: what recomputed activations would do alone.
-    train_rows: those of each training file, up to one batch.
+    train_rows: those of each training file, up to one batch. ahead: None where generation does not run ahead.
     """
 
     config: RunConfig
@@ -56,6 +57,7 @@ class RunPlan:
     mean_lengths: tuple[float, float]
     lacking: list[str]
     train_rows: list[int]
+    ahead: AheadPlan | None
 
     @classmethod
     def of(cls, config: RunConfig, hardware: Hardware, mean_lengths: tuple[float, float] | None = None) -> RunPlan:
@@ -66,6 +68,7 @@ class RunPlan:
         memory = memory_report(config, models, hardware)
         transition = TransitionPlan.of(models)
         load = step_load(config, memory, mean_lengths)
+        time = step_time(models, hardware, load, transition)
         return cls(
             config,
             models,
@@ -73,11 +76,12 @@ class RunPlan:
             [] if memory.fits else advice(config, models, hardware),
             None if memory.fits else recomputing_everything(config, models, hardware),
             transition,
-            step_time(models, hardware, load, transition),
+            time,
             load.num_tokens,
             mean_lengths,
             lacking_files(config.actor_rollout_ref.model.path),
             train_rows(config.data),
+            ahead_plan(config, models, generation(models, hardware), load, time),
         )
 
     @property
@@ -134,7 +138,7 @@ class RunPlan:
                 "mean_response_length": self.mean_lengths[1],
             },
             "lacking_files": self.lacking,
-        }
+        } | ({} if self.ahead is None else {"ahead": self.ahead.as_json()})
 
     # As tables
 
@@ -148,6 +152,7 @@ class RunPlan:
             plain_table("Largest moment", ("what", "held"), self._largest_moment()),
             layout_table(self._cache_rows(), "Room for generation"),
             layout_table(self._time_rows(), f"One step on {self.memory.hardware.name}, estimated"),
+            *([] if self.ahead is None else [layout_table(self.ahead.rows(), "Running ahead, simulated")]),
             layout_table(transition_rows(self.transition), "Transition to rollout mode, per GPU"),
         ]
 
@@ -155,6 +160,7 @@ class RunPlan:
         """Sentences to be read after the tables."""
         found = [f"{self.config.actor_rollout_ref.model.path} {rule} before the run can start" for rule in self.lacking]
         found += repeat_notes(self.config.data, self.train_rows)
+        found += [] if self.ahead is None else [self.ahead.advice]
         if not self.memory.fits:
             over = amount(self.memory.peak - self.memory.usable)
             where = f" of {self._worst_stage.pool}" if self.is_several else ""

@@ -72,10 +72,7 @@ def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float
 def step_time(models: RunModels, hardware: Hardware, load: Load, transition: TransitionPlan) -> StepTime:
     """Of all phases that this run has. load: the step's, as `step_load` gives it."""
     placement = models.placement
-    seconds = {
-        RESHARD: transition.seconds(hardware),
-        GEN: _estimator(models, models.generating, models.actor_role, hardware).generate(load),
-    }
+    seconds = {RESHARD: transition.seconds(hardware), GEN: generation(models, hardware).generate(load)}
     training, generating = models.training.spec.name, models.generating.spec.name
     pools = {RESHARD: tuple(dict.fromkeys((training, generating))), GEN: (generating,)}
     scores, updates = set(), set()
@@ -96,6 +93,11 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         {phase: pools[phase] for phase in order},
         tuple(tuple(phase for phase in order if phase in one) for one in rounds),
     )
+
+
+def generation(models: RunModels, hardware: Hardware) -> Estimator:
+    """Of the actor's model on the ranks that generate."""
+    return _estimator(models, models.generating, models.actor_role, hardware)
 
 
 def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware) -> Estimator:

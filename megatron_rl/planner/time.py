@@ -210,6 +210,13 @@ class Estimator:
             seconds += longest / points * self._decode_step(load, active, load.prompt + done)
         return seconds
 
+    def token_seconds(self, load: Load, sequences: float) -> float:
+        """Of one more token for each of so many sequences of mean length; prompts are spread over their answers."""
+        started = sequences / load.response
+        return self._decode_step(load, sequences, load.prompt + load.response / 2) + self._prefill(
+            started * load.prompt, load.prompt
+        )
+
     def _decode_step(self, load: Load, sequences: float, context: float) -> float:
         """Seconds of one token for each of `sequences`: the slower of memory and compute, traffic, overhead."""
         tp, gpu = self.layout.rollout_tp, self.hardware

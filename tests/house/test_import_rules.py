@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "roles": PARTS | STAGES | {"model", "hybrid_engine"},
     "cluster": GROUND,
     "generation": PARTS | STAGES | {"hybrid_engine", "roles", "cluster", "stream"},
-    "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts"},
+    "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts", "stream"},
     **dict.fromkeys(
         LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation"}
     ),
@@ -80,6 +80,11 @@ PURE_PARTS = (
     f"{PACKAGE}.model.chunks",
     f"{PACKAGE}.model.families",
     f"{PACKAGE}.prompts.files",
+    f"{PACKAGE}.stream.engine_model",
+    f"{PACKAGE}.stream.estimates",
+    f"{PACKAGE}.stream.rules",
+    f"{PACKAGE}.stream.scheduler",
+    f"{PACKAGE}.stream.simulate",
 )
 """All that the planner may import of those rooms."""
 
