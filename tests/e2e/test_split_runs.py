@@ -106,6 +106,8 @@ def test_a_rank_of_one_pool_that_dies_ends_all_pools(command_line) -> None:
     """Killed in an update: one message with pool, rank, role and verb. Would not catch a node that dies."""
     run = command_line(*SMALL, *THREE_RANKS, "trainer.total_training_steps=50", config=SPLIT)
     caught: list[psutil.Process] = []
+    # A look at all processes takes a good part of a core: not while the run starts.
+    run.wait_for(lambda: '"step": 1' in run.metrics(), 250)
     run.wait_for(lambda: caught.extend(filter(None, [caught_in(run, "critic_update")])) or caught, 250, interval=0.005)
     rank = caught[0].environ()["RANK"]
     caught[0].kill()
