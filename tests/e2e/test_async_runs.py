@@ -117,6 +117,7 @@ def test_the_demo_is_learnt(command_line, tmp_path: Path, ahead: int, partial: b
     run = command_line(
         *(f"trainer.rollout_ahead={ahead}", f"async_training.partial_rollout={partial}"),
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        validates_all=True,
         config=ASYNC,
     )
     assert run.wait(800) == 0, run.text()
