@@ -28,8 +28,8 @@ def command_line(tmp_path: Path, few_prompts: Path):
     def start(*overrides: str, folder: Path | None = None, validates_all: bool = False, **how) -> CommandLine:
         """A run of its own, or the next life of the one in `folder`; `how`: keywords of CommandLine.
 
-        Runs of the project's own recipes are validated on `FEW` prompts, for all 1000 take longer than a step, unless
-        overrides name a file or it `validates_all`.
+        Runs of the project's own recipes are validated on `FEW` prompts, as all 1000 take longer than a step; unless
+        overrides name a file or the run `validates_all`.
         """
         folder = folder or tmp_path / str(len(started))
         folder.mkdir(exist_ok=True)
