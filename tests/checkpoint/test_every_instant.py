@@ -19,7 +19,7 @@ import pytest
 from dying import content, die_before, every_instant, sync_all, unsynced
 from saved import SETTINGS
 
-from megatron_rl.checkpoint import folders
+from megatron_rl.checkpoint import folders, manifest
 from megatron_rl.checkpoint.contents import write_role_file
 from megatron_rl.checkpoint.folders import LATEST, LEFTOVERS, commit, find, remove_old, set_aside, step_folder, sweep
 from megatron_rl.checkpoint.manifest import (
@@ -47,6 +47,12 @@ Tell = Callable[[object], None]
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process only prepares and looks; its children note what they sync, see `dying`."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(autouse=True)
+def one_file_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of folders of five tiny files: starting threads to read them takes longer than reading them."""
+    monkeypatch.setattr(manifest, "THREADS", 1)
 
 
 @pytest.fixture

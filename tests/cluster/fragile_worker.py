@@ -13,10 +13,12 @@ from megatron_rl.errors import ConfigError
 
 
 class FragileWorker:
-    """Every rank is its own data-parallel rank."""
+    """Every rank is its own data-parallel rank. imports_torch: now, where no verb waits for it."""
 
-    def __init__(self, unlucky_rank: int = -1) -> None:
+    def __init__(self, unlucky_rank: int = -1, imports_torch: bool = False) -> None:
         self.rank = int(os.environ["RANK"])
+        if imports_torch:
+            import torch.distributed  # noqa: F401
         if self.rank == unlucky_rank:
             raise ConfigError("tp(3) does not divide num_heads(8)")
 

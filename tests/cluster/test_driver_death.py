@@ -53,21 +53,27 @@ def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Proc
 @pytest.mark.parametrize(
     ("doomed", "send", "signals", "exit_code"),
     [
-        ([], os.kill, [signal.SIGKILL], -signal.SIGKILL),
-        ([], os.killpg, [signal.SIGTERM], 143),
+        ([], os.kill, [signal.SIGINT], 130),
+        pytest.param([], os.killpg, [signal.SIGTERM], 143, marks=pytest.mark.exhaustive),
         (["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code),
         (["600"], os.kill, [signal.SIGTERM, signal.SIGINT], 130),
         pytest.param(["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143, marks=pytest.mark.exhaustive),
     ],
     indirect=["doomed"],
-    ids=["SIGKILL", "SIGTERM", "grace over", "second signal SIGINT", "second signal SIGTERM"],
+    ids=["SIGINT", "SIGTERM", "grace over", "second signal SIGINT", "second signal SIGTERM"],
 )
 def test_nothing_outlives_a_killed_driver(doomed: tuple, send: Callable, signals: list[int], exit_code: int) -> None:
     """While it waits in a Ray call; `os.killpg`: its process group is signalled, as schedulers do it.
 
     Would not catch what is left on another node of a cluster.
     """
-    driver, tree = doomed
+    assert_nothing_is_left(*doomed, send, signals, exit_code)
+
+
+def assert_nothing_is_left(
+    driver: subprocess.Popen, tree: list[psutil.Process], send: Callable, signals: list[int], exit_code: int
+) -> None:
+    """Of the driver's processes and its folder, once it has ended with `exit_code` by these signals."""
     folder = scratch_of(tree)
     assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
     for signum in signals:
@@ -115,7 +121,8 @@ def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -
 
 
 def test_the_next_start_removes_what_nobody_could() -> None:
-    """Driver, workers, Ray and the companion are killed at once, as with a whole control group.
+    """Driver, workers, Ray and the companion are killed at once, as with a whole control group; of the next one the
+    driver alone, which leaves nothing.
 
     Would not catch what the run had on another node.
     """
@@ -130,9 +137,9 @@ def test_the_next_start_removes_what_nobody_could() -> None:
     segment = SEGMENTS / segment_name(folder.name, "queue")
     segment.touch()  # as vLLM's would be
     assert list(folder.glob("ray/session_*/sockets/*"))
-    with driven() as (_, tree):
+    with driven() as (driver, tree):
         assert not folder.exists() and not segment.exists()
-        assert scratch_of(tree).exists()
+        assert_nothing_is_left(driver, tree, os.kill, [signal.SIGKILL], -signal.SIGKILL)
 
 
 def test_a_child_whose_parents_died_first_is_found_by_its_mark() -> None:

@@ -23,7 +23,7 @@ from megatron_rl.errors import WorkerFailure, WorkerStall
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
-LIMIT_S, HEARTBEAT_S = 12.0, 10.0
+LIMIT_S, HEARTBEAT_S = 12.0, 7.0
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,11 @@ def test_a_killed_rank_ends_its_replica_alone_and_a_restart_brings_it_back(clust
     assert (cluster.pools["train"].pids, second.pids) == (train_pids, second_pids)
 
 
-def test_a_failing_verb_names_replica_and_peers(cluster: RayCluster) -> None:
-    """Both ranks raise. Would not catch a rank that raises long after its peer."""
+def test_a_failing_verb_names_replica_and_peers_and_a_slow_start_fails(cluster: RayCluster, slow: Path) -> None:
+    """Both ranks raise; then hosts are never built, which takes no longer than it may; the next start succeeds.
+
+    Would not catch a rank that raises long after its peer, nor a driver that is late itself.
+    """
     first, second = replicas(cluster)
     failing = sampler(second).fail()
     with pytest.raises(WorkerFailure) as raised:
@@ -102,7 +105,15 @@ def test_a_failing_verb_names_replica_and_peers(cluster: RayCluster) -> None:
     assert "(sampler) raised OSError in fail: no room" in str(raised.value)
     assert "1 other rank(s) failed after it: rollout_pool/1 " in str(raised.value)
     assert sampler(first).count(1).get()[0][0] == 1
+    slow.touch()
+    began = time.monotonic()
+    starting = second.restart(timeout_s=3)
+    with pytest.raises(WorkerFailure, match=r"^\d of \d \w+ of pool rollout_pool/1 .* in 3 s; does another"):
+        starting.get()
+    assert 3 <= time.monotonic() - began < 7
+    slow.unlink()
     second.restart().get()
+    assert sampler(first).count(3).get() == [(3, first.pids[0])]
     assert sampler(second).count(2).get() == [(2, second.pids[0])]
 
 
@@ -147,21 +158,6 @@ def test_a_wait_ends_at_its_time_out_and_takes_futures_of_pools_only(cluster: Ra
         wait_any([Future.done(1)])
     with pytest.raises(TypeError, match="at least one"):
         wait_any([])
-
-
-def test_a_start_that_takes_too_long_fails_within_its_limit(cluster: RayCluster, slow: Path) -> None:
-    """Hosts that are never built; the next start succeeds. Would not catch a driver that is late itself."""
-    first, second = replicas(cluster)
-    slow.touch()
-    began = time.monotonic()
-    starting = first.restart(timeout_s=3)
-    with pytest.raises(WorkerFailure, match=r"^\d of \d \w+ of pool rollout_pool/0 .* in 3 s; does another"):
-        starting.get()
-    assert 3 <= time.monotonic() - began < 7
-    slow.unlink()
-    first.restart().get()
-    assert sampler(first).count(3).get() == [(3, first.pids[0])]
-    assert sampler(second).count(4).get() == [(4, second.pids[0])]
 
 
 def test_a_failed_training_pool_ends_the_replicas_and_the_thread_that_waits_for_them(cluster: RayCluster) -> None:

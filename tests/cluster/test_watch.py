@@ -95,7 +95,7 @@ def test_a_pulse_tells_what_its_rank_does_and_where_it_is(watch: Watch) -> None:
     pulse, _ = Pulse(0, watch.address), Pulse(1, watch.address)
     with pulse.during("actor", "update"):
         wait_until(lambda: watch.signs[0].verb == "update")
-        for _ in range(12):
+        for _ in range(8):
             made_progress()
             time.sleep(0.5)
             assert watch.trouble == {}

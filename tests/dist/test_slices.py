@@ -96,7 +96,7 @@ def sliced_rank(config) -> dict:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["TP1", "TP2"])
 def sliced(request, tmp_path_factory):
     path = save_llama(tmp_path_factory.mktemp("sliced") / "model")
     return run_ranks(request.param, sliced_rank, run_config(path, request.param, 1), timeout=90)

@@ -17,10 +17,20 @@ from ranks import fork_server
 
 
 class ForkedRun:
-    """As a `subprocess.Popen` of `python -m megatron_rl ARGUMENTS`, in a session of its own, stderr with stdout."""
+    """As a `subprocess.Popen` of `python -m megatron_rl ARGUMENTS`, in a session of its own, stderr with stdout.
 
-    def __init__(self, arguments: Sequence[str], cwd: Path, variables: Mapping[str, str], output: Path) -> None:
-        place = (list(arguments), str(cwd), dict(variables), str(output))
+    typed: a file that is its stdin, instead of none.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        variables: Mapping[str, str],
+        output: Path,
+        typed: Path = Path(os.devnull),
+    ) -> None:
+        place = (list(arguments), str(cwd), dict(variables), str(output), str(typed))
         # Not a daemon: those may not start processes of their own.
         self._process = fork_server().Process(target=command_line, args=place, daemon=False)
         self._process.start()
@@ -43,12 +53,14 @@ class ForkedRun:
         self.send_signal(signal.SIGKILL)
 
 
-def command_line(arguments: list[str], cwd: str, variables: dict[str, str], output: str) -> None:
+def command_line(arguments: list[str], cwd: str, variables: dict[str, str], output: str, typed: str) -> None:
     """Where the child begins; it exits as `python -m megatron_rl` does."""
     os.setsid()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.dup2(os.open(typed, os.O_RDONLY), 0)
+    sys.stdin = open(0, closefd=False)  # multiprocessing has given it another
     os.chdir(cwd)
     os.environ |= variables
     sys.argv = ["megatron_rl", *arguments]

@@ -6,13 +6,12 @@ In one process, for how many there are changes none of this; one test also goes 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import LOCAL, ONE, SHORT, THROUGH, metrics, steps_saved
+from forked_run import ForkedRun
+from lives import LOCAL, SHORT, THROUGH, metrics, steps_saved
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -55,12 +54,11 @@ def test_saves_and_goes_on(command_line, one) -> None:
     assert not [name for name in logged[4] if "values" in name or "vf_" in name or "kl_penalty" in name]
     assert logged[4]["actor/grad_norm"] > 0
 
-    command = [sys.executable, "-m", "megatron_rl", "export", "--checkpoint", str(second.run), "--role", "critic"]
-    refused = subprocess.run(
-        [*command, "--target", str(second.run / "x")], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
-    )
-    assert refused.returncode == 2 and "as its run trained none; nearest: --role actor" in refused.stderr
-    ppo = command_line(*SHORT, *ONE, folder=first.folder)
+    export = ["export", "--checkpoint", str(second.run), "--role", "critic", "--target", str(second.run / "x")]
+    said = second.folder / "export.txt"
+    assert ForkedRun(export, REPOSITORY, {}, said).wait(60) == 2
+    assert "as its run trained none; nearest: --role actor" in said.read_text()
+    ppo = command_line(*SHORT, *LOCAL, folder=first.folder)
     assert ppo.wait(60) == 2 and "it has no critic" in ppo.text()
 
 

@@ -76,7 +76,7 @@ def test_a_run_that_lost_a_replica_is_repeated_bit_for_bit(command_line, tmp_pat
 
     Would not catch a loss inside a transfer; random kills do.
     """
-    ahead = (*SMALL, "trainer.rollout_ahead=3", "trainer.total_training_steps=8")
+    ahead = (*SMALL, "trainer.rollout_ahead=3", "trainer.total_training_steps=8", "trainer.val_before_train=false")
     run = command_line(*ahead, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)
     run.wait_for(lambda: len(events(run, "taken")) >= 2, 300, interval=0.01)
     replicas(run)[0].kill()
@@ -97,6 +97,7 @@ def test_a_run_that_lost_a_replica_is_repeated_bit_for_bit(command_line, tmp_pat
 def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
     """In one process, bit for bit. Would not catch a difference that several replicas make; a longer test does."""
     small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.rollout_ahead=0")
+    small = (*small, "trainer.val_before_train=false")
     sliced = command_line(*small, "async_training.partial_rollout=true", config=ASYNC)
     plain = command_line(*small, "async_training.partial_rollout=false", config=ASYNC)
     assert sliced.wait(200) == 0, sliced.text()
@@ -118,6 +119,7 @@ def test_the_demo_is_learnt(command_line, tmp_path: Path, ahead: int, partial: b
     run = command_line(
         *(f"trainer.rollout_ahead={ahead}", f"async_training.partial_rollout={partial}"),
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        validates_all=True,
         config=ASYNC,
     )
     assert run.wait(800) == 0, run.text()

@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from forked_run import ForkedRun
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,7 @@ SMALL = (
 )
 
 
-def run(folder: Path, *arguments: str, answers: str | None = None, code: int = 0) -> str:
+def run(folder: Path, *arguments: str, code: int = 0) -> str:
     """`megatron-rl train` of a small run; what it printed."""
     command = [sys.executable, "-m", "megatron_rl", "train", "--config", "configs/demo_cpu.yaml"]
     finished = subprocess.run(
@@ -34,7 +35,6 @@ def run(folder: Path, *arguments: str, answers: str | None = None, code: int = 0
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        input=answers,
         timeout=280,
         check=False,
     )
@@ -87,20 +87,23 @@ def stopping(tokens, config):
 
 
 def test_a_breakpoint_in_a_loss_stops_and_steps(tmp_path):
-    """What the user types is answered, then the debugger is left and the run with it. Would not catch a debugger that
-    needs a terminal.
+    """What the user types is answered, then the debugger is left and the run with it.
+
+    Forked, with its imports; test_unread_output.py has a run as users start it. Would not catch a debugger that needs a
+    terminal.
     """
     (tmp_path / "loss.py").write_text(textwrap.dedent(LOSS))
-    typed = "p terms.loss.shape == tokens.log_probs.shape\nnext\np 'stepped to ' + type(terms).__name__\nq\n"
-    said = run(
-        tmp_path / "run",
-        "--local",
-        "trainer.total_training_steps=1",
+    typed, output = tmp_path / "typed", tmp_path / "output"
+    typed.write_text("p terms.loss.shape == tokens.log_probs.shape\nnext\np 'stepped to ' + type(terms).__name__\nq\n")
+    arguments = [
+        *("train", "--config", "configs/demo_cpu.yaml", *SMALL, "--local", "trainer.total_training_steps=1"),
         "actor_rollout_ref.actor.policy_loss.loss_mode=stopping",
         f"actor_rollout_ref.actor.policy_loss.custom.path={tmp_path / 'loss.py'}",
-        answers=typed,
-        code=1,
-    )
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+    debugged = ForkedRun(arguments, REPOSITORY, {}, output, typed)
+    assert debugged.wait(200) == 1, output.read_text()
+    said = output.read_text()
     assert "(Pdb) True" in said and "-> return terms" in said and "stepped to PolicyTerms" in said
     assert "BdbQuit" in said
 

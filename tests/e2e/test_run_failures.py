@@ -161,12 +161,16 @@ def test_killed_worker(command_line) -> None:
     assert_clean_end(run, 3, "rank 1", "died")
 
 
+@pytest.mark.parametrize("one", THROUGH)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)]
 )
-def test_interrupted_controller(command_line, number: int, code: int) -> None:
-    """Ctrl-C and a scheduler's SIGTERM; would not catch a signal that arrives before the run has begun."""
-    run = command_line(*SMALL, *ONE, "trainer.total_training_steps=1000", "trainer.test_freq=0")
+def test_interrupted_controller(command_line, one, number: int, code: int) -> None:
+    """Ctrl-C and a scheduler's SIGTERM; would not catch a signal that arrives before the run has begun.
+
+    A driver that waits for Ray gets them in tests/cluster/test_driver_death.py, too.
+    """
+    run = command_line(*SMALL, *one, "trainer.total_training_steps=1000", "trainer.test_freq=0")
     run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=240)
     run.process.send_signal(number)
     assert_clean_end(run, code)

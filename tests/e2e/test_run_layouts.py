@@ -36,6 +36,7 @@ def test_layout_by_overrides(command_line, world_size, tp_size, pp_size, rollout
         f"{MEGATRON}.tensor_model_parallel_size={tp_size}",
         f"{MEGATRON}.pipeline_model_parallel_size={pp_size}",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout_tp_size}",
+        validates_all=True,
     )
     assert run.wait(180) == 0, run.text()
     folder = run.run

@@ -82,10 +82,29 @@ def scatter(buffers, regions, message):
     return message.numel()
 
 
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), message_numel=st.sampled_from([7, 64, 1 << 20]), direct_numel=st.sampled_from([2, 20, 1 << 20]))
-def test_every_needed_element_arrives_once_and_nothing_else(case, message_numel, direct_numel):
+EXCHANGES = {
+    "case": cases(),
+    "message_numel": st.sampled_from([7, 64, 1 << 20]),
+    "direct_numel": st.sampled_from([2, 20, 1 << 20]),
+}
+
+
+@settings(max_examples=30, deadline=None)
+@given(**EXCHANGES)
+def test_every_needed_element_arrives_once_and_nothing_else(**drawn):
     """Right values at the right places, bytes = needed - held, no blocking. Would not catch errors of `shard_of`."""
+    check_exchange(**drawn)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=300, deadline=None)
+@given(**EXCHANGES)
+def test_many_more_exchanges(**drawn):
+    """The same, for longer."""
+    check_exchange(**drawn)
+
+
+def check_exchange(case, message_numel: int, direct_numel: int) -> None:
     shape, architecture, rollout, stages, options = case
     plan, tensors = plan_for(shape, architecture, rollout, stages, **options)
     model = numbered_model(tensors)

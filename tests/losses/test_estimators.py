@@ -338,10 +338,23 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(batch=batches())
 def test_agrees_with_a_loop(name, batch: Batch):
     """Python floats, with and without standard deviation. Would not catch an error shared with the formula."""
+    check_agreement(name, batch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LOOPS)
+@settings(max_examples=200, deadline=None)
+@given(batch=batches())
+def test_agrees_with_a_loop_on_many_more_batches(name, batch: Batch):
+    """The same, for longer."""
+    check_agreement(name, batch)
+
+
+def check_agreement(name: str, batch: Batch) -> None:
     samples = Samples(
         flat(batch.rewards),
         torch.tensor(batch.lengths),

@@ -277,13 +277,26 @@ answers = st.lists(st.lists(tokens, max_size=5), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("mode", sorted({*POLICY_LOSSES} - {"vanilla", "bypass_mode"}))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(rows=answers)
 def test_value_and_gradient_agree_with_python(mode, rows):
     """Aggregated loss and its gradient by central differences, in float64, on answers that may be empty or left out.
 
     Would not catch a share of drawn tokens below all of them; a test above does.
     """
+    check_value_and_gradient(mode, rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", sorted({*POLICY_LOSSES} - {"vanilla", "bypass_mode"}))
+@settings(max_examples=200, deadline=None)
+@given(rows=answers)
+def test_value_and_gradient_agree_on_many_more_answers(mode, rows):
+    """The same, for longer."""
+    check_value_and_gradient(mode, rows)
+
+
+def check_value_and_gradient(mode: str, rows: list[list[Token]]) -> None:
     config = actor(mode, clip_cov_lb=BAND[0], clip_cov_ub=BAND[1])
     new = [[token.new for token in row] for row in rows]
     if mode.endswith("cov") and is_borderline(rows):

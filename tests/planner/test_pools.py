@@ -326,13 +326,25 @@ def placements(draw) -> list[str]:
     return overrides
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(overrides=placements())
 def test_any_valid_placement_passes_and_its_plan_has_every_rank_once(config, tmp_path, overrides):
     """Groups of every kind partition their pool, every role's phases are its pool's, every stage is planned.
 
     Would not catch a layout that only Megatron refuses.
     """
+    check_placement(config, tmp_path, overrides)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(overrides=placements())
+def test_many_more_placements(config, tmp_path, overrides):
+    """The same, for longer."""
+    check_placement(config, tmp_path, overrides)
+
+
+def check_placement(config, tmp_path: Path, overrides: list[str]) -> None:
     sizes = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
     rewards = [write_model(tmp_path / name, **sizes) for name in ("judge", "other")]
     given = config(
