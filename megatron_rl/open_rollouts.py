@@ -71,6 +71,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
         first_step=first_step,
         slice_steps=ahead.slice_steps,
         max_running=rollout.max_num_seqs,
+        max_queued=rollout.max_num_seqs // 16,  # for places that become free in a slice
         partial=ahead.partial_rollout,
         recompute_kv=ahead.kv_cache == "recompute",
         deterministic=ahead.deterministic or placement.is_colocated,

@@ -141,7 +141,8 @@ class RolloutsAhead(SlicedRollouts):
         start = time.time()
         self._wait_for(step)
         while not self.work.decider.is_complete(step):
-            self.load(self.bridge.version)
+            self.load(step - 1)
+            self._announce()
             self._wait_for(step)
         self.measured.waited(start, time.time())
         with self.driver.locked():
@@ -192,9 +193,17 @@ class RolloutsAhead(SlicedRollouts):
         return metrics
 
     def _wait_for(self, step: int) -> None:
-        """Until the batch is complete, or a replica that has started again waits for weights."""
-        decider, bridge = self.work.decider, self.bridge
-        self.driver.wait_until(lambda: decider.is_complete(step) or bridge.is_wanted, self._stop)
+        """Until the batch is complete, or a replica that has started again can be given weights.
+
+        Between two transfers the actor's weights are newer than those of the others: it then waits for the next one,
+        unless no other is left.
+        """
+        decider, bridge, lanes = self.work.decider, self.bridge, self.driver.lanes
+
+        def can_join() -> bool:
+            return bridge.is_wanted and (bridge.version == step - 1 or not lanes.living)
+
+        self.driver.wait_until(lambda: decider.is_complete(step) or can_join(), self._stop)
 
     def _announce(self) -> None:
         """Let replicas take the newest weights that have come, and begin what these allow."""
