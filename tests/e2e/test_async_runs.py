@@ -130,8 +130,8 @@ def test_the_demo_is_learnt(command_line, tmp_path: Path, ahead: int, partial: b
 
 @pytest.mark.exhaustive
 def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
-    """Killed with requests in flight, at three points: while its first checkpoint is written, in the step after one, and
-    a step later; each goes on from what it has and ends in the bits of the run that was left alone. The schedule is
+    """Killed with requests in flight, at three points: while its first checkpoint is written, in the step after one,
+    and a step later; each goes on from what it has and ends in the bits of the run that was left alone. The schedule is
     computed.
 
     Would not catch a schedule that depends on the number of processes, which is the same in all of them.
