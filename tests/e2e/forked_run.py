@@ -60,7 +60,7 @@ def command_line(arguments: list[str], cwd: str, variables: dict[str, str], outp
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.dup2(os.open(typed, os.O_RDONLY), 0)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - multiprocessing has given it another
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has given it another
     os.chdir(cwd)
     os.environ |= variables
     sys.argv = ["megatron_rl", *arguments]
