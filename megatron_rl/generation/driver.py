@@ -25,7 +25,10 @@ from megatron_rl.slices import Slice
 TICK_S = 0.005
 """Between two looks at what the main thread asks: it stands still meanwhile, twice or more for each transfer."""
 
-LEAVE_S = 0.2
+IDLE_S = 0.2
+"""Between two looks where no replica is at work."""
+
+LEAVE_S = 0.5
 """For the thread to end by itself."""
 
 LOOK_S = 1.0
@@ -150,7 +153,7 @@ class Driver:
         if not self._waits:
             with self._changed:
                 if not self._jobs and not self._ends:
-                    self._changed.wait(timeout)
+                    self._changed.wait(max(timeout, IDLE_S))  # whatever changes wakes it
             return
         for future in wait_any(list(self._waits), timeout):
             if future not in self._waits:
