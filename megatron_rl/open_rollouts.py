@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollouts import Rollouts
 from megatron_rl.run_folder import RunFolder
 from megatron_rl.sliced_rollouts import RolloutsAhead, RolloutsInTurns, Schedule
-from megatron_rl.stream.journal import SCHEDULE_FILE, Event, Journal, Recorder, Resumed, read_events
+from megatron_rl.stream.journal import SCHEDULE_FILE, Began, Event, Journal, Recorder, Resumed, read_events
 from megatron_rl.stream.replay import Replay
 from megatron_rl.stream.rules import Decides, Rules
 from megatron_rl.stream.scheduler import Scheduler
@@ -82,10 +82,33 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     )
 
 
-def open_journal(folder: RunFolder, schedule: Mapping[str, Any] | None) -> Journal:
+def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
+    """What a schedule can only be repeated with."""
+    return {name: value for name, value in asdict(rules).items() if name != "first_step"} | {
+        "seed": config.trainer.seed
+    }
+
+
+def refuse_other_settings(run: Path, events: Sequence[Event], settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a schedule was recorded with other settings, naming them."""
+    recorded = next((event.settings for event in events if isinstance(event, Began)), None)
+    if recorded is None:
+        raise ConfigError(f"{run / SCHEDULE_FILE} does not begin with the settings of its run")
+    different = [
+        f"{name} was {recorded.get(name)}, is {value}"
+        for name, value in settings.items()
+        if recorded.get(name) != value
+    ]
+    if different:
+        raise ConfigError(f"the schedule of {run} is of a run with other settings: {', '.join(different)}")
+
+
+def open_journal(folder: RunFolder, schedule: Mapping[str, Any] | None, settings: dict[str, Any]) -> Journal:
     """The run's schedule.jsonl, with what the checkpoint knows of it. Raises StorageError."""
     with storing(SCHEDULE_FILE, folder.path):
         journal = Journal(folder.path / SCHEDULE_FILE, 0 if schedule is None else schedule["num_lines"])
+        if not journal.num_lines:
+            journal.append(Began(settings))
         if folder.resumed_step is not None:
             journal.append(Resumed(folder.resumed_step))
     return journal
@@ -116,11 +139,13 @@ def open_rollouts(parts: Parts, opened: ExitStack, replay: Path | None = None) -
     rules = rules_of(config, placement, start.step + 1)
     num_replicas = placement.pool_of(ROLLOUT).world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
     schedule = None if start.path is None else read_schedule(start.path)
-    journal = open_journal(parts.folder, schedule)
+    journal = open_journal(parts.folder, schedule, settings_of(rules, config))
     opened.callback(journal.close)
     decider: Decides = Scheduler(rules, num_replicas, schedule)
     if replay is not None:
-        decider = Replay(rules, num_replicas, read_schedule_file(replay))
+        events = read_schedule_file(replay)
+        refuse_other_settings(replay, events, settings_of(rules, config))
+        decider = Replay(rules, num_replicas, events)
     begun = Schedule(rules, Recorder(decider, journal), journal, num_replicas, start.path)
     if parts.replicas is None:
         return RolloutsInTurns(begun, *common)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def save(folder: RunFolder, book: Book, step: int) -> None:
     commit(unfinished, Manifest(FORMAT, step, folder.models, digest_files(unfinished, names)))
 
 
+class NothingDrawn:
+    """Of a run without steps."""
+
+    def saving(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def write(self, folder: Path, step: int) -> list[str]:
+        return []
+
+
 def test_what_is_saved_while_a_run_starts_is_gone_on_from(tmp_path, monkeypatch):
     """An older run ends between the choice of the checkpoint and the lock; a third run is refused. No processes.
 
@@ -70,7 +81,7 @@ def test_what_is_saved_while_a_run_starts_is_gone_on_from(tmp_path, monkeypatch)
         second.saved["config"]["trainer"]["project_name"] = "[/y]"
         last_resort = LastResort()
         last_resort.stand_down()
-        life = Lifecycle(book.config, second, {}, (book,), book, Pace(StopRequest(last_resort)))
+        life = Lifecycle(book.config, second, {}, (book,), book, Pace(StopRequest(last_resort)), NothingDrawn())
         assert life.is_resumed
         life.restore()
         assert next(life.steps()) == 4

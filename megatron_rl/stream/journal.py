@@ -18,6 +18,14 @@ SCHEDULE_FILE = "schedule.jsonl"
 
 
 @dataclass(frozen=True)
+class Began:
+    """The first line: the rules, and the seed of all samples."""
+
+    event: ClassVar[str] = "began"
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class SliceDone:
     """A replica answered a slice. num_steps: engine steps taken. finished: requests that ended in it."""
 
@@ -97,10 +105,23 @@ class Decided:
     attempt: int
 
 
-Event = SliceDone | ReplicaLost | ReplicaBack | VersionReady | StepTaken | Saved | Interrupted | Resumed | Decided
+Event = (
+    Began | SliceDone | ReplicaLost | ReplicaBack | VersionReady | StepTaken | Saved | Interrupted | Resumed | Decided
+)
 KINDS: dict[str, type[Event]] = {
     kind.event: kind
-    for kind in (SliceDone, ReplicaLost, ReplicaBack, VersionReady, StepTaken, Saved, Interrupted, Resumed, Decided)
+    for kind in (
+        Began,
+        SliceDone,
+        ReplicaLost,
+        ReplicaBack,
+        VersionReady,
+        StepTaken,
+        Saved,
+        Interrupted,
+        Resumed,
+        Decided,
+    )
 }
 
 

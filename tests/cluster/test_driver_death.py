@@ -55,7 +55,7 @@ def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Proc
     [
         ([], os.kill, [signal.SIGINT], 130),
         pytest.param([], os.killpg, [signal.SIGTERM], 143, marks=pytest.mark.exhaustive),
-        (["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code),
+        pytest.param(["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code, marks=pytest.mark.exhaustive),
         (["600"], os.kill, [signal.SIGTERM, signal.SIGINT], 130),
         pytest.param(["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143, marks=pytest.mark.exhaustive),
     ],
@@ -120,6 +120,7 @@ def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -
     assert not folder.exists()
 
 
+@pytest.mark.exhaustive
 def test_the_next_start_removes_what_nobody_could() -> None:
     """Driver, workers, Ray and the companion are killed at once, as with a whole control group; of the next one the
     driver alone, which leaves nothing.

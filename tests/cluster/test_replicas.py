@@ -117,9 +117,8 @@ def test_a_failing_verb_names_replica_and_peers_and_a_slow_start_fails(cluster: 
     assert sampler(second).count(2).get() == [(2, second.pids[0])]
 
 
-@pytest.mark.parametrize(
-    "stopped", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["SIGSTOP", "sleeps"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stopped", [True, False], ids=["SIGSTOP", "sleeps"])
 def test_a_replica_that_hangs_is_ended_while_the_other_answers(cluster: RayCluster, slow: Path, stopped: bool) -> None:
     """Within two time-outs. Would not catch a machine that is unplugged."""
     first, second = replicas(cluster)

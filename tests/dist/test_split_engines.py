@@ -110,14 +110,14 @@ def train_and_send(config, exported: Path, meeting: Path, flips: bool) -> dict:
     actor.join_bridge(meet_at(meeting, (lambda: actor.offer_bridge(num_rollout)) if host.groups.rank == 0 else None))
     if flips:
         with pytest.raises(WeightMismatchError):
-            actor.send_weights()
+            actor.send_weights(version=0)
         return {"sent": []}
-    sent = [actor.send_weights()]
+    sent = [actor.send_weights(version=0)]
     experience = random_experience(NUM_ROWS)
     experience.old_log_probs = experience.advantages
     mine = experience[torch.arange(NUM_ROWS).tensor_split(host.groups.grid.dp_size)[host.groups.dp_rank]]
     actor.update(mine.actor_batch())
-    sent.append(actor.send_weights())
+    sent.append(actor.send_weights(version=1))
     actor.export_hf(exported)
     return {"sent": sent}
 

@@ -70,7 +70,8 @@ def events(run, kind: str) -> list[dict]:
     return [line for line in lines if line["event"] == kind]
 
 
-def test_a_run_that_lost_a_replica_is_repeated_bit_for_bit(command_line, tmp_path: Path) -> None:
+@pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_run_that_lost_a_replica_goes_on_and_is_repeated(command_line, tmp_path: Path, repeated: bool) -> None:
     """Three steps ahead with partial rollouts. No token is older, all rows are trained, the lost replica starts again,
     and a replay has the same metrics and weights.
 
@@ -89,9 +90,27 @@ def test_a_run_that_lost_a_replica_is_repeated_bit_for_bit(command_line, tmp_pat
     assert sum(trained(tmp_path / "samples").values()) == 8 * ROWS
     assert [one["step"] for one in events(run, "taken")] == list(range(1, 9))
 
-    again = command_line(*ahead, f"--replay={run.run}", config=ASYNC)
-    assert again.wait(300) == 0, again.text()
+    if repeated:
+        again = command_line(*ahead, f"--replay={run.run}", config=ASYNC)
+        assert again.wait(300) == 0, again.text()
+        assert_same_bits(again, run)
+
+
+def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
+    """In one process, where answers of two versions go on from step to step; another configuration is refused.
+
+    Would not catch a replica that was lost; a longer test does.
+    """
+    small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=3", "trainer.val_before_train=false")
+    small = (*small, "actor_rollout_ref.rollout.max_num_seqs=48", "async_training.slice_steps=3")
+    run = command_line(*small, config=ASYNC)
+    assert run.wait(200) == 0, run.text()
+    again = command_line(*small, f"--replay={run.run}", config=ASYNC)
+    other = command_line(*small, f"--replay={run.run}", "trainer.seed=9", config=ASYNC)
+    assert again.wait(200) == 0, again.text()
+    assert any(line.get("staleness/mixed_answers", 0) > 0 for line in numbers(run))
     assert_same_bits(again, run)
+    assert other.wait(200) == 2 and "seed was 1, is 9" in other.text(), other.text()
 
 
 def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:

@@ -99,6 +99,7 @@ def caught_in(run, method: str):
     return None
 
 
+@pytest.mark.exhaustive
 def test_a_rank_of_one_pool_that_dies_ends_all_pools(command_line) -> None:
     """Killed in an update: one message with pool, rank, role and verb. Would not catch a node that dies."""
     run = command_line(*SMALL, *TWO_RANKS, "trainer.total_training_steps=50")

@@ -38,6 +38,7 @@ def quickest(cluster: RayCluster, shape: Shape, turns: bool, holds: Callable[[Fi
 
 
 @pytest.mark.dist
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_long_tailed_answers_hardly_hold_the_trainer_up(cluster: RayCluster) -> None:
     """At most 1.10 of the optimum, and 1.8 times as fast as all ranks that generate and then train.
@@ -51,6 +52,7 @@ def test_long_tailed_answers_hardly_hold_the_trainer_up(cluster: RayCluster) -> 
 
 
 @pytest.mark.dist
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_short_equal_answers_are_not_slower_ahead(cluster: RayCluster) -> None:
     """Than the same split in turns. All ranks together have nothing to lose there, and no slice to wait for at each
