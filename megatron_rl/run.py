@@ -97,8 +97,8 @@ class Run:
         prompts, generations, scored = batch.prompts, batch.generations, batch.scored
         if scored is None:
             raise ValueError("the batch has no scores yet")
-        metrics = self.book.step_metrics(prompts, generations, experience, scored) | batch.metrics
-        metrics |= self.rollouts.describe()
+        metrics = self.rollouts.describe() | batch.metrics  # while the step's clock runs
+        metrics |= self.book.step_metrics(prompts, generations, experience, scored)
         self.book.save_samples(self.config.trainer.rollout_data_dir, prompts, scored, step)
         memory = {pool: host.take_memory() for pool, host in self.roles.hosts.items()}
         return metrics | self.book.memory_metrics({pool: future.get() for pool, future in memory.items()})

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megatron_rl.generation.lanes import Lanes
 from megatron_rl.generation.work import Work
+from megatron_rl.observe.clock import DRIVER
 
 Note = Callable[[str, str, float, float, float], None]
 """(lane, phase, start, stop, seconds that count): of the run's clock."""
@@ -24,7 +25,7 @@ class SliceMetrics:
     def waited(self, start: float, stop: float) -> None:
         """The trainer has waited for answers."""
         self._waited_s += stop - start
-        self._note("trainer", "gen", start, stop, stop - start)
+        self._note(DRIVER, "gen", start, stop, stop - start)
 
     def take(self, work: Work) -> dict[str, float]:
         """The metrics of a step."""

@@ -89,6 +89,8 @@ def test_a_run_that_lost_a_replica_goes_on_and_is_repeated(command_line, tmp_pat
     assert any(line["staleness/max"] > 0 for line in steps)
     assert sum(trained(tmp_path / "samples").values()) == 8 * ROWS
     assert [one["step"] for one in events(run, "taken")] == list(range(1, 9))
+    lanes = {one["lane"] for one in json.loads((run.run / "timeline.json").read_text())}
+    assert "global_pool" in lanes and any(lane.startswith("rollout_pool/") for lane in lanes)
 
     if repeated:
         again = command_line(*ahead, f"--replay={run.run}", config=ASYNC)
