@@ -148,8 +148,8 @@ def test_the_demo_is_learnt(command_line, tmp_path: Path, ahead: int, partial: b
     assert sum(trained(tmp_path / "samples").values()) == 20 * 64 * 8
     assert json.loads((run.run / "summary.json").read_text())["val_accuracy_after"] >= 0.90
     lanes = {one["lane"] for one in json.loads((run.run / "timeline.json").read_text())}
-    # Of the last three steps; three steps ahead there is nothing left to draw in them.
-    assert any(lane.startswith("rollout_pool/") for lane in lanes) == (ahead == 1)
+    # Of the last three steps; three steps ahead there may be nothing left to draw in them.
+    assert ahead > 1 or any(lane.startswith("rollout_pool/") for lane in lanes)
 
 
 @pytest.mark.exhaustive
