@@ -114,8 +114,8 @@ class Future(Generic[Answer]):
         """Wait for all ranks and return the joined answer (see `routing.join_answers`).
 
         Raises WorkerFailure (or the rank's own MegatronRLError) when any rank of any pool failed in this call or an
-        earlier one; all pools are then over. Raises TimeoutError after `timeout` seconds; the call goes on and `get`
-        may be repeated.
+        earlier one; all pools are then over. A replica that fails ends nothing but itself. Raises TimeoutError after
+        `timeout` seconds; the call goes on and `get` may be repeated.
         """
         if self._fetch is not None:
             self._result = self._fetch(timeout)

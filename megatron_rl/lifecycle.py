@@ -38,6 +38,7 @@ from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.roles import Placement, trained_roles
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.steps import is_save_step
 from megatron_rl.dispatch import Stop, Verb
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
 from megatron_rl.records import RoleState
@@ -192,7 +193,7 @@ class Lifecycle:
 
     def _after(self, step: int) -> None:
         trainer, stopping = self.config.trainer, self.pace.stop.is_set
-        if trainer.save_freq > 0 and (stopping or step % trainer.save_freq == 0 or step == trainer.num_steps):
+        if is_save_step(trainer, step) or (stopping and trainer.save_freq > 0):
             self._begin(self._state(step))
         if stopping:
             self.settle()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.book import Book
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import needs_of
@@ -16,39 +15,14 @@ from megatron_rl.config.roles import ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.generation.coming import read_schedule
-from megatron_rl.prompts.dataset import PromptDataset
-from megatron_rl.prompts.mixture import MixtureCursor
-from megatron_rl.rewards import Rewards
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.rollout import Rollout
-from megatron_rl.rollouts import Rollouts
+from megatron_rl.rollouts import Rollouts, Sources
 from megatron_rl.run_folder import RunFolder
 from megatron_rl.sliced_rollouts import RolloutsAhead, RolloutsInTurns, Schedule
 from megatron_rl.stream.journal import SCHEDULE_FILE, Began, Event, Journal, Recorder, Resumed, read_events
 from megatron_rl.stream.replay import Replay
 from megatron_rl.stream.rules import Decides, Rules
 from megatron_rl.stream.scheduler import Scheduler
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What rollouts are made of. rollout: of the pool that generates; None where it is cut into `replicas`.
-
-    look: raises where a pool has failed that nobody calls now. stop: raises where the run is to stop.
-    """
-
-    config: RunConfig
-    placement: Placement
-    data: PromptDataset
-    cursor: MixtureCursor
-    actor: Actor
-    rollout: Rollout | None
-    replicas: ReplicatedPool | None
-    rewards: Rewards
-    book: Book
-    folder: RunFolder
-    look: Callable[[], None]
-    stop: Callable[[], None]
 
 
 def replicated_pools(config: RunConfig, placement: Placement) -> dict[str, int]:
@@ -126,42 +100,53 @@ def read_schedule_file(run: Path) -> list[Event]:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def open_rollouts(parts: Parts, opened: ExitStack, replay: Path | None = None) -> Rollouts:
-    """Made and ready for `load_weights`.
+def open_schedule(
+    config: RunConfig, placement: Placement, folder: RunFolder, opened: ExitStack, replay: Path | None = None
+) -> Schedule | None:
+    """Who decides what is drawn, and what it goes on from; None for a run that generates and trains in turns.
 
-    replay: the folder of a run whose schedule is repeated. Raises ConfigError where there is none.
+    replay: the folder of a run whose schedule is repeated. Raises ConfigError where there is none, where it is of other
+    settings, and for a damaged checkpoint.
     """
-    config, placement = parts.config, parts.placement
-    common = (config, parts.data, parts.cursor, parts.rollout, parts.rewards, parts.book)
     if not config.samples_in_slices:
-        return Rollouts(*common, None if placement.is_colocated else parts.actor)
-    start = parts.folder.start
+        return None
+    start = folder.start
     rules = rules_of(config, placement, start.step + 1)
     num_replicas = placement.pool_of(ROLLOUT).world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    schedule = None if start.path is None else read_schedule(start.path)
-    journal = open_journal(parts.folder, schedule, settings_of(rules, config))
-    opened.callback(journal.close)
-    decider: Decides = Scheduler(rules, num_replicas, schedule)
-    if replay is not None:
+    settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
+    saved = None if start.path is None else read_schedule(start.path)
+    decider: Decides
+    if replay is None:
+        decider = Scheduler(rules, num_replicas, saved)
+    else:
         events = read_schedule_file(replay)
-        refuse_other_settings(replay, events, settings_of(rules, config))
+        refuse_other_settings(replay, events, settings)
         decider = Replay(rules, num_replicas, events)
-    begun = Schedule(rules, Recorder(decider, journal), journal, num_replicas, start.path)
-    if parts.replicas is None:
-        return RolloutsInTurns(begun, *common)
-    replicas = parts.replicas.replicas
-    ahead = RolloutsAhead(
-        begun,
-        config,
-        parts.data,
-        parts.cursor,
-        parts.rewards,
-        parts.book,
-        replicas,
-        parts.actor,
-        parts.look,
-        parts.stop,
-    )
+    if saved is not None:
+        last_batch = max(last_batch, rules.batch_of(saved["next_new"] - 1))
+    journal = open_journal(folder, saved, settings)
+    opened.callback(journal.close)
+    checkpoint = None if saved is None else start.path
+    return Schedule(rules, Recorder(decider, journal), journal, num_replicas, last_batch, checkpoint)
+
+
+def open_rollouts(
+    schedule: Schedule | None,
+    sources: Sources,
+    actor: Actor,
+    replicas: ReplicatedPool | None,
+    looks: tuple[Callable[[], None], Callable[[], None]],
+    opened: ExitStack,
+) -> Rollouts:
+    """Made and ready for `load_weights`. replicas: where the pool that generates is cut into them.
+
+    looks: one raises where a pool has failed that nobody calls now, one where the run is to stop.
+    """
+    if schedule is None:
+        return Rollouts(sources, None if Placement.of(sources.config).is_colocated else actor)
+    if replicas is None:
+        return RolloutsInTurns(schedule, sources)
+    ahead = RolloutsAhead(schedule, sources, replicas.replicas, actor, *looks)
     opened.enter_context(ahead.driver)
     ahead.bridge.connect()
     return ahead

@@ -49,28 +49,27 @@ class Batch:
         return assemble(self.prompts, self.generations)
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What batches come from. rollout: None where replicas are called one by one."""
+
+    config: RunConfig
+    train_data: PromptDataset
+    cursor: MixtureCursor
+    rollout: Rollout | None
+    rewards: Rewards
+    book: Book
+
+
 class Rollouts:
-    """Samples batches.
+    """Samples batches. sender: the actor, where the rollout has weights of its own, which come from there."""
 
-    rollout: None where a subclass calls replicas by themselves. sender: the actor, where the rollout has weights of its
-    own, which come from there.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        train_data: PromptDataset,
-        cursor: MixtureCursor,
-        rollout: Rollout | None,
-        rewards: Rewards,
-        book: Book,
-        sender: Actor | None = None,
-    ) -> None:
-        self.config = config
-        self.train_data, self.cursor = train_data, cursor
-        self._rollout, self.rewards, self.book = rollout, rewards, book
+    def __init__(self, sources: Sources, sender: Actor | None = None) -> None:
+        self.config = sources.config
+        self.train_data, self.cursor = sources.train_data, sources.cursor
+        self._rollout, self.rewards, self.book = sources.rollout, sources.rewards, sources.book
         self._sender = sender
-        self.needs_greedy = needs_of(config).greedy
+        self.needs_greedy = needs_of(sources.config).greedy
 
     @property
     def rollout(self) -> Rollout:

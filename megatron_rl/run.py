@@ -28,7 +28,7 @@ from megatron_rl.dispatch import Dispatch, Interval, Stop, Verb
 from megatron_rl.errors import ConfigError
 from megatron_rl.lifecycle import Lifecycle, Pace
 from megatron_rl.observe.summary import layout_table
-from megatron_rl.open_rollouts import Parts, open_rollouts, replicated_pools
+from megatron_rl.open_rollouts import open_rollouts, open_schedule, replicated_pools
 from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
 from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.hardware import Hardware, default_hardware, load_hardware
@@ -52,7 +52,7 @@ from megatron_rl.roles.rank import sequence_work
 from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import Rollout
-from megatron_rl.rollouts import Batch, Rollouts
+from megatron_rl.rollouts import Batch, Rollouts, Sources
 from megatron_rl.run_folder import RunFolder
 from megatron_rl.validation import Validation
 
@@ -145,15 +145,16 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         book.console.print(layout_table(batch_table(config)))
         for note in (*data.notes(config), *(f"skipped {reason}" for reason in folder.start.skipped)):
             book.warn(note)
+        schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
         pace = Pace(stop)
         hosting = hosting_of(config, placement, Ears(pace, book))
         cluster = opened.enter_context(make_cluster(placement, hosting, local))
         roles = build_roles(cluster, placement, book)
         rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock)
-        whole = (config, placement, data.train, data.cursor, roles.actor, roles.rollout, roles.replicas)
+        sources = Sources(config, data.train, data.cursor, roles.rollout, rewards, book)
         looks = (partial(look_round, cluster), partial(pace.before, NEXT_BATCH))
-        rollouts = open_rollouts(Parts(*whole, rewards, book, folder, *looks), opened, replay)
+        rollouts = open_rollouts(schedule, sources, roles.actor, roles.replicas, looks, opened)
         validation = Validation(config, data.val, rollouts, rewards, book, stop)
         life = Lifecycle(config, folder, roles.hosts, parts, book, pace, rollouts)
         life.restore()
@@ -239,11 +240,9 @@ def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
     replicas = cluster.replicated.get(placement.roles[ROLLOUT].pool)
     models = [role for role in placement.roles.values() if role.kind != ROLLOUT]
     building = [(role.name, hosts[role.pool].build(role.name)) for role in models]
-    if replicas is not None:
-        pass  # built where weights first come to them
-    elif placement.is_colocated:
+    if placement.is_colocated:
         building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT)))
-    else:
+    elif replicas is None:  # replicas build theirs when they first meet the actor's ranks
         actor = cluster.pools[placement.roles[ACTOR].pool].handle(ACTOR, Actor)
         address = actor.offer_bridge(placement.pool_of(ROLLOUT).world_size).get()
         building.append(("bridge", actor.join_bridge(address)))

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.book import Book
 from megatron_rl.cluster.replicas import Replica
-from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.steps import is_validation_step
+from megatron_rl.config.steps import is_save_step, is_validation_step
 from megatron_rl.generation.bridge import ReplicaBridge
-from megatron_rl.generation.coming import ROLLOUTS_FILE, Coming, read_answers, read_schedule, write_rollouts
+from megatron_rl.generation.coming import ROLLOUTS_FILE, Coming, read_answers, write_rollouts
 from megatron_rl.generation.driver import Driver
 from megatron_rl.generation.exclusive import generate_on
 from megatron_rl.generation.lanes import Lanes
@@ -26,14 +24,11 @@ from megatron_rl.generation.measured import SliceMetrics
 from megatron_rl.generation.turns import Turns
 from megatron_rl.generation.work import Work
 from megatron_rl.generation.worth import Worth
-from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import Generations, Prompts, Sampling
-from megatron_rl.rewards import Rewards
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollout.seeds import request_seed
-from megatron_rl.rollouts import Batch, Rollouts
+from megatron_rl.rollouts import Batch, Rollouts, Sources
 from megatron_rl.stream.answers import Answers
 from megatron_rl.stream.journal import Journal
 from megatron_rl.stream.rules import Decides, Rules
@@ -41,39 +36,31 @@ from megatron_rl.stream.rules import Decides, Rules
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who decides, and what it goes on from. checkpoint: its folder; None for a run that begins."""
+    """Who decides, and what it goes on from. checkpoint: its folder where it has drawn answers, else None.
+
+    last_batch: the last that is begun there, or that may be begun at once.
+    """
 
     rules: Rules
     decider: Decides
     journal: Journal
     num_replicas: int
+    last_batch: int
     checkpoint: Path | None
 
 
 class SlicedRollouts(Rollouts):
     """What both kinds share: batches that are begun before they are needed. Raises as `read_answers`."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        config: RunConfig,
-        train_data: PromptDataset,
-        cursor: MixtureCursor,
-        rollout: Rollout | None,
-        rewards: Rewards,
-        book: Book,
-    ) -> None:
-        super().__init__(config, train_data, cursor, rollout, rewards, book)
+    def __init__(self, schedule: Schedule, sources: Sources) -> None:
+        super().__init__(sources)
         self.rules, self.journal = schedule.rules, schedule.journal
-        answers = Answers(self.rules.batch_rows, partial(request_seed, config.trainer.seed))
-        first = self.rules.first_step - 1
-        self.coming = Coming(answers, cursor, first, self._ask, self.sampling, self.greedy())
-        last = self.rules.last_batch(first)
-        saved = None if schedule.checkpoint is None else read_schedule(schedule.checkpoint)
-        if schedule.checkpoint is not None and saved is not None:
-            self.coming.draw(max(last, self.rules.batch_of(saved["next_new"] - 1)))
+        answers = Answers(self.rules.batch_rows, partial(request_seed, self.config.trainer.seed))
+        trained = self.rules.first_step - 1
+        self.coming = Coming(answers, self.cursor, trained, self._ask, self.sampling, self.greedy())
+        self.coming.draw(schedule.last_batch)
+        if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, answers)
-        self.coming.draw(last)
         self.work = Work(schedule.decider, answers, schedule.num_replicas)
 
     def write(self, folder: Path, step: int) -> list[str]:
@@ -115,23 +102,19 @@ class RolloutsAhead(SlicedRollouts):
     def __init__(
         self,
         schedule: Schedule,
-        config: RunConfig,
-        train_data: PromptDataset,
-        cursor: MixtureCursor,
-        rewards: Rewards,
-        book: Book,
+        sources: Sources,
         replicas: Sequence[Replica],
         actor: Actor,
         look: Callable[[], None],
         stop: Callable[[], None],
     ) -> None:
         """look: raises where another pool has failed. stop: raises where the run is to stop instead of waiting on."""
-        super().__init__(schedule, config, train_data, cursor, None, rewards, book)
-        keys = config.async_training
-        lanes = Lanes(replicas, keys.max_replica_restarts, book.warn)
+        super().__init__(schedule, sources)
+        keys = self.config.async_training
+        lanes = Lanes(replicas, keys.max_replica_restarts, self.book.warn)
         self.driver = Driver(lanes, self.work, look)
         self.bridge = ReplicaBridge(actor, self.driver, keys.second_buffer, self.rules.first_step - 1)
-        self.measured = SliceMetrics(lanes, book.clock.ran)
+        self.measured = SliceMetrics(lanes, self.book.clock.ran)
         self.worth = Worth(self.rules.ahead)
         self._stop = stop
 
@@ -214,5 +197,4 @@ class RolloutsAhead(SlicedRollouts):
 
     def _is_interrupted_after(self, step: int) -> bool:
         trainer = self.config.trainer
-        saves = trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == trainer.num_steps)
-        return saves or is_validation_step(trainer, step)
+        return is_save_step(trainer, step) or is_validation_step(trainer, step)

@@ -17,7 +17,7 @@ from megatron_rl.records import Generations, Prompts, Sampling, Sequences, Seque
 from megatron_rl.reward.outcome import Outcome, Sample
 from megatron_rl.reward.rule import Scored
 from megatron_rl.rewards import Rewards
-from megatron_rl.rollouts import Rollouts
+from megatron_rl.rollouts import Rollouts, Sources
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -91,7 +91,7 @@ def streaming(config: RunConfig, rule, models=()) -> tuple[Rollouts, OneToken]:
     """A stream of batches whose answers `rule` scores; models: (role, handle)."""
     rollout, book = OneToken(), SimpleNamespace(note_transition=lambda reports: None)
     rewards = Rewards(config, rule, list(models), warn=print, clock=Clock(lambda name: None))
-    return Rollouts(config, Pairs(), Counting(), rollout, rewards, book), rollout
+    return Rollouts(Sources(config, Pairs(), Counting(), rollout, rewards, book)), rollout
 
 
 def mixed_rule(mixed: set[int]):

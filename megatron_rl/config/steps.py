@@ -32,6 +32,11 @@ def with_steps(config: RunConfig, num_prompts: int) -> RunConfig:
     return changed
 
 
+def is_save_step(trainer: TrainerConfig, step: int) -> bool:
+    """Every `save_freq` steps and the last, where checkpoints are written."""
+    return trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == trainer.num_steps)
+
+
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
     """Every `test_freq` steps, and always the last."""
     return step == trainer.num_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)

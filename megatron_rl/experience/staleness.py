@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl.losses.rollout_correction import measure
+from megatron_rl.losses.rows import max_rows, spread
 from megatron_rl.records import Experience, row_lengths
 
 
@@ -21,11 +23,8 @@ def staleness(experience: Experience, step: int) -> Tensor:
 
 def is_fresh(experience: Experience, step: int) -> Tensor:
     """bool [T]: tokens of answers all of whose tokens the newest weights drew."""
-    stale = staleness(experience, step) > 0
     lengths = row_lengths(experience.rollout_log_probs)
-    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-    stale_tokens = torch.zeros(len(lengths), dtype=torch.int64).index_add(0, rows, stale.long())
-    return stale_tokens[rows] == 0
+    return spread(max_rows(staleness(experience, step), lengths) <= 0, lengths)
 
 
 def staleness_metrics(experience: Experience, step: int) -> dict[str, float]:
@@ -45,10 +44,11 @@ def staleness_metrics(experience: Experience, step: int) -> dict[str, float]:
     }
     if experience.old_log_probs is None:
         return metrics
-    log_ratio = (experience.old_log_probs.values() - experience.rollout_log_probs.values()).clamp(-20, 20)
+    log_probs = (experience.old_log_probs.values(), experience.rollout_log_probs.values())
+    kl, k3 = (measure(*log_probs, row_lengths(versions), f"token_{kind}") for kind in ("k1", "k3"))
     for age in ages.unique().tolist():
-        of_age = log_ratio[ages == age]
-        metrics[f"staleness/{age}/share"] = of_age.numel() / ages.numel()
-        metrics[f"staleness/{age}/kl"] = float(-of_age.mean())
-        metrics[f"staleness/{age}/k3"] = float((of_age.expm1() - of_age).mean())
+        of_age = ages == age
+        metrics[f"staleness/{age}/share"] = float(of_age.double().mean())
+        metrics[f"staleness/{age}/kl"] = float(kl[of_age].mean())
+        metrics[f"staleness/{age}/k3"] = float(k3[of_age].mean())
     return metrics

@@ -18,9 +18,6 @@ from megatron_rl.roles.received_weights import Arrival
 
 Call = Callable[[Lane], Future[Any]]
 
-PRESENT = (State.LIVES, State.JOINS)
-"""Replicas that can be called."""
-
 
 class Asked:
     """Calls of some replicas, made in the driver's thread; `on_answer` is called there too, with each that answers."""
@@ -39,7 +36,7 @@ class Asked:
         return self._answers
 
     def _begin(self, lanes: Sequence[Lane], call: Call) -> list[tuple[Lane, int]]:
-        asked = [lane for lane in lanes if lane.state in PRESENT]
+        asked = [lane for lane in lanes if lane.is_present]
         before = [(lane, lane.replica.num_restarts) for lane in asked]
         for lane in asked:
             self._driver.call(lane, call, partial(self._note, lane))
@@ -51,7 +48,7 @@ class Asked:
 
     def _is_over(self) -> bool:
         return all(
-            lane.number in self._answers or lane.state not in PRESENT or lane.replica.num_restarts > before
+            lane.number in self._answers or not lane.is_present or lane.replica.num_restarts > before
             for lane, before in self._lanes
         )
 
@@ -74,7 +71,7 @@ class ReplicaBridge:
 
     def connect(self) -> None:
         """Have all ranks meet: replicas that draw keep their weights, the others build their engines meanwhile."""
-        lanes = self._present()
+        lanes = self._driver.lanes.present
         address = self._actor.offer_bridge(sum(lane.num_ranks for lane in lanes)).get()
         joining, first = self._actor.join_bridge(address), 0
         addresses = {}
@@ -98,24 +95,22 @@ class ReplicaBridge:
         Replicas that have started again are among them and draw from then on.
         """
         while True:
-            present = self._present()
+            present = self._driver.lanes.present
             if not present:
                 self._driver.wait_until(lambda: self.is_wanted)
                 continue
+            with self._driver.locked():
+                # Whoever meets anew forgets weights that have come and were not taken.
+                work.decider.sending(version)
             if {lane.number for lane in present} != self._met or not all(lane.is_built for lane in present):
                 self.connect()
                 continue
-            with self._driver.locked():
-                work.decider.sending(version)
             reports = self._move(version, present)
             if reports is not None:
                 break
         self.version = version
         self._let_joined_draw(work)
         return reports
-
-    def _present(self) -> list[Lane]:
-        return [lane for lane in self._driver.lanes.all if lane.state in PRESENT]
 
     def _move(self, version: int, lanes: Sequence[Lane]) -> list[TransitionReport] | None:
         """One transfer: what it cost each rank; None where a rank was lost and it must be tried again."""

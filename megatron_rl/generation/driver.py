@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from megatron_rl.cluster.waiting import wait_any
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.generation.lanes import Lane, Lanes, State
+from megatron_rl.generation.lanes import Lane, Lanes
 from megatron_rl.generation.work import Work
 from megatron_rl.slices import Slice
 
@@ -185,12 +185,11 @@ class Driver:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_S
-        for lane in self.lanes.all:
-            if lane.state in (State.LIVES, State.JOINS):
-                try:
-                    lane.replica.raise_if_failed()
-                except MegatronRLError as error:
-                    self._lost(lane, error)
+        for lane in self.lanes.present:
+            try:
+                lane.replica.raise_if_failed()
+            except MegatronRLError as error:
+                self._lost(lane, error)
 
     def _do_jobs(self) -> None:
         while self._jobs:

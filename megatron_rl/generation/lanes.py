@@ -25,7 +25,7 @@ class State(enum.Enum):
 
 @dataclass
 class Lane:
-    """One replica. is_busy: a slice is under way. is_built: its processes have engines. was_lost: they failed once."""
+    """One replica. is_busy: a slice is under way. is_built: its processes have engines."""
 
     number: int
     replica: Replica
@@ -34,19 +34,27 @@ class Lane:
     state: State = State.JOINS
     is_busy: bool = False
     is_built: bool = False
-    was_lost: bool = False
 
     @property
     def lives(self) -> bool:
         return self.state is State.LIVES
 
-    def has_met(self) -> None:
-        """Its ranks have met those of training, and have engines."""
-        self.is_built = True
+    @property
+    def is_present(self) -> bool:
+        """Whether it can be called."""
+        return self.state in (State.LIVES, State.JOINS)
+
+    @property
+    def was_lost(self) -> bool:
+        return self.replica.num_restarts > 0
 
     @property
     def num_ranks(self) -> int:
         return len(self.replica.ranks)
+
+    def has_met(self) -> None:
+        """Its ranks have met those of training, and have engines."""
+        self.is_built = True
 
 
 class Lanes:
@@ -66,6 +74,11 @@ class Lanes:
         return [lane for lane in self.all if lane.lives]
 
     @property
+    def present(self) -> list[Lane]:
+        """Those that can be called."""
+        return [lane for lane in self.all if lane.is_present]
+
+    @property
     def joining(self) -> list[Lane]:
         """Those that have started again and wait for weights."""
         return [lane for lane in self.all if lane.state is State.JOINS]
@@ -80,7 +93,7 @@ class Lanes:
         if isinstance(error, ClusterEnded):
             raise error
         self.num_lost += 1
-        lane.is_busy, lane.is_built, lane.was_lost = False, False, True
+        lane.is_busy = lane.is_built = False
         name, tried = lane.replica.name, lane.replica.num_restarts
         if tried >= self._max_restarts:
             lane.state = State.GONE

@@ -19,8 +19,6 @@ class Turns:
         The ranks are in rollout mode. Requests of later batches that are unfinished then go on in the next turn.
         """
         work, version = self.work, step - 1
-        if work.decider.is_complete(step):
-            return
         work.decider.version_ready(version)
         while not work.decider.is_complete(step):
             orders = {replica: work.next_slice(replica) for replica in range(len(work.engines))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from megatron_rl.records import Generations, Prompts
 from megatron_rl.slices import Slice, SliceReport
@@ -11,26 +11,16 @@ from megatron_rl.stream.answers import Answers
 from megatron_rl.stream.rules import Decides, Order
 
 
-@dataclass(frozen=True)
-class Ran:
-    """When a replica was at work, in seconds since the epoch. swap_seconds: of them, to take new weights."""
-
-    replica: int
-    start: float
-    stop: float
-    swap_seconds: float
-
-
 class Work:
     """Orders become slices, reports become facts. Whoever shares it between threads has a lock of its own.
 
-    engines: replica -> requests that its engine has.
+    engines: replica -> requests that its engine has. ran: reports of slices, without what they drew.
     """
 
     def __init__(self, decider: Decides, answers: Answers, num_replicas: int) -> None:
         self.decider, self.answers = decider, answers
         self.engines: list[set[int]] = [set() for _ in range(num_replicas)]
-        self.ran: list[Ran] = []
+        self.ran: list[SliceReport] = []
         self.act()  # what a checkpoint left to be decided
 
     def next_slice(self, replica: int) -> Slice | None:
@@ -39,14 +29,16 @@ class Work:
         return None if order is None else self._slice(order)
 
     def done(self, report: SliceReport) -> None:
-        """A replica has answered."""
+        """A replica has answered. Raises RuntimeError for a slice that was not begun: its weights were announced."""
+        if report.broken:
+            raise RuntimeError(f"replica {report.replica} lacks announced weights: {report.broken}")
         finished = [request for request, drawn in report.drawn.items() if drawn.finish]
         self.engines[report.replica] -= set(finished)
         self.answers.extend(report.drawn, report.version)
         counts: Mapping[int, int] = {request: len(drawn.token_ids) for request, drawn in report.drawn.items()}
         self.decider.slice_done(report.replica, report.num_steps, counts, finished)
         self.act()
-        self.ran.append(Ran(report.replica, report.start, report.stop, report.swap_seconds))
+        self.ran.append(replace(report, drawn={}))
 
     def lost(self, replica: int) -> None:
         """A replica died, with its engine."""

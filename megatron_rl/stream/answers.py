@@ -52,11 +52,6 @@ class Answers:
         self.batch_rows, self._seed_of = batch_rows, seed_of
         self._batches: dict[int, Batch] = {}
 
-    @property
-    def steps(self) -> list[int]:
-        """Those whose batches are here."""
-        return sorted(self._batches)
-
     def add(self, step: int, prompts: Prompts, sampling: Sampling, greedy: Prompts | None, greedily: Sampling) -> None:
         """Begin a batch. Raises ValueError where it has another number of rows than the others."""
         answers = [answer for rows, how in ((prompts, sampling), (greedy, greedily)) for answer in _asked(rows, how)]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from megatron_rl.observe.appended_file import AppendedFile
 from megatron_rl.stream.rules import Decides, Decision, Kind, Order
@@ -108,21 +108,7 @@ class Decided:
 Event = (
     Began | SliceDone | ReplicaLost | ReplicaBack | VersionReady | StepTaken | Saved | Interrupted | Resumed | Decided
 )
-KINDS: dict[str, type[Event]] = {
-    kind.event: kind
-    for kind in (
-        Began,
-        SliceDone,
-        ReplicaLost,
-        ReplicaBack,
-        VersionReady,
-        StepTaken,
-        Saved,
-        Interrupted,
-        Resumed,
-        Decided,
-    )
-}
+KINDS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 
 
 def to_json(event: Event) -> str:

@@ -37,9 +37,9 @@ from megatron_rl.config.roles import ACTOR, ROLLOUT, PoolSize, PoolSpec
 from megatron_rl.generation.bridge import ReplicaBridge
 from megatron_rl.generation.driver import Driver
 from megatron_rl.generation.lanes import Lanes
-from megatron_rl.generation.work import Ran, Work
+from megatron_rl.generation.work import Work
 from megatron_rl.records import Prompts, Sampling, ragged
-from megatron_rl.slices import Slice, Start
+from megatron_rl.slices import Slice, SliceReport, Start
 from megatron_rl.stream.answers import Answers
 from megatron_rl.stream.engine_model import Costs
 from megatron_rl.stream.estimates import optimum
@@ -132,7 +132,7 @@ class Measured:
 
     ends: list[float]
     sending: list[float]
-    ran: list[Ran]
+    ran: list[SliceReport]
 
 
 def drawn_ahead(cluster: RayCluster, shape: Shape, folder: Path) -> Measured:

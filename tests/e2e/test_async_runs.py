@@ -121,10 +121,7 @@ def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
     plain = command_line(*small, "async_training.partial_rollout=false", config=ASYNC)
     assert sliced.wait(200) == 0, sliced.text()
     assert plain.wait(200) == 0, plain.text()
-    left = [
-        {name: value for name, value in line.items() if not name.startswith("staleness/")} for line in numbers(sliced)
-    ]
-    assert left == numbers(plain)
+    assert without_staleness(sliced) == numbers(plain)
     assert weights_equal(sliced, plain)
 
 

@@ -78,13 +78,15 @@ def _corrected(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_prompts(given: Mapping[str, Any]) -> int:
-    fetched, rows = (
-        given.get(f"{GROUP}.require_batches", 1),
-        given.get("actor_rollout_ref.actor.ppo_mini_batch_size", 256),
-    )
-    return int(fetched) * int(rows) if isinstance(fetched, int) and isinstance(rows, int) else 1
+    fetched = number(given, f"{GROUP}.require_batches", 1)
+    return fetched * number(given, "actor_rollout_ref.actor.ppo_mini_batch_size", 256)
 
 
 def _every(given: Mapping[str, Any]) -> int:
-    every = given.get(f"{GROUP}.trigger_parameter_sync_step", 1)
-    return every if isinstance(every, int) and every >= 1 else 1
+    return number(given, f"{GROUP}.trigger_parameter_sync_step", 1)
+
+
+def number(given: Mapping[str, Any], key: str, default: int) -> int:
+    """A count among the settings; the default where it is missing or none."""
+    value = given.get(key, default)
+    return value if isinstance(value, int) and value >= 1 else default

@@ -19,9 +19,9 @@ def per_rank(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dic
         return {target: value}
     role = key.rpartition(".")[0]
     megatron = f"{LAYOUT_OF.get(role, role)}.megatron"
-    ranks = _number(given, "trainer.nnodes", 1) * _number(given, "trainer.n_gpus_per_node", 8)
-    shared = _number(given, f"{megatron}.tensor_model_parallel_size", 1)
-    shared *= _number(given, f"{megatron}.pipeline_model_parallel_size", 1)
+    ranks = async_keys.number(given, "trainer.nnodes", 1) * async_keys.number(given, "trainer.n_gpus_per_node", 8)
+    shared = async_keys.number(given, f"{megatron}.tensor_model_parallel_size", 1)
+    shared *= async_keys.number(given, f"{megatron}.pipeline_model_parallel_size", 1)
     return {target: max(1, value // max(1, ranks // shared))}
 
 
@@ -63,11 +63,6 @@ def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) 
 def alike_megatron(key: str, value: Any) -> bool:
     """Whether a setting says that the engine is Megatron's."""
     return key.endswith(".strategy") and value == "megatron"
-
-
-def _number(given: Mapping[str, Any], key: str, default: int) -> int:
-    value = given.get(key, default)
-    return value if isinstance(value, int) and value >= 1 else default
 
 
 CONVERSIONS: dict[str, Conversion] = {
