@@ -51,7 +51,7 @@ class Book:
         self.updates = SkippedUpdates(config.trainer.max_skipped_updates)
         self.accuracies: list[float] = []
         self.val_rewards: list[float] = []
-        self.transitions: list[TransitionReport] = []
+        self.transitions: Sequence[TransitionReport] = []
         self._planned_memory = planned_memory
         self._num_ranks = Placement.of(config).world_size
         self._open = contextlib.ExitStack()
@@ -105,7 +105,7 @@ class Book:
         self.accuracies, self.val_rewards = list(state["accuracies"]), list(state["val_rewards"])
         self.updates.load_state_dict(state["skipped_updates"])
 
-    def note_transition(self, reports: list[TransitionReport]) -> None:
+    def note_transition(self, reports: Sequence[TransitionReport]) -> None:
         """Keep what bringing weights to generation cost each rollout rank, in rank order."""
         self.transitions = reports
 

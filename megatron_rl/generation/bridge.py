@@ -14,7 +14,6 @@ from megatron_rl.generation.lanes import Lane, State
 from megatron_rl.generation.work import Work
 from megatron_rl.hybrid_engine.engine import TransitionReport
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.received_weights import Arrival
 
 Call = Callable[[Lane], Future[Any]]
 
@@ -56,7 +55,7 @@ class Asked:
 class ReplicaBridge:
     """version: of the newest weights that all living replicas have received.
 
-    beside: replicas have a second buffer, so that slices go on while weights come.
+    beside: replicas have a second buffer, so that slices go on while weights come; they listen by themselves then.
     """
 
     def __init__(self, actor: Actor, driver: Driver, beside: bool, version: int) -> None:
@@ -89,7 +88,7 @@ class ReplicaBridge:
         joining.get()
         self._met = set(met)
 
-    def send(self, version: int, work: Work) -> list[TransitionReport]:
+    def send(self, version: int, work: Work) -> Sequence[TransitionReport]:
         """Bring the actor's present weights, those after step `version`, to all replicas; what it cost each rank.
 
         Replicas that have started again are among them and draw from then on.
@@ -102,43 +101,35 @@ class ReplicaBridge:
             with self._driver.locked():
                 # Whoever meets anew forgets weights that have come and were not taken.
                 work.decider.sending(version)
+                # Those that a slice under way names must be taken before they are overwritten.
+                holding = {lane.number: lane.named for lane in self._driver.lanes.living if lane.named is not None}
             if {lane.number for lane in present} != self._met or not all(lane.is_built for lane in present):
                 self.connect()
                 continue
-            reports = self._move(version, present)
+            reports = self._move(version, present, holding)
             if reports is not None:
                 break
         self.version = version
         self._let_joined_draw(work)
         return reports
 
-    def _move(self, version: int, lanes: Sequence[Lane]) -> list[TransitionReport] | None:
+    def _move(self, version: int, lanes: Sequence[Lane], holding: dict[int, int]) -> Sequence[TransitionReport] | None:
         """One transfer: what it cost each rank; None where a rank was lost and it must be tried again."""
         if self._beside:
-            arrivals, is_sent = self._move_beside(version, lanes)
+            first, *others = self._actor.try_send_weights(version, holding).get()
+            reports, is_broken = first.concluded, any(attempt.broken for attempt in (first, *others))
         else:
             with self._driver.holding(version):
                 receiving = self._ask(lanes, lambda lane: lane.rollout.try_receive_weights())
-                is_sent = self._send(version)
+                sent = self._actor.try_send_weights(version).get()
                 arrivals = receiving.get()
-        came = [arrival for of_ranks in arrivals.values() for arrival in of_ranks]
-        if not is_sent or len(arrivals) < len(lanes) or any(arrival.broken for arrival in came):
+            came = [arrival for of_ranks in arrivals.values() for arrival in of_ranks]
+            reports = [arrival.transition for arrival in came if arrival.transition is not None]
+            is_broken = len(arrivals) < len(lanes) or any(one.broken for one in (*sent, *came))
+        if is_broken:
             self._met = set()  # the way is broken: all meet anew
             return None
-        return [arrival.transition for arrival in came if arrival.transition is not None]
-
-    def _move_beside(self, version: int, lanes: Sequence[Lane]) -> tuple[dict[int, list[Arrival]], bool]:
-        """Lane -> how the weights arrived on its ranks, and whether they were sent; slices go on meanwhile."""
-        drawing, joining = [lane for lane in lanes if lane.lives], [lane for lane in lanes if not lane.lives]
-        started = self._ask(drawing, lambda lane: lane.rollout.begin_receive())
-        received = self._ask(joining, lambda lane: lane.rollout.try_receive_weights())
-        is_sent = self._send(version)
-        begun = started.get()
-        ended = self._ask([lane for lane in drawing if lane.number in begun], lambda lane: lane.rollout.end_receive())
-        return received.get() | ended.get(), is_sent
-
-    def _send(self, version: int) -> bool:
-        return not any(attempt.broken for attempt in self._actor.try_send_weights(version).get())
+        return reports
 
     def _let_joined_draw(self, work: Work) -> None:
         joined = self._driver.lanes.joining

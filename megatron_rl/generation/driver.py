@@ -210,8 +210,9 @@ class Driver:
                 if self._held is not None and not self._must_go_on():
                     continue
                 one = self.work.next_slice(lane.number)
+                if one is not None:
+                    lane.is_busy, lane.named = True, one.version
             if one is not None:
-                lane.is_busy = True
                 self.call(lane, partial(advance, one), partial(self._done, lane))
 
     def _started(self, lane: Lane, _: None) -> None:

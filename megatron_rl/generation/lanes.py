@@ -25,7 +25,9 @@ class State(enum.Enum):
 
 @dataclass
 class Lane:
-    """One replica. is_busy: a slice is under way. is_built: its processes have engines."""
+    """One replica. is_busy: a slice is under way. is_built: its processes have engines. named: the version that the
+    last slice of its present life named, None before any.
+    """
 
     number: int
     replica: Replica
@@ -34,6 +36,7 @@ class Lane:
     state: State = State.JOINS
     is_busy: bool = False
     is_built: bool = False
+    named: int | None = None
 
     @property
     def lives(self) -> bool:
@@ -94,6 +97,7 @@ class Lanes:
             raise error
         self.num_lost += 1
         lane.is_busy = lane.is_built = False
+        lane.named = None
         name, tried = lane.replica.name, lane.replica.num_restarts
         if tried >= self._max_restarts:
             lane.state = State.GONE

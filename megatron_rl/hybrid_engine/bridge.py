@@ -23,8 +23,9 @@ training builds new senders, a receiver that is left keeps its memory and rejoin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -48,12 +49,13 @@ class SendReport(Transfer):
 class SendAttempt:
     """How sending one version ended, on all training ranks alike. broken: why not, when a rank was lost in it.
 
-    report: this rank's, where it did not break.
+    report: this rank's, where it did not break. concluded: what the receiving ranks said, where they were called.
     """
 
     version: int
     broken: str = ""
     report: SendReport | None = None
+    concluded: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,12 @@ class BridgeSender:
         before = self._end.transport.sent_to.total()
         transfer = self._end.transfer(version)
         return SendReport(**vars(transfer), bytes_sent=self._end.transport.sent_to.total() - before)
+
+    def conclude(self) -> list[Any]:
+        """What every receiving rank says about the transfer, by number: it is over on all of them. Together with their
+        `conclude`. Raises BrokenBridgeError when a rank was lost.
+        """
+        return self._end.conclude(None)[self._end.num_senders :]
 
 
 class BridgeReceiver:
@@ -214,6 +222,10 @@ class BridgeReceiver:
             network_bytes=sum(size for number, size in came.items() if self._nodes[number] != self._node),
             network_bound_bytes=self._network_bound,
         )
+
+    def conclude(self, said: Any) -> None:
+        """Tell the senders that the transfer is over here; with their `conclude`. Raises BrokenBridgeError as there."""
+        self._end.conclude(said)
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import clear_frames
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from megatron_rl.hybrid_engine.schedule import make_schedule
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightMismatchError, WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
+
+Result = TypeVar("Result")
 
 
 class BrokenBridgeError(RuntimeError):
@@ -109,6 +112,11 @@ class BridgeEnd:
         self._verifier = WeightVerifier(meeting.plan, number, buffers, transport)
 
     @property
+    def num_senders(self) -> int:
+        """Training ranks, which have the first numbers."""
+        return self._meeting.num_senders
+
+    @property
     def scratch(self) -> MemoryBuffer:
         """What a transfer takes beside the weights while it runs."""
         return self._exchange.scratch
@@ -120,8 +128,18 @@ class BridgeEnd:
         BrokenBridgeError when messages fail: this rank has left the group then, so that those that wait for it fail too
         and do not sit out the group's time-out.
         """
+        return self._or_leave(lambda: self._transfer(version))
+
+    def conclude(self, mine: Any) -> list[Any]:
+        """What every rank says once its part of a transfer is over, by number; every rank must call.
+
+        Whoever gets it knows that the weights have arrived everywhere. Raises BrokenBridgeError as `transfer`.
+        """
+        return self._or_leave(lambda: self.transport.all_gather_object(mine))
+
+    def _or_leave(self, body: Callable[[], Result]) -> Result:
         try:
-            return self._transfer(version)
+            return body()
         except (WeightMismatchError, MixedVersionsError):
             raise
         except RuntimeError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,12 @@ class Actor(TrainedRole):
 
     @verb(Dispatch.RANK_ZERO)
     def offer_bridge(self, num_receivers: int) -> BridgeAddress:
-        """Serve a store at which both sides can meet, anew after ranks were lost; where it is."""
+        """Serve a store at which both sides can meet, anew after ranks were lost; where it is.
+
+        Ranks that listen at the one before are told to stop.
+        """
+        for left in self.bridge_stores:
+            left.close()
         self.bridge_stores.append(BridgeStore(self.rank, num_receivers))
         return self.bridge_stores[-1].address
 
@@ -103,17 +108,24 @@ class Actor(TrainedRole):
         return self._send(version)
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")
-    def try_send_weights(self, version: int) -> SendAttempt:
+    def try_send_weights(self, version: int, holding: dict[int, int] | None = None) -> SendAttempt:
         """The same; that a rank of the rollout was lost is an answer, the same on all training ranks.
 
         After one nobody can send before all have joined a new bridge.
+        holding: calls the ranks that listen, which are those with a second buffer, and returns when the weights have
+        arrived on all of them; replica -> the version that its generation must hold before. None: they are called by
+        `try_receive_weights`.
         """
         from megatron_rl.hybrid_engine.bridge import SendAttempt
         from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
 
-        report, broken = None, ""
+        report, broken, concluded = None, "", list[Any]()
+        if holding is not None and self.bridge_stores:
+            self.bridge_stores[-1].call(holding)
         try:
             report = self._send(version)
+            if holding is not None and self.sender is not None:
+                concluded = self.sender.conclude()
         except BrokenBridgeError as error:
             broken = str(error)
         said = [""] * dist.get_world_size()
@@ -122,7 +134,7 @@ class Actor(TrainedRole):
         if reasons and self.sender is not None:
             self.sender.close()  # some of the rollout's ranks may wait for this one
             return SendAttempt(version, "; ".join(reasons))
-        return SendAttempt(version, "", report)
+        return SendAttempt(version, "", report, concluded if dist.get_rank() == 0 else ())
 
     def _send(self, version: int) -> SendReport:
         if self.sender is None:

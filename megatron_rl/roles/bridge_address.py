@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from torch.distributed import DistError
 
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.rendezvous import listen, tcp_store
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.transport import Transport
+
+
+NO_MORE_CALLS = "null"
+FOR_GOOD = timedelta(days=365)
+"""A rank listens until it is called, until there is another bridge, or until its process or the server ends."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,45 @@ class BridgeStore:
         listener = listen(host, 0, num_senders + num_receivers)
         self.address = BridgeAddress(host, listener.getsockname()[1], num_senders, num_receivers)
         self.store = tcp_store(host, self.address.port, self.address.size, rank.timeout, listener.detach(), wait=False)
+        self._num_calls = 0
+
+    def call(self, holding: Mapping[int, int]) -> None:
+        """Have all ranks that listen take part in the next transfer; holding: as of `BridgeCalls.next`."""
+        self._say(json.dumps(holding))
+
+    def close(self) -> None:
+        """Tell all ranks that listen that no more calls come."""
+        self._say(NO_MORE_CALLS)
+
+    def _say(self, text: str) -> None:
+        self.store.set(call_key(self._num_calls), text)
+        self._num_calls += 1
+
+
+class BridgeCalls:
+    """The calls of a `BridgeStore`, one after the other, as one receiving rank hears them."""
+
+    def __init__(self, address: BridgeAddress, rank: Rank) -> None:
+        self._store = tcp_store(address.host, address.port, address.size, rank.timeout, wait=False)
+        self._num_heard = 0
+
+    def next(self) -> dict[int, int] | None:
+        """Wait for the next call: replica -> the version that its generation must hold before weights overwrite what
+        has arrived. None: no more come.
+        """
+        key = call_key(self._num_heard)
+        try:
+            self._store.wait([key], FOR_GOOD)
+            said = json.loads(self._store.get(key))
+        except DistError:  # the server's process is gone, and the run with it
+            return None
+        self._num_heard += 1
+        return None if said is None else {int(replica): version for replica, version in said.items()}
+
+
+def call_key(number: int) -> str:
+    """Where the call of this number stands in the store."""
+    return f"call/{number}"
 
 
 def join_bridge(address: BridgeAddress, number: int, rank: Rank) -> Transport:

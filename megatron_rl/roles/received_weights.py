@@ -20,7 +20,7 @@ from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.model.families import VOCAB_PADDING
 from megatron_rl.observe.memory import storage_bytes
 from megatron_rl.parallel.rank_grid import RolloutGrid
-from megatron_rl.roles.bridge_address import BridgeAddress, join_bridge
+from megatron_rl.roles.bridge_address import BridgeAddress, BridgeCalls, join_bridge
 from megatron_rl.roles.rank import Rank
 
 if TYPE_CHECKING:
@@ -40,59 +40,41 @@ class Arrival:
 
 
 class Arrivals:
-    """The transfers to one rank, and the thread in which one runs while generation goes on.
+    """The transfers to one rank: in its verbs, or with a second buffer in a thread, while generation goes on.
 
-    Until it has ended, that thread alone makes calls in the group of both sides.
+    The thread hears training's calls and answers each by taking part in a transfer; it alone makes calls in the group
+    of both sides. replica: the number of this rank's replica in the calls.
     """
 
-    def __init__(self, receiver: BridgeReceiver, device: torch.device) -> None:
-        self.receiver, self._device = receiver, device
+    def __init__(self, receiver: BridgeReceiver, device: torch.device, replica: int) -> None:
+        self.receiver, self._device, self._replica = receiver, device, replica
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._arrival: Arrival | None = None
+        self._is_arriving = False
+        self._broken = ""
         self._failure: Exception | None = None
 
+    def listen(self, calls: BridgeCalls) -> None:
+        """Take part in every transfer that training calls for, until it says that no more come."""
+        self._broken = ""
+        self._thread = threading.Thread(
+            target=self._listen, args=(calls, side_stream(self._device)), name="weights that arrive", daemon=True
+        )
+        self._thread.start()
+
     def receive(self) -> TransitionReport:
-        """Take what training sends, and let generation read it."""
-        self._must_be_idle()
-        transition = self._receive()
-        if self.receiver.has_second_buffer:
-            self.receiver.swap()
-        return transition
+        """Take what training sends, without a call. Raises RuntimeError where a thread listens."""
+        if self._thread is not None:
+            raise RuntimeError("weights arrive beside generation here: training calls for them")
+        return self._receive()
 
     def try_receive(self) -> Arrival:
         """The same; a transfer that broke is an answer, not an error."""
-        self._must_be_idle()
         try:
             transition = self.receive()
         except BrokenBridgeError as error:
             return Arrival(None, str(error))
         return Arrival(self.receiver.version, "", transition)
-
-    def begin(self) -> None:
-        """Let the next weights arrive in the second buffer, in a thread; those that were there and were not taken go.
-
-        Raises RuntimeError where there is no such buffer, and when nobody has waited for the thread before.
-        """
-        self._must_be_idle()
-        if not self.receiver.has_second_buffer:
-            raise RuntimeError("weights cannot arrive beside generation: there is no second buffer")
-        self._arrival = None
-        self._thread = threading.Thread(
-            target=self._arrive, args=(side_stream(self._device),), name="weights that arrive", daemon=True
-        )
-        self._thread.start()
-
-    def end(self) -> Arrival:
-        """Wait until the thread has ended; how it did. Raises RuntimeError when it failed in another way than that a
-        rank was lost, and when none was begun.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
-        if self._arrival is None:
-            raise RuntimeError("no weights are arriving: begin_receive() comes first")
-        return self._arrival
 
     def check(self) -> None:
         """Raise RuntimeError when the thread failed, with its error."""
@@ -101,7 +83,7 @@ class Arrivals:
             raise RuntimeError(f"weights that arrived beside generation: {kind}: {self._failure}") from self._failure
 
     def leave(self) -> None:
-        """Leave the group of both sides, once nothing is under way in it any more."""
+        """Leave the group of both sides, once nothing is under way in it and training has said that no more comes."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -111,47 +93,67 @@ class Arrivals:
     def rejoin(self, member: Member, transport: Transport) -> None:
         """Receive over another group from now on; collective over both sides. No memory is taken, none moves."""
         self.receiver.rejoin(member, transport)
-        self._arrival = None
 
     def lacks(self, version: int) -> str:
         """Wait for a version that generation is to read next: "" when it is here, else why the transfer broke.
 
-        Raises RuntimeError when it was not even sent, and as `end`.
+        Raises RuntimeError when it was not even called for, and when the thread failed.
         """
-        self.check()
-        if self.receiver.version == version:
-            return ""
-        if self._thread is not None:
-            self.end()
-        if self.receiver.arrived == version:
-            return ""
-        if self._arrival is not None and self._arrival.broken:
-            return self._arrival.broken
-        raise RuntimeError(
-            f"a slice asks for version {version} of the weights; here is {self.receiver.version}, and "
-            f"{self.receiver.arrived} has arrived"
-        )
+        with self._changed:
+            self._changed.wait_for(lambda: self._has(version) or not self._is_arriving)
+            self.check()
+            if self._has(version):
+                return ""
+            if self._broken:
+                return self._broken
+            raise RuntimeError(
+                f"a slice asks for version {version} of the weights; here is {self.receiver.version}, and "
+                f"{self.receiver.arrived} has arrived"
+            )
 
-    def take(self, version: int) -> None:
-        """Let generation read a version that is here."""
-        if self.receiver.version != version:
-            self.receiver.swap()
+    def take(self, version: int | None = None) -> None:
+        """Let generation read a version that is here; None: what has arrived last, if anything has."""
+        with self._changed:
+            arrived = self.receiver.arrived
+            if arrived is not None and version in (None, arrived):
+                self.receiver.swap()
+                synchronize(self._device)  # the thread may overwrite what was copied
+                self._changed.notify_all()
 
-    def _must_be_idle(self) -> None:
-        if self._thread is not None:  # ended or not: all ranks of a replica must say the same
-            raise RuntimeError("weights are arriving: end_receive(), or a slice with their version, comes first")
-        self.check()
+    def _has(self, version: int) -> bool:
+        return version in (self.receiver.version, self.receiver.arrived)
 
-    def _arrive(self, stream: AbstractContextManager[Any]) -> None:
+    def _holds(self, version: int | None) -> bool:
+        held = self.receiver.version
+        return version is None or (held is not None and held >= version)
+
+    def _listen(self, calls: BridgeCalls, stream: AbstractContextManager[Any]) -> None:
         try:
             with stream:
-                transition = self._receive()
-                synchronize(self._device)
-            self._arrival = Arrival(self.receiver.arrived, "", transition)
+                while (holding := calls.next()) is not None:
+                    self._answer(holding.get(self._replica))
         except BrokenBridgeError as error:
-            self._arrival = Arrival(None, str(error))
+            self._broken = str(error)
         except Exception as error:  # for the next verb
             self._failure = error
+            self.receiver.close()  # training waits for this rank
+        finally:
+            self._note(False)
+
+    def _answer(self, holding: int | None) -> None:
+        """Take part in one transfer, once generation holds the version of its last slice."""
+        self._note(True)
+        with self._changed:
+            self._changed.wait_for(lambda: self._holds(holding))
+        transition = self._receive()
+        synchronize(self._device)
+        self.receiver.conclude(transition)
+        self._note(False)
+
+    def _note(self, is_arriving: bool) -> None:
+        with self._changed:
+            self._is_arriving = is_arriving
+            self._changed.notify_all()
 
     def _receive(self) -> TransitionReport:
         report = self.receiver.receive()
@@ -174,12 +176,17 @@ class ReceivedWeights:
 
     lower_bound = Bytes(0, 0)
 
-    def __init__(self, receiver: BridgeReceiver, device: torch.device) -> None:
+    def __init__(self, receiver: BridgeReceiver, device: torch.device, replica: int) -> None:
         self.receiver = receiver
-        self.arrivals = Arrivals(receiver, device)
+        self.arrivals = Arrivals(receiver, device, replica)
         self.tensors = receiver.tensors
         for tensor in self.tensors.values():
             tensor.zero_()  # vLLM runs once while it is built, before the first weights come
+
+    def listen(self, bridge: BridgeAddress, rank: Rank) -> None:
+        """From now on let weights arrive beside generation, where there is a second buffer for them."""
+        if self.receiver.has_second_buffer:
+            self.arrivals.listen(BridgeCalls(bridge, rank))
 
     @property
     def version(self) -> int | None:
@@ -192,9 +199,11 @@ class ReceivedWeights:
         return {"rollout weights": storage_bytes(list(self.tensors.values()))} | arriving
 
     def gather(self) -> Bytes:
-        """Nothing: they are here."""
+        """Take what has arrived, where nothing is read yet; else nothing: they are here."""
         if self.receiver.version is None:
-            raise RuntimeError("no weights have come over the bridge yet: receive_weights() comes first")
+            self.arrivals.take()
+        if self.receiver.version is None:
+            raise RuntimeError("no weights have come over the bridge yet: training sends them first")
         return Bytes(0, 0)
 
     def verify(self) -> None:
@@ -236,7 +245,14 @@ def received_weights(
         verify_every=spec.settings.verify_weights_every,
         second_buffer=bridge.second_buffer,
     )
-    return ReceivedWeights(receiver, rank.device.torch_device)
+    weights = ReceivedWeights(receiver, rank.device.torch_device, replica_of(bridge, rank, grid))
+    weights.listen(bridge, rank)
+    return weights
+
+
+def replica_of(bridge: BridgeAddress, rank: Rank, grid: RolloutGrid) -> int:
+    """The number of this rank's replica in the run."""
+    return grid.replica(rank.groups.rank) + bridge.first_replica
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -20,7 +20,14 @@ from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.records import Generations, Prompts, Sampling
 from megatron_rl.roles.bridge_address import BridgeAddress, join_bridge
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.received_weights import Arrival, Arrivals, ReceivedWeights, received_weights, receiving_member
+from megatron_rl.roles.received_weights import (
+    Arrival,
+    Arrivals,
+    ReceivedWeights,
+    received_weights,
+    receiving_member,
+    replica_of,
+)
 from megatron_rl.roles.role import Role
 from megatron_rl.slices import Slice, SliceReport
 
@@ -45,7 +52,7 @@ class Rollout(Role):
         self._rank = rank
         self._held: int | None = None  # the version that this stay in rollout mode reads in the actor's memory
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
-        self.replica = grid.replica(rank.groups.rank) + (bridge.first_replica if bridge is not None else 0)
+        self.replica = grid.replica(rank.groups.rank) if bridge is None else replica_of(bridge, rank, grid)
         self.weights: AllGatherPPModel | ReceivedWeights
         if bridge is None:
             self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
@@ -108,22 +115,6 @@ class Rollout(Role):
         return self._received.try_receive()
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")
-    def begin_receive(self) -> None:
-        """Let the next weights that the actor sends arrive in the second buffer while slices go on; returns at once.
-
-        The slice that names their version waits for them, and takes them. Raises RuntimeError without such a buffer.
-        """
-        self._received.begin()
-
-    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
-    def end_receive(self) -> Arrival:
-        """Wait for the weights that `begin_receive` let come; how it ended. A slice may have taken them already.
-
-        Raises RuntimeError with the error of the thread, unless it is that a rank was lost.
-        """
-        return self._received.end()
-
-    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
     def rejoin_bridge(self, address: BridgeAddress) -> None:
         """Join the actor's new bridge after replicas were lost; collective over both sides, with its `join_bridge`.
 
@@ -133,6 +124,7 @@ class Rollout(Role):
         self._received.leave()
         transport = join_bridge(address, address.receiver(rank.groups.rank), rank)
         self._received.rejoin(receiving_member(address, rank, grid), transport)
+        cast(ReceivedWeights, self.weights).listen(address, rank)
 
     @verb(Dispatch.ROLLOUT_DP, phase="gen")
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:

@@ -19,6 +19,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ REPLICAS = 2
 SLEEPS = Sleeps(step_s=0.004, transfer_s=0.03, max_running=16)
 TRAIN_SHARE = 0.9
 """Training seconds, of those of drawing at the optimum: a trainer needs room for what transfers cost it."""
+BALANCED_SHARE = 0.94
+"""The same where training, with one transfer, takes as long as drawing does: neither side has anything to wait for."""
 FIRST, LAST = 3, 3
 """Steps at either end that are not measured: nothing is drawn ahead yet, or nothing is left to be drawn."""
 SAMPLING = Sampling(1.0, 1.0, -1, 1 << 20, 0)
@@ -64,11 +67,12 @@ class Shape:
     name: str
     lengths: Lengths
     rules: Rules
+    train_share: float = TRAIN_SHARE
 
     @property
     def costs(self) -> Costs:
         costs = Costs(lambda running: SLEEPS.step_s, 0.0, SLEEPS.transfer_s, SLEEPS.transfer_s)
-        return replace(costs, train_seconds=TRAIN_SHARE * optimum(self.rules, REPLICAS, self.lengths, costs))
+        return replace(costs, train_seconds=self.train_share * optimum(self.rules, REPLICAS, self.lengths, costs))
 
     @property
     def optimum_s(self) -> float:
@@ -89,10 +93,14 @@ def long_tailed(request: int, attempt: int) -> int:
 
 
 def shapes(num_steps: int) -> list[Shape]:
-    """Slices of 128 ms, about 15 in a step, for long-tailed answers, and of 64 ms, 8 in a step, for equal ones."""
+    """Slices of 128 ms, about 15 in a step, for long-tailed answers, and of 256 ms, 2 in a step, for equal ones."""
     rules = Rules(128, num_steps, 3, slice_steps=32, max_running=SLEEPS.max_running, max_queued=8)
-    equal = replace(rules, batch_rows=8 * REPLICAS * SLEEPS.max_running, slice_steps=16, max_queued=0)
-    return [Shape("long-tailed", long_tailed, rules), Shape("equal", lambda request, attempt: 16, equal)]
+    running = SLEEPS.max_running
+    equal = replace(rules, batch_rows=8 * REPLICAS * running, slice_steps=64, max_queued=3 * running)
+    return [
+        Shape("long-tailed", long_tailed, rules),
+        Shape("equal", lambda request, attempt: 16, equal, BALANCED_SHARE),
+    ]
 
 
 def mean_step(ends: list[float]) -> float:
@@ -147,11 +155,12 @@ def drawn_ahead(cluster: RayCluster, shape: Shape, folder: Path) -> Measured:
         lanes = Lanes(cluster.replicated[ROLLOUT].replicas[:REPLICAS], 0, print)
         driver = opened.enter_context(Driver(lanes, work, lambda: None))
         bridge = ReplicaBridge(actor, driver, True, 0)
+        coming = deque(range(1, rules.num_steps_total + 1))
 
         def announce() -> None:
             with driver.locked():
-                known = max(answers.steps, default=0)
-                for step in range(known + 1, rules.last_batch(bridge.version) + 1):
+                while coming and coming[0] <= rules.last_batch(bridge.version):
+                    step = coming.popleft()
                     answers.add(step, batch(shape, step), SAMPLING, None, SAMPLING)
                 work.decider.version_ready(bridge.version)
 

@@ -14,7 +14,6 @@ from megatron_rl.dispatch import Coordinates, Dispatch, verb
 from megatron_rl.hybrid_engine.bridge import SendAttempt
 from megatron_rl.roles.bridge_address import BridgeAddress
 from megatron_rl.roles.environment import RankEnvironment
-from megatron_rl.roles.received_weights import Arrival
 from megatron_rl.slices import FINISHED_BY_STOP, Drawn, Slice, SliceReport
 from megatron_rl.stream.engine_model import draw
 
@@ -43,7 +42,7 @@ class SleepingActor:
         pass
 
     @verb(Dispatch.ONE_TO_ALL)
-    def try_send_weights(self, version: int) -> SendAttempt:
+    def try_send_weights(self, version: int, holding: dict[int, int] | None = None) -> SendAttempt:
         time.sleep(self.sleeps.transfer_s)
         return SendAttempt(version)
 
@@ -67,18 +66,6 @@ class SleepingRollout:
     @verb(Dispatch.ONE_TO_ALL)
     def rejoin_bridge(self, address: BridgeAddress) -> None:
         pass
-
-    @verb(Dispatch.ONE_TO_ALL)
-    def try_receive_weights(self) -> Arrival:
-        return Arrival(0)
-
-    @verb(Dispatch.ONE_TO_ALL)
-    def begin_receive(self) -> None:
-        pass
-
-    @verb(Dispatch.ONE_TO_ALL)
-    def end_receive(self) -> Arrival:
-        return Arrival(0)
 
     @verb(Dispatch.REPLICAS, phase="gen")
     def advance(self, slices: dict[int, Slice]) -> SliceReport:

@@ -35,19 +35,17 @@ def test_killed_run_goes_on_exactly(command_line, layout, options) -> None:
     out.
     """
     keys = (*SHORT, *layout, "trainer.save_freq=2", "actor_rollout_ref.actor.checkpoint.async_save=true")
-    whole = command_line(*keys, *options)
-    assert whole.wait(180) == 0, whole.text()
-    assert steps_saved(whole) == [5, 4, 2]
-    assert (whole.run / "latest_checkpointed_iteration.txt").read_text() == "5"
-
-    killed = command_line(*keys)
-    killed.wait_for(reached(killed, 4), timeout=240)
+    whole, killed = command_line(*keys, *options), command_line(*keys)
+    killed.wait_for(reached(killed, 4), timeout=240, interval=0.02)
     killed.process.kill()
     assert killed.wait(60) == -9
     assert killed.left_over(patience=60) == []
     saved = steps_saved(killed)[0]
     assert saved in (2, 4)
     resumed = command_line(*keys, folder=killed.folder)
+    assert whole.wait(180) == 0, whole.text()
+    assert steps_saved(whole) == [5, 4, 2]
+    assert (whole.run / "latest_checkpointed_iteration.txt").read_text() == "5"
     assert resumed.wait(180) == 0, resumed.text()
     assert f"going on after step {saved}" in resumed.text()
     assert metrics(resumed) == metrics(whole)

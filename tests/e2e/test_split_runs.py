@@ -21,6 +21,12 @@ SMALL = (
 )
 TWO_RANKS = (*ONE, "pools.critic.nnodes=1", "pools.critic.n_gpus_per_node=1", "critic.pool=critic")
 """Of the demo: one for the critic, one for all else."""
+THREE_RANKS = (
+    *("trainer.n_gpus_per_node=1", "pools.critic.n_gpus_per_node=1", "pools.rollout.n_gpus_per_node=1"),
+    *("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",),
+    *("critic.megatron.pipeline_model_parallel_size=1",),
+)
+"""Of the split configuration: one for each pool."""
 MEASURED = ("timing_s/", "perf/", "reshard/", "training/rollout_")
 """Metrics of clocks, memory and transfers, and the difference between two engines, which is all rounding."""
 SIX_DIGITS = 1e-5
@@ -48,16 +54,21 @@ def overlap(run, first: str, second: str) -> float:
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
 
 
-def test_six_processes_compute_what_one_does(command_line, tmp_path: Path) -> None:
-    """The same samples; log-probs, values, losses, gradient norms and weights to 1e-5; bytes at their bound; and what
-    does not depend on each other overlaps.
+@pytest.mark.parametrize(
+    ("keys", "num_receivers"),
+    [pytest.param(THREE_RANKS, 1, id="three"), pytest.param((), 2, id="six", marks=pytest.mark.exhaustive)],
+)
+def test_several_pools_compute_what_one_process_does(command_line, tmp_path: Path, keys, num_receivers: int) -> None:
+    """Three, or the six of configs/split_cpu.yaml: the same samples; log-probs, values, losses, gradient norms and
+    weights to 1e-5; bytes at their bound; and what does not depend on each other overlaps.
 
     The whole model in one process is the other run. Would not catch what all layouts compute wrong; the references in
     tests/dist do.
     """
-    split = command_line(*SMALL, f"trainer.rollout_data_dir={tmp_path / 'split'}", config=SPLIT)
+    split = command_line(*SMALL, *keys, f"trainer.rollout_data_dir={tmp_path / 'split'}", config=SPLIT)
+    local = ("--local", "--collapse", f"trainer.rollout_data_dir={tmp_path / 'one'}")
+    one = command_line(*SMALL, *keys, *local, config=SPLIT)
     assert split.wait(300) == 0, split.text()
-    one = command_line(*SMALL, "--local", "--collapse", f"trainer.rollout_data_dir={tmp_path / 'one'}", config=SPLIT)
     assert one.wait(200) == 0, one.text()
     assert split.left_over() == []
 
@@ -78,7 +89,11 @@ def test_six_processes_compute_what_one_does(command_line, tmp_path: Path) -> No
 
     summary = json.loads((split.run / "summary.json").read_text())
     received = summary["transition_bytes_received_per_rank"]
-    assert received == summary["transition_bytes_lower_bound_per_rank"] and len(received) == 2 and min(received) > 0
+    assert (
+        received == summary["transition_bytes_lower_bound_per_rank"]
+        and len(received) == num_receivers
+        and min(received) > 0
+    )
     for first, second in (("old_log_prob", "values"), ("update_actor", "update_critic")):
         assert overlap(split, first, second) > 0, (first, second)
     # The reference comes after the actor, on the same ranks; the critic waits for neither.

@@ -15,8 +15,9 @@ from async_step import Figures, Shape, measure, shapes, sleeping_cluster
 from megatron_rl.cluster.ray_cluster import RayCluster
 
 MOST_ROUNDS = 3
-MOST_BEHIND = 1.4
-"""Running ahead to all ranks in turns, in seconds of a step, where answers are short and equal."""
+MOST_BEHIND = 1.1
+"""Running ahead to all ranks in turns, in seconds of a step, where answers are short and equal: nobody has anything to
+wait for in either, and what differs is the controller and the transfers."""
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +56,7 @@ def test_long_tailed_answers_hardly_hold_the_trainer_up(cluster: RayCluster) -> 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_short_equal_answers_are_not_slower_ahead(cluster: RayCluster) -> None:
-    """Than the same split in turns. All ranks together have nothing to lose there, and no slice to wait for at each
-    transfer: they were 1.20 to 1.27 times as fast, of which the bound of 1.4 is to notice more.
+    """Than the same split in turns, and to within a tenth than all ranks together, which have nothing to lose there.
 
     Would not catch slices far longer than a training step.
     """
