@@ -148,5 +148,5 @@ def open_rollouts(
         return RolloutsInTurns(schedule, sources)
     ahead = RolloutsAhead(schedule, sources, replicas.replicas, actor, *looks)
     opened.enter_context(ahead.driver)
-    ahead.bridge.connect()
+    ahead.bridge.open()
     return ahead

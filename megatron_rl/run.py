@@ -25,7 +25,7 @@ from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.dispatch import Dispatch, Interval, Stop, Verb
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, WorkerFailure
 from megatron_rl.lifecycle import Lifecycle, Pace
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.open_rollouts import open_rollouts, open_schedule, replicated_pools
@@ -44,6 +44,7 @@ from megatron_rl.reward.processes import RewardProcesses
 from megatron_rl.reward.rule import NoRule, RuleReward
 from megatron_rl.rewards import Rewards
 from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.environment import worker_environment
 from megatron_rl.roles.host import RankHost
@@ -242,11 +243,8 @@ def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
     building = [(role.name, hosts[role.pool].build(role.name)) for role in models]
     if placement.is_colocated:
         building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT)))
-    elif replicas is None:  # replicas build theirs when they first meet the actor's ranks
-        actor = cluster.pools[placement.roles[ACTOR].pool].handle(ACTOR, Actor)
-        address = actor.offer_bridge(placement.pool_of(ROLLOUT).world_size).get()
-        building.append(("bridge", actor.join_bridge(address)))
-        building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT, address)))
+    elif replicas is None:  # the thread that drives replicas has them build theirs
+        building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT, AcrossBridge())))
     for name, future in building:
         with book.clock.waiting(f"build {name}"):
             future.get()
@@ -258,8 +256,19 @@ def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
     critic = handle(CRITIC, Critic) if CRITIC in placement.roles else None
 
     scorers = [(spec, handle(spec.name, RewardModel)) for spec in placement.reward_models]
-    rollout = handle(ROLLOUT, Rollout) if replicas is None else None
-    return Roles(handle(ACTOR, Actor), rollout, reference, critic, scorers, hosts, replicas)
+    actor, rollout = handle(ACTOR, Actor), handle(ROLLOUT, Rollout) if replicas is None else None
+    if rollout is not None and not placement.is_colocated:
+        with book.clock.waiting("build bridge"):
+            connect(actor, rollout, placement.pool_of(ROLLOUT).world_size)
+    return Roles(actor, rollout, reference, critic, scorers, hosts, replicas)
+
+
+def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:
+    """Have the ranks of both pools meet. Raises WorkerFailure where they cannot."""
+    address = actor.offer_bridge(num_receivers).get()
+    joining = actor.join_bridge(address), rollout.join_bridge(address)
+    for broken in (one for future in joining for one in future.get() if one):
+        raise WorkerFailure(f"the actor's ranks and the rollout's cannot meet: {broken}")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

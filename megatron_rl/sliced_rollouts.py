@@ -97,7 +97,7 @@ class RolloutsInTurns(SlicedRollouts):
 
 
 class RolloutsAhead(SlicedRollouts):
-    """On replicas of their own, which draw while the main thread trains. Enter `driver`, then `bridge.connect()`."""
+    """On replicas of their own, which draw while the main thread trains. Enter `driver`, then `bridge.open()`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class RolloutsAhead(SlicedRollouts):
         super().__init__(schedule, sources)
         keys = self.config.async_training
         lanes = Lanes(replicas, keys.max_replica_restarts, self.book.warn)
-        self.driver = Driver(lanes, self.work, look)
+        self.driver = Driver(lanes, self.work, look, keys.second_buffer)
         self.bridge = ReplicaBridge(actor, self.driver, keys.second_buffer, self.rules.first_step - 1)
         self.measured = SliceMetrics(lanes, self.book.clock.ran)
         self.worth = Worth(self.rules.ahead)

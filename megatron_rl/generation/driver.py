@@ -16,10 +16,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron_rl.cluster.waiting import wait_any
+from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.generation.lanes import Lane, Lanes
 from megatron_rl.generation.work import Work
+from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.slices import Slice
 
 TICK_S = 0.005
@@ -56,10 +58,13 @@ class Job:
 
 
 class Driver:
-    """A context manager round the thread. look: raises in the main thread where another pool has failed."""
+    """A context manager round the thread, which begins by having all replicas build their engines.
 
-    def __init__(self, lanes: Lanes, work: Work, look: Callable[[], None]) -> None:
-        self.lanes, self.work = lanes, work
+    look: raises in the main thread where another pool has failed. second_buffer: of the replicas.
+    """
+
+    def __init__(self, lanes: Lanes, work: Work, look: Callable[[], None], second_buffer: bool = True) -> None:
+        self.lanes, self.work, self.second_buffer = lanes, work, second_buffer
         self._look = look
         self._changed = threading.Condition(threading.RLock())
         self._jobs: deque[Job] = deque()
@@ -170,6 +175,8 @@ class Driver:
 
     def _run(self) -> None:
         try:
+            for lane in self.lanes.all:
+                self.build(lane)
             while not self._ends:
                 self._do_jobs()
                 self._give_orders()
@@ -204,7 +211,7 @@ class Driver:
 
     def _give_orders(self) -> None:
         for lane in self.lanes.living:
-            if lane.is_busy:
+            if lane.is_busy or lane.meets:
                 continue
             with self._changed:
                 if self._held is not None and not self._must_go_on():
@@ -215,8 +222,10 @@ class Driver:
             if one is not None:
                 self.call(lane, partial(advance, one), partial(self._done, lane))
 
-    def _started(self, lane: Lane, _: None) -> None:
-        self.lanes.started(lane)
+    def build(self, lane: Lane, _: None = None) -> None:
+        """Have a replica whose processes are up build its engine; it waits for weights afterwards."""
+        across = AcrossBridge(first_replica=lane.number, second_buffer=self.second_buffer)
+        self.call(lane, lambda lane: lane.host.build(ROLLOUT, across), lambda _: self.lanes.built(lane))
 
     def _must_go_on(self) -> bool:
         """Whether slices must go on before the schedule may be interrupted."""
@@ -242,7 +251,7 @@ class Driver:
             starting = self.lanes.lost(lane, error)
             self._changed.notify_all()
         if starting is not None:
-            self._waits[starting] = (lane, partial(self._started, lane))
+            self._waits[starting] = (lane, partial(self.build, lane))
         elif not self.lanes.is_hopeful:
             raise self.lanes.all_lost(error)
 

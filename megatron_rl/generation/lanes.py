@@ -15,7 +15,9 @@ from megatron_rl.roles.rollout import Rollout
 
 
 class State(enum.Enum):
-    """LIVES: it draws. STARTS: its processes come up. JOINS: it waits for weights. GONE: it was given up."""
+    """LIVES: it draws. STARTS: its processes come up and build its engine. JOINS: it waits for weights. GONE: it was
+    given up.
+    """
 
     LIVES = enum.auto()
     STARTS = enum.auto()
@@ -25,7 +27,7 @@ class State(enum.Enum):
 
 @dataclass
 class Lane:
-    """One replica. is_busy: a slice is under way. is_built: its processes have engines. named: the version that the
+    """One replica. is_busy: a slice is under way. meets: it is to be idle, for all to meet. named: the version that the
     last slice of its present life named, None before any.
     """
 
@@ -33,9 +35,9 @@ class Lane:
     replica: Replica
     rollout: Rollout
     host: RankHost
-    state: State = State.JOINS
+    state: State = State.STARTS
     is_busy: bool = False
-    is_built: bool = False
+    meets: bool = False
     named: int | None = None
 
     @property
@@ -54,10 +56,6 @@ class Lane:
     @property
     def num_ranks(self) -> int:
         return len(self.replica.ranks)
-
-    def has_met(self) -> None:
-        """Its ranks have met those of training, and have engines."""
-        self.is_built = True
 
 
 class Lanes:
@@ -96,7 +94,7 @@ class Lanes:
         if isinstance(error, ClusterEnded):
             raise error
         self.num_lost += 1
-        lane.is_busy = lane.is_built = False
+        lane.is_busy = False
         lane.named = None
         name, tried = lane.replica.name, lane.replica.num_restarts
         if tried >= self._max_restarts:
@@ -108,8 +106,8 @@ class Lanes:
         self._say(f"the rollout replica {name} failed and starts again, others go on: {error}")
         return lane.replica.restart()
 
-    def started(self, lane: Lane) -> None:
-        """The processes of a replica are up again."""
+    def built(self, lane: Lane) -> None:
+        """A replica has its engine."""
         lane.state = State.JOINS
 
     def all_lost(self, error: MegatronRLError) -> WorkerFailure:

@@ -9,33 +9,38 @@ On every rank of both pools, training's ranks first, after each pool has made it
     transport = Transport(group)
 
     # training rank r, number r                         # rollout rank r, number num_training + r
-    sender = BridgeSender(                              receiver = BridgeReceiver(
-        flat, tensors, transport,                           member, tensors, dtype, device.torch_device, transport,
-        bucket_bytes=64 << 20, verify_every=1)              bucket_bytes=64 << 20, verify_every=1)
+                                                        receiver = BridgeReceiver(
+                                                            place, tensors, dtype, device.torch_device,
+                                                            bucket_bytes=64 << 20, verify_every=1)
                                                         bind(vllm_model, receiver.tensors)  # once: addresses stay
+    sender = BridgeSender(                              receiver.join(member, transport)
+        flat, tensors, transport,
+        bucket_bytes=64 << 20, verify_every=1)
     sent = sender.send(version=num_steps)               came = receiver.receive()  # came.version == num_steps
 
 `flat` is what `roles.flat_parameters` makes; `member` is `Member(rank=r, node=..., tp_rank=..., wanted=place)`.
-Building an end is collective over both pools, and so is every transfer. A peer that dies ends in a BrokenBridgeError on
-all ranks that have not finished, one that does not come within the group's time-out. All must then open another group:
-training builds new senders, a receiver that is left keeps its memory and rejoins.
+Building a sender and `join` are collective over both pools, and so is every transfer. A peer that dies ends in a
+BrokenBridgeError on all ranks that have not finished, one that does not come within the group's time-out. All must then
+open another group: training builds new senders, a receiver that is left keeps its memory and joins again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters, slot_view
-from megatron_rl.hybrid_engine.bridge_end import BridgeEnd, Meeting, Offer, Transfer, digest, meet
+from megatron_rl.hybrid_engine.bridge_end import BridgeEnd, Offer, Transfer, digest, meet
+from megatron_rl.hybrid_engine.bridge_plan import receiving_slots
 from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
-from megatron_rl.hybrid_engine.plan import Member, MemberPlan
+from megatron_rl.hybrid_engine.plan import ExchangePlan, Member
 from megatron_rl.hybrid_engine.transport import Transport
-from megatron_rl.parallel.sharding import LogicalTensor
+from megatron_rl.parallel.sharding import LogicalTensor, Place
 
 
 @dataclass(frozen=True)
@@ -127,12 +132,36 @@ class BridgeSender:
         return self._end.conclude(None)[self._end.num_senders :]
 
 
-class BridgeReceiver:
-    """A rollout rank's end: its shard of every tensor, in one flat buffer that never moves.
+@dataclass(frozen=True)
+class Joined:
+    """A receiver's place in a group. number: among its members; itemsize: bytes of an element."""
 
-    member: this rank's place, which holds nothing. dtype: training's. tensors, bucket_bytes, verify_every and errors:
-    as of BridgeSender. second_buffer: receive into another buffer of the same layout, so that the weights that
-    generation reads stay until `swap`.
+    end: BridgeEnd
+    plan: ExchangePlan
+    number: int
+    itemsize: int
+
+    @cached_property
+    def lower_bound_bytes(self) -> int:
+        """What the rank lacks."""
+        return self.plan.plans[self.number].numel_lacking * self.itemsize
+
+    @cached_property
+    def network_bound_bytes(self) -> int:
+        """What the plan brings from other nodes."""
+        return self.plan.numel_over_network(self.number) * self.itemsize
+
+    def is_elsewhere(self, number: int) -> bool:
+        """Whether another member is on another node."""
+        return self.plan.members[number].node != self.plan.members[self.number].node
+
+
+class BridgeReceiver:
+    """A rollout rank's end: its shard of every tensor, in one flat buffer that never moves. `join` comes first.
+
+    place: of the shard. dtype: training's. tensors, bucket_bytes, verify_every and errors: as of BridgeSender.
+    second_buffer: receive into another buffer of the same layout, so that the weights that generation reads stay until
+    `swap`.
 
     Of the instance: tensors: name -> view, undefined until the first transfer; rows that only pad a vocabulary are 0.
     version: that of those weights, None before any came and, without a second buffer, after a transfer that failed.
@@ -141,20 +170,18 @@ class BridgeReceiver:
 
     def __init__(
         self,
-        member: Member,
+        place: Place,
         tensors: Mapping[str, LogicalTensor],
         dtype: torch.dtype,
         device: torch.device,
-        transport: Transport,
         *,
         bucket_bytes: int,
         verify_every: int = 1,
         second_buffer: bool = False,
     ) -> None:
-        self._tensors, self._verify_every = tensors, verify_every
-        self._offer = Offer(member, False, dtype, bucket_bytes, digest(tensors))
-        meeting = meet(self._offer, tensors, transport)
-        mine: MemberPlan = meeting.plan.plans[transport.number]
+        self._tensors, self._dtype, self._bucket_bytes = tensors, dtype, bucket_bytes
+        self._verify_every = verify_every
+        mine = receiving_slots(tensors, place)
         self._slots = mine.slots
         # Rows that only pad a vocabulary are nobody's: they never arrive, no transfer writes them, and so they stay 0.
         make = torch.zeros if any(slot.shard.is_padded for slot in mine.foreign) else torch.empty
@@ -163,12 +190,12 @@ class BridgeReceiver:
         self.tensors = {name: slot_view({FOREIGN: self._flat}, slot) for name, slot in mine.slots.items()}
         self.version: int | None = None
         self.arrived: int | None = None
-        self._bind(meeting, transport)
+        self._joined: Joined | None = None
 
     @property
     def scratch(self) -> MemoryBuffer:
         """What a transfer takes beside the weights while it runs."""
-        return self._end.scratch
+        return self._there.end.scratch
 
     @property
     def has_second_buffer(self) -> bool:
@@ -181,33 +208,39 @@ class BridgeReceiver:
         return 0 if self._arriving is None else self._arriving.untyped_storage().nbytes()
 
     def close(self) -> None:
-        """Leave the group: whoever still waits for this rank in it fails."""
-        self._end.transport.close()
+        """Leave the group: whoever still waits for this rank in it fails. Nothing happens where there is none."""
+        if self._joined is not None:
+            self._joined.end.transport.close()
 
-    def rejoin(self, member: Member, transport: Transport) -> None:
-        """Build this end anew in another group; collective over all that are in it. All memory stays where it is.
+    def join(self, member: Member, transport: Transport) -> None:
+        """Meet the other ends in a group; collective over all that are in it. All memory stays where it is.
 
-        member: as before but for its number. What has arrived and was not swapped is forgotten, for it may not have
-        arrived everywhere. Raises ValueError as the constructor does, and when the shard would be another one.
+        member: this rank's place, which holds nothing. What has arrived over another group and was not swapped is
+        forgotten, for it may not have arrived everywhere. Raises ValueError, on all ranks alike, when the ends do not
+        fit each other, and on this one when the shard would be another than that of its place.
         """
         self.close()
         self.arrived = None
-        self._offer = replace(self._offer, member=member)
-        meeting = meet(self._offer, self._tensors, transport)
-        if meeting.plan.plans[transport.number].slots != self._slots:
+        offer = Offer(member, False, self._dtype, self._bucket_bytes, digest(self._tensors))
+        meeting = meet(offer, self._tensors, transport)
+        mine = meeting.plan.plans[transport.number]
+        if mine.slots != self._slots:
             raise ValueError(f"{member.name} would receive another shard than the one that it has room for")
-        self._bind(meeting, transport)
+        target = self._flat if self._arriving is None else self._arriving
+        end = BridgeEnd(meeting, {FOREIGN: target}, transport, self._verify_every)
+        self._joined = Joined(end, meeting.plan, transport.number, self._flat.element_size())
 
     def receive(self) -> ReceiveReport:
         """Take the weights that training sends. Raises WeightMismatchError on all ranks alike when one is wrong, and
         BrokenBridgeError on some when a rank was lost; others may have finished.
         """
-        transport = self._end.transport
+        joined = self._there
+        transport = joined.end.transport
         self.arrived = None
         if self._arriving is None:
             self.version = None
         came, passed_on = transport.received_from.copy(), transport.sent_to.total()
-        transfer = self._end.transfer()
+        transfer = joined.end.transfer()
         came = transport.received_from - came
         if self._arriving is None:
             self.version = transfer.version
@@ -216,16 +249,16 @@ class BridgeReceiver:
         return ReceiveReport(
             **vars(transfer),
             bytes_received=came.total(),
-            lower_bound_bytes=self._lower_bound,
-            bytes_fetched=sum(came[number] for number in range(self._num_senders)),
+            lower_bound_bytes=joined.lower_bound_bytes,
+            bytes_fetched=sum(came[number] for number in range(joined.end.num_senders)),
             bytes_passed_on=transport.sent_to.total() - passed_on,
-            network_bytes=sum(size for number, size in came.items() if self._nodes[number] != self._node),
-            network_bound_bytes=self._network_bound,
+            network_bytes=sum(size for number, size in came.items() if joined.is_elsewhere(number)),
+            network_bound_bytes=joined.network_bound_bytes,
         )
 
     def conclude(self, said: Any) -> None:
         """Tell the senders that the transfer is over here; with their `conclude`. Raises BrokenBridgeError as there."""
-        self._end.conclude(said)
+        self._there.end.conclude(said)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -235,12 +268,8 @@ class BridgeReceiver:
         self._flat.copy_(self._arriving)
         self.version, self.arrived = self.arrived, None
 
-    def _bind(self, meeting: Meeting, transport: Transport) -> None:
-        plan, size = meeting.plan, self._flat.element_size()
-        self._lower_bound = plan.plans[transport.number].numel_lacking * size
-        self._num_senders = meeting.num_senders
-        self._nodes = [one.node for one in plan.members]
-        self._node = self._offer.member.node
-        self._network_bound = plan.numel_over_network(transport.number) * size
-        target = self._flat if self._arriving is None else self._arriving
-        self._end = BridgeEnd(meeting, {FOREIGN: target}, transport, self._verify_every)
+    @property
+    def _there(self) -> Joined:
+        if self._joined is None:
+            raise RuntimeError("there is no bridge: join() comes first")
+        return self._joined

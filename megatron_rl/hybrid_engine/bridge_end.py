@@ -23,6 +23,7 @@ from megatron_rl.hybrid_engine.verify import WeightMismatchError, WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
 
 Result = TypeVar("Result")
+MEETING_BROKE = "the ranks of a bridge could not meet"
 
 
 class BrokenBridgeError(RuntimeError):
@@ -74,9 +75,26 @@ def digest(tensors: Mapping[str, LogicalTensor]) -> str:
     return hashlib.sha256(repr(sorted(tensors.items())).encode()).hexdigest()
 
 
+def or_leave(transport: Transport, what: str, body: Callable[[], Result]) -> Result:
+    """What `body` returns. Where its messages fail this rank leaves the group and BrokenBridgeError says `what`: those
+    that wait for this rank fail then too, and do not sit out the group's time-out.
+    """
+    try:
+        return body()
+    except (WeightMismatchError, MixedVersionsError):
+        raise
+    except RuntimeError as error:
+        reason = f"{type(error).__name__}: {error}"
+        clear_frames(error.__traceback__)  # a message that somebody still names keeps the connections open
+    transport.close()
+    raise BrokenBridgeError(f"{what}: {reason}")
+
+
 def meet(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transport) -> Meeting:
-    """Exchange the offers and plan; collective. Raises ValueError on all ranks alike when they do not fit."""
-    offers: Sequence[Offer] = transport.all_gather_object(mine)
+    """Exchange the offers and plan; collective. Raises ValueError on all ranks alike when they do not fit, and
+    BrokenBridgeError when a rank was lost.
+    """
+    offers: Sequence[Offer] = or_leave(transport, MEETING_BROKE, lambda: transport.all_gather_object(mine))
     num_senders = sum(offer.sends for offer in offers)
     if not 0 < num_senders < len(offers) or not all(offer.sends for offer in offers[:num_senders]):
         ends = ["training" if offer.sends else "rollout" for offer in offers]
@@ -105,7 +123,8 @@ class BridgeEnd:
         self._num_transfers = 0
         self._device = next(iter(buffers.values())).device
         # NCCL connects a group at its first collective, and not all ranks take part in the first message.
-        transport.all_gather(torch.zeros(1, device=self._device))
+        first = torch.zeros(1, device=self._device)
+        or_leave(transport, MEETING_BROKE, lambda: transport.all_gather(first))
         number = transport.number
         steps = make_schedule(meeting.plan, number, meeting.message_numel)
         self._exchange = Exchange(steps, [], buffers, transport)
@@ -128,25 +147,15 @@ class BridgeEnd:
         BrokenBridgeError when messages fail: this rank has left the group then, so that those that wait for it fail too
         and do not sit out the group's time-out.
         """
-        return self._or_leave(lambda: self._transfer(version))
+        return or_leave(self.transport, "a transfer of weights broke", lambda: self._transfer(version))
 
     def conclude(self, mine: Any) -> list[Any]:
         """What every rank says once its part of a transfer is over, by number; every rank must call.
 
         Whoever gets it knows that the weights have arrived everywhere. Raises BrokenBridgeError as `transfer`.
         """
-        return self._or_leave(lambda: self.transport.all_gather_object(mine))
-
-    def _or_leave(self, body: Callable[[], Result]) -> Result:
-        try:
-            return body()
-        except (WeightMismatchError, MixedVersionsError):
-            raise
-        except RuntimeError as error:
-            reason = f"{type(error).__name__}: {error}"
-            clear_frames(error.__traceback__)  # a message that somebody still names keeps the connections open
-        self.transport.close()
-        raise BrokenBridgeError(f"a transfer of weights broke: {reason}")
+        gather = self.transport.all_gather_object
+        return or_leave(self.transport, "a transfer of weights broke", lambda: gather(mine))
 
     def _transfer(self, version: int) -> Transfer:
         start = time.perf_counter()

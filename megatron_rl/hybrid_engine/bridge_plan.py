@@ -70,9 +70,17 @@ def make_bridge_plan(
     holders = tensor_holders(tensors, held)
     if missing := tensors.keys() - holders.keys():
         raise ValueError(f"no training rank holds {', '.join(sorted(missing))}")
-    plans = _receiving_plans(tensors, members, holders)
+    plans = _receiving_plans(tensors, members)
     _Dealer(members, plans).deal(_classes(tensors, members, plans, holders))
     return ExchangePlan(tensors, members, held, plans)
+
+
+def receiving_slots(tensors: Mapping[str, LogicalTensor], place: Place) -> MemberPlan:
+    """Where a receiver's shard of every tensor lies in its buffer, whoever sends; nothing to receive yet."""
+    plan = MemberPlan()
+    for name, tensor in tensors.items():
+        plan.slots[name] = place_slot(plan, tensor, place)
+    return plan
 
 
 def model_numel(tensors: Mapping[str, LogicalTensor]) -> int:
@@ -95,15 +103,11 @@ def _check_ends(senders: Sequence[Member], receivers: Sequence[Member]) -> None:
         )
 
 
-def _receiving_plans(
-    tensors: Mapping[str, LogicalTensor], members: Sequence[Member], holders: Mapping[str, list[Holders]]
-) -> list[MemberPlan]:
+def _receiving_plans(tensors: Mapping[str, LogicalTensor], members: Sequence[Member]) -> list[MemberPlan]:
     """One plan for each member, with slots for those that want something; replicas' slots are the same objects."""
     laid_out: dict[Place, MemberPlan] = {}
     for place in dict.fromkeys(member.wanted for member in members if member.wanted is not None):
-        plan = laid_out[place] = MemberPlan()
-        for name in holders:
-            plan.slots[name] = place_slot(plan, tensors[name], place)
+        laid_out[place] = receiving_slots(tensors, place)
     return [
         MemberPlan(laid_out[member.wanted].slots, laid_out[member.wanted].foreign_numel)
         if member.wanted is not None

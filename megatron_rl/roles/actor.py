@@ -82,16 +82,25 @@ class Actor(TrainedRole):
         return self.bridge_stores[-1].address
 
     @verb(Dispatch.ONE_TO_ALL)
-    def join_bridge(self, address: BridgeAddress) -> None:
-        """Build this pool's end of the bridge, in place of the one before; collective over both sides.
-
-        With the rollout being built, or with its `rejoin_bridge`.
+    def join_bridge(self, address: BridgeAddress) -> str:
+        """Build this pool's end of the bridge, in place of the one before; collective over both sides, with the
+        rollout's `join_bridge`. Why there is none, because a rank was lost; "", the same on all ranks, where there is.
         """
-        from megatron_rl.hybrid_engine.bridge import BridgeSender
-        from megatron_rl.roles.flat_parameters import flat_parameters
+        from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
 
         if self.sender is not None:
             self.sender.close()
+        broken = ""
+        try:
+            self._join(address)
+        except BrokenBridgeError as error:
+            broken = str(error)
+        return self._agreed(broken)
+
+    def _join(self, address: BridgeAddress) -> None:
+        from megatron_rl.hybrid_engine.bridge import BridgeSender
+        from megatron_rl.roles.flat_parameters import flat_parameters
+
         rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
         self.sender = BridgeSender(
             flat_parameters(self.trainable, source.specs, source.place, None, self.rank.node),
@@ -128,13 +137,18 @@ class Actor(TrainedRole):
                 concluded = self.sender.conclude()
         except BrokenBridgeError as error:
             broken = str(error)
+        if broken := self._agreed(broken):
+            return SendAttempt(version, broken)
+        return SendAttempt(version, "", report, concluded if dist.get_rank() == 0 else ())
+
+    def _agreed(self, broken: str) -> str:
+        """What broke on any training rank, the same on all; they leave the bridge then, as others may wait for them."""
         said = [""] * dist.get_world_size()
         dist.all_gather_object(said, broken)
         reasons = [f"training rank {number}: {reason}" for number, reason in enumerate(said) if reason]
         if reasons and self.sender is not None:
-            self.sender.close()  # some of the rollout's ranks may wait for this one
-            return SendAttempt(version, "; ".join(reasons))
-        return SendAttempt(version, "", report, concluded if dist.get_rank() == 0 else ())
+            self.sender.close()
+        return "; ".join(reasons)
 
     def _send(self, version: int) -> SendReport:
         if self.sender is None:

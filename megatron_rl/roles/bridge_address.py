@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
+from megatron_rl.observe.liveness import made_progress
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.rendezvous import listen, tcp_store
 
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 
 NO_MORE_CALLS = "null"
+MEET_S = 30.0
+"""Ranks that are called to a bridge have nothing else to do: whoever is later is lost."""
+LOOK_S = 0.02
+"""Between two looks at who has come."""
 FOR_GOOD = timedelta(days=365)
 """A rank listens until it is called, until there is another bridge, or until its process or the server ends."""
 
@@ -27,9 +33,7 @@ class BridgeAddress:
     """A store that rank 0 of the actor's pool serves, for all ranks of both sides, the actor's first.
 
     The rollout's side may be several pools, which are numbered one after the other; each is told where it begins:
-    first_receiver: the number of its first rank among all that receive. first_replica: the number of its first replica
-    in the run, which it keeps when others are lost. second_buffer: whether weights arrive beside generation, in memory
-    of their own.
+    first_receiver: the number of its first rank among all that receive.
     """
 
     host: str
@@ -37,8 +41,6 @@ class BridgeAddress:
     num_senders: int
     num_receivers: int
     first_receiver: int = 0
-    first_replica: int = 0
-    second_buffer: bool = False
 
     @property
     def size(self) -> int:
@@ -48,6 +50,18 @@ class BridgeAddress:
     def receiver(self, rank: int) -> int:
         """The number, among all of both sides, of a rank of the rollout pool that this address was given to."""
         return self.num_senders + self.first_receiver + rank
+
+
+@dataclass(frozen=True)
+class AcrossBridge:
+    """How a rollout is built whose weights come from another pool.
+
+    first_replica: the number in the run of the first replica of its pool. second_buffer: whether weights arrive beside
+    generation, in memory of their own.
+    """
+
+    first_replica: int = 0
+    second_buffer: bool = False
 
 
 class BridgeStore:
@@ -100,8 +114,25 @@ def call_key(number: int) -> str:
 
 
 def join_bridge(address: BridgeAddress, number: int, rank: Rank) -> Transport:
-    """The way between the two pools; collective over both. number: this rank's among all of both."""
+    """The way between the two pools; collective over both. number: this rank's among all of both.
+
+    Raises BrokenBridgeError when a rank does not come within MEET_S, and when one is lost while they meet.
+    """
+    from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
     from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
 
-    store = tcp_store(address.host, address.port, address.size, rank.timeout, wait=False)
-    return Transport(open_joint_group(store, number, address.size, rank.device, rank.timeout), is_own=True)
+    try:
+        store = tcp_store(address.host, address.port, address.size, rank.timeout, wait=False)
+        keys = [f"here/{one}" for one in range(address.size)]
+        store.set(keys[number], "")
+        deadline = time.monotonic() + MEET_S
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                missing = [one for one, key in enumerate(keys) if not store.check([key])]
+                raise BrokenBridgeError(f"ranks {missing} of {address.size} did not come to a bridge in {MEET_S} s")
+            made_progress()
+            time.sleep(LOOK_S)
+        group = open_joint_group(store, number, address.size, rank.device, rank.timeout)
+    except DistError as error:
+        raise BrokenBridgeError(f"a bridge was not built: {type(error).__name__}: {error}") from error
+    return Transport(group, is_own=True)

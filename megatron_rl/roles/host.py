@@ -21,7 +21,7 @@ from megatron_rl.observe.memory import MemoryLedger, PhaseMemory
 from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.records import RoleState
-from megatron_rl.roles.bridge_address import BridgeAddress
+from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.kinds import build_role
 from megatron_rl.roles.rank import Rank
@@ -85,8 +85,8 @@ class RankHost:
         )
 
     @verb(Dispatch.ONE_TO_ALL)
-    def build(self, name: str, bridge: BridgeAddress | None = None) -> None:
-        """Make one role of this pool. bridge: where a rollout meets the actor's pool, if that is another one."""
+    def build(self, name: str, bridge: AcrossBridge | None = None) -> None:
+        """Make one role of this pool. bridge: of a rollout, where the actor's pool is another one."""
         spec = next(role for role in self.spec.roles if role.name == name)
         self.roles[name] = build_role(spec, self.rank, self.roles, bridge)
         self.ledger.note("init")

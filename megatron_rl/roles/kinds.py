@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, RoleSpec
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.bridge_address import BridgeAddress
+from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.reference import Reference
@@ -24,7 +24,7 @@ KINDS: dict[str, type[Role]] = {**MODEL_KINDS, ROLLOUT: Rollout}
 """Kind -> class."""
 
 
-def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: BridgeAddress | None = None) -> Role:
+def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: AcrossBridge | None = None) -> Role:
     """Make a role on this rank; neighbours: the roles that it has already. bridge: as of `Rollout`."""
     if spec.kind == ROLLOUT:
         return Rollout(spec, rank, neighbours, bridge)

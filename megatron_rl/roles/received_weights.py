@@ -16,11 +16,10 @@ from megatron_rl.hybrid_engine.bridge import BridgeReceiver
 from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
 from megatron_rl.hybrid_engine.engine import TransitionReport
 from megatron_rl.hybrid_engine.plan import Member
-from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.model.families import VOCAB_PADDING
 from megatron_rl.observe.memory import storage_bytes
 from megatron_rl.parallel.rank_grid import RolloutGrid
-from megatron_rl.roles.bridge_address import BridgeAddress, BridgeCalls, join_bridge
+from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress, BridgeCalls, join_bridge
 from megatron_rl.roles.rank import Rank
 
 if TYPE_CHECKING:
@@ -89,10 +88,6 @@ class Arrivals:
             self._thread = None
         self.check()
         self.receiver.close()
-
-    def rejoin(self, member: Member, transport: Transport) -> None:
-        """Receive over another group from now on; collective over both sides. No memory is taken, none moves."""
-        self.receiver.rejoin(member, transport)
 
     def lacks(self, version: int) -> str:
         """Wait for a version that generation is to read next: "" when it is here, else why the transfer broke.
@@ -176,17 +171,33 @@ class ReceivedWeights:
 
     lower_bound = Bytes(0, 0)
 
-    def __init__(self, receiver: BridgeReceiver, device: torch.device, replica: int) -> None:
+    def __init__(self, receiver: BridgeReceiver, rank: Rank, grid: RolloutGrid, replica: int) -> None:
+        """replica: the number of this rank's in the run."""
         self.receiver = receiver
-        self.arrivals = Arrivals(receiver, device, replica)
+        self.arrivals = Arrivals(receiver, rank.device.torch_device, replica)
+        self._rank, self._grid = rank, grid
         self.tensors = receiver.tensors
         for tensor in self.tensors.values():
             tensor.zero_()  # vLLM runs once while it is built, before the first weights come
 
-    def listen(self, bridge: BridgeAddress, rank: Rank) -> None:
-        """From now on let weights arrive beside generation, where there is a second buffer for them."""
+    def join(self, address: BridgeAddress) -> None:
+        """Meet training, from whichever bridge there was; collective over both sides. No memory moves.
+
+        With a second buffer weights may arrive from now on. Raises BrokenBridgeError when a rank is lost meanwhile.
+        """
+        self.arrivals.leave()
+        number = self._rank.groups.rank
+        transport = join_bridge(address, address.receiver(number), self._rank)
+        member = Member(
+            rank=address.first_receiver + number,
+            node=self._rank.node,
+            tp_rank=self._grid.tp_rank(number),
+            held=(),
+            wanted=self._grid.place(number, VOCAB_PADDING),
+        )
+        self.receiver.join(member, transport)
         if self.receiver.has_second_buffer:
-            self.arrivals.listen(BridgeCalls(bridge, rank))
+            self.arrivals.listen(BridgeCalls(address, self._rank))
 
     @property
     def version(self) -> int | None:
@@ -219,40 +230,20 @@ class ReceivedWeights:
         """Nothing: they stay where they are."""
 
 
-def receiving_member(bridge: BridgeAddress, rank: Rank, grid: RolloutGrid) -> Member:
-    """This rank's place among those that receive."""
-    number = rank.groups.rank
-    return Member(
-        rank=bridge.first_receiver + number,
-        node=rank.node,
-        tp_rank=grid.tp_rank(number),
-        held=(),
-        wanted=grid.place(number, VOCAB_PADDING),
-    )
-
-
 def received_weights(
-    bridge: BridgeAddress, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
+    bridge: AcrossBridge, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
 ) -> ReceivedWeights:
-    """The rollout shard that will come over a bridge; collective over both sides."""
+    """Room for the rollout shard that will come over a bridge."""
     receiver = BridgeReceiver(
-        receiving_member(bridge, rank, grid),
+        grid.place(rank.groups.rank, VOCAB_PADDING),
         {one.tensor.name: one.tensor for one in source.specs.values()},
         torch_dtype(spec.megatron.dtype),
         rank.device.torch_device,
-        join_bridge(bridge, bridge.receiver(rank.groups.rank), rank),
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
         verify_every=spec.settings.verify_weights_every,
         second_buffer=bridge.second_buffer,
     )
-    weights = ReceivedWeights(receiver, rank.device.torch_device, replica_of(bridge, rank, grid))
-    weights.listen(bridge, rank)
-    return weights
-
-
-def replica_of(bridge: BridgeAddress, rank: Rank, grid: RolloutGrid) -> int:
-    """The number of this rank's replica in the run."""
-    return grid.replica(rank.groups.rank) + bridge.first_replica
+    return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + bridge.first_replica)
 
 
 def torch_dtype(name: str) -> torch.dtype:

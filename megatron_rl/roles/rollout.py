@@ -18,16 +18,9 @@ from megatron_rl.hybrid_engine.rng import swap
 from megatron_rl.model.families import VOCAB_PADDING, full_attention
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.records import Generations, Prompts, Sampling
-from megatron_rl.roles.bridge_address import BridgeAddress, join_bridge
+from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.received_weights import (
-    Arrival,
-    Arrivals,
-    ReceivedWeights,
-    received_weights,
-    receiving_member,
-    replica_of,
-)
+from megatron_rl.roles.received_weights import Arrival, Arrivals, ReceivedWeights, received_weights
 from megatron_rl.roles.role import Role
 from megatron_rl.slices import Slice, SliceReport
 
@@ -40,24 +33,23 @@ class Rollout(Role):
     """Generation. Building it ends in train mode: what it does not share with training is released."""
 
     def __init__(
-        self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: BridgeAddress | None = None
+        self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: AcrossBridge | None = None
     ) -> None:
-        """neighbours: the other roles of this rank. bridge: where to meet the actor's pool; None: the actor is one of
-        the neighbours. With a bridge building it is collective over both pools.
+        """neighbours: the other roles of this rank. bridge: where the actor's pool is another one, which this one must
+        then join; None: the actor is one of the neighbours.
         """
         from megatron_rl.rollout.engine import RolloutEngine
 
         super().__init__(spec)
         source = rank.source(spec)
-        self._rank = rank
         self._held: int | None = None  # the version that this stay in rollout mode reads in the actor's memory
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
-        self.replica = grid.replica(rank.groups.rank) if bridge is None else replica_of(bridge, rank, grid)
         self.weights: AllGatherPPModel | ReceivedWeights
         if bridge is None:
             self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
         else:
             self.weights = received_weights(bridge, spec, rank, source, grid)
+        self.replica = grid.replica(rank.groups.rank) + (0 if bridge is None else bridge.first_replica)
         data = rank.config.data
         # vLLM reseeds the process's generators while it starts.
         train_rng = swap(None)
@@ -115,16 +107,18 @@ class Rollout(Role):
         return self._received.try_receive()
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")
-    def rejoin_bridge(self, address: BridgeAddress) -> None:
-        """Join the actor's new bridge after replicas were lost; collective over both sides, with its `join_bridge`.
+    def join_bridge(self, address: BridgeAddress) -> str:
+        """Meet the actor's ranks; collective over both sides, with the actor's `join_bridge`, and answered as there.
 
-        address: with this pool's new `first_receiver`. The weights that generation reads stay, and requests go on.
+        address: with this pool's own `first_receiver`. Weights that generation reads stay, and requests go on.
         """
-        grid, rank = self.generator.groups.grid, self._rank
-        self._received.leave()
-        transport = join_bridge(address, address.receiver(rank.groups.rank), rank)
-        self._received.rejoin(receiving_member(address, rank, grid), transport)
-        cast(ReceivedWeights, self.weights).listen(address, rank)
+        from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+
+        try:
+            self._across.join(address)
+        except BrokenBridgeError as error:
+            return str(error)
+        return ""
 
     @verb(Dispatch.ROLLOUT_DP, phase="gen")
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
@@ -157,10 +151,14 @@ class Rollout(Role):
         return -1 if held is None else held
 
     @property
-    def _received(self) -> Arrivals:
+    def _across(self) -> ReceivedWeights:
         if not isinstance(self.weights, ReceivedWeights):
             raise RuntimeError("this rollout reads the actor's own memory: there is no bridge")
-        return self.weights.arrivals
+        return self.weights
+
+    @property
+    def _received(self) -> Arrivals:
+        return self._across.arrivals
 
     def _take(self, version: int) -> str:
         """Hold the weights of a version: all ranks of the replica do, or none, and why not.

@@ -164,7 +164,7 @@ def drawn_ahead(cluster: RayCluster, shape: Shape, folder: Path) -> Measured:
                     answers.add(step, batch(shape, step), SAMPLING, None, SAMPLING)
                 work.decider.version_ready(bridge.version)
 
-        bridge.connect()
+        bridge.open()
         bridge.send(0, work)
         announce()
         for step in range(1, rules.num_steps_total + 1):

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.dispatch import Coordinates, Dispatch, verb
 from megatron_rl.hybrid_engine.bridge import SendAttempt
-from megatron_rl.roles.bridge_address import BridgeAddress
+from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.slices import FINISHED_BY_STOP, Drawn, Slice, SliceReport
 from megatron_rl.stream.engine_model import draw
@@ -38,8 +38,8 @@ class SleepingActor:
         return BridgeAddress("", 0, 1, num_receivers)
 
     @verb(Dispatch.ONE_TO_ALL)
-    def join_bridge(self, address: BridgeAddress) -> None:
-        pass
+    def join_bridge(self, address: BridgeAddress) -> str:
+        return ""
 
     @verb(Dispatch.ONE_TO_ALL)
     def try_send_weights(self, version: int, holding: dict[int, int] | None = None) -> SendAttempt:
@@ -64,8 +64,8 @@ class SleepingRollout:
         pass
 
     @verb(Dispatch.ONE_TO_ALL)
-    def rejoin_bridge(self, address: BridgeAddress) -> None:
-        pass
+    def join_bridge(self, address: BridgeAddress) -> str:
+        return ""
 
     @verb(Dispatch.REPLICAS, phase="gen")
     def advance(self, slices: dict[int, Slice]) -> SliceReport:
@@ -102,7 +102,7 @@ class SleepingHost:
         return Coordinates(rank, rank, size, True, 0, 1, rank == 0)
 
     @verb(Dispatch.ONE_TO_ALL)
-    def build(self, name: str, bridge: BridgeAddress | None = None) -> None:
+    def build(self, name: str, bridge: AcrossBridge | None = None) -> None:
         self.roles[name] = SleepingRollout(self.sleeps, self.place.replica)
 
     def run(self, role: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -111,9 +111,9 @@ class SplitOurs:
             self._end = BridgeSender(own, job.tensors, job.transport, **options)
             self._shards = {}
         else:
-            self._end = BridgeReceiver(
-                *(job.member, job.tensors, torch.float32, torch.device("cpu"), job.transport), **options
-            )
+            place = (job.member.wanted, job.tensors, torch.float32, torch.device("cpu"))
+            self._end = BridgeReceiver(*place, **options)
+            self._end.join(job.member, job.transport)
             self._shards = self._end.tensors
 
     @property

@@ -130,11 +130,12 @@ class RolloutRank:
         senders, receivers, self.tensors = pools.members()
         self.pools, self.member = pools, receivers[transport.number - len(senders)]
         self.end = BridgeReceiver(
-            *(self.member, self.tensors, pools.dtype, torch.device("cpu"), transport),
+            *(self.member.wanted, self.tensors, pools.dtype, torch.device("cpu")),
             bucket_bytes=bucket_bytes,
             verify_every=verify_every,
             second_buffer=second_buffer,
         )
+        self.end.join(self.member, transport)
 
     def differing(self, seed: int) -> Sequence[str]:
         """Names of tensors that are not this rank's shard of the model, element by element; padding must be 0."""

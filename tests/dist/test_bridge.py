@@ -194,13 +194,9 @@ def misfit_rank(pools: Pools) -> list[str]:
             if trains:
                 TrainingRank(pools, transport, BUCKET_BYTES)
             else:
-                BridgeReceiver(
-                    receivers[transport.number - pools.train.world_size],
-                    device=torch.device("cpu"),
-                    transport=transport,
-                    bucket_bytes=BUCKET_BYTES,
-                    **arguments,
-                )
+                member = receivers[transport.number - pools.train.world_size]
+                end = BridgeReceiver(member.wanted, device=torch.device("cpu"), bucket_bytes=BUCKET_BYTES, **arguments)
+                end.join(member, transport)
         found.append(str(raised.value))
     return found
 

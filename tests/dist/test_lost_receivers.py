@@ -82,7 +82,7 @@ def receives(
     broken, seconds = how_it_ends(rank.end.receive)
     found = {"broken": broken, "seconds": seconds, "version": rank.end.version}
     found["kept"] = rank.differing(seed=0)
-    rank.end.rejoin(replace(rank.member, rank=0), rejoined(2, 3, store))
+    rank.end.join(replace(rank.member, rank=0), rejoined(2, 3, store))
     found |= {"versions": [], "wrong": []}
     for seed in (1, 2):
         rank.end.receive()

@@ -107,7 +107,8 @@ def train_and_send(config, exported: Path, meeting: Path, flips: bool) -> dict:
     host.build("actor")
     actor = host.roles["actor"]
     num_rollout = host.rank.placement.pools["rollout_pool"].world_size
-    actor.join_bridge(meet_at(meeting, (lambda: actor.offer_bridge(num_rollout)) if host.groups.rank == 0 else None))
+    address = meet_at(meeting, (lambda: actor.offer_bridge(num_rollout)) if host.groups.rank == 0 else None)
+    assert actor.join_bridge(address) == ""
     if flips:
         with pytest.raises(WeightMismatchError):
             actor.send_weights(version=0)
@@ -139,14 +140,16 @@ def receive_and_generate(config, meeting: Path, flips: bool) -> dict:
     """Of a rollout rank: what it received, and its greedy answers with each version of the weights."""
     from megatron_rl.hybrid_engine.exchange import Exchange
     from megatron_rl.hybrid_engine.verify import WeightMismatchError
+    from megatron_rl.roles.bridge_address import AcrossBridge
     from megatron_rl.roles.host import RankHost
 
     host = RankHost(config, pool="rollout_pool")
     address = meet_at(meeting, None)
     if flips and host.groups.rank == 0:
         Exchange.run = flipping(Exchange.run)  # this process ends with the test
-    host.build("rollout", address)
+    host.build("rollout", AcrossBridge())
     rollout = host.roles["rollout"]
+    assert rollout.join_bridge(address) == ""
     if flips:
         with pytest.raises(WeightMismatchError):
             rollout.receive_weights()

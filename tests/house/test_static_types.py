@@ -25,7 +25,7 @@ RIGHT = """
 metrics: Future[dict[str, float]] = run.roles.actor.update(batch)
 scores: Future[TokenScores] = run.roles.actor.log_probs(sequences)
 address: Future[BridgeAddress] = run.roles.actor.offer_bridge(4)
-nothing: Future[list[None]] = run.roles.actor.join_bridge(address.get())
+reasons: Future[list[str]] = run.roles.actor.join_bridge(address.get())
 """
 WRONG = {
     "run.roles.actor.update(sequences)": "arg-type",
