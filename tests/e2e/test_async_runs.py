@@ -126,6 +126,34 @@ def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("verb", "how"), [("build", signal.SIGKILL), ("rollout_join_bridge", signal.SIGSTOP)])
+def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Path, verb: str, how: int) -> None:
+    """Killed while it builds its engine, or stopped while all ranks meet: the run goes on and all rows are trained.
+
+    Would not catch what only happens before the first meeting.
+    """
+    ahead = (*SMALL, "trainer.rollout_ahead=3", "trainer.total_training_steps=60", "trainer.val_before_train=false")
+    ahead = (*ahead, "trainer.test_freq=0", "trainer.heartbeat_timeout_s=10")
+    run = command_line(*ahead, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)
+    run.wait_for(lambda: len(events(run, "taken")) >= 2, 300, interval=0.01)
+    before = replicas(run)
+    before[0].kill()
+    started: list[psutil.Process] = []
+    run.wait_for(lambda: started.extend(one for one in replicas(run) if one not in before) or started, 300)
+
+    def caught() -> bool:
+        is_in_verb = started[0].cmdline()[:1] == [f"ray::RankHost.{verb}"]
+        if is_in_verb:
+            started[0].send_signal(how)
+        return is_in_verb
+
+    run.wait_for(caught, 300, interval=0.001)
+    assert run.wait(600) == 0, run.text()
+    assert run.text().count("starts again, others go on") >= 2 and run.left_over() == []
+    assert sum(trained(tmp_path / "samples").values()) == 60 * ROWS
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_the_demo_is_learnt(command_line, tmp_path: Path, ahead: int, partial: bool) -> None:
