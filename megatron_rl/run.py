@@ -29,7 +29,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.lifecycle import Lifecycle, Pace
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.open_rollouts import open_rollouts, open_schedule, replicated_pools
-from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
+from megatron_rl.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.hardware import Hardware, default_hardware, load_hardware
 from megatron_rl.planner.memory import planned_memory
@@ -194,8 +194,8 @@ class Data:
         self.cursor.load_state_dict(state["cursor"])
 
     def notes(self, config: RunConfig) -> list[str]:
-        """Sentences about prompts that one batch takes more of than there are."""
-        return repeat_notes(config.data, [file.num_prompts for file in self.train.files])
+        """Sentences about prompts that one batch takes more of than there are, and about groups of one."""
+        return [*repeat_notes(config.data, [file.num_prompts for file in self.train.files]), *group_notes(config)]
 
 
 def make_cluster(placement: Placement, hosting: Hosting, local: bool) -> Cluster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.config.algorithms import ADV_ESTIMATORS
 from megatron_rl.config.foreign.defaults import verl_defaults
 from megatron_rl.config.foreign.rows import alike
 from megatron_rl.config.foreign.translate import Kind, Note
@@ -26,7 +25,7 @@ LAYOUT_DEFAULTS = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_siz
 def fitted(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     """The settings of a ported file, and what became of those that are changed or left out."""
     notes: list[Note] = []
-    for step in (_one_layout, _rewards_of_a_model, _models, _groups_of_one):
+    for step in (_one_layout, _rewards_of_a_model, _models):
         settings, said = step(settings)
         notes += said
     return settings, notes
@@ -112,17 +111,6 @@ def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     if actor is not None and not notes:
         return _longer(settings, given, facts[actor.key])
     return settings, notes
-
-
-def _groups_of_one(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """An estimator that compares samples, of one sample: verl takes the score as it is, without a baseline."""
-    given = {setting.key: setting for setting in settings}
-    estimator, samples = given.get("algorithm.adv_estimator"), given.get("actor_rollout_ref.rollout.n")
-    needs = ADV_ESTIMATORS.get(str(estimator.value)) if estimator is not None else None
-    if estimator is None or needs is None or not needs.group or (samples is not None and samples.value != 1):
-        return settings, []
-    reason = "set actor_rollout_ref.rollout.n=2 or more"
-    return settings, [Note(Kind.UNSUPPORTED, estimator, reason, feature="groups of one sample")]
 
 
 def _longer(
