@@ -15,9 +15,9 @@ class Needs:
     """What an advantage estimator needs beside token rewards.
 
     critic: values of a trained critic. group: it compares the samples of a prompt, and has no baseline for a lone one.
-    second: two samples per prompt or more. greedy: the score of one greedy answer per prompt. sum_pi_squared: of every token's distribution the sum of squared probabilities, which the trainer's pass
-    for old log-probs also gives. components: the further numbers of the reward function that
-    `algorithm.gdpo_reward_keys` names.
+    second: two samples per prompt or more. greedy: the score of one greedy answer per prompt. sum_pi_squared: of every
+    token's distribution the sum of squared probabilities, which the trainer's pass for old log-probs also gives.
+    components: the further numbers of the reward function that `algorithm.gdpo_reward_keys` names.
     """
 
     critic: bool = False

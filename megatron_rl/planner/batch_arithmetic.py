@@ -88,8 +88,8 @@ def group_notes(config: RunConfig) -> list[str]:
         return []
     return [
         f"note: algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a prompt, and "
-        f"actor_rollout_ref.rollout.n={samples}: a group of one has no baseline, so an answer's advantage comes from its "
-        "score alone; take actor_rollout_ref.rollout.n=2 or more if that is not meant"
+        f"actor_rollout_ref.rollout.n={samples}: a group of one has no baseline, so an answer's advantage comes from "
+        "its score alone; take actor_rollout_ref.rollout.n=2 or more if that is not meant"
     ]
 
 

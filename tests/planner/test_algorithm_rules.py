@@ -38,11 +38,13 @@ def test_refused_names_list_the_known_ones(config, tmp_path):
     assert estimator.startswith(
         "algorithm.adv_estimator=groo must be one of gae, grpo, grpo_passk, gdpo, gpg, rloo, opo"
     )
-    assert f"custom_adv_estimator.path=null; nearest: algorithm.adv_estimator=grpo {N}=2" in estimator
+    assert f"custom_adv_estimator.path=null; nearest: grpo" in estimator
     assert (
         "policy_loss.loss_mode=gsp must be one of vanilla, gpg, clip_cov" in loss
         and "bypass_mode, or a function of the file" in loss
     )
+    config.algorithm.adv_estimator = "grpo_passq"
+    assert f"nearest: algorithm.adv_estimator=grpo_passk {N}=2" in str(next(iter(algorithm_problems(config))))
     (tmp_path / "own.py").write_text(OWN)
     config.actor_rollout_ref.actor.policy_loss.loss_mode = "vanilla"
     config.algorithm.adv_estimator, config.algorithm.custom_adv_estimator.path = "min", str(tmp_path / "own.py")
