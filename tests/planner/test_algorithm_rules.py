@@ -38,7 +38,7 @@ def test_refused_names_list_the_known_ones(config, tmp_path):
     assert estimator.startswith(
         "algorithm.adv_estimator=groo must be one of gae, grpo, grpo_passk, gdpo, gpg, rloo, opo"
     )
-    assert f"custom_adv_estimator.path=null; nearest: grpo" in estimator
+    assert "custom_adv_estimator.path=null; nearest: grpo" in estimator
     assert (
         "policy_loss.loss_mode=gsp must be one of vanilla, gpg, clip_cov" in loss
         and "bypass_mode, or a function of the file" in loss
