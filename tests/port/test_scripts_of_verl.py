@@ -22,7 +22,6 @@ FEATURES = {
     "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["vision-language models"],
     "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["context parallelism", "vision-language models"],
     "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # its model is not among the published ones
-    "examples_ppo_trainer_run_qwen2-7b_rm_legacy": ["reward models with another tokenizer"],
     "examples_router_replay_run_qwen30_a3b_megatron_vllm": ["router replay"],
     "examples_sglang_multiturn_run_qwen2.5-3b_megatron_gsm8k_multiturn": [
         "context parallelism",
@@ -33,7 +32,7 @@ FEATURES = {
     "recipe_gkd_megatron_test_qwen": ["distillation from a teacher"],
     "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": ["FP8 training", "quantized rollouts"],
     "recipe_qat_run_qwen3_30b_w4a16_megatron": ["context parallelism", "quantization-aware training"],
-    "tests_special_e2e_run_ppo_trainer_megatron": ["context parallelism", "reward models with another tokenizer"],
+    "tests_special_e2e_run_ppo_trainer_megatron": ["context parallelism"],
     "verl_experimental_fully_async_policy_shell_geo3k_qwen25vl_7b_megatron_4_4": [
         "vision-language models",
     ],
