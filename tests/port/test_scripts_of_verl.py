@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -207,3 +208,39 @@ def test_stages_that_count_embedding_and_loss(tmp_path, monkeypatch):
     assert values[f"{group}.num_layers_in_last_pipeline_stage"] == 11
     found = port(None, [*keys, split.format("loss")], {})  # 95 over 8 is not even
     assert found.features == ["counting embedding or loss as a layer of a stage"]
+
+
+READER = "reward_model.model.input_tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("given", "vocab_size", "expected", "limit"),
+    [
+        ((), 50, "actor", 512),
+        ((), 40, None, None),
+        ((f"{READER}=null",), 50, None, None),
+        ((f"{READER}=other",), 40, "other", 512),
+        (("reward_model.enable=False",), 50, None, 512),
+    ],
+    ids=["another vocabulary", "the same", "told not to", "told to", "not enabled"],
+)
+def test_a_reward_model_of_another_vocabulary_reads_text(tmp_path, monkeypatch, given, vocab_size, expected, limit):
+    """verl's default, where the actor's tokens mean nothing to it. A limit of text goes where there is none.
+
+    Would not catch another tokenizer of the same size in a folder without tokenizer.json.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name, architecture, size in (
+        ("actor", "Qwen2ForCausalLM", 40),
+        ("judge", "LlamaForSequenceClassification", vocab_size),
+    ):
+        (tmp_path / name).mkdir()
+        facts = {"architectures": [architecture], "vocab_size": size, "max_position_embeddings": 4096}
+        (tmp_path / name / "config.json").write_text(json.dumps(facts))
+    keys = ["actor_rollout_ref.model.path=actor", "reward_model.model.path=judge", "reward_model.enable=True"]
+    found = port(None, [*keys, "reward_model.max_length=512", *given], {})
+    values = {setting.key: setting.value for setting in found.settings}
+    assert found.features == [] and values.get(READER) == expected
+    assert values.get("reward_model.max_length") == limit
+    ignored = [note.setting.key for note in found.of(Kind.IGNORED)]
+    assert ("reward_model.max_length" in ignored) == (limit is None)
