@@ -31,11 +31,12 @@ def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = Fal
         rule = "must be the folder of the actor's tokenizer, and there is none"
         parent = folder.parent
         others = [str(one) for one in parent.iterdir() if one.is_dir()] if parent.is_dir() else []
-        hint = f"a folder of a like name is {nearest_name(str(folder), others)}" if others else ""
+        like = nearest_name(str(folder), others) if others else actor_path
+        hint = "" if like == actor_path else f"a folder of a like name is {like}"
         yield Violation({key: path}, rule, nearest, hint)
     elif not config_only and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         held = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
-        rule = f"must hold the actor's tokenizer ({', '.join(TOKENIZER_FILES)}); it holds {held}"
+        rule = f"must hold the actor's tokenizer ({', '.join(TOKENIZER_FILES)}); it holds {held:.200}"
         yield Violation({key: path}, rule, nearest)
     else:
         for problem in different_tokens(actor_path, path):

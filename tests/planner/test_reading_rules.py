@@ -51,7 +51,10 @@ def test_the_folder_of_the_actors_tokenizer(reading, tmp_path):
     reading.reward_model.model.input_tokenizer = str(tmp_path / "modle")
     (problem,) = problems(reading)
     assert problem.startswith(f"{TEXT}={tmp_path}/modle must be the folder of the actor's tokenizer, and there is none")
-    assert f"nearest: {actor}" in problem and f"a folder of a like name is {actor}" in problem
+    assert problem.endswith(f"nearest: {actor}")
+    reading.reward_model.model.input_tokenizer = str(tmp_path / "rewart")
+    (problem,) = problems(reading)
+    assert problem.endswith(f"nearest: {actor}; a folder of a like name is {tmp_path / 'reward'}")
     empty = tmp_path / "empty"
     empty.mkdir()
     reading.reward_model.model.input_tokenizer = str(empty)
