@@ -91,7 +91,9 @@ class WorkerStall(WorkerFailure):
 
 
 class RewardError(MegatronRLError):
-    """The reward function scored none of a step's samples or cannot be called any more, or a reward model gives NaN."""
+    """The reward function scored none of a step's samples or cannot be called any more, or a reward model gives NaN or
+    cannot read a conversation.
+    """
 
     exit_code = 4
 

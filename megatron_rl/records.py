@@ -66,6 +66,10 @@ def known(field: torch.Tensor | None) -> torch.Tensor:
     return field
 
 
+Conversation = str | list[dict[str, Any]]
+"""A prompt as its file has it: text, or messages with role and content."""
+
+
 class Prompts(TensorClass):
     """Questions of one step, as tokens, with what the reward function will be told about them.
 
@@ -74,6 +78,7 @@ class Prompts(TensorClass):
     prompt_ids: int64 [B, (P)].
     data_source, ground_truth, extra_info: non-tensor, one per row (str, str, dict).
     uid: int64 [B], the same for the samples that are compared with each other; None before `repeat`.
+    raw_prompt: non-tensor, one `Conversation` per row, where a reward model reads text; else None.
     """
 
     index: torch.Tensor
@@ -83,6 +88,7 @@ class Prompts(TensorClass):
     ground_truth: list[Any]
     extra_info: list[dict[str, Any]]
     uid: torch.Tensor | None = None
+    raw_prompt: list[Conversation] | None = None
 
     def repeat(self, num_samples: int) -> Prompts:  # type: ignore[override]  # a tensor's takes a number for each dim
         """Each row `num_samples` times, samples of one row adjacent, `sample` counting all samples of a prompt from 0.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.algorithm import Algorithm
 from megatron_rl.book import Book
@@ -20,29 +20,30 @@ from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.cluster.watch import STACKS_FILE, Limits
 from megatron_rl.config.algorithms import uses_rule
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placement, RoleSpec
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placement, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.dispatch import Dispatch, Interval, Stop, Verb
-from megatron_rl.errors import ConfigError, WorkerFailure
+from megatron_rl.errors import WorkerFailure
 from megatron_rl.lifecycle import Lifecycle, Pace
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.open_rollouts import open_rollouts, open_schedule, replicated_pools
-from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
+from megatron_rl.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.hardware import Hardware, default_hardware, load_hardware
 from megatron_rl.planner.memory import planned_memory
 from megatron_rl.planner.stall import stall_timeout_s
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
+from megatron_rl.prompts.tokenizer import load_tokenizer
 from megatron_rl.records import Experience
 from megatron_rl.reward.function import RewardSource
 from megatron_rl.reward.here import RewardHere
 from megatron_rl.reward.keeper import KeeperSettings
 from megatron_rl.reward.processes import RewardProcesses
 from megatron_rl.reward.rule import NoRule, RuleReward
-from megatron_rl.rewards import Rewards
+from megatron_rl.rewards import Rewards, text_readers
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
@@ -135,6 +136,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         data = Data.read(config, tokenizer)
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         rules = rule_reward(config, tokenizer, data.sources, local)
+        readers, said = text_readers(config, tokenizer, (data.train, data.val))
         folder = RunFolder(config)
         book = Book(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, book.clock)
@@ -144,7 +146,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         for part in parts:
             folder.give_back(part.load_state_dict)
         book.console.print(layout_table(batch_table(config)))
-        for note in (*data.notes(config), *(f"skipped {reason}" for reason in folder.start.skipped)):
+        for note in (*data.notes(config), *said, *(f"skipped {reason}" for reason in folder.start.skipped)):
             book.warn(note)
         schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
@@ -152,7 +154,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         hosting = hosting_of(config, placement, Ears(pace, book))
         cluster = opened.enter_context(make_cluster(placement, hosting, local))
         roles = build_roles(cluster, placement, book)
-        rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock)
+        rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock, readers)
         sources = Sources(config, data.train, data.cursor, roles.rollout, rewards, book)
         looks = (partial(look_round, cluster), partial(pace.before, NEXT_BATCH))
         rollouts = open_rollouts(schedule, sources, roles.actor, roles.replicas, looks, opened)
@@ -176,8 +178,11 @@ class Data:
     def read(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
         """Raises ConfigError."""
         data, has_rule = config.data, uses_rule(config)
-        train = PromptDataset(as_list(data.train_files), tokenizer, data, has_rule)
-        val = PromptDataset(as_list(data.val_files), tokenizer, data, has_rule)
+        keeps_text = any(role.reads_text for role in roles_of(config))
+        train, val = (
+            PromptDataset(as_list(files), tokenizer, data, has_rule, keeps_text)
+            for files in (data.train_files, data.val_files)
+        )
         cursor = MixtureCursor(train.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed)
         return cls(train, val, cursor)
 
@@ -195,8 +200,8 @@ class Data:
         self.cursor.load_state_dict(state["cursor"])
 
     def notes(self, config: RunConfig) -> list[str]:
-        """Sentences about prompts that one batch takes more of than there are."""
-        return repeat_notes(config.data, [file.num_prompts for file in self.train.files])
+        """Sentences about prompts that one batch takes more of than there are, and about groups of one."""
+        return [*repeat_notes(config.data, [file.num_prompts for file in self.train.files]), *group_notes(config)]
 
 
 def make_cluster(placement: Placement, hosting: Hosting, local: bool) -> Cluster:
@@ -269,15 +274,6 @@ def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:
     joining = actor.join_bridge(address), rollout.join_bridge(address)
     for broken in (one for future in joining for one in future.get() if one):
         raise WorkerFailure(f"the actor's ranks and the rollout's cannot meet: {broken}")
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder. Raises ConfigError where its files are damaged or do not go together."""
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # the library's own, and bare ones of its parsers
-        reason = f"{type(error).__name__}: {error!s:.500}"
-        raise ConfigError(f"the tokenizer of actor_rollout_ref.model.path={path} cannot be loaded: {reason}") from error
 
 
 def hardware_here(config: RunConfig) -> Hardware:

@@ -50,11 +50,12 @@ def score(run: Run, batch: Batch) -> Experience:
     experience = batch.experience()
     sequences = experience.sequences()
 
-    pending = rewards.start(prompts, generations) if batch.scored is None else []
-    greedy_pending = rewards.start(prompts.one_per_group(), greedy) if greedy is not None else []
     old_log_probs = None if bypasses(run.config) else roles.actor.log_probs(sequences)
     ref_log_probs = roles.reference.log_probs(sequences) if roles.reference is not None else None
     old_values = roles.critic.values(sequences) if roles.critic is not None else None
+    # The last, as conversations may have to be tokenised for reward models first.
+    pending = rewards.start(prompts, generations) if batch.scored is None else []
+    greedy_pending = rewards.start(prompts.one_per_group(), greedy) if greedy is not None else []
 
     if batch.scored is None:
         batch.scored = rewards.training_scores(prompts, generations, pending)

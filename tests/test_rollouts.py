@@ -13,8 +13,10 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Future
 from megatron_rl.observe.clock import Clock
+from megatron_rl.prompts.tokenizer import load_tokenizer
 from megatron_rl.records import Generations, Prompts, Sampling, Sequences, SequenceScores, non_tensor, ragged
 from megatron_rl.reward.outcome import Outcome, Sample
+from megatron_rl.reward.reader import TextReader
 from megatron_rl.reward.rule import Scored
 from megatron_rl.rewards import Rewards
 from megatron_rl.rollouts import Rollouts, Sources
@@ -187,3 +189,47 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
     greedy = rollout.generate(questions, rollouts.greedy()).get()
     pending = rollouts.rewards.start(questions, greedy)
     assert rollouts.rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+class Reading:
+    """A reward model that gives each row its number of tokens."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+
+    def scores(self, sequences: Sequences) -> Future:
+        self.rows = [row.tolist() for row in sequences.input_ids.unbind()]
+        lengths = [float(len(row)) for row in self.rows]
+        return Future.done(SequenceScores(torch.tensor(lengths), batch_size=[len(lengths)]))
+
+
+def test_each_reward_model_reads_in_its_own_way():
+    """Text of 3 tokens at most and tokens, in one batch; what is cut is counted every time and said once.
+
+    The demo's tokenizer has '1' as 5, '+' as 14 and '=' as 15. Would not catch a reader of another model.
+    """
+    config, warnings = run_config(), []
+    config.reward_model.enable = True
+    tokenizer = load_tokenizer(str(REPOSITORY / "assets/demo/model"))
+    reader = TextReader("reward_model", tokenizer, tokenizer, 3, "reward_model.max_length")
+    text, tokens = Reading(), Reading()
+    models = list(zip(Placement.of(config).reward_models, (text, tokens), strict=True))
+    rule, clock = (lambda p, g: scored([0.0] * len(p))), Clock(lambda name: None)
+    rewards = Rewards(config, rule, models, warnings.append, clock, {"reward_model": reader})
+    prompts = Pairs().batch(torch.tensor([0, 1]))
+    prompts.raw_prompt = non_tensor([[{"role": "user", "content": "1+"}], "="])
+    answers = Generations(
+        response_ids=ragged([torch.tensor([5, 14, 1]), torch.tensor([5, 1])]),
+        rollout_log_probs=ragged([torch.zeros(3), torch.zeros(2)]),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        batch_size=[2],
+    )
+    for _ in range(2):
+        metrics = rewards.task_scores(prompts, answers, rewards.start(prompts, answers)).metrics()
+    assert text.rows == [[5, 14, 5], [15, 5]] and tokens.rows == [[1, 5, 14, 1], [2, 5, 1]]
+    assert metrics["reward/rm_score/mean"] == 2.5 and metrics["reward/strict_score/mean"] == 3.5
+    assert metrics["reward/rm_truncated/mean"] == 0.5 and "reward/strict_truncated/mean" not in metrics
+    assert warnings == [
+        "1 of 2 conversations are longer than reward_model.max_length=3 in tokens of reward_model, which does not read "
+        "their ends"
+    ]

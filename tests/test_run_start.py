@@ -20,7 +20,7 @@ from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.lifecycle import Lifecycle, Pace
-from megatron_rl.run import load_tokenizer
+from megatron_rl.prompts.tokenizer import load_tokenizer
 from megatron_rl.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.run import load_tokenizer
+from megatron_rl.prompts.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,15 @@ from megatron_rl.config.schema import RunConfig
 class Needs:
     """What an advantage estimator needs beside token rewards.
 
-    critic: values of a trained critic. group: two samples per prompt or more. greedy: the score of one greedy answer
-    per prompt. sum_pi_squared: of every token's distribution the sum of squared probabilities, which the trainer's pass
-    for old log-probs also gives. components: the further numbers of the reward function that
-    `algorithm.gdpo_reward_keys` names.
+    critic: values of a trained critic. group: it compares the samples of a prompt, and has no baseline for a lone one.
+    second: two samples per prompt or more. greedy: the score of one greedy answer per prompt. sum_pi_squared: of every
+    token's distribution the sum of squared probabilities, which the trainer's pass for old log-probs also gives.
+    components: the further numbers of the reward function that `algorithm.gdpo_reward_keys` names.
     """
 
     critic: bool = False
     group: bool = False
+    second: bool = False
     greedy: bool = False
     sum_pi_squared: bool = False
     components: bool = False
@@ -30,7 +31,7 @@ class Needs:
 ADV_ESTIMATORS: dict[str, Needs] = {
     "gae": Needs(critic=True),
     "grpo": Needs(group=True),
-    "grpo_passk": Needs(group=True),
+    "grpo_passk": Needs(group=True, second=True),
     "gdpo": Needs(group=True, components=True),
     "gpg": Needs(group=True),
     "rloo": Needs(group=True),

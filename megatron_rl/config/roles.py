@@ -26,7 +26,8 @@ class PassSpec:
 
     phase: its name in timings, in memory and in plans. num_rows: samples of a micro-batch, where max_tokens is None.
     max_tokens: tokens of a micro-batch, where samples are joined by their tokens. key: the key of whichever of the two
-    counts. extra_tokens: what the role reads beyond prompt and response.
+    counts. extra_tokens: what the role reads beyond prompt and response. longest: tokens of the longest sequence
+    without these, where it is not that of prompt and response: of conversations that are tokenised anew.
     """
 
     phase: str
@@ -35,6 +36,7 @@ class PassSpec:
     remove_padding: bool
     key: str
     extra_tokens: int = 0
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class RoleSpec:
     def has_value_head(self) -> bool:
         """Whether the model ends in a head of one value instead of one logit for each token of the vocabulary."""
         return self.kind in (CRITIC, REWARD_MODEL)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it is a reward model that tokenises conversations with its own tokenizer."""
+        return self.kind == REWARD_MODEL and self.settings.model.input_tokenizer is not None
 
     @property
     def passes(self) -> list[PassSpec]:
@@ -302,7 +309,13 @@ def _critic(config: RunConfig) -> RoleSpec:
 
 
 def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, longest: int) -> RoleSpec:
-    """A frozen classifier, which reads one token more than the sequence has: room for it is always there."""
+    """A frozen classifier, which reads one token more than the sequence has: room for it is always there.
+
+    longest: tokens of the longest prompt with the longest response.
+    """
+    own = None
+    if settings.model.input_tokenizer is not None:
+        own = longest if settings.max_length is None else settings.max_length
     return RoleSpec(
         name,
         REWARD_MODEL,
@@ -318,8 +331,9 @@ def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, lon
             key,
             settings.use_dynamic_bsz,
             {"micro_batch_size_per_gpu": settings.micro_batch_size_per_gpu},
-            {"forward_max_token_len_per_gpu": max(settings.forward_max_token_len_per_gpu, longest + 1)},
+            {"forward_max_token_len_per_gpu": max(settings.forward_max_token_len_per_gpu, (own or longest) + 1)},
             extra_tokens=1,
+            longest=own,
         ),
     )
 
@@ -343,8 +357,9 @@ def _pass(
     rows: dict[str, int],
     tokens: dict[str, int],
     extra_tokens: int = 0,
+    longest: int | None = None,
 ) -> PassSpec:
     """rows, tokens: the key in `group` and its value, of which `is_dynamic` chooses one."""
     (rows_key, num_rows), (tokens_key, max_tokens) = *rows.items(), *tokens.items()
     key = f"{group}.{tokens_key if is_dynamic else rows_key}"
-    return PassSpec(phase, num_rows, max_tokens if is_dynamic else None, packed, key, extra_tokens)
+    return PassSpec(phase, num_rows, max_tokens if is_dynamic else None, packed, key, extra_tokens, longest)

@@ -311,10 +311,10 @@ class OverlongBufferConfig:
 @dataclass
 class RewardModelModelConfig:
     path: str | None = None
-    """Hugging Face folder of a ...ForSequenceClassification model with one label, which reads the actor's tokens."""
+    """Hugging Face folder of a ...ForSequenceClassification model with one label."""
     input_tokenizer: str | None = None
-    """Only null: the reward model reads prompt and answer exactly as the actor does. Another tokenizer or chat template
-    is refused."""
+    """null: the reward model reads the actor's tokens. The actor's folder: it reads the conversation as text, which is
+    rendered with the chat template of its own folder and tokenised with the tokenizer there."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
 
 
@@ -335,6 +335,9 @@ class RewardModelConfig:
     """Weight of the rule's score, also without a reward model."""
     weight: float = 1.0
     """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
+    max_length: int | None = None
+    """With model.input_tokenizer: tokens that the reward model reads of a conversation at most; the end of a longer one
+    is cut off. null: data.max_prompt_length + data.max_response_length."""
     micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
     """Samples per forward pass of the reward model, where not dynamic."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
@@ -358,6 +361,7 @@ class FurtherRewardModelConfig:
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     pool: str = GLOBAL_POOL
     weight: float = 1.0
+    max_length: int | None = None
     micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
     forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")

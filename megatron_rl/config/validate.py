@@ -13,7 +13,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.config.roles import roles_of
-from megatron_rl.config.schema import RewardModelModelConfig, RunConfig, as_list
+from megatron_rl.config.schema import FurtherRewardModelConfig, RewardModelConfig, RunConfig, as_list
 from megatron_rl.config.value_tables import (
     ACTOR,
     BUILT_IN_REWARDS,
@@ -157,7 +157,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     """What is wrong with the reward models and with their parts of the score."""
     reward, has_rule = config.reward_model, uses_rule(config)
     if reward.enable:
-        yield from _folder_problems("reward_model", reward.model, "reward_model.enable=true")
+        yield from _folder_problems("reward_model", reward, "reward_model.enable=true")
     yield from _further_model_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
@@ -175,22 +175,25 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({key: weights[key]}, "must not be 0, as no other score counts", {key: 1.0})
 
 
-def _folder_problems(group: str, model: RewardModelModelConfig, reason: str) -> Iterable[Violation]:
-    if model.path is None:
+def _folder_problems(
+    group: str, reward: RewardModelConfig | FurtherRewardModelConfig, reason: str
+) -> Iterable[Violation]:
+    if reward.model.path is None:
         yield Violation({f"{group}.model.path": None}, f"must be a model folder, as {reason}")
-    if model.input_tokenizer is not None:
-        key = f"{group}.model.input_tokenizer"
-        rule = "must be null: the reward model reads the actor's tokens, and no other chat template"
-        yield Violation({key: model.input_tokenizer}, rule, {key: None})
+    if reward.max_length is not None and reward.model.input_tokenizer is None:
+        key = f"{group}.max_length"
+        rule = f"is of no use without {group}.model.input_tokenizer: the reward model reads the actor's tokens"
+        yield Violation({key: reward.max_length}, rule, {key: None})
 
 
 def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
     for name, further in config.reward_models.items():
         group = f"reward_models.{name}"
-        yield from _folder_problems(group, further.model, f"{group} is a reward model")
-        for size in ("micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"):
-            key, interval, value = f"{group}.{size}", RANGES[f"reward_model.{size}"], getattr(further, size)
-            if not interval.holds(value):
+        yield from _folder_problems(group, further, f"{group} is a reward model")
+        for size in ("micro_batch_size_per_gpu", "forward_max_token_len_per_gpu", "max_length"):
+            interval = (RANGES | RANGES_OR_NULL)[f"reward_model.{size}"]
+            key, value = f"{group}.{size}", getattr(further, size)
+            if value is not None and not interval.holds(value):
                 yield Violation({key: value}, f"must be {interval}", {key: interval.nearest(value)})
         if not math.isfinite(further.weight):
             yield Violation({f"{group}.weight": further.weight}, "must be a finite number", {f"{group}.weight": 1.0})

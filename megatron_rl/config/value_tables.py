@@ -94,6 +94,7 @@ AT_LEAST_ONE_OR_NULL = (
     "trainer.total_training_steps",
     "trainer.total_epochs",
     "actor_rollout_ref.model.override_config.max_position_embeddings",
+    "reward_model.max_length",
     *STAGE_SHARES,
     f"{ACTOR}.loss_scale_factor",
     f"{CRITIC}.loss_scale_factor",

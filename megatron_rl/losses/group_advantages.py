@@ -1,8 +1,9 @@
 """Advantages of whole answers, from the other answers to the same prompt. One score per answer, no critic.
 
 Legend: B answers; `scores` float [B]; `groups` int64 [B], equal for the answers to one prompt, in any order. An answer
-that is alone in its group has nothing to be compared with: its advantage is 0. So is that of answers with equal scores,
-exactly: what rounding leaves of their differences would be divided by a standard deviation as small.
+that is alone in its group has nothing to be compared with: its baseline is 0 and its standard deviation counts as 1, as
+in verl. Of two or more answers with equal scores the advantage is 0, exactly: what rounding leaves of their differences
+would be divided by a standard deviation as small.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def grpo(scores: Tensor, groups: Tensor, norm_by_std: bool, eps: float = 1e-6) -
 def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     """r_i minus the mean of the *other* scores of its group; [B]. RLOO: Ahmadian et al., arXiv:2402.14740.
 
-    The same as n / (n - 1) * (r_i - mean) in a group of n.
+    The same as n / (n - 1) * (r_i - mean) in a group of n; of a lone answer r_i.
     """
     index, sizes = _numbered(groups)
     centred = _centred(scores, index, sizes)
@@ -38,11 +39,13 @@ def opo(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
     """r_i - sum(l r) / sum(l) over the group, l = `lengths` [B] in tokens; [B].
 
     The baseline of least variance when an answer's gradient grows with its length (OPO: Hao et al., arXiv:2505.23585).
-    An answer without a token has no gradient, and so no weight in it; the baseline of a group of such is 0.
+    An answer without a token has no gradient, and so no weight in it; the baseline of a group of such, and of a lone
+    answer, is 0.
     """
     index, sizes = _numbered(groups)
     weights = lengths.to(scores.dtype)
     baselines = _sums(weights * scores, index, sizes) / _sums(weights, index, sizes).clamp(min=1)
+    baselines = torch.where(sizes > 1, baselines, 0.0)
     return torch.where(_all_equal(scores, index, sizes), 0.0, scores - baselines[index])
 
 
@@ -85,21 +88,21 @@ def _sums(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _centred(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """r - mean of the group; [B]."""
-    means = _sums(scores, index, sizes) / sizes
+    """r - mean of the group; [B]. Of a lone answer r."""
+    means = torch.where(sizes > 1, _sums(scores, index, sizes) / sizes, 0.0)
     return torch.where(_all_equal(scores, index, sizes), 0.0, scores - means[index])
 
 
 def _stds(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """Unbiased standard deviation of each group [G]; 0 of a lone answer."""
+    """Unbiased standard deviation of each group [G]; 1 of a lone answer."""
     squares = _sums(_centred(scores, index, sizes).square(), index, sizes)
-    return (squares / (sizes - 1).clamp(min=1)).sqrt()
+    return torch.where(sizes > 1, (squares / (sizes - 1).clamp(min=1)).sqrt(), 1.0)
 
 
 def _all_equal(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """bool [B]: whether the answers of one's group all have the same score."""
+    """bool [B]: whether the answers of one's group, two or more, all have the same score."""
     nothing = torch.zeros(sizes.numel(), dtype=scores.dtype)
     largest, smallest = (
         nothing.scatter_reduce(0, index, scores, kind, include_self=False) for kind in ("amax", "amin")
     )
-    return (largest == smallest)[index]
+    return ((largest == smallest) & (sizes > 1))[index]

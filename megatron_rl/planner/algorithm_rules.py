@@ -43,7 +43,7 @@ def algorithm_problems(config: RunConfig) -> Iterable[Violation]:
 def _needed(config: RunConfig, nearest: Mapping[str, Any]) -> dict[str, Any]:
     """What the estimator that is offered needs and the configuration has not."""
     needs = ADV_ESTIMATORS.get(nearest.get("algorithm.adv_estimator", ""), Needs())
-    found: dict[str, Any] = {SAMPLES: 2} if needs.group and config.actor_rollout_ref.rollout.n == 1 else {}
+    found: dict[str, Any] = {SAMPLES: 2} if needs.second and config.actor_rollout_ref.rollout.n == 1 else {}
     if needs.components:
         found |= {"algorithm.gdpo_reward_keys": config.algorithm.gdpo_reward_keys or ["score"]}
         found |= {"algorithm.use_kl_in_reward": False} if config.algorithm.use_kl_in_reward else {}
@@ -77,8 +77,8 @@ def _name_problems(
 def _estimator_problems(config: RunConfig) -> Iterable[Violation]:
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     needs = needs_of(config)
-    if needs.group and samples == 1:
-        rule = f"must be >= 2: algorithm.adv_estimator={name} compares the samples of a prompt with each other"
+    if needs.second and samples == 1:
+        rule = f"must be >= 2: algorithm.adv_estimator={name} compares the best sample of a prompt with the second"
         yield Violation({SAMPLES: samples}, rule, {SAMPLES: 2})
     if needs.critic and not uses_critic(config):
         rule = f"must be null or true: algorithm.adv_estimator={name} needs a critic's values"
@@ -138,7 +138,7 @@ def _sampling_problems(config: RunConfig) -> Iterable[Violation]:
                 f"must give at least data.train_batch_size={data.train_batch_size} prompts, or no step could be filled"
             )
             yield Violation({key: most} | size, rule, {key: -(-data.train_batch_size // data.gen_batch_size)})
-        if samples == 1 and not needs_of(config).group:
+        if samples == 1 and not needs_of(config).second:
             rule = "must be >= 2: algorithm.filter_groups.enable=true compares the samples of a prompt"
             yield Violation({SAMPLES: samples}, rule, {SAMPLES: 2})
     elif data.gen_batch_size != data.train_batch_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron_rl.config.algorithms import needs_of
 from megatron_rl.config.roles import PoolSize, pool_sizes, roles_of, rollout_pool
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.planner.recompute import Recompute
@@ -77,6 +78,18 @@ def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
         "in every batch, on average; take a smaller batch or more prompts if that is not meant"
         for name, size, taken in sets
         if taken > size > 0
+    ]
+
+
+def group_notes(config: RunConfig) -> list[str]:
+    """A sentence where an estimator that compares the samples of a prompt gets one of each."""
+    algorithm, samples = config.algorithm, config.actor_rollout_ref.rollout.n
+    if samples > 1 or not needs_of(config).group:
+        return []
+    return [
+        f"note: algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a prompt, and "
+        f"actor_rollout_ref.rollout.n={samples}: a group of one has no baseline, so an answer's advantage comes from "
+        "its score alone; take actor_rollout_ref.rollout.n=2 or more if that is not meant"
     ]
 
 

@@ -30,6 +30,7 @@ PATHS = (
     "actor_rollout_ref.actor.policy_loss.custom.path",
     "critic.model.path",
     "reward_model.model.path",
+    "reward_model.model.input_tokenizer",
     "custom_reward_function.path",
     "algorithm.custom_adv_estimator.path",
     "trainer.default_local_dir",
@@ -199,7 +200,8 @@ def path_problems(config: RunConfig) -> Iterator[Violation]:
 
     Where there is one, no other rule can look at files.
     """
-    for key in (*PATHS, *(f"reward_models.{name}.model.path" for name in config.reward_models)):
+    further = (f"reward_models.{name}.model" for name in config.reward_models)
+    for key in (*PATHS, *(f"{group}.{name}" for group in further for name in ("path", "input_tokenizer"))):
         paths = value_of(config, key)
         for path in [paths] if isinstance(paths, str) else paths if isinstance(paths, list) else ():
             if not isinstance(path, str):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import fnmatch
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_rl.planner.config_json import ConfigJsonError, read_config_json
-from megatron_rl.planner.hub_cache import cached_model, is_hub_id
+from megatron_rl.planner.hub_cache import model_folder
 
 
 @cache
@@ -27,10 +26,7 @@ def feature_of(architecture: str) -> str:
 
 def model_facts(path: str) -> dict[str, Any]:
     """config.json of a folder, or of the local cache's model of that name; empty where none can be read."""
-    folder = Path(path).expanduser()
-    if is_hub_id(path):
-        folder = cached_model(path) or folder
     try:
-        return read_config_json(folder / "config.json")
+        return read_config_json(model_folder(path) / "config.json")
     except (ConfigJsonError, OSError):
         return {}

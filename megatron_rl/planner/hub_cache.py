@@ -17,6 +17,12 @@ def is_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
+def model_folder(path: str) -> Path:
+    """The folder of a model, or that of the local cache where it is a name that is there."""
+    folder = Path(path).expanduser()
+    return cached_model(path) or folder if is_hub_id(path) else folder
+
+
 def cached_model(name: str) -> Path | None:
     """The newest snapshot of a model in the local cache; None where there is none."""
     from huggingface_hub import try_to_load_from_cache  # reads where the cache is from the environment
@@ -27,7 +33,9 @@ def cached_model(name: str) -> Path | None:
 
 def with_local_models(config: RunConfig) -> RunConfig:
     """The same configuration object, with folders of the local cache in place of names that it holds."""
-    for key in dict.fromkeys(role.model_key for role in roles_of(config)):
+    roles = list(roles_of(config))
+    texts = [f"{role.key}.model.input_tokenizer" for role in roles if role.reads_text]
+    for key in dict.fromkeys([*(role.model_key for role in roles), *texts]):
         path = value_of(config, key)
         folder = cached_model(path) if isinstance(path, str) and is_hub_id(path) else None
         if folder is not None:

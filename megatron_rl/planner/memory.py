@@ -239,7 +239,8 @@ class MemoryOfStage:
         if one is role.update:
             prompts = min(role.settings.ppo_mini_batch_size, prompts)
         num_samples = prompts * self.config.actor_rollout_ref.rollout.n
-        length = data.max_prompt_length + data.max_response_length + one.extra_tokens
+        longest = data.max_prompt_length + data.max_response_length if one.longest is None else one.longest
+        length = longest + one.extra_tokens
         multiple = self.pool.grid.tp_size if self.pool.megatron.sequence_parallel else 1
         share = max(1, -(-num_samples // self.pool.grid.dp_size))
         rows = one.num_rows if one.max_tokens is None else max(1, one.max_tokens // length)

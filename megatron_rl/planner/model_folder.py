@@ -27,6 +27,7 @@ from megatron_rl.planner.config_json import ConfigJsonError, is_size, read_confi
 from megatron_rl.planner.folder_files import damaged_files
 from megatron_rl.planner.foreign_models import feature_of
 from megatron_rl.planner.hub_cache import is_hub_id
+from megatron_rl.planner.vocabulary import TOKENIZER_FILES
 
 SIZES = (
     "hidden_size",
@@ -36,7 +37,6 @@ SIZES = (
     "num_hidden_layers",
     "vocab_size",
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 STARTING_POINTS = FAMILIES | REWARD_FAMILIES
 """What a critic can start from: a language model's trunk, or a reward model."""
 

@@ -26,7 +26,7 @@ from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_m
 from megatron_rl.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.planner.recompute_rules import recompute_problems
 from megatron_rl.planner.resume_rules import resume_problems
-from megatron_rl.planner.vocabulary import vocabulary_problems
+from megatron_rl.planner.vocabulary import reading_problems
 
 LIMIT = "max_position_embeddings"
 OVERRIDE = f"actor_rollout_ref.model.override_config.{LIMIT}"
@@ -77,8 +77,11 @@ def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[M
 
     Models that cannot be read are left out; of the others each is there once, the actor's first.
     """
-    actor_path, found, problems = config.actor_rollout_ref.model.path, {}, []
+    actor_path, found = config.actor_rollout_ref.model.path, {}
+    problems: list[Violation] = []
     for role in roles_of(config):
+        if role.kind == REWARD_MODEL and role.model_path is not None:
+            problems += reading_problems(actor_path, role, config_only=config_only)
         read = (role.model_path, role.kind == REWARD_MODEL)
         if role.model_path is None or read in found or (role.kind == CRITIC and role.model_path == actor_path):
             continue
@@ -88,8 +91,6 @@ def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[M
         problems += faults
         if role.kind == ACTOR and found[read] is not None and not config_only:
             problems += end_token_problems(role.model_key, actor_path)
-        if role.kind == REWARD_MODEL:
-            problems += vocabulary_problems(actor_path, role.model_path, role.model_key)
     return list({model.path: model for model in found.values() if model is not None}.values()), problems
 
 
@@ -105,18 +106,22 @@ def _pack_problems(config: RunConfig) -> Iterable[Violation]:
     """The longest sequence must fit into one pass."""
     lengths = (config.data.max_prompt_length, config.data.max_response_length)
     passes = [one for role in roles_of(config) for one in role.passes if one.max_tokens is not None]
-    for key in dict.fromkeys(one.key for one in passes):
+    for key, own in dict.fromkeys((one.key, one.longest) for one in passes):
         # The configured limit: a pass makes room for what its role reads beyond the longest sequence.
-        limit = value_of(config, key)
-        if min(*lengths, limit) >= 1 and limit < sum(lengths):
-            rule = f"must be >= data.max_prompt_length + data.max_response_length = {sum(lengths)}"
-            yield Violation({key: limit}, rule, {key: sum(lengths)})
+        limit, longest, what = value_of(config, key), sum(lengths), "data.max_prompt_length + data.max_response_length"
+        if own not in (None, longest):
+            longest, what = own, f"{key.rpartition('.')[0]}.max_length"
+        if min(*lengths, limit, longest) >= 1 and limit < longest:
+            yield Violation({key: limit}, f"must be >= {what} = {longest}", {key: longest})
 
 
 def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     keys = {"data.max_prompt_length": prompt, "data.max_response_length": response}
     override = config.actor_rollout_ref.model.override_config.max_position_embeddings
+    of_tokens = {role.model_path for role in roles_of(config) if not role.reads_text}
+    yield from _text_length_problems(config, models)
+    models = [model for model in models if model.path in of_tokens]
     for model in models:
         told = {} if override is None else {OVERRIDE: override}
         for name, limit in ((told or model.longest) | model.windows).items():
@@ -135,13 +140,33 @@ def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Vi
         yield from _other_vocabularies(config, models, rule)
 
 
+def _text_length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
+    """Of reward models that tokenise conversations anew."""
+    by_path = {model.path: model for model in models}
+    for role in roles_of(config):
+        model, longest = by_path.get(role.model_path), role.score.longest if role.score is not None else None
+        if model is None or longest is None:
+            continue
+        key = f"{role.key}.max_length"
+        for name, limit in model.longest.items():
+            if longest > limit:
+                rule = f"must be <= {name}({limit}) of {model.path}"
+                if role.settings.max_length is None:
+                    rule += f"; null is data.max_prompt_length + data.max_response_length = {longest}"
+                yield Violation({key: role.settings.max_length}, rule, {key: limit})
+
+
 def _other_vocabularies(config: RunConfig, models: list[ModelSizes], rule: str) -> Iterable[Violation]:
     """One for each role whose vocabulary is not of the actor's size."""
     actor_path, sizes = config.actor_rollout_ref.model.path, {model.path: model.vocab_size for model in models}
     for role in roles_of(config):
         key, path = role.model_key, role.model_path
-        if role.has_value_head and {actor_path, path} <= sizes.keys() and sizes[path] != sizes[actor_path]:
-            # A language model gives no rewards.
-            nearest = {key: actor_path} if role.kind == CRITIC else {}
-            hint = "" if role.kind == CRITIC else "reward models with another tokenizer are not here"
-            yield Violation({key: path}, rule, nearest, hint)
+        if (
+            role.has_value_head
+            and not role.reads_text
+            and {actor_path, path} <= sizes.keys()
+            and sizes[path] != sizes[actor_path]
+        ):
+            # A language model gives no rewards, but a reward model can read text.
+            nearest = {key if role.kind == CRITIC else f"{role.key}.model.input_tokenizer": actor_path}
+            yield Violation({key: path}, rule, nearest)

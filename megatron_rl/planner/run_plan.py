@@ -12,7 +12,7 @@ from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.ahead import AheadPlan, ahead_plan
-from megatron_rl.planner.batch_arithmetic import batch_table, repeat_notes
+from megatron_rl.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planner.file_rules import train_rows
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import StageMemory
@@ -159,7 +159,7 @@ class RunPlan:
     def notes(self) -> list[str]:
         """Sentences to be read after the tables."""
         found = [f"{self.config.actor_rollout_ref.model.path} {rule} before the run can start" for rule in self.lacking]
-        found += repeat_notes(self.config.data, self.train_rows)
+        found += [*repeat_notes(self.config.data, self.train_rows), *group_notes(self.config)]
         found += [] if self.ahead is None else [self.ahead.advice]
         if not self.memory.fits:
             over = amount(self.memory.peak - self.memory.usable)

@@ -80,7 +80,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         pool = models.pools[role.pool]
         estimator = _estimator(models, pool, role, hardware)
         if role.score is not None and not (role.kind == ACTOR and bypasses(models.config)):
-            seconds[role.score.phase] = estimator.forward(_scored(load, role.score))
+            seconds[role.score.phase] = estimator.forward(_scored(load, role.score, models.config))
             scores.add(role.score.phase)
         if role.update is not None:
             seconds[role.update.phase] = estimator.train(_updated(load, role, pool, models.config))
@@ -119,8 +119,12 @@ def _block_tokens(load: Load, one: PassSpec) -> int:
     return one.max_tokens or int(one.num_rows * load.length)
 
 
-def _scored(load: Load, one: PassSpec) -> Load:
-    longer = replace(load, prompt=load.prompt + one.extra_tokens)
+def _scored(load: Load, one: PassSpec, config: RunConfig) -> Load:
+    """With what the role reads. Sequences that are tokenised anew are assumed to fill as much of their limit."""
+    share = 1.0
+    if one.longest is not None:
+        share = one.longest / (config.data.max_prompt_length + config.data.max_response_length)
+    longer = replace(load, prompt=load.prompt * share + one.extra_tokens, response=load.response * share)
     return replace(longer, block_tokens=_block_tokens(longer, one))
 
 

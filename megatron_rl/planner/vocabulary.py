@@ -1,4 +1,6 @@
-"""Whether two model folders mean the same by a token number, as far as their tokenizer.json tells."""
+"""What a reward model can read: whether two model folders mean the same by a token number, as far as their
+tokenizer.json tells, and where they do not, which tokenizer makes text of the actor's tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,38 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.roles import RoleSpec
 from megatron_rl.errors import Violation
 
 FILE = "tokenizer.json"
+TOKENIZER_FILES = (FILE, "tokenizer.model", "vocab.json")
+
+
+def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = False) -> Iterable[Violation]:
+    """Why a reward model cannot read what the actor says: its tokens, or with `input_tokenizer` their text.
+
+    config_only: folders need not hold a tokenizer yet.
+    """
+    if not role.reads_text:
+        yield from vocabulary_problems(actor_path, role.model_path, role.model_key)
+        return
+    key, path = f"{role.key}.model.input_tokenizer", role.settings.model.input_tokenizer
+    folder, nearest = Path(path).expanduser(), {key: actor_path}
+    if not folder.is_dir():
+        rule = "must be the folder of the actor's tokenizer, and there is none"
+        parent = folder.parent
+        others = [str(one) for one in parent.iterdir() if one.is_dir()] if parent.is_dir() else []
+        like = nearest_name(str(folder), others) if others else actor_path
+        hint = "" if like == actor_path else f"a folder of a like name is {like}"
+        yield Violation({key: path}, rule, nearest, hint)
+    elif not config_only and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        held = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        rule = f"must hold the actor's tokenizer ({', '.join(TOKENIZER_FILES)}); it holds {held:.200}"
+        yield Violation({key: path}, rule, nearest)
+    else:
+        for problem in different_tokens(actor_path, path):
+            yield Violation({key: path}, f"must hold the actor's tokenizer: {problem}", nearest)
 
 
 def vocabulary_problems(actor_path: str, reward_path: str, key: str = "reward_model.model.path") -> Iterable[Violation]:
@@ -17,21 +48,26 @@ def vocabulary_problems(actor_path: str, reward_path: str, key: str = "reward_mo
 
     key: the one that names the reward model's folder.
     """
-    files = [Path(path).expanduser() / FILE for path in (actor_path, reward_path)]
+    for problem in different_tokens(actor_path, reward_path):
+        nearest = {f"{key.removesuffix('path')}input_tokenizer": actor_path}
+        yield Violation({key: reward_path}, f"must have the actor's tokens, or read text: {problem}", nearest)
+
+
+def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
+    """A sentence where tokens of the actor have other numbers elsewhere."""
+    files = [Path(path).expanduser() / FILE for path in (actor_path, other_path)]
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return
     try:
-        actor, reward = (_numbers(json.loads(file.read_text())) for file in files)
+        actor, other = (_numbers(json.loads(file.read_text())) for file in files)
     except (ValueError, TypeError, KeyError):
         return  # the model folder's own loader reports it
-    different = {token for token, number in actor.items() if reward.get(token) != number}
+    different = {token for token, number in actor.items() if other.get(token) != number}
     if different:
         example = min(different, key=lambda token: actor[token])
-        yield Violation(
-            {key: reward_path},
-            f"must have the actor's tokens: {len(different)} of {len(actor)} have other numbers or are missing in its "
-            f"{FILE}, the first is {example!r} ({actor[example]} in {actor_path}, {reward.get(example)} there)",
-            hint="take a reward model that was trained from the actor's base model",
+        yield (
+            f"{len(different)} of {len(actor)} have other numbers or are missing in its {FILE}, the first is "
+            f"{example!r} ({actor[example]} in {actor_path}, {other.get(example)} there)"
         )
 
 

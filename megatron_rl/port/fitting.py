@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.config.algorithms import ADV_ESTIMATORS
 from megatron_rl.config.foreign.defaults import verl_defaults
 from megatron_rl.config.foreign.rows import alike
 from megatron_rl.config.foreign.translate import Kind, Note
@@ -13,12 +12,15 @@ from megatron_rl.config.megatron import LAYOUT_KEYS
 from megatron_rl.config.setting import Setting
 from megatron_rl.planner.config_json import is_size
 from megatron_rl.planner.foreign_models import feature_of, model_facts
+from megatron_rl.planner.hub_cache import model_folder
 from megatron_rl.planner.model_folder import STARTING_POINTS
 from megatron_rl.planner.preflight import OVERRIDE
+from megatron_rl.planner.vocabulary import different_tokens
 
 ORIGIN = "verl's default"
 ACTOR = "actor_rollout_ref.actor"
 FOLLOWERS = ("actor_rollout_ref.ref", "critic", "reward_model")
+TEXT_KEY = "reward_model.model.input_tokenizer"
 COUNTING = "counting embedding or loss as a layer of a stage"
 LAYOUT_DEFAULTS = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
 
@@ -26,7 +28,7 @@ LAYOUT_DEFAULTS = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_siz
 def fitted(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     """The settings of a ported file, and what became of those that are changed or left out."""
     notes: list[Note] = []
-    for step in (_one_layout, _rewards_of_a_model, _models, _groups_of_one):
+    for step in (_one_layout, _rewards_of_a_model, _models, _reading):
         settings, said = step(settings)
         notes += said
     return settings, notes
@@ -104,25 +106,38 @@ def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
             reason = "docs/models.md has the models that are here"
             feature = f"{feature_of(names[0])} ({names[0]})"
             notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature=feature))
-    sizes = [one.get("vocab_size") for one in facts.values()]
-    enable = given.get("reward_model.enable")
-    if reward is not None and enable is not None and enable.value is True and None not in sizes and len(set(sizes)) > 1:
-        reason = "take a reward model of the actor's family"
-        notes.append(Note(Kind.UNSUPPORTED, reward, reason, feature="reward models with another tokenizer"))
     if actor is not None and not notes:
         return _longer(settings, given, facts[actor.key])
     return settings, notes
 
 
-def _groups_of_one(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """An estimator that compares samples, of one sample: verl takes the score as it is, without a baseline."""
+def _reading(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
+    """How a reward model reads. verl's has the actor's answers as text unless told otherwise; here one with the actor's
+    tokens reads those.
+    """
     given = {setting.key: setting for setting in settings}
-    estimator, samples = given.get("algorithm.adv_estimator"), given.get("actor_rollout_ref.rollout.n")
-    needs = ADV_ESTIMATORS.get(str(estimator.value)) if estimator is not None else None
-    if estimator is None or needs is None or not needs.group or (samples is not None and samples.value != 1):
-        return settings, []
-    reason = "set actor_rollout_ref.rollout.n=2 or more"
-    return settings, [Note(Kind.UNSUPPORTED, estimator, reason, feature="groups of one sample")]
+    actor, reward = given.get("actor_rollout_ref.model.path"), given.get("reward_model.model.path")
+    enable, text, most = (
+        given.get(f"reward_model.{name}") for name in ("enable", "model.input_tokenizer", "max_length")
+    )
+    notes: list[Note] = []
+    if actor is None or reward is None or enable is None or enable.value is not True:
+        return settings, notes
+    if text is None and _other_tokens(str(actor.value), str(reward.value)):
+        text = Setting(TEXT_KEY, actor.value, reward.origin)
+        reason = "it has another tokenizer, and reads conversations as text, with its own chat template"
+        notes.append(Note(Kind.RENAMED, reward, reason, {reward.key: reward.value, TEXT_KEY: actor.value}))
+        settings = [*settings, text]
+    if most is not None and most.value is not None and (text is None or text.value is None):
+        notes.append(Note(Kind.IGNORED, most, "it is about text, and this reward model reads the actor's tokens"))
+        settings = [setting for setting in settings if setting is not most]
+    return settings, notes
+
+
+def _other_tokens(actor: str, reward: str) -> bool:
+    """Whether a reward model cannot read the actor's tokens, as far as the folders tell."""
+    sizes = {model_facts(path).get("vocab_size") for path in (actor, reward)} - {None}
+    return len(sizes) > 1 or any(different_tokens(str(model_folder(actor)), str(model_folder(reward))))
 
 
 def _longer(

@@ -15,7 +15,7 @@ from megatron_rl.config.schema import DataConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.prompts.files import Message, PromptRow, read_rows
 from megatron_rl.prompts.mixture import PromptFile
-from megatron_rl.records import Prompts, non_tensor, ragged
+from megatron_rl.records import Conversation, Prompts, non_tensor, ragged
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,18 @@ class PromptDataset:
         tokenizer: PreTrainedTokenizerBase,
         data_config: DataConfig,
         needs_ground_truth: bool = True,
+        keeps_text: bool = False,
     ):
         """Read and tokenise; see `DataConfig` for the columns, for templates and for prompts that are too long.
 
-        needs_ground_truth: whether every row must have one; else it is None where a row has none.
+        needs_ground_truth: whether every row must have one; else it is None where a row has none. keeps_text: whether
+        batches have `raw_prompt`, too.
 
         Raises ConfigError for a missing or unreadable file, missing or empty columns, an empty dataset, and prompts
         that cannot be tokenised or are too long.
         """
         self.files: list[PromptFile] = []
+        self.keeps_text = keeps_text
         self._prompts: list[Prompt] = []
         offset = 0
         for path in paths:
@@ -68,6 +71,10 @@ class PromptDataset:
         """Every data source that occurs."""
         return {prompt.row.data_source for prompt in self._prompts}
 
+    def texts(self) -> tuple[list[Conversation], list[list[int]]]:
+        """Every prompt as its file has it, and its tokens."""
+        return [one.row.prompt for one in self._prompts], [one.token_ids.tolist() for one in self._prompts]
+
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices` (each in [0, len(self)), at least one) as a record of B = len(indices) rows.
 
@@ -81,6 +88,7 @@ class PromptDataset:
             data_source=non_tensor([prompt.row.data_source for prompt in prompts]),
             ground_truth=non_tensor([prompt.row.ground_truth for prompt in prompts]),
             extra_info=non_tensor([prompt.row.extra_info for prompt in prompts]),
+            raw_prompt=non_tensor([prompt.row.prompt for prompt in prompts]) if self.keeps_text else None,
             batch_size=[len(indices)],
         )
 

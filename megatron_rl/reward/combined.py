@@ -17,24 +17,37 @@ FIRST_MODEL, FIRST_NAME = "reward_model", "rm_score"
 
 @dataclass(frozen=True)
 class ModelScores:
-    """What one reward model gives B answers: float32 [B], and what that counts."""
+    """What one reward model gives B answers: float32 [B], and what that counts.
+
+    is_cut: bool [B], of which conversations it does not read the end; None where it reads the actor's tokens.
+    """
 
     name: str
     scores: torch.Tensor
     weight: float
+    is_cut: torch.Tensor | None = None
 
     @property
     def label(self) -> str:
         """What the score is called in logs and tables."""
         return FIRST_NAME if self.name == FIRST_MODEL else f"{self.name}_score"
 
+    @property
+    def columns(self) -> dict[str, list[float]]:
+        """What is logged of each answer, by name."""
+        found = {self.label: self.scores.tolist()}
+        if self.is_cut is not None:
+            found[f"{self.label.removesuffix('_score')}_truncated"] = self.is_cut.float().tolist()
+        return found
+
 
 def combine(ruled: Scored, models: Sequence[ModelScores], rule_weight: float) -> Scored:
     """score = rule_weight * rule + sum of weight * model over the models.
 
     With a model all parts are among the further numbers of each answer, "rule_score" (where there is a rule),
-    "rm_score" and so on, so they are logged, validated and in sample tables. The rule's "acc" stays what it is. Raises
-    RewardError, naming the first sample, when a model's score is not finite.
+    "rm_score" and so on, so they are logged, validated and in sample tables; so is "rm_truncated", 1 where a reward
+    model with a tokenizer of its own does not read the end of a conversation, else 0. The rule's "acc" stays what it
+    is. Raises RewardError, naming the first sample, when a model's score is not finite.
     """
     scores = rule_weight * ruled.scores
     for model in models:
@@ -45,7 +58,7 @@ def combine(ruled: Scored, models: Sequence[ModelScores], rule_weight: float) ->
         scores = scores + model.weight * model.scores
     if not models:
         return replace(ruled, scores=scores)
-    given = {model.label: model.scores.tolist() for model in models}
+    given = {label: values for model in models for label, values in model.columns.items()}
     outcomes = []
     for row, (rule_score, outcome) in enumerate(zip(ruled.scores.tolist(), ruled.outcomes, strict=True)):
         has_rule = outcome.failure or outcome.score is not None

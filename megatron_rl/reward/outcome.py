@@ -22,7 +22,10 @@ LONGEST_TEXT = 100_000
 """Characters; of longer ones the middle is cut out."""
 
 OWN_NAMES = frozenset(
-    ("reward", "rule_score", "rm_score", "input", "output", "gts", "step", "data_source", "failure", "score")
+    (
+        *("reward", "rule_score", "rm_score", "rm_truncated"),
+        *("input", "output", "gts", "step", "data_source", "failure", "score"),
+    )
 )
 """Names that metrics and sample tables give to numbers and texts of the program's."""
 APART = "rule/"

@@ -176,9 +176,18 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
             ["reward_models.helpful.micro_batch_size_per_gpu=0 must be >= 1; nearest: 1"],
         ),
         (
-            (FURTHER, "reward_models.helpful.model.input_tokenizer=m"),
-            ["reward_models.helpful.model.input_tokenizer=m must be null"],
+            (FURTHER, "reward_models.helpful.max_length=9"),
+            ["reward_models.helpful.max_length=9 is of no use without reward_models.helpful.model.input_tokenizer"],
         ),
+        (
+            (FURTHER, "reward_models.helpful.max_length=0", "reward_models.helpful.model.input_tokenizer=m"),
+            ["reward_models.helpful.max_length=0 must be >= 1; nearest: 1"],
+        ),
+        (
+            (*WITH_MODEL, "reward_model.max_length=0", "reward_model.model.input_tokenizer=m"),
+            ["reward_model.max_length=0 must be >= 1; nearest: 1"],
+        ),
+        ((FURTHER, "reward_models.helpful.model.input_tokenizer=m", "reward_models.helpful.max_length=9"), []),
     ],
 )
 def test_rule_and_reward_model_together(config, overrides, expected):

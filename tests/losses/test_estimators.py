@@ -131,17 +131,56 @@ def test_gae_reads_values_and_whitens():
 
 
 @pytest.mark.parametrize("name", BY_HAND | {"reinforce_plus_plus_baseline": None})
-def test_lone_answers_and_equal_scores_teach_nothing(name):
-    """A lone answer, and groups of 3 and 5 equal scores that float32 cannot add up exactly: 0, to the last bit.
+def test_equal_scores_teach_nothing(name):
+    """Groups of 3 and 5 equal scores that float32 cannot add up exactly: 0, to the last bit.
 
     Would not catch a step that is taken for nothing.
     """
-    scores, groups = torch.tensor([5.0] + [0.1] * 3 + [-0.7] * 5), torch.tensor([0] + [1] * 3 + [2] * 5)
-    ones = torch.ones(9, dtype=torch.int64)
+    scores, groups = torch.tensor([0.1] * 3 + [-0.7] * 5), torch.tensor([1] * 3 + [2] * 5)
+    ones = torch.ones(8, dtype=torch.int64)
     samples = Samples(scores, ones, groups, scores, greedy_scores=scores)
     for norm_by_std in (True, False):
         advantages, _ = ESTIMATORS[name](samples, AlgorithmConfig(norm_adv_by_std_in_grpo=norm_by_std))
-        assert advantages.tolist() == [0.0] * 9
+        assert advantages.tolist() == [0.0] * 8
+
+
+# Groups of one, scores 3, 0 and -1, of 1, 2 and 1 tokens; the whitened have mean 0.5 over tokens and variance 3.
+ALONE = [3.0, 0.0, 0.0, -1.0]
+WHITENED = [2.5 / 3**0.5, -0.5 / 3**0.5, -0.5 / 3**0.5, -1.5 / 3**0.5]
+GROUPS_OF_ONE = {
+    "grpo": [3 / (1 + 1e-6), 0.0, 0.0, -1 / (1 + 1e-6)],
+    "rloo": ALONE,
+    "opo": ALONE,
+    "gpg": [3 * 1.5, 0.0, 0.0, -1.5],  # two of three scores are not 0
+    "optimal_token_baseline": ALONE,
+    "tir_optimal_token_baseline": ALONE,
+    "reinforce_plus_plus_baseline": WHITENED,
+    "gdpo": WHITENED,
+}
+
+
+@pytest.mark.parametrize("name", GROUPS_OF_ONE)
+def test_groups_of_one_by_hand(name):
+    """Baseline 0 and standard deviation 1, as in verl: an advantage is the score. Would not catch a lone answer beside
+    larger groups; loops do."""
+    lengths, scores = torch.tensor([1, 2, 1]), torch.tensor([3.0, 0.0, -1.0])
+    samples = Samples(
+        torch.tensor(ALONE),
+        lengths,
+        torch.tensor([7, 2, 5]),
+        scores,
+        components=scores[:, None],
+        old_log_probs=torch.tensor([-0.1, -0.5, -1.0, -2.0]),
+        sum_pi_squared=torch.full((4,), 0.7),
+    )
+    advantages, _ = ESTIMATORS[name](samples, AlgorithmConfig())
+    assert advantages.tolist() == pytest.approx(GROUPS_OF_ONE[name], abs=3e-7)
+
+
+def test_every_estimator_of_groups_says_what_a_lone_answer_is_worth():
+    """But for Pass@k, which preflight refuses. Would not catch an estimator of the user's."""
+    compare = {name for name, needs in ADV_ESTIMATORS.items() if needs.group and not needs.second}
+    assert compare == GROUPS_OF_ONE.keys()
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -223,10 +262,10 @@ def of_answers(batch: Batch, advantage) -> list[float]:
 def loop_grpo(batch: Batch, config: AlgorithmConfig) -> list[float]:
     def advantage(row: int) -> float:
         group = [batch.totals[other] for other in batch.others(row)]
-        centred = batch.totals[row] - statistics.fmean(group)
+        centred = batch.totals[row] - (statistics.fmean(group) if len(group) > 1 else 0.0)
         if not config.norm_adv_by_std_in_grpo:
             return centred
-        return centred / ((statistics.stdev(group) if len(group) > 1 else 0.0) + 1e-6)
+        return centred / ((statistics.stdev(group) if len(group) > 1 else 1.0) + 1e-6)
 
     return of_answers(batch, advantage)
 
@@ -234,7 +273,7 @@ def loop_grpo(batch: Batch, config: AlgorithmConfig) -> list[float]:
 def loop_rloo(batch: Batch, config: AlgorithmConfig) -> list[float]:
     def advantage(row: int) -> float:
         rest = [batch.totals[other] for other in batch.others(row) if other != row]
-        return batch.totals[row] - statistics.fmean(rest) if rest else 0.0
+        return batch.totals[row] - (statistics.fmean(rest) if rest else 0.0)
 
     return of_answers(batch, advantage)
 
@@ -242,7 +281,7 @@ def loop_rloo(batch: Batch, config: AlgorithmConfig) -> list[float]:
 def loop_opo(batch: Batch, config: AlgorithmConfig) -> list[float]:
     def advantage(row: int) -> float:
         tokens = [batch.totals[other] for other in batch.others(row) for _ in range(batch.lengths[other])]
-        return batch.totals[row] - statistics.fmean(tokens)
+        return batch.totals[row] - (statistics.fmean(tokens) if len(batch.others(row)) > 1 else 0.0)
 
     return of_answers(batch, advantage)
 
@@ -251,11 +290,13 @@ def loop_reinforce(batch: Batch, config: AlgorithmConfig) -> list[float]:
     return whitened([value for row in batch.rewards for value in to_go(row, config.gamma)])
 
 
-def loop_baseline(batch: Batch, config: AlgorithmConfig) -> list[float]:
-    def advantage(row: int) -> float:
-        return batch.totals[row] - statistics.fmean(batch.totals[other] for other in batch.others(row))
+def minus_mean(batch: Batch, row: int) -> float:
+    group = [batch.totals[other] for other in batch.others(row)]
+    return batch.totals[row] - (statistics.fmean(group) if len(group) > 1 else 0.0)
 
-    return whitened(of_answers(batch, advantage))
+
+def loop_baseline(batch: Batch, config: AlgorithmConfig) -> list[float]:
+    return whitened(of_answers(batch, lambda row: minus_mean(batch, row)))
 
 
 def loop_remax(batch: Batch, config: AlgorithmConfig) -> list[float]:
@@ -284,11 +325,7 @@ def loop_passk(batch: Batch, config: AlgorithmConfig) -> list[float]:
 
 def loop_gpg(batch: Batch, config: AlgorithmConfig) -> list[float]:
     alpha = len(batch.totals) / max(sum(total != 0 for total in batch.totals), 1)
-
-    def advantage(row: int) -> float:
-        return alpha * (batch.totals[row] - statistics.fmean(batch.totals[other] for other in batch.others(row)))
-
-    return of_answers(batch, advantage)
+    return of_answers(batch, lambda row: alpha * minus_mean(batch, row))
 
 
 def loop_gdpo(batch: Batch, config: AlgorithmConfig) -> list[float]:
@@ -296,9 +333,9 @@ def loop_gdpo(batch: Batch, config: AlgorithmConfig) -> list[float]:
         total = 0.0
         for k, weight in enumerate(config.gdpo_reward_weights or (1, 1)):
             group = [batch.components[other][k] for other in batch.others(row)]
-            centred = batch.components[row][k] - statistics.fmean(group)
-            std = (statistics.stdev(group) if len(group) > 1 else 0.0) + 1e-6
-            equal = min(group) == max(group)
+            centred = batch.components[row][k] - (statistics.fmean(group) if len(group) > 1 else 0.0)
+            std = (statistics.stdev(group) if len(group) > 1 else 1.0) + 1e-6
+            equal = len(group) > 1 and min(group) == max(group)
             total += 0.0 if equal else weight * centred / (std if config.norm_adv_by_std_in_grpo else 1)
         return total
 

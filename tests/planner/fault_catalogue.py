@@ -171,7 +171,8 @@ values(
     "estimator", "algorithm critic", {"algorithm.adv_estimator": "groo"}, ("algorithm.adv_estimator", "must be one of")
 )
 values("no critic", "algorithm critic", {"critic.enable": False}, ("critic.enable", "needs a critic"))
-values("groups of one", "algorithm critic batch", {"algorithm.adv_estimator": "rloo"}, (f"{ROLLOUT}.n", "must be >= 2"))
+PASS_K = {"algorithm.adv_estimator": "grpo_passk"}
+values("groups of one", "algorithm critic batch", PASS_K, (f"{ROLLOUT}.n", "must be >= 2"))
 LOSS = f"{ACTOR}.policy_loss"
 values("loss", "loss", {f"{LOSS}.loss_mode": "vanila"}, (f"{LOSS}.loss_mode", "must be one of"))
 values("dro", "loss", {f"{LOSS}.loss_mode": "dro"}, (f"{LOSS}.dro_beta", "must be set with loss_mode=dro"))

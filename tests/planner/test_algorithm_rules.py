@@ -8,6 +8,7 @@ from model_folders import problems
 from megatron_rl.config.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, uses_critic, uses_reference
 from megatron_rl.config.roles import trained_roles
 from megatron_rl.planner.algorithm_rules import algorithm_problems
+from megatron_rl.planner.batch_arithmetic import group_notes
 from megatron_rl.planner.resume_rules import configured_models
 
 OWN = "def mine(samples, config):\n    return samples.rewards, samples.rewards\n\nclass NotAFunction:\n    pass\n"
@@ -37,11 +38,13 @@ def test_refused_names_list_the_known_ones(config, tmp_path):
     assert estimator.startswith(
         "algorithm.adv_estimator=groo must be one of gae, grpo, grpo_passk, gdpo, gpg, rloo, opo"
     )
-    assert f"custom_adv_estimator.path=null; nearest: algorithm.adv_estimator=grpo {N}=2" in estimator
+    assert "custom_adv_estimator.path=null; nearest: grpo" in estimator
     assert (
         "policy_loss.loss_mode=gsp must be one of vanilla, gpg, clip_cov" in loss
         and "bypass_mode, or a function of the file" in loss
     )
+    config.algorithm.adv_estimator = "grpo_passq"
+    assert f"nearest: algorithm.adv_estimator=grpo_passk {N}=2" in str(next(iter(algorithm_problems(config))))
     (tmp_path / "own.py").write_text(OWN)
     config.actor_rollout_ref.actor.policy_loss.loss_mode = "vanilla"
     config.algorithm.adv_estimator, config.algorithm.custom_adv_estimator.path = "min", str(tmp_path / "own.py")
@@ -72,14 +75,24 @@ def test_files_that_cannot_be_read(config, tmp_path, text, expected):
     assert problem.startswith("actor_rollout_ref.actor.policy_loss.custom.path=") and expected in problem
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
-def test_groups_need_two_samples(config, name):
-    """Would not catch a group that is cut by a mini-batch, which does no harm."""
-    config.algorithm.adv_estimator = name
+def test_groups_of_one(config):
+    """Allowed with a note where a lone answer has an advantage; Pass@k, which is about the second best, needs two.
+
+    Would not catch a group that is cut by a mini-batch, which does no harm.
+    """
+    for name in ("grpo", "rloo", "opo", "gpg", "optimal_token_baseline", "reinforce_plus_plus_baseline"):
+        config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n = name, 1
+        assert problems(config) == []
+        (note,) = group_notes(config)
+        assert f"adv_estimator={name} compares" in note and "rollout.n=1: a group of one has no baseline" in note
+        config.actor_rollout_ref.rollout.n = 2
+        assert group_notes(config) == []
+    config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n = "reinforce_plus_plus", 1
+    assert group_notes(config) == []
+    config.algorithm.adv_estimator = "grpo_passk"
     (problem,) = problems(config)
-    assert problem.startswith("actor_rollout_ref.rollout.n=1 must be >= 2: algorithm") and problem.endswith(
-        "nearest: 2"
-    )
+    assert problem.startswith("actor_rollout_ref.rollout.n=1 must be >= 2: algorithm.adv_estimator=grpo_passk compares")
+    assert problem.endswith("nearest: 2")
 
 
 def test_rules_between_keys(config):

@@ -198,7 +198,9 @@ def test_every_reward_model_is_checked(config, tmp_path):
     (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     (tmp_path / "reward" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     (problem,) = problems(config)
-    assert problem.startswith(f"reward_models.helpful.model.path={paths[1]} must have the actor's tokens: 1 of 1")
+    assert problem.startswith(f"reward_models.helpful.model.path={paths[1]} must have the actor's tokens, or read text")
+    assert "1 of 1 have other numbers" in problem
+    assert problem.endswith(f"nearest: reward_models.helpful.model.input_tokenizer={tmp_path / 'model'}")
     (tmp_path / "helpful" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     write_model(tmp_path / "helpful", **REWARD | {"num_hidden_layers": 4})
     (tmp_path / "helpful" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')

@@ -264,6 +264,30 @@ def test_reward_models_read_one_token_more(config, tmp_path):
     assert seconds["rm_scores"] == pytest.approx(judged)
 
 
+def test_reward_models_that_read_text_have_lengths_of_their_own(config, tmp_path):
+    """Conversations of 128 + 1 tokens in memory; in time as full as prompts and answers, which fill half. By hand.
+
+    Would not catch tokenizers that make fewer tokens of the same text.
+    """
+    judge = write_model(tmp_path / "judge", architectures=["Qwen2ForSequenceClassification"], num_labels=1,
+                        max_position_embeddings=128, vocab_size=70)  # fmt: skip
+    given = config(
+        *REWARDED[2:], "reward_model.enable=true", f"reward_model.model.path={judge}", "reward_model.max_length=128",
+        "data.max_prompt_length=16", "data.max_response_length=48", "reward_model.micro_batch_size_per_gpu=2",
+        f"reward_model.model.input_tokenizer={tmp_path / 'model'}", model=write_model(tmp_path / "model"),
+    )  # fmt: skip
+    models = RunModels(given)
+    layer = LayerSizes.of(models.actor.family, models.actor.shape, None, 1, 1, False, 4)
+    block = Block(258, 258, 96, is_packed=True)
+    held = planned_memory(given)["global_pool"]["rm_scores"]
+    assert held["activations"] == int(2 * 258 * 384 * 4 + layer.transient_bytes(block, backward=False))
+    load = Load(64, 17.0, 48.0, 48, mini_batch=32, block_tokens=130)
+    [role] = [role for role in models.placement.megatron_roles if role.name == "reward_model"]
+    cost = ModelCost.of(models.pools["global_pool"].model(role))
+    judged = Estimator(cost, Layout(1, 1), load_hardware("h100"), "float32").forward(load)
+    assert RunPlan.of(given, load_hardware("h100"), (8.0, 24.0)).seconds["rm_scores"] == pytest.approx(judged)
+
+
 def test_advice_is_for_the_pool_that_does_not_fit(config):
     """The critic's ranks are too few: only its keys are changed, and in the end it fits.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -22,8 +23,6 @@ FEATURES = {
     "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["vision-language models"],
     "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["context parallelism", "vision-language models"],
     "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # its model is not among the published ones
-    "examples_ppo_trainer_run_qwen2-7b_rm_legacy": ["reward models with another tokenizer"],
-    "examples_rollout_correction_run_with_rollout_corr_multi_rs": ["groups of one sample"],
     "examples_router_replay_run_qwen30_a3b_megatron_vllm": ["router replay"],
     "examples_sglang_multiturn_run_qwen2.5-3b_megatron_gsm8k_multiturn": [
         "context parallelism",
@@ -34,7 +33,7 @@ FEATURES = {
     "recipe_gkd_megatron_test_qwen": ["distillation from a teacher"],
     "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": ["FP8 training", "quantized rollouts"],
     "recipe_qat_run_qwen3_30b_w4a16_megatron": ["context parallelism", "quantization-aware training"],
-    "tests_special_e2e_run_ppo_trainer_megatron": ["context parallelism", "reward models with another tokenizer"],
+    "tests_special_e2e_run_ppo_trainer_megatron": ["context parallelism"],
     "verl_experimental_fully_async_policy_shell_geo3k_qwen25vl_7b_megatron_4_4": [
         "vision-language models",
     ],
@@ -209,3 +208,39 @@ def test_stages_that_count_embedding_and_loss(tmp_path, monkeypatch):
     assert values[f"{group}.num_layers_in_last_pipeline_stage"] == 11
     found = port(None, [*keys, split.format("loss")], {})  # 95 over 8 is not even
     assert found.features == ["counting embedding or loss as a layer of a stage"]
+
+
+READER = "reward_model.model.input_tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("given", "vocab_size", "expected", "limit"),
+    [
+        ((), 50, "actor", 512),
+        ((), 40, None, None),
+        ((f"{READER}=null",), 50, None, None),
+        ((f"{READER}=other",), 40, "other", 512),
+        (("reward_model.enable=False",), 50, None, 512),
+    ],
+    ids=["another vocabulary", "the same", "told not to", "told to", "not enabled"],
+)
+def test_a_reward_model_of_another_vocabulary_reads_text(tmp_path, monkeypatch, given, vocab_size, expected, limit):
+    """verl's default, where the actor's tokens mean nothing to it. A limit of text goes where there is none.
+
+    Would not catch another tokenizer of the same size in a folder without tokenizer.json.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name, architecture, size in (
+        ("actor", "Qwen2ForCausalLM", 40),
+        ("judge", "LlamaForSequenceClassification", vocab_size),
+    ):
+        (tmp_path / name).mkdir()
+        facts = {"architectures": [architecture], "vocab_size": size, "max_position_embeddings": 4096}
+        (tmp_path / name / "config.json").write_text(json.dumps(facts))
+    keys = ["actor_rollout_ref.model.path=actor", "reward_model.model.path=judge", "reward_model.enable=True"]
+    found = port(None, [*keys, "reward_model.max_length=512", *given], {})
+    values = {setting.key: setting.value for setting in found.settings}
+    assert found.features == [] and values.get(READER) == expected
+    assert values.get("reward_model.max_length") == limit
+    ignored = [note.setting.key for note in found.of(Kind.IGNORED)]
+    assert ("reward_model.max_length" in ignored) == (limit is None)

@@ -53,6 +53,17 @@ def test_weighted_sum():
     assert (row["score"], row["rule_score"], row["rm_score"], row["acc"]) == (0.0, 0.25, -1.0, 1.0)
 
 
+def test_cut_conversations_are_counted():
+    """Of models that read text, each under its own name. Would not catch a limit that nobody reaches."""
+    first = ModelScores("reward_model", RM_SCORES, 1.0, torch.tensor([True, False, True]))
+    second = ModelScores("strict", RM_SCORES, 1.0, torch.tensor([False, False, False]))
+    scored = combine(no_rule(), [first, second], 1.0)
+    metrics = scored.metrics()
+    assert metrics["reward/rm_truncated/mean"] == pytest.approx(2 / 3)
+    assert metrics["reward/strict_truncated/mean"] == 0.0
+    assert [row["rm_truncated"] for row in scored.table(["q"] * 3, step=1)] == [1.0, 0.0, 1.0]
+
+
 def test_the_rule_alone():
     """Nothing is added to what it said. Would not catch a weight that is applied twice."""
     plain, scored = ruled(), combine(ruled(), [], rule_weight=1.0)

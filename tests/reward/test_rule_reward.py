@@ -164,7 +164,7 @@ def test_entries_under_the_programs_names_are_kept_apart(tokenizer):
 def test_every_column_of_a_table_is_a_reserved_name(tokenizer):
     """Would not catch a name that only another room writes."""
     scored = RuleReward(InProcess(exact), tokenizer)(*batch([1]))
-    scored = combine(scored, [ModelScores("reward_model", torch.tensor([2.0]), 1.0)], 1.0)
+    scored = combine(scored, [ModelScores("reward_model", torch.tensor([2.0]), 1.0, torch.tensor([False]))], 1.0)
     columns = scored.table(["1+1="], step=7)[0].keys()
     assert columns | scored.variables().keys() - {"acc"} == OWN_NAMES
 
