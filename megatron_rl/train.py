@@ -32,15 +32,19 @@ def train(config: RunConfig, local: bool = False, replay: Path | None = None) ->
     with open_run(config, local, replay) as run:
         run.validation.before_training(run.life.is_resumed)
         for step in run.life.steps():
-            batch = run.rollouts.next(step)
-            experience = score(run, batch)
-            metrics = run.algorithm.add_advantages(experience, step)
-            metrics |= update(run, experience, step)
-            run.rollouts.load_weights(step)
-            metrics |= run.describe(batch, experience, step)
-            metrics |= run.validation.after(step)
-            run.book.log(metrics, step)
+            run.book.log(take_step(run, step), step)
         return finish_run(run)
+
+
+def take_step(run: Run, step: int) -> dict[str, float]:
+    """One step of the loop; its metrics."""
+    batch = run.rollouts.next(step)
+    experience = score(run, batch)
+    metrics = run.algorithm.add_advantages(experience, step)
+    metrics |= update(run, experience, step)
+    run.rollouts.load_weights(step)
+    metrics |= run.describe(batch, experience, step)
+    return metrics | run.validation.after(step)
 
 
 def score(run: Run, batch: Batch) -> Experience:
