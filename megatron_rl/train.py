@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.algorithms import bypasses, needs_of
+from megatron_rl.config.algorithms import bypasses, needs_of, scores_old_log_probs
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Experience
@@ -48,7 +48,10 @@ def take_step(run: Run, step: int) -> dict[str, float]:
 
 
 def score(run: Run, batch: Batch) -> Experience:
-    """What every role says of a batch: roles score tokens and answers while the rules score answers here."""
+    """What every role says of a batch: roles score tokens and answers while the rules score answers here.
+
+    Old log-probs stay None where they are the update's own.
+    """
     roles, rewards = run.roles, run.rewards
     prompts, generations, greedy = batch.prompts, batch.generations, batch.greedy
     experience = batch.experience()
@@ -56,7 +59,7 @@ def score(run: Run, batch: Batch) -> Experience:
 
     pending = rewards.start(prompts, generations) if batch.scored is None else []
     greedy_pending = rewards.start(prompts.one_per_group(), greedy) if greedy is not None else []
-    old_log_probs = None if bypasses(run.config) else roles.actor.log_probs(sequences)
+    old_log_probs = roles.actor.log_probs(sequences) if scores_old_log_probs(run.config) else None
     ref_log_probs = roles.reference.log_probs(sequences) if roles.reference is not None else None
     old_values = roles.critic.values(sequences) if roles.critic is not None else None
 
@@ -67,9 +70,9 @@ def score(run: Run, batch: Batch) -> Experience:
         experience.components = rewards.components(batch.scored)
     if greedy is not None:
         experience.greedy_scores = rewards.greedy_scores(prompts, greedy, greedy_pending)
-    if old_log_probs is None:
+    if bypasses(run.config):
         experience.old_log_probs = experience.rollout_log_probs
-    else:
+    elif old_log_probs is not None:
         scores = old_log_probs.get()
         experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
     if ref_log_probs is not None:
@@ -87,7 +90,15 @@ def update(run: Run, experience: Experience, step: int) -> dict[str, float]:
     if roles.critic is not None:
         of_critic = [roles.critic.update(batch) for batch in algorithm.critic_batches(experience, step)]
     of_actor: list[Future[dict[str, float]]] = []
-    if step >= run.config.trainer.critic_warmup:
+    if experience.old_log_probs is None:
+        batch, rows = algorithm.on_policy_batch(experience, step)
+        told, own = roles.actor.update_on_policy(batch).get()
+        if own is None:
+            raise ValueError("the actor's update has answered without log-probs")
+        experience.old_log_probs = own[rows.argsort()].scores
+        metrics |= algorithm.compare(experience, step)
+        of_actor = [Future.done(told)]
+    elif step >= run.config.trainer.critic_warmup:
         of_actor = [roles.actor.update(batch) for batch in algorithm.actor_batches(experience, step)]
     if of_critic:
         metrics |= run.book.update_metrics("critic", of_critic)

@@ -1,12 +1,12 @@
-"""A GRPO step beside one of TRL's GRPOTrainer: the same model, prompts, sampling, updates and threads, one process each.
+"""A GRPO step beside one of TRL's GRPOTrainer: the same model, prompts, sampling, update and threads.
 
     python scripts/bench/step.py [--trl-python PYTHON] [--sizes small tiny] [--rounds 7] [--arms local ray trl]
 
 PYTHON belongs to an environment of its own, with TRL in it; nothing of this package needs it. Without one the commands
-that make it are printed. Every arm keeps its trainer in memory and takes a step when it is told to, so that rounds
-interleave and only one arm works at a time. Model and weights are random, so answers end at random: every token ends
-one with probability 1/64. Seconds are medians over the rounds, with the lowest and the highest; ratios are medians of
-the ratios of each round.
+that make it are printed. Every arm is a process that keeps its trainer in memory and takes a step when it is told to,
+so that rounds interleave and only one arm works at a time. Model and weights are random, so answers end at random:
+every token ends one with probability 1/64. Seconds are medians over the rounds, with the lowest and the highest; ratios
+are medians of the ratios of each round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ THREADS = 2
 LR, WEIGHT_DECAY, KL_COEF = 1e-6, 0.01, 0.001
 TRL_SETTINGS = {"bf16": False, "gradient_checkpointing": False}
 """Both are on by default, and both make it slower on these cores."""
-WARM_UP_ROUNDS = 2
+WARM_UP_ROUNDS = 1
 
 
 @dataclass(frozen=True)
@@ -248,12 +248,12 @@ def measure(size: Size, options) -> dict:
     with tempfile.TemporaryDirectory() as place, ExitStack() as opened:
         folder = Path(place)
         num_params = make_model(size, folder / "model")
-        asked = questions(size.prompts * rounds)
+        asked = questions(size.prompts * (rounds + 1))  # the last step of a run, which would validate, is not taken
         write_prompts(asked, folder / "prompts.parquet")
         print(f"{size.name}: {num_params / 1e6:.1f}M parameters, answers of up to {size.response} tokens", flush=True)
         arms = []
         for name in options.arms:
-            arm = Arm(name, command_of(name, size, folder, rounds, asked, options), folder)
+            arm = Arm(name, command_of(name, size, folder, rounds + 1, asked, options), folder)
             opened.callback(arm.close)
             arms.append(arm)
         taken: dict[str, list[dict]] = {arm.name: [] for arm in arms}
