@@ -6,7 +6,8 @@ PYTHON belongs to an environment of its own, with TRL in it; nothing of this pac
 that make it are printed. Every arm is a process that keeps its trainer in memory and takes a step when it is told to,
 so that rounds interleave and only one arm works at a time. Model and weights are random, so answers end at random:
 every token ends one with probability 1/64. Seconds are medians over the rounds, with the lowest and the highest; ratios
-are medians of the ratios of each round.
+are medians of the ratios of each round. CPU seconds, of all threads of a process, stay comparable where the machine
+has other work, best with --threads 1; of the arm `ray`, whose rank has a thread for each core, they are not seen.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ import yaml
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 TRL = ("torch==2.13.0", "transformers==5.16.1", "trl==1.16.0")
-THREADS = 2
 LR, WEIGHT_DECAY, KL_COEF = 1e-6, 0.01, 0.001
 TRL_SETTINGS = {"bf16": False, "gradient_checkpointing": False}
 """Both are on by default, and both make it slower on these cores."""
@@ -158,9 +158,9 @@ def our_config(size: Size, folder: Path, steps: int) -> dict:
 class Arm:
     """One process that takes steps. Raises RuntimeError when it has ended, with the end of what it said."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], folder: Path, num_threads: int) -> None:
         self.name, self.log = name, folder / f"{name}.txt"
-        threads = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
+        threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
         # TRL's own interpreter must not find this environment's packages.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if command[0] == sys.executable:
@@ -203,7 +203,7 @@ def command_of(arm: str, size: Size, folder: Path, steps: int, asked: list[str],
         "model": str(folder / "model"),
         "folder": str(folder / "trl"),
         "questions": asked,
-        "threads": THREADS,
+        "threads": options.threads,
         "steps": steps,
         "kl_coef": KL_COEF,
         "lr": LR,
@@ -223,15 +223,22 @@ def report(size: Size, taken: Mapping[str, list[dict]]) -> dict:
     """Print what the rounds came to; the same for a file."""
     said: dict[str, dict] = {}
     for arm, steps in taken.items():
-        seconds = [step["seconds"] for step in steps]
+        seconds, cpu = [step["seconds"] for step in steps], [step["cpu_seconds"] for step in steps]
         per_token = [1000 * step["seconds"] / step["tokens"] for step in steps]
         phases = {name: statistics.median(step["phases"].get(name, 0.0) for step in steps) for name in phases_of(steps)}
         tokens = statistics.mean(step["tokens"] for step in steps) / (size.prompts * size.n)
-        said[arm] = {"seconds": seconds, "per_1000_tokens": per_token, "mean_tokens": tokens, "phases": phases}
-        print(f"  {arm:6} {spread(seconds)} s; of 1,000 tokens {spread(per_token)}; answers of {tokens:.1f} tokens")
+        said[arm] = {
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "per_1000_tokens": per_token,
+            "mean_tokens": tokens,
+            "phases": phases,
+        }
+        print(f"  {arm:6} {spread(seconds)} s; CPU {spread(cpu)} s")
+        print(f"         {spread(per_token)} s for 1,000 tokens, answers of {tokens:.1f} tokens")
         print("         " + ", ".join(f"{name} {value:.3f}" for name, value in phases.items()))
     for arm in [arm for arm in taken if arm != "trl" and "trl" in taken]:
-        for name in ("seconds", "per_1000_tokens"):
+        for name in ("seconds", *(["cpu_seconds"] if arm != "ray" else []), "per_1000_tokens"):
             ratios = [theirs / ours for theirs, ours in zip(said["trl"][name], said[arm][name], strict=True)]
             said[arm][f"ratio of {name}"] = ratios
             print(f"  trl / {arm}, {name.replace('_', ' ')}: {spread(ratios)}")
@@ -253,7 +260,7 @@ def measure(size: Size, options) -> dict:
         print(f"{size.name}: {num_params / 1e6:.1f}M parameters, answers of up to {size.response} tokens", flush=True)
         arms = []
         for name in options.arms:
-            arm = Arm(name, command_of(name, size, folder, rounds + 1, asked, options), folder)
+            arm = Arm(name, command_of(name, size, folder, rounds + 1, asked, options), folder, options.threads)
             opened.callback(arm.close)
             arms.append(arm)
         taken: dict[str, list[dict]] = {arm.name: [] for arm in arms}
@@ -271,6 +278,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--arms", nargs="+", choices=["local", "ray", "trl"], default=["local", "ray", "trl"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2, help="of each process")
     parser.add_argument("--ours", nargs="*", default=[], help="dotted overrides of this package's configuration")
     parser.add_argument("--trl-passes", type=int, help="forward and backward passes of a step of TRL's")
     parser.add_argument("--trl-settings", default="{}", help="JSON: further fields of its GRPOConfig")

@@ -28,7 +28,8 @@ def main() -> None:
     if config is None:
         raise SystemExit(f"{path} is no configuration")
     if cluster == "local":
-        os.environ |= worker_environment("cpu", ranks_per_node=1)
+        threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
+        os.environ |= worker_environment("cpu", ranks_per_node=1) | threads
         quiet_engines()
     quiet_libraries()
 
@@ -43,13 +44,13 @@ def main() -> None:
         steps = run.life.steps()
         while sys.stdin.readline():
             step = next(steps)
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             metrics = take_step(run, step)
             run.book.log(metrics, step)
-            seconds = time.perf_counter() - start
+            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
             told = {name: value for name, value in metrics.items() if name.startswith("timing_s/")}
             tokens = metrics["response_length/mean"] * config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-            say(seconds=seconds, tokens=tokens, phases=told, metrics=metrics)
+            say(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens, phases=told)
 
 
 if __name__ == "__main__":

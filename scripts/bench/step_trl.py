@@ -58,7 +58,7 @@ class OneByOne(TrainerCallback):
     """Waits for a line before every optimizer step."""
 
     trainer: Phases
-    start = 0.0
+    start = cpu_start = 0.0
 
     def on_step_begin(self, args, state, control, **others):
         if state.global_step == 0:
@@ -67,13 +67,14 @@ class OneByOne(TrainerCallback):
             control.should_training_stop = True
             os._exit(0)
         self.trainer.seconds, self.trainer.tokens = {}, 0
-        self.start = time.perf_counter()
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args, state, control, **others):
         seconds, phases = time.perf_counter() - self.start, self.trainer.seconds
+        cpu_seconds = time.process_time() - self.cpu_start
         score = phases["gen and score"] - phases["gen"]
         told = {"gen": phases["gen"], "score": score, "update": seconds - phases["gen and score"]}
-        say(seconds=seconds, tokens=self.trainer.tokens, phases=told)
+        say(seconds=seconds, cpu_seconds=cpu_seconds, tokens=self.trainer.tokens, phases=told)
 
 
 def main() -> None:
