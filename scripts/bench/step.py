@@ -5,9 +5,11 @@
 PYTHON belongs to an environment of its own, with TRL in it; nothing of this package needs it. Without one the commands
 that make it are printed. Every arm is a process that keeps its trainer in memory and takes a step when it is told to,
 so that rounds interleave and only one arm works at a time. Model and weights are random, so answers end at random:
-every token ends one with probability 1/64. Seconds are medians over the rounds, with the lowest and the highest; ratios
-are medians of the ratios of each round. CPU seconds, of all threads of a process, stay comparable where the machine
-has other work, best with --threads 1; of the arm `ray`, whose rank has a thread for each core, they are not seen.
+every token ends one with a probability of about 1/64.
+
+Seconds are medians over the rounds, with the lowest and the highest; ratios are medians of the ratios of each round.
+CPU seconds, of all threads of a process, stay comparable where the machine has other work, best with --threads 1; of
+the arm `ray`, whose rank has a thread for each core, they are not seen.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ TRL = ("torch==2.13.0", "transformers==5.16.1", "trl==1.16.0")
 LR, WEIGHT_DECAY, KL_COEF = 1e-6, 0.01, 0.001
 TRL_SETTINGS = {"bf16": False, "gradient_checkpointing": False}
 """Both are on by default, and both make it slower on these cores."""
-WARM_UP_ROUNDS = 1
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def make_model(size: Size, folder: Path) -> int:
         num_key_value_heads=size.kv_heads,
         max_position_embeddings=512,
         tie_word_embeddings=True,
+        initializer_range=0.005,  # so small that all tokens are about equally likely
         pad_token_id=PAD,
         eos_token_id=EOS,
         bos_token_id=BOS,
@@ -251,7 +253,7 @@ def phases_of(steps: Sequence[dict]) -> list[str]:
 
 def measure(size: Size, options) -> dict:
     """Interleaved rounds of all arms, each round in the other order than the one before."""
-    rounds = options.rounds + WARM_UP_ROUNDS
+    rounds = options.rounds + options.warm_up
     with tempfile.TemporaryDirectory() as place, ExitStack() as opened:
         folder = Path(place)
         num_params = make_model(size, folder / "model")
@@ -267,7 +269,7 @@ def measure(size: Size, options) -> dict:
         for number in range(rounds):
             for arm in arms if number % 2 == 0 else arms[::-1]:
                 step = arm.step()
-                if number >= WARM_UP_ROUNDS:
+                if number >= options.warm_up:
                     taken[arm.name].append(step)
         return report(size, taken)
 
@@ -278,6 +280,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--arms", nargs="+", choices=["local", "ray", "trl"], default=["local", "ray", "trl"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds before those")
     parser.add_argument("--threads", type=int, default=2, help="of each process")
     parser.add_argument("--ours", nargs="*", default=[], help="dotted overrides of this package's configuration")
     parser.add_argument("--trl-passes", type=int, help="forward and backward passes of a step of TRL's")
