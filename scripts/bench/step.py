@@ -226,13 +226,16 @@ def report(size: Size, taken: Mapping[str, list[dict]]) -> dict:
     said: dict[str, dict] = {}
     for arm, steps in taken.items():
         seconds, cpu = [step["seconds"] for step in steps], [step["cpu_seconds"] for step in steps]
-        per_token = [1000 * step["seconds"] / step["tokens"] for step in steps]
+        per_token, cpu_per_token = (
+            [1000 * step[kind] / step["tokens"] for step in steps] for kind in ("seconds", "cpu_seconds")
+        )
         phases = {name: statistics.median(step["phases"].get(name, 0.0) for step in steps) for name in phases_of(steps)}
         tokens = statistics.mean(step["tokens"] for step in steps) / (size.prompts * size.n)
         said[arm] = {
             "seconds": seconds,
             "cpu_seconds": cpu,
             "per_1000_tokens": per_token,
+            "cpu_per_1000_tokens": cpu_per_token,
             "mean_tokens": tokens,
             "phases": phases,
         }
@@ -240,7 +243,7 @@ def report(size: Size, taken: Mapping[str, list[dict]]) -> dict:
         print(f"         {spread(per_token)} s for 1,000 tokens, answers of {tokens:.1f} tokens")
         print("         " + ", ".join(f"{name} {value:.3f}" for name, value in phases.items()))
     for arm in [arm for arm in taken if arm != "trl" and "trl" in taken]:
-        for name in ("seconds", *(["cpu_seconds"] if arm != "ray" else []), "per_1000_tokens"):
+        for name in ("seconds", *(["cpu_seconds", "cpu_per_1000_tokens"] if arm != "ray" else []), "per_1000_tokens"):
             ratios = [theirs / ours for theirs, ours in zip(said["trl"][name], said[arm][name], strict=True)]
             said[arm][f"ratio of {name}"] = ratios
             print(f"  trl / {arm}, {name.replace('_', ' ')}: {spread(ratios)}")
