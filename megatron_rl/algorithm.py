@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from megatron_rl.config.algorithms import bypasses
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig
 from megatron_rl.errors import ParityError
@@ -15,7 +17,7 @@ from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.losses.registry import estimator, policy_loss
 from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.observe.clock import Clock
-from megatron_rl.records import ActorBatch, CriticBatch, Experience, known
+from megatron_rl.records import ActorBatch, CriticBatch, Experience, TokenScores, known
 
 
 class Algorithm:
@@ -35,20 +37,49 @@ class Algorithm:
     def add_advantages(self, experience: Experience, step: int) -> dict[str, float]:
         """Fill rewards, advantages, returns and what corrects for the rollout; returns metrics.
 
+        Where the update has yet to make the old log-probs, nothing here depends on them, and `compare` comes after it.
+        Raises ParityError as `compare`.
+        """
+        metrics = {} if experience.old_log_probs is None else self.compare(experience, step)
+        with self._clock.phase("adv"):
+            if experience.old_log_probs is None:
+                add_rewards(experience, 0.0)
+            add_advantages(experience, self.estimator, self.config.algorithm)
+        return metrics
+
+    def compare(self, experience: Experience, step: int) -> dict[str, float]:
+        """Hold the old log-probs against the rollout's and the reference's: metrics, corrections, and rewards with KL.
+
         Raises ParityError where the rollout's log-probs are not the trainer's.
         """
         metrics = self.check_rollout_parity(experience, step) | staleness_metrics(experience, step)
         with self._clock.phase("adv"):
             metrics |= add_rollout_correction(experience, self.config.algorithm.rollout_correction)
-            metrics |= self.penalise_kl(experience)
-            add_advantages(experience, self.estimator, self.config.algorithm)
-        return metrics
+            return metrics | self.penalise_kl(experience)
 
     def actor_batches(self, experience: Experience, step: int) -> Iterator[ActorBatch]:
         """The mini-batches of a step's actor update, of several epochs."""
         actor = self.config.actor_rollout_ref.actor
         batch = experience.actor_batch(actor.use_kl_loss)
         return (batch[rows] for rows in mini_batch_rows(len(experience), *self.mini_batching(actor, step)))
+
+    def on_policy_batch(self, experience: Experience, step: int) -> tuple[ActorBatch, Tensor]:
+        """(the only mini-batch of a step's actor update, the row numbers of the experience in its order)."""
+        actor = self.config.actor_rollout_ref.actor
+        (rows,) = mini_batch_rows(len(experience), *self.mini_batching(actor, step))
+        return experience.actor_batch(actor.use_kl_loss)[rows], rows
+
+    def take_old_log_probs(
+        self, experience: Experience, log_probs: TokenScores | None, rows: Tensor, step: int
+    ) -> dict[str, float]:
+        """Those that the update of `on_policy_batch` made, in the order of `rows`; answered as `compare`.
+
+        Raises ValueError where it made none.
+        """
+        if log_probs is None:
+            raise ValueError("the actor's update has answered without log-probs")
+        experience.old_log_probs = log_probs[rows.argsort()].scores
+        return self.compare(experience, step)
 
     def critic_batches(self, experience: Experience, step: int) -> Iterator[CriticBatch]:
         """The mini-batches of a step's critic update, of several epochs."""

@@ -54,7 +54,8 @@ class Verb:
 
     phase: under which name its time and memory are reported; "score" and "update" stand for the phases of the role's
     own passes (`RoleSpec`). balanced: rows may be shared out among data-parallel ranks by their lengths; the records
-    must have `input_ids`, and the answers be records, whose rows come back in the order of the call, or dicts.
+    must have `input_ids`, and the answers be records, whose rows come back in the order of the call, dicts, or tuples
+    of those.
     """
 
     dispatch: Dispatch

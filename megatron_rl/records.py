@@ -169,13 +169,14 @@ class SequenceScores(TensorClass):
 class ActorBatch(TensorClass):
     """What one policy update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
 
-    ref_log_probs: where a KL to the reference enters the loss. rollout_weights: importance weights of the tokens, and
+    old_log_probs: None where they are the update's own. ref_log_probs: where a KL to the reference enters the loss.
+    rollout_weights: importance weights of the tokens, and
     kept: 1 for those that count, where the rollout's samples are corrected. Else None.
     """
 
     input_ids: torch.Tensor
     response_lengths: torch.Tensor
-    old_log_probs: torch.Tensor
+    old_log_probs: torch.Tensor | None
     advantages: torch.Tensor
     ref_log_probs: torch.Tensor | None = None
     rollout_weights: torch.Tensor | None = None
@@ -184,9 +185,11 @@ class ActorBatch(TensorClass):
     def neutral(self) -> ActorBatch:
         """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
         zero, empty = no_responses(len(self))
-        optional = (self.ref_log_probs, self.rollout_weights, self.kept)
-        fields = [None if field is None else empty for field in optional]
-        return ActorBatch(self.input_ids, zero, empty, empty, *fields, batch_size=self.batch_size)
+        old, *others = (
+            None if field is None else empty
+            for field in (self.old_log_probs, self.ref_log_probs, self.rollout_weights, self.kept)
+        )
+        return ActorBatch(self.input_ids, zero, old, empty, *others, batch_size=self.batch_size)
 
 
 class CriticBatch(TensorClass):
@@ -237,11 +240,11 @@ class Experience(TensorClass):
         return Sequences(self.input_ids, self.response_lengths, batch_size=self.batch_size)
 
     def actor_batch(self, with_reference: bool = False) -> ActorBatch:
-        """The fields a policy update reads; needs `old_log_probs` and `advantages`, and `ref_log_probs` if told."""
+        """The fields a policy update reads; needs `advantages`, and `ref_log_probs` if told."""
         return ActorBatch(
             self.input_ids,
             self.response_lengths,
-            known(self.old_log_probs),
+            self.old_log_probs,
             known(self.advantages),
             self.ref_log_probs if with_reference else None,
             self.rollout_weights,

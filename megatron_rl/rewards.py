@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from megatron_rl.config.algorithms import needs_of
 from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Future
@@ -112,8 +113,12 @@ class Rewards:
         penalty = overlong_penalty(lengths, longest, overlong.len, overlong.penalty_factor)
         return dataclasses.replace(scored, scores=scored.scores + penalty)
 
-    def components(self, scored: Scored) -> torch.Tensor:
-        """float32 [B, K]: of each answer the numbers that `algorithm.gdpo_reward_keys` names. Raises RewardError."""
+    def components(self, scored: Scored) -> torch.Tensor | None:
+        """float32 [B, K]: of each answer the numbers that `algorithm.gdpo_reward_keys` names; None where the estimator
+        takes none. Raises RewardError.
+        """
+        if not needs_of(self.config).components:
+            return None
         keys, failed = self.config.algorithm.gdpo_reward_keys or [], self.config.reward_model.failed_score
         return torch.tensor([scored.numbers(key, failed) for key in keys], dtype=torch.float32).T.contiguous()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.algorithms import bypasses, needs_of
+from megatron_rl.config.algorithms import bypasses, scores_old_log_probs
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Experience
@@ -32,25 +32,29 @@ def train(config: RunConfig, local: bool = False, replay: Path | None = None) ->
     with open_run(config, local, replay) as run:
         run.validation.before_training(run.life.is_resumed)
         for step in run.life.steps():
-            batch = run.rollouts.next(step)
-            experience = score(run, batch)
-            metrics = run.algorithm.add_advantages(experience, step)
-            metrics |= update(run, experience, step)
-            run.rollouts.load_weights(step)
-            metrics |= run.describe(batch, experience, step)
-            metrics |= run.validation.after(step)
-            run.book.log(metrics, step)
+            run.book.log(take_step(run, step), step)
         return finish_run(run)
 
 
+def take_step(run: Run, step: int) -> dict[str, float]:
+    """One step of the loop; its metrics."""
+    batch = run.rollouts.next(step)
+    experience = score(run, batch)
+    metrics = run.algorithm.add_advantages(experience, step)
+    metrics |= update(run, experience, step)
+    run.rollouts.load_weights(step)
+    metrics |= run.describe(batch, experience, step)
+    return metrics | run.validation.after(step)
+
+
 def score(run: Run, batch: Batch) -> Experience:
-    """What every role says of a batch: roles score tokens and answers while the rules score answers here."""
+    """What every role says of a batch, while rules score answers here; no old log-probs where the update has them."""
     roles, rewards = run.roles, run.rewards
     prompts, generations, greedy = batch.prompts, batch.generations, batch.greedy
     experience = batch.experience()
     sequences = experience.sequences()
 
-    old_log_probs = None if bypasses(run.config) else roles.actor.log_probs(sequences)
+    old_log_probs = roles.actor.log_probs(sequences) if scores_old_log_probs(run.config) else None
     ref_log_probs = roles.reference.log_probs(sequences) if roles.reference is not None else None
     old_values = roles.critic.values(sequences) if roles.critic is not None else None
     # The last, as conversations may have to be tokenised for reward models first.
@@ -60,13 +64,12 @@ def score(run: Run, batch: Batch) -> Experience:
     if batch.scored is None:
         batch.scored = rewards.training_scores(prompts, generations, pending)
     experience.scores = batch.scored.scores
-    if needs_of(run.config).components:
-        experience.components = rewards.components(batch.scored)
+    experience.components = rewards.components(batch.scored)
     if greedy is not None:
         experience.greedy_scores = rewards.greedy_scores(prompts, greedy, greedy_pending)
-    if old_log_probs is None:
+    if bypasses(run.config):
         experience.old_log_probs = experience.rollout_log_probs
-    else:
+    elif old_log_probs is not None:
         scores = old_log_probs.get()
         experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
     if ref_log_probs is not None:
@@ -80,11 +83,15 @@ def update(run: Run, experience: Experience, step: int) -> dict[str, float]:
     """Several epochs of mini-batches through the critic's and the actor's optimizer; metrics are means over updates."""
     roles, algorithm = run.roles, run.algorithm
     metrics: dict[str, float] = {}
-    of_critic: list[Future[dict[str, float]]] = []
+    of_critic, of_actor = list[Future[dict[str, float]]](), list[Future[dict[str, float]]]()
     if roles.critic is not None:
         of_critic = [roles.critic.update(batch) for batch in algorithm.critic_batches(experience, step)]
-    of_actor: list[Future[dict[str, float]]] = []
-    if step >= run.config.trainer.critic_warmup:
+    if experience.old_log_probs is None:
+        batch, rows = algorithm.on_policy_batch(experience, step)
+        told, log_probs = roles.actor.update_on_policy(batch).get()
+        metrics |= algorithm.take_old_log_probs(experience, log_probs, rows, step)
+        of_actor = [Future.done(told)]
+    elif step >= run.config.trainer.critic_warmup:
         of_actor = [roles.actor.update(batch) for batch in algorithm.actor_batches(experience, step)]
     if of_critic:
         metrics |= run.book.update_metrics("critic", of_critic)

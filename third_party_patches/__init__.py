@@ -19,6 +19,7 @@ COMMON_PATCHES = (
 )
 CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_torch",
+    "third_party_patches.megatron_core.cpu_matmul",
     "third_party_patches.megatron_core.cpu_rng",
     "third_party_patches.megatron_core.cpu_token_counts",
     "third_party_patches.megatron_core.uneven_gather",

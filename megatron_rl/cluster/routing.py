@@ -137,8 +137,11 @@ def join_answers(answers: Sequence[Any], split: Split) -> Any:
     """One result from one answer per chunk; answers of chunks without real rows are dropped.
 
     Records are concatenated, their rows in the order of the call; of dicts (which workers reduce over ranks themselves)
-    the first counts; None from all is None; anything else is a list with one entry per chunk.
+    the first counts; tuples are joined part by part; None from all is None; anything else is a list with one entry per
+    chunk.
     """
+    if all(type(answer) is tuple for answer in answers):
+        return tuple(join_answers(part, split) for part in zip(*answers, strict=True))
     real = [answer for chunk, answer in enumerate(answers) if split.sizes is None or split.sizes[chunk] > 0]
     if all(answer is None for answer in real):
         return None

@@ -86,6 +86,32 @@ def bypasses(config: RunConfig) -> bool:
     return config.algorithm.rollout_correction.bypass_mode
 
 
+def is_on_policy(config: RunConfig) -> bool:
+    """Whether the old log-probs are those of the update itself, so that the trainer makes no pass for them.
+
+    verl's name for one mini-batch and one epoch: the only update of a step begins with the weights that such a pass
+    would have. Not where somebody reads old log-probs before it: a KL in the reward, an estimator, what corrects for
+    the rollout, generation that runs ahead; nor where steps pass without an update, as every step compares log-probs.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    correction = algorithm.rollout_correction
+    updates_once = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    needs = ADV_ESTIMATORS.get(algorithm.adv_estimator)
+    estimates_without = needs is not None and not needs.sum_pi_squared
+    corrects = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold is not None
+    return (
+        updates_once
+        and estimates_without
+        and config.trainer.critic_warmup <= 1
+        and not (corrects or bypasses(config) or algorithm.use_kl_in_reward or config.samples_in_slices)
+    )
+
+
+def scores_old_log_probs(config: RunConfig) -> bool:
+    """Whether the trainer makes a pass for old log-probs."""
+    return not (bypasses(config) or is_on_policy(config))
+
+
 def uses_rule(config: RunConfig) -> bool:
     """Whether a rule scores answers; else the reward model is alone."""
     return config.custom_reward_function.name is not None

@@ -30,16 +30,18 @@ def assemble(prompts: Prompts, generations: Generations) -> Experience:
 def add_rewards(experience: Experience, kl_coef: float, kl_type: str = "kl") -> torch.Tensor | None:
     """Fill `rewards`: -kl_coef * KL(old, reference) on every token, plus the score on the last one.
 
-    Needs `scores`, and for the KL `old_log_probs` and `ref_log_probs`; `kl_type`: one of `KL_ESTIMATORS`. An empty
+    Needs `scores`, and for a KL `old_log_probs` and `ref_log_probs`; `kl_type`: one of `KL_ESTIMATORS`. An empty
     response has no token to carry its score, which stays in `scores`. Returns the KL, a scalar for the metrics: the
-    mean over sequences of their mean per token, as verl reports it, where they have one; None without a reference, or
-    without any token.
+    mean over sequences of their mean per token, as verl reports it, where they have one; None without both log-probs,
+    or without any token. Raises ValueError where a KL counts that cannot be computed.
     """
     lengths = experience.response_lengths
     has_tokens = lengths > 0
     rewards = torch.zeros(int(lengths.sum()))
     kl = None
-    if experience.ref_log_probs is not None:
+    if kl_coef:
+        known(experience.old_log_probs)
+    if experience.ref_log_probs is not None and experience.old_log_probs is not None:
         kl = KL_ESTIMATORS[kl_type](known(experience.old_log_probs).values(), experience.ref_log_probs.values())
         rewards = -kl_coef * kl
     rewards[(lengths.cumsum(0) - 1)[has_tokens]] += known(experience.scores)[has_tokens]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.algorithms import bypasses
+from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.roles import ACTOR, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planner.hardware import Hardware
@@ -79,7 +79,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     for role in placement.megatron_roles:
         pool = models.pools[role.pool]
         estimator = _estimator(models, pool, role, hardware)
-        if role.score is not None and not (role.kind == ACTOR and bypasses(models.config)):
+        if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
             seconds[role.score.phase] = estimator.forward(_scored(load, role.score, models.config))
             scores.add(role.score.phase)
         if role.update is not None:

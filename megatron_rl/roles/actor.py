@@ -13,18 +13,18 @@ from megatron_rl.config.algorithms import MEAN_OVER_ANSWERS, needs_of
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.errors import ConfigError
+from megatron_rl.experience.micro_batches import MicroBatch, in_row_order
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
 from megatron_rl.losses.registry import policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
-from megatron_rl.records import ActorBatch, Sequences, TokenScores
+from megatron_rl.records import ActorBatch, Sequences, TokenScores, ragged_from_lengths
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 
 if TYPE_CHECKING:
-    from megatron_rl.experience.micro_batches import MicroBatch
     from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
 
 
@@ -62,6 +62,15 @@ class Actor(TrainedRole):
     def update(self, batch: ActorBatch) -> dict[str, float]:
         """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage)."""
         return self.compute_gradients(batch) | self.trainable.step().metrics("actor")
+
+    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    def update_on_policy(self, batch: ActorBatch) -> tuple[dict[str, float], TokenScores | None]:
+        """The same with a batch whose old log-probs are those of this very pass, and these log-probs as `log_probs`."""
+        metrics, own = self._gradients(batch)
+        metrics |= self.trainable.step().metrics("actor")
+        if own is None:
+            return metrics, None
+        return metrics, TokenScores(ragged_from_lengths(own, batch.response_lengths), batch_size=batch.batch_size)
 
     @verb(Dispatch.DP, phase="export")
     def response_logits(self, sequences: Sequences) -> Tensor | None:
@@ -160,25 +169,36 @@ class Actor(TrainedRole):
 
         Losses among the metrics are aggregated like the loss itself; the others are means over tokens.
         """
+        return self._gradients(batch)[0]
+
+    def _gradients(self, batch: ActorBatch) -> tuple[dict[str, float], Tensor | None]:
+        """(metrics, the log-prob of every response token where the batch has no old ones), both on the last stage."""
+        own: list[Tensor] = []
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
         means = self.trainable.compute_gradients(
-            blocks, totals, lambda hidden, block: self._loss(hidden, block, totals)
+            blocks, totals, lambda hidden, block: self._loss(hidden, block, totals, own)
         )
         if means is None:
-            return {}
-        own = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
-        names = (*(f"actor/{name}" for name in own), *self._further_metrics)
+            return {}, None
+        log_probs = in_row_order(torch.cat(own), blocks) if batch.old_log_probs is None else None
+        reported = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
+        names = (*(f"actor/{name}" for name in reported), *self._further_metrics)
         metrics = dict(zip(names, means.tolist(), strict=True))
         if self.config.use_kl_loss:
-            return metrics | {"actor/kl_coef": self.config.kl_loss_coef}
+            return metrics | {"actor/kl_coef": self.config.kl_loss_coef}, log_probs
         del metrics["actor/kl_loss"]
-        return metrics
+        return metrics, log_probs
 
-    def _loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals) -> tuple[Tensor, Tensor]:
+    def _loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals, own: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(loss of a block, its metric sums); log-probs go to `own` where the block has no old ones."""
         config, fields, lengths = self.config, block.fields, block.response_lengths
         log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
-        terms, losses, kept = self._policy_terms(log_probs, block)
+        old_log_probs = fields.get("old_log_probs")
+        if old_log_probs is None:
+            old_log_probs = log_probs.detach()
+            own.append(old_log_probs.cpu())
+        terms, losses, kept = self._policy_terms(log_probs, old_log_probs, block)
         kl = torch.zeros_like(losses)
         if config.use_kl_loss:
             kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
@@ -195,17 +215,19 @@ class Actor(TrainedRole):
         sums = [weighted.sum()[None], (kl * weights).sum()[None], (measured * per_token).sum(1)]
         return total, torch.cat(sums).detach()
 
-    def _policy_terms(self, log_probs: Tensor, block: MicroBatch) -> tuple[PolicyTerms, Tensor, Tensor]:
+    def _policy_terms(
+        self, log_probs: Tensor, old_log_probs: Tensor, block: MicroBatch
+    ) -> tuple[PolicyTerms, Tensor, Tensor]:
         """(the policy loss's terms, its losses with the rollout's weights [N], 1 where a token counts in it [N])."""
         config, correction, fields, lengths = self.config, self.correction, block.fields, block.response_lengths
         kept, rollout_weights = block.kept, fields.get("rollout_weights")
         metrics: dict[str, Tensor] = {}
         if correction.bypass_mode:
-            weights, accepted, metrics = current_correction(log_probs, fields["old_log_probs"], lengths, correction)
+            weights, accepted, metrics = current_correction(log_probs, old_log_probs, lengths, correction)
             # The ratio of any other loss is that to the rollout, which corrects for it already.
             rollout_weights = weights if correction.loss_type == "reinforce" else None
             kept = kept * accepted
-        tokens = PolicyTokens(log_probs, fields["old_log_probs"], fields["advantages"], lengths, kept, rollout_weights)
+        tokens = PolicyTokens(log_probs, old_log_probs, fields["advantages"], lengths, kept, rollout_weights)
         terms = self.policy_loss(tokens, config)
         if terms.loss.shape != log_probs.shape:
             raise ConfigError(

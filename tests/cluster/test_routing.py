@@ -156,3 +156,18 @@ def test_rows_are_shared_out_by_their_work_and_come_back_in_order() -> None:
     joined = join_answers(answers, split)
     assert joined.row.tolist() == [0, 1, 2, 3, 4]
     assert [row.tolist() for row in joined.tokens.unbind()] == [row.tolist() for row in tokens.unbind()]
+
+
+def test_parts_of_tuples_are_joined_by_themselves() -> None:
+    """Two chunks of three rows, shared out by work: the record in the call's order, the dict once.
+
+    Would not catch a tuple inside a tuple.
+    """
+    work = SequenceWork(attention_parity=float("inf"))
+    ids = ragged([torch.arange(length) for length in (2, 9, 4)])
+    split = split_call((Sequences(ids, torch.tensor([1, 2, 3]), batch_size=[3]),), {}, 2, work)
+    assert split.order is not None and split.order.tolist() != [0, 1, 2]
+    answers = [({"loss": 1.0}, args[0]) for args, _ in split.payloads]
+    told, rows = join_answers(answers, split)
+    assert told == {"loss": 1.0} and rows.response_lengths.tolist() == [1, 2, 3]
+    assert join_answers([({"loss": 1.0}, None)] * 2, split) == ({"loss": 1.0}, None)

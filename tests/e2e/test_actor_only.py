@@ -62,6 +62,39 @@ def test_saves_and_goes_on(command_line, one) -> None:
     assert ppo.wait(60) == 2 and "it has no critic" in ppo.text()
 
 
+def test_one_update_a_step_needs_no_pass_for_old_log_probs(command_line) -> None:
+    """GRPO with a KL in the loss, with the pass and without: every metric that both have, and the weights, bit for bit.
+
+    The pass is brought back by a veto that no token can fall under. Would not catch passes that are cut otherwise than
+    the update, which may differ in the last bits.
+    """
+    grpo = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", f"{ACTOR}.use_kl_loss=true")
+    rows = (
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    )
+    keys = (*SHORT, *LOCAL, *grpo, *rows, f"{ACTOR}.ppo_epochs=1", "trainer.total_training_steps=3")
+    without = command_line(*keys)
+    assert without.wait(120) == 0, without.text()
+    passing = command_line(*keys, "algorithm.rollout_correction.rollout_token_veto_threshold=1e-30")
+    assert passing.wait(120) == 0, passing.text()
+    timed = [
+        [name for name in run.metrics().split('"') if name == "timing_s/old_log_prob"] for run in (without, passing)
+    ]
+    assert not timed[0] and len(timed[1]) == 3
+    ours, theirs = metrics(without), metrics(passing)
+    for step in (1, 2, 3):
+        # What the veto itself reports, and memory, whose phases are others.
+        extra = {name for name in theirs[step].keys() - ours[step].keys() if not name.startswith("perf/")}
+        assert all("veto" in name or "rollout_rs" in name or "memory" in name for name in extra), extra
+        same = [name for name in ours[step] if "memory" not in name]
+        assert {name: ours[step][name] for name in same} == {name: theirs[step].get(name) for name in same}
+    assert ours[3]["training/rollout_logprob_diff_max"] < 1e-4 and "rollout_corr/kl" in ours[3]
+    assert "actor/reward_kl_penalty" in ours[3] and ours[3]["actor/ppo_kl"] == 0.0
+    weights = [load_file(run.run / "hf_model" / "model.safetensors") for run in (without, passing)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
 def test_functions_of_the_users_and_corrections(command_line, tmp_path) -> None:
     """ReMax's greedy answers, then an estimator and a loss from a file with every correction of the rollout's samples.
 

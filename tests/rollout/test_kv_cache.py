@@ -1,5 +1,7 @@
 """The KV cache's memory, on plain tensors."""
 
+import psutil
+import pytest
 import torch
 
 from megatron_rl.rollout.kv_cache import KVCache
@@ -41,3 +43,33 @@ def test_allocate_clears_a_cache_that_is_there():
     address = layer.data_ptr()
     cache.allocate()
     assert layer.tolist() == [0.0] * 3 and layer.data_ptr() == address
+
+
+def test_only_pages_that_are_touched_are_taken():
+    """Of 64 MiB that were written before, 1 MiB is written after: so much is resident, and the rest reads as 0.
+
+    Would not catch huge pages, of which one byte takes 2 MiB.
+    """
+    layer = torch.ones(16 << 20)
+    cache = KVCache([layer])
+    cache.allocate()
+    before = resident()
+    layer[: 1 << 18] = 1.0
+    assert 0 < resident() - before <= 8 << 20
+    assert layer[: 1 << 18].all() and not layer[1 << 18 :].any()
+
+
+@pytest.mark.parametrize("first", [0, 1, 1000, 1024, 2049])
+@pytest.mark.parametrize("number", [1, 1023, 1024, 5000])
+def test_edges_inside_a_page_are_zeroed_and_nothing_beyond_them(first: int, number: int):
+    """A storage anywhere in a page, of any size; its neighbours stay. Would not catch pages of other sizes."""
+    memory = torch.ones(8192)
+    own = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=number, offset=4 * first)
+    assert own.untyped_storage().nbytes() == 4 * number
+    KVCache([own]).allocate()
+    assert memory.sum() == len(memory) - number and not memory[first : first + number].any()
+
+
+def resident() -> int:
+    """Bytes of this process's anonymous memory that is there."""
+    return psutil.Process().memory_info().rss

@@ -98,6 +98,58 @@ def check_cpu_torch():
     assert torch.zeros(1).type(torch.int64).dtype == torch.int64
 
 
+def check_cpu_matmul():
+    from megatron.core.tensor_parallel import layers
+    from torch.profiler import ProfilerActivity, profile
+
+    from third_party_patches.megatron_core import cpu_matmul, cpu_torch
+
+    group = single_rank_groups().tp_group
+    cpu_torch.PATCH.apply()
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator) for shape in ((5, 2, 48), (32, 48)))
+    bias, upstream = (torch.randn(*shape, generator=generator) for shape in ((32,), (5, 2, 32)))
+
+    def run(dtype=torch.float32):
+        """(output, gradients of input, weight and bias, output of a frozen weight, kernels that ran)."""
+        leaves = [tensor.clone().to(dtype).requires_grad_() for tensor in (x, weight, bias)]
+        with profile(activities=[ProfilerActivity.CPU]) as ran:
+            trained = layers.linear_with_grad_accumulation_and_async_allreduce(
+                *leaves,
+                gradient_accumulation_fusion=False,
+                allreduce_dgrad=False,
+                sequence_parallel=False,
+                tp_group=group,
+            )
+            trained.backward(upstream.to(dtype))
+            frozen = layers.linear_with_frozen_weight(
+                *(leaf.detach() for leaf in leaves), False, False, False, tp_group=group
+            )
+        kernels = {event.key for event in ran.key_averages()}
+        return [trained.detach(), *(leaf.grad for leaf in leaves), frozen], "mkldnn::_linear_pointwise" in kernels
+
+    plain, plain_is_fast = run()
+    cpu_matmul.PATCH.apply()
+    cpu_matmul.PATCH.apply()
+    fast, is_fast = run()
+    assert is_fast and not plain_is_fast
+    expected = x @ weight.T + bias
+    for ours, theirs in zip(fast, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(fast[0], expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(fast[0], fast[4])
+    # Other dtypes, gradients and shapes keep torch's own.
+    assert not run(torch.bfloat16)[1]
+    left = x.clone().requires_grad_()
+    layers.torch.matmul(left, weight.T).sum().backward()
+    torch.testing.assert_close(left.grad, weight.sum(0).expand_as(x), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        three = layers.torch.matmul(x, torch.ones(5, 48, 1))
+        into = torch.empty(5, 2, 32)
+        assert layers.torch.matmul(x, weight.T, out=into) is into and three.shape == (5, 2, 1)
+        assert layers.torch.matmul(x[:0], weight.T).shape == (0, 2, 32)
+
+
 def check_cpu_rng():
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -311,6 +363,11 @@ def check_rank_order():
     with pytest.raises(ValueError, match=r"\[0, 2\] is not an order of 2 ranks"), rank_order.using_rank_order([0, 2]):
         pass
     return without, ordered, tp_group()
+
+
+def test_cpu_matmul():
+    """Both linears of megatron-core, forward and backward, and which kernel ran. Would not catch one that is slower."""
+    run_ranks(1, check_cpu_matmul, timeout=100)
 
 
 def test_cpu_torch():
