@@ -68,10 +68,10 @@ HYDRA_PREFIXES = ("++", "+", "~")
 
 DTYPE = "actor_rollout_ref.actor.megatron.dtype"
 DIFF_BOUNDS = {
-    "actor_rollout_ref.rollout.logprob_diff_bound": {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.05},
-    "actor_rollout_ref.rollout.logprob_diff_mean_bound": {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.005},
+    "actor_rollout_ref.rollout.logprob_diff_bound": {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.05},
+    "actor_rollout_ref.rollout.logprob_diff_mean_bound": {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.005},
 }
-"""Defaults by the type that is computed in: four times and more of what rounding alone comes to in the demo."""
+"""Defaults by the type that is computed in: three times and more of what rounding alone comes to in small models."""
 
 CUDA_DEFAULTS = {
     DTYPE: "bfloat16",

@@ -237,9 +237,9 @@ class RolloutConfig:
     logprob_diff_bound: float = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| of 99% of a step's sampled tokens; beyond it
     the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
-    and more. Where it is not set: 1e-3 for float32, 0.3 for bfloat16, 0.05 for float16."""
+    and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16."""
     logprob_diff_mean_bound: float = 1e-4
-    """The same in the mean over those tokens. Where it is not set: 1e-4 for float32, 0.03 for bfloat16, 0.005 for
+    """The same in the mean over those tokens. Where it is not set: 1e-4 for float32, 0.05 for bfloat16, 0.005 for
     float16."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
 
