@@ -58,8 +58,9 @@ lint: install
 	$(BIN)/python -m mypy
 
 # On a machine with a GPU: what the first ten minutes there can show. ARGS="--device cpu --small" here. docs/gpu.md
-gpu-check: install
-	$(BIN)/python scripts/gpu_check.py $(ARGS)
+# It installs nothing: the Python there brings torch for its GPU.
+gpu-check:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) assets build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

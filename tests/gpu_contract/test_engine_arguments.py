@@ -24,6 +24,13 @@ def on_gpu(total_gib: int, free_gib: float) -> Any:
     return SimpleNamespace(total_memory=total_gib * GIB, free_memory=int(free_gib * GIB), device_="cuda:0")
 
 
+def custom_all_reduce(arguments: dict[str, Any]) -> bool:
+    """Whether they leave vLLM its own all-reduce; its configuration on a CPU never does."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return not EngineArgs(**arguments).disable_custom_all_reduce
+
+
 def test_only_cuda_has_arguments_of_its_own(cuda_arguments: dict[str, Any]) -> None:
     """Nothing is taken away, and the CPU's are as they were. Would not catch one that both need and neither has."""
     on_cpu = engine_arguments("cpu", cuda_arguments["model"], RolloutConfig(), 64, "bfloat16", 1, {})
@@ -35,7 +42,7 @@ def test_only_cuda_has_arguments_of_its_own(cuda_arguments: dict[str, Any]) -> N
 def test_vllm_takes_every_argument(cuda_arguments: dict[str, Any], vllm_config: Any) -> None:
     """And it means what we mean. Would not catch a value that only vLLM's CUDA platform changes afterwards."""
     assert vllm_config.cache_config.kv_cache_memory_bytes == cuda_arguments["kv_cache_memory_bytes"]
-    assert vllm_config.parallel_config.disable_custom_all_reduce is True
+    assert custom_all_reduce(cuda_arguments) is False and vllm_config.parallel_config.disable_custom_all_reduce
     assert vllm_config.kernel_config.moe_backend == "triton"
     assert vllm_config.scheduler_config.async_scheduling is False
     assert vllm_config.model_config.enforce_eager is True
@@ -122,13 +129,13 @@ def all_reducers(monkeypatch: pytest.MonkeyPatch, cuda_platform: type) -> Callab
 
 
 def test_tensor_parallel_groups_all_reduce_over_nccl_alone(
-    all_reducers: Callable[[bool], set[str]], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+    all_reducers: Callable[[bool], set[str]], cuda_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With our argument and our environment. Would not catch what NCCL itself does between two processes."""
     for name, value in worker_environment("cuda", ranks_per_node=2).items():
         if name.startswith("VLLM_ALLREDUCE"):
             monkeypatch.setenv(name, value)
-    assert all_reducers(not vllm_config.parallel_config.disable_custom_all_reduce) == {"PyNcclCommunicator"}
+    assert all_reducers(custom_all_reduce(cuda_arguments)) == {"PyNcclCommunicator"}
 
 
 def test_by_default_they_would_reach_for_each_others_gpus(
