@@ -71,7 +71,7 @@ DIFF_BOUNDS = {
     "actor_rollout_ref.rollout.logprob_diff_bound": {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.05},
     "actor_rollout_ref.rollout.logprob_diff_mean_bound": {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.005},
 }
-"""Defaults by the type that is computed in: three times and more of what rounding alone comes to in small models."""
+"""Defaults by the type that is computed in: above what rounding alone comes to in small models (docs/gpu.md)."""
 
 CUDA_DEFAULTS = {
     DTYPE: "bfloat16",
