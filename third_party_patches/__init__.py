@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 
-from third_party_patches.guard import Patch, PatchError, require_version
+from third_party_patches.guard import Patch, PatchError, is_needed, require_version
 
 COMMON_PATCHES = (
     "third_party_patches.megatron_core.router_gemm",
@@ -41,11 +41,11 @@ def patches_for(kind: str) -> list[Patch]:
 
 
 def apply_patches(kind: str) -> list[str]:
-    """Apply every patch for `kind` (see `patches_for`), once per process; returns their names.
+    """Apply every patch for `kind` (see `patches_for`) that is needed, once per process; returns their names.
 
     Raises PatchError, naming the patch and both versions, when an installed library is not one a patch knows.
     """
-    patches = patches_for(kind)
+    patches = [patch for patch in patches_for(kind) if is_needed(patch)]
     for patch in patches:
         require_version(patch)
     for patch in patches:

@@ -19,6 +19,7 @@ class Patch:
 
     distributions: names on the package index, as `importlib.metadata` knows them, of the library's builds.
     versions: PEP 440 range the patch was written and tested for.
+    not_needed: a range in which the library does by itself what the patch is for, so that it is left out.
     drop_when: the upstream change that would make it unnecessary.
     """
 
@@ -27,6 +28,13 @@ class Patch:
     versions: str
     drop_when: str
     apply: Callable[[], None]
+    not_needed: str = ""
+
+
+def is_needed(patch: Patch) -> bool:
+    """Whether the installed version of the library lacks what the patch is for. Raises PatchError as below."""
+    _, installed = installed_build(patch)
+    return not patch.not_needed or not SpecifierSet(patch.not_needed).contains(installed, prereleases=True)
 
 
 def require_version(patch: Patch) -> None:

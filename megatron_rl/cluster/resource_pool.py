@@ -17,6 +17,9 @@ from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 
+OWN_GPU_ONLY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+"""Where a node has it set to 1, Ray shows every process all GPUs, and each rank would take the first for its own."""
+
 
 class ResourcePool:
     """`num_nodes * num_ranks_per_node` reserved ranks, numbered node by node; use it as a context manager.
@@ -97,7 +100,7 @@ class ResourcePool:
     @property
     def variables(self) -> dict[str, str]:
         """What every rank's environment must hold, on whichever machine it is."""
-        return self._session.variables
+        return self._session.variables | (OWN_GPU_ONLY if "GPU" in self._bundle else {})
 
     def _reserve(self) -> None:
         """Raises ConfigError: soon where the cluster is too small, and after a longer wait where it is occupied."""

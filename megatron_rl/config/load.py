@@ -67,9 +67,11 @@ HYDRA_PREFIXES = ("++", "+", "~")
 """What Hydra's overrides may begin with: set or add, add, take away."""
 
 DTYPE = "actor_rollout_ref.actor.megatron.dtype"
-DIFF_BOUND = "actor_rollout_ref.rollout.logprob_diff_bound"
-HALF_PRECISION_BOUND = 1.0
-"""On GPUs, in 16 bits: of any one token, through many layers, rounding alone can come close to it."""
+DIFF_BOUNDS = {
+    "actor_rollout_ref.rollout.logprob_diff_bound": {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.05},
+    "actor_rollout_ref.rollout.logprob_diff_mean_bound": {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.005},
+}
+"""Defaults by the type that is computed in: above what rounding alone comes to in small models (docs/gpu.md)."""
 
 CUDA_DEFAULTS = {
     DTYPE: "bfloat16",
@@ -161,14 +163,14 @@ def read_settings(settings: Sequence[Setting], violations: Sequence[Violation] =
 
 
 def _fill_in(config: Any, given: set[str]) -> None:
-    """Defaults that depend on other keys, where nobody has set them: verl's on GPUs."""
-    if _raw(config, "trainer.device") != "cuda":
-        return
-    for key, value in CUDA_DEFAULTS.items():
+    """Defaults that depend on other keys, where nobody has set them: verl's on GPUs, and bounds by the dtype."""
+    defaults: dict[str, Any] = CUDA_DEFAULTS if _raw(config, "trainer.device") == "cuda" else {}
+    for key, value in defaults.items():
         if key not in given:
             OmegaConf.update(config, key, value)
-    if DIFF_BOUND not in given and _raw(config, DTYPE) != "float32":
-        OmegaConf.update(config, DIFF_BOUND, HALF_PRECISION_BOUND)
+    for key, bounds in DIFF_BOUNDS.items():
+        if key not in given and (dtype := _raw(config, DTYPE)) in bounds:
+            OmegaConf.update(config, key, bounds[dtype])
 
 
 @cache

@@ -235,10 +235,12 @@ class RolloutConfig:
     log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Tokens per such pass."""
     logprob_diff_bound: float = 1e-3
-    """Largest allowed |log-prob of the rollout - log-prob of the trainer| on sampled tokens; beyond it the run stops.
-    Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2 and more;
-    bfloat16 needs about 0.1, float16 about 0.05. On
-    trainer.device=cuda the default of 16-bit types is 1.0."""
+    """Largest allowed |log-prob of the rollout - log-prob of the trainer| of 99% of a step's sampled tokens; beyond it
+    the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
+    and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16."""
+    logprob_diff_mean_bound: float = 1e-4
+    """The same in the mean over those tokens. Where it is not set: 1e-4 for float32, 0.05 for bfloat16, 0.005 for
+    float16."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
 
 

@@ -177,6 +177,7 @@ RANGES: dict[str, Interval] = {
     f"{ROLLOUT}.temperature": Interval(0, nearest_low=1.0),
     f"{ROLLOUT}.top_p": Interval(0, 1, nearest_low=1.0),
     f"{ROLLOUT}.logprob_diff_bound": Interval(0, nearest_low=1e-3),
+    f"{ROLLOUT}.logprob_diff_mean_bound": Interval(0, nearest_low=1e-4),
     f"{ROLLOUT}.val_kwargs.temperature": Interval(0, nearest_low=1.0),
     f"{ROLLOUT}.val_kwargs.top_p": Interval(0, 1, nearest_low=1.0),
     f"{ACTOR}.clip_ratio": Interval(0, nearest_low=0.2),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import clear_frames
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_rl.device import synchronize
+from megatron_rl.device import settled_seconds
 from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, model_numel
 from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange
 from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
@@ -158,20 +157,19 @@ class BridgeEnd:
         return or_leave(self.transport, "a transfer of weights broke", lambda: gather(mine))
 
     def _transfer(self, version: int) -> Transfer:
-        start = time.perf_counter()
+        start = settled_seconds(self._device)
         asked = torch.tensor([version, self._is_verified()], dtype=torch.int64)
         headers = torch.stack(self.transport.all_gather(asked))
         self._num_transfers += 1
         versions = headers[: self._meeting.num_senders, 0].unique().tolist()
         if len(versions) > 1:
             raise MixedVersionsError(f"the training ranks send weights of different versions: {versions}")
-        before_exchange = time.perf_counter()
+        before_exchange = settled_seconds(self._device)
         self._exchange.run()
-        synchronize(self._device)
-        before_verify = time.perf_counter()
+        before_verify = settled_seconds(self._device)
         if headers[:, 1].any():
             self._verifier.verify()
-        after = time.perf_counter()
+        after = settled_seconds(self._device)
         return Transfer(
             version=versions[0],
             model_bytes=self._meeting.model_bytes,

@@ -6,12 +6,12 @@ them back in reverse order; so does `enter` itself when one of them fails.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_rl.device import Device, release_cached, settled_seconds
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
 from megatron_rl.hybrid_engine.offload import Resting
 from megatron_rl.hybrid_engine.rng import RNGState, swap
@@ -70,17 +70,23 @@ class TransitionReport:
 class HybridEngine:
     """Switches one rank between train and rollout mode. Every rank must enter and exit together.
 
-    resting: what leaves while generating. verify_every: compare checksums at the first entry and at every so many
-    later ones; 0: at the first only. An exception while entering or leaving leaves the rank in train mode with its
-    weights intact.
+    device: every phase is timed with what it gave the device to do. resting: what leaves while generating.
+    verify_every: compare checksums at the first entry and at every so many later ones; 0: at the first only. An
+    exception while entering or leaving leaves the rank in train mode with its weights intact.
     rollout_rng: the generators' state at the end of the last generation; None before the first.
     """
 
     def __init__(
-        self, weights: Weights, generator: Generator, resting: Sequence[Resting] = (), verify_every: int = 1
+        self,
+        weights: Weights,
+        generator: Generator,
+        device: Device,
+        resting: Sequence[Resting] = (),
+        verify_every: int = 1,
     ) -> None:
         self.weights = weights
         self.generator = generator
+        self._device = device.torch_device
         self.resting = resting
         self.verify_every = verify_every
         self._num_entries = 0
@@ -95,7 +101,7 @@ class HybridEngine:
         """Bring the current weights and the KV cache. Raises WeightMismatchError when a moved weight is wrong."""
         if self.in_rollout:
             raise RuntimeError("enter() in rollout mode: exit() comes first")
-        start = time.perf_counter()
+        start = settled_seconds(self._device)
         with ExitStack() as undo:
             # Phase 1: random state
             undo.callback(self._restore_rng, swap(self.rollout_rng))
@@ -103,15 +109,17 @@ class HybridEngine:
             for resting in self.resting:
                 undo.callback(resting.come_back)
                 resting.leave()
+            # What comes next is of other sizes, and may be taken by somebody else than torch's allocator.
+            release_cached(self._device)
             # Phase 3: weights
             undo.callback(self.weights.release)
-            before_exchange = time.perf_counter()
+            before_exchange = settled_seconds(self._device)
             received = self.weights.gather()
             # Phase 4: verification, before anything is generated from them
-            before_verify = time.perf_counter()
+            before_verify = settled_seconds(self._device)
             if self._is_verified(self._num_entries):
                 self.weights.verify()
-            after_verify = time.perf_counter()
+            after_verify = settled_seconds(self._device)
             # Phase 5: the training copy
             undo.callback(self.weights.restore_training)
             self.weights.drop_training()
@@ -126,7 +134,7 @@ class HybridEngine:
             bound.total,
             received.network,
             bound.network,
-            seconds=time.perf_counter() - start,
+            seconds=settled_seconds(self._device) - start,
             exchange_seconds=before_verify - before_exchange,
             verify_seconds=after_verify - before_verify,
         )
@@ -135,7 +143,10 @@ class HybridEngine:
         """Take back every phase of `enter`, each even when another fails; nothing happens in train mode."""
         if self._undo is not None:
             undo, self._undo = self._undo, None
-            undo.close()
+            try:
+                undo.close()
+            finally:
+                release_cached(self._device)
 
     def _is_verified(self, entry: int) -> bool:
         """The first always is: a wrong plan or a wrong order of messages is wrong from the start."""

@@ -6,7 +6,7 @@ CPU the host copy takes as much as it frees; the path is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -22,33 +22,90 @@ class Resting(Protocol):
         """Take it again, with what it held; nothing happens where it never left."""
 
 
+LARGEST_PIECE, SMALLEST_PIECE = 256 << 20, 1 << 20
+"""Bytes of host memory that are taken at once: at most, and as what every amount is rounded up to."""
+
+
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Powers of two that add up to num_bytes, rounded up to SMALLEST_PIECE: as few as there can be.
+
+    Torch's allocator of pinned memory rounds every size up to a power of two, and would take twice what it was asked.
+    """
+    whole, rest = divmod(-(-num_bytes // SMALLEST_PIECE) * SMALLEST_PIECE, LARGEST_PIECE)
+    return [LARGEST_PIECE] * whole + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
+
+
+class HostBuffer:
+    """Host memory that is taken once and used again. pinned: for copies to and from a GPU; taking it is slow."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.pinned = pinned
+        self._pieces: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._pieces))
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have room for as many, besides what is there already."""
+        for size in piece_sizes(max(0, num_bytes - self.num_bytes)):
+            self._pieces.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned))
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._pieces.clear()
+
+    def parts(self, offset: int, content: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(memory here, its part of `content`) for uint8 content [N] that lies from byte `offset` on."""
+        start = 0
+        for piece in self._pieces:
+            first, stop = max(offset, start), min(offset + len(content), start + len(piece))
+            if first < stop:
+                yield piece[first - start : stop - start], content[first - offset : stop - offset]
+            start += len(piece)
+
+
 class HostCopy:
-    """Tensors whose content waits in host memory (pinned where there is a GPU).
+    """Tensors of one device whose content waits in host memory: pinned, and kept for the next time, for a GPU's.
 
     tensors: called on leaving, because an optimizer makes its state at the first step.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._tensors = tensors
-        self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # with size and place in the buffer
+        self._buffer: HostBuffer | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that is held now."""
+        return 0 if self._buffer is None else self._buffer.num_bytes
 
     def leave(self) -> None:
         """Copy every storage to the host and free it."""
-        for tensor in unique_storages(self._tensors()):
-            storage = tensor.untyped_storage()
-            content = storage_bytes(storage)
-            host = torch.empty(content.shape, dtype=torch.uint8, pin_memory=content.is_cuda)
-            host.copy_(content)
-            self._away.append((storage, host))
+        storages = [tensor.untyped_storage() for tensor in unique_storages(self._tensors())]
+        if not storages:
+            return
+        buffer = self._buffer = self._buffer or HostBuffer(storages[0].device.type == "cuda")
+        buffer.reserve(sum(storage.nbytes() for storage in storages))
+        offset = 0
+        for storage in storages:
+            for host, content in buffer.parts(offset, storage_bytes(storage)):
+                host.copy_(content)
+            self._away.append((storage, storage.nbytes(), offset))
+            offset += storage.nbytes()
             storage.resize_(0)
 
     def come_back(self) -> None:
         """Bring back what left."""
-        while self._away:
-            storage, host = self._away[-1]
-            storage.resize_(len(host))
-            storage_bytes(storage).copy_(host)
+        while self._away and self._buffer is not None:
+            storage, num_bytes, offset = self._away[-1]
+            storage.resize_(num_bytes)
+            for host, content in self._buffer.parts(offset, storage_bytes(storage)):
+                content.copy_(host)
             self._away.pop()
+        if self._buffer is not None and not self._buffer.pinned:
+            self._buffer.drop()  # on a CPU it is the very memory that was to be freed
 
 
 class Zeros:

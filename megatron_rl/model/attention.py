@@ -6,6 +6,8 @@ and S = T tokens of several segments.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,6 +123,16 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Ten
     longest = segments.max_seqlen_q
     grouped = query.shape[1] != key.shape[1]
     boundaries = (segments.cu_seqlens_q, segments.cu_seqlens_kv, longest, longest)
-    out = varlen_attn(query, key, value, *boundaries, window_size=(-1, 0), enable_gqa=grouped)
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    if grouped and takes_groups(varlen_attn):
+        options["enable_gqa"] = True
+    elif grouped:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    out = varlen_attn(query, key, value, *boundaries, **options)
     assert isinstance(out, Tensor)  # with the log-sums only where they are asked for
     return out
+
+
+def takes_groups(kernel: Callable[..., Any]) -> bool:
+    """Whether the kernel reads one key and value for several queries; torch 2.13's does, 2.11's not yet."""
+    return "enable_gqa" in inspect.signature(kernel).parameters

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rl.device import has_grouped_mm
 from megatron_rl.model.families import Routing
 from megatron_rl.parallel.rank_grid import TrainGrid
 
@@ -44,8 +45,13 @@ class StackedExperts(MegatronModule):
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
     ) -> None:
+        """name: the module's, which newer versions of Megatron pass."""
         super().__init__(config=config)
         hidden, columns = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
 
@@ -60,14 +66,33 @@ class StackedExperts(MegatronModule):
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """tokens [T, H] sorted by expert, tokens_per_expert int64 [E], weights [T] -> ([T, H], None: no bias)."""
-        counts = tokens_per_expert.tolist()
-        # Unbound at once: indexing a stack makes a gradient as large as the stack, for each expert.
-        experts = zip(tokens.split(counts), weights.split(counts), self.w13.unbind(), self.w2.unbind(), strict=True)
-        outputs = [
-            F.linear(gated(F.linear(mine, w13)), w2) * weight.unsqueeze(-1).to(mine.dtype)
-            for mine, weight, w13, w2 in experts
-        ]
-        return torch.cat(outputs), None
+        mixed = grouped if fits_grouped_mm(tokens, self.w13, self.w2) else one_by_one
+        return mixed(tokens, tokens_per_expert, weights, self.w13, self.w2), None
+
+
+def fits_grouped_mm(tokens: Tensor, w13: Tensor, w2: Tensor) -> bool:
+    """Whether `grouped` can do it; an empty batch is left to `one_by_one`."""
+    row_bytes = [tensor.shape[-1] * tensor.element_size() for tensor in (tokens, w13, w2)]
+    return len(tokens) > 0 and has_grouped_mm(tokens) and all(size % 16 == 0 for size in row_bytes)
+
+
+def grouped(tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """All experts in two calls. Arguments as of `StackedExperts.forward`; w13 [E, 2F, H], w2 [E, H, F]."""
+    ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
+    hidden = gated(F.grouped_mm(tokens, w13.transpose(1, 2), offs=ends))
+    return F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends) * weights.unsqueeze(-1).to(tokens.dtype)
+
+
+def one_by_one(tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """The same, an expert after the other."""
+    counts = tokens_per_expert.tolist()
+    # Unbound at once: indexing a stack makes a gradient as large as the stack, for each expert.
+    experts = zip(tokens.split(counts), weights.split(counts), w13.unbind(), w2.unbind(), strict=True)
+    outputs = [
+        F.linear(gated(F.linear(mine, up)), down) * weight.unsqueeze(-1).to(mine.dtype)
+        for mine, weight, up, down in experts
+    ]
+    return torch.cat(outputs)
 
 
 def gated(gate_up: Tensor) -> Tensor:

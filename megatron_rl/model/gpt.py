@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -99,9 +102,14 @@ def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.num_moe_experts:
-        layer.submodules.mlp.submodules.experts = StackedExperts
+        moe_submodules(layer.submodules.mlp).experts = StackedExperts
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def moe_submodules(mlp: Any) -> Any:
+    """The submodules of a layer with experts: newer versions of Megatron name it by a `partial`, older by a spec."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def build_language_model(

@@ -46,7 +46,9 @@ class HeadLogProb(torch.autograd.Function):
         """
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         rows = LocalRows(weight, *ctx.rows)
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        grad_hidden = torch.empty_like(hidden)
+        # 16 bits would lose most of what the later chunks add.
+        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for chunk in chunks(len(hidden), hidden.shape[1], len(weight)):
             log_probs = rows.logits(hidden[chunk]).sub_(log_z[chunk, None])
             probs = log_probs.exp()
@@ -55,8 +57,11 @@ class HeadLogProb(torch.autograd.Function):
             rows.add(grad, targets[chunk], grad_log_prob[chunk])
             grad = grad.div_(rows.temperature).to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
-            grad_weight.addmm_(grad.t(), hidden[chunk])
-        return grad_hidden, grad_weight, None, None, None, None
+            if grad.dtype == grad_weight.dtype:
+                grad_weight.addmm_(grad.t(), hidden[chunk])
+            else:
+                grad_weight.add_(torch.mm(grad.t(), hidden[chunk]))
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def local_sums(hidden: Tensor, rows: LocalRows, targets: Tensor, squares: bool = False) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_rl.records import known
-
 SHORTEST_SHARE = 0.75
 """A segment joins a bucket if it is at least this share of its longest,"""
 FEW_TOKENS = 16
@@ -88,7 +86,8 @@ class ToSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
         ctx.segments = segments
-        return x.index_select(0, known(segments.token_of_slot))
+        assert segments.token_of_slot is not None  # only Megatron's own class has none
+        return x.index_select(0, segments.token_of_slot)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -101,7 +100,8 @@ class ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
         ctx.segments, ctx.num_slots = segments, len(x)
-        return x.index_select(0, known(segments.slot_of_token))
+        assert segments.slot_of_token is not None
+        return x.index_select(0, segments.slot_of_token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -5,7 +5,12 @@ Legend: B samples, T response tokens of all samples, laid end to end.
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+PARITY_QUANTILE = 0.99
+"""The share of sampled tokens that `rollout.logprob_diff_bound` is a bound for."""
 
 
 def score_metrics(
@@ -61,7 +66,8 @@ def length_metrics(
 def parity_metrics(rollout_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor) -> dict[str, float]:
     """How far the rollout engine and the trainer disagree about sampled tokens; both float [T].
 
-    The difference of log-probs, and verl's `rollout_probs_diff`, the difference of probabilities. Nothing where T = 0.
+    The difference of log-probs, in the mean, of `PARITY_QUANTILE` of the tokens and at most; and verl's
+    `rollout_probs_diff`, the difference of probabilities. Nothing where T = 0.
     """
     if not rollout_log_probs.numel():
         return {}
@@ -69,10 +75,18 @@ def parity_metrics(rollout_log_probs: torch.Tensor, trainer_log_probs: torch.Ten
     probs_difference = (rollout_log_probs.exp() - trainer_log_probs.exp()).abs()
     return {
         "training/rollout_logprob_diff_max": difference.max().item(),
+        "training/rollout_logprob_diff_p99": quantile(difference, PARITY_QUANTILE),
         "training/rollout_logprob_diff_mean": difference.mean().item(),
         "training/rollout_probs_diff_max": probs_difference.max().item(),
         "training/rollout_probs_diff_mean": probs_difference.mean().item(),
     }
+
+
+def quantile(values: torch.Tensor, share: float) -> float:
+    """The smallest of the values [T], T > 0, that at least this share of them does not exceed; NaN if one is NaN."""
+    if values.isnan().any():
+        return math.nan
+    return values.kthvalue(max(1, math.ceil(share * len(values)))).values.item()
 
 
 def throughput_metrics(num_tokens: int, step_seconds: float, num_ranks: int) -> dict[str, float]:

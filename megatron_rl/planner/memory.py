@@ -295,6 +295,8 @@ class MemoryOfStage:
         moments = [{"activations": int(kept + running), "weight gradient": gradient}]
         if head:
             at_head = self._largest_gradient(weights, lambda name: "layers" not in name)
+            if layer.element < FP32:  # added up in float32, from products in the model's dtype
+                at_head += at_head // layer.element * FP32
             moments.append({"activations": int(kept), "weight gradient": at_head, **head})
         # Adam's temporaries: as many as the foreach form makes of the whole shard on a GPU, else of one parameter.
         largest = self._largest_gradient(weights, lambda name: True) // layer.element * FP32

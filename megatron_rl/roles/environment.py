@@ -12,6 +12,7 @@ from megatron_rl.errors import ConfigError
 
 LOOPBACK_PREFIX = "127."
 """What its IPv4 addresses begin with."""
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -94,7 +95,7 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
 
 
 def worker_environment(device_kind: str, ranks_per_node: int) -> dict[str, str]:
-    """Variables that must be set before a worker imports torch or vLLM."""
+    """Variables that must be set before a worker imports torch or vLLM; of `ALLOCATOR` the user's own stays."""
     threads = max(1, (os.cpu_count() or 1) // ranks_per_node) if device_kind == "cpu" else 1
     variables = {
         # The engine lives in this process; it must not fork a core of its own.
@@ -115,5 +116,14 @@ def worker_environment(device_kind: str, ranks_per_node: int) -> dict[str, str]:
             "TORCHDYNAMO_DISABLE": "1",
         }
     else:
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        variables |= {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            # Freed memory, of whatever sizes, becomes memory for others; vLLM's own pools turn it off for themselves.
+            ALLOCATOR: os.environ.get(ALLOCATOR, "expandable_segments:True"),
+            # vLLM's choice depends on the model, and the two draw other samples from one seed.
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            # All-reduce over NCCL alone: these reach for the other ranks' GPUs, and each process sees only its own.
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+            "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+        }
     return variables

@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from megatron_rl.checkpoint.manifest import FileRecord
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec
 from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
-from megatron_rl.device import Device
+from megatron_rl.device import Device, synchronize
 from megatron_rl.dispatch import Coordinates, Dispatch, verb
 from megatron_rl.observe.memory import MemoryLedger, PhaseMemory
 from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
@@ -99,7 +99,10 @@ class RankHost:
         if not phase:
             return body(*args, **kwargs)
         with self.ledger.phase(phase):
-            return body(*args, **kwargs)
+            answer = body(*args, **kwargs)
+            # A phase's seconds and memory are those of its own work, not of the next that waits for it.
+            synchronize(self.device.torch_device)
+            return answer
 
     # Memory
 

@@ -67,13 +67,16 @@ class Rollout(Role):
             seed=rank.config.trainer.seed,
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
             hf_overrides=full_attention(source.family, source.hf_config.to_dict()) | told(rank.config),
+            device=rank.device,
         )
         rank.ledger.note("init", self.memory())  # this role is not among the host's yet
         self.generator.sleep()
         self.weights.release()
         swap(train_rng)
         resting = [one for role in neighbours.values() for one in role.resting()]
-        self.engine = HybridEngine(self.weights, self.generator, resting, spec.settings.verify_weights_every)
+        self.engine = HybridEngine(
+            self.weights, self.generator, rank.device, resting, spec.settings.verify_weights_every
+        )
 
     def memory(self) -> dict[str, int]:
         """Weights beside training's own, and the KV cache."""

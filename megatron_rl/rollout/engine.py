@@ -11,13 +11,15 @@ from vllm import LLM, ModelRegistry
 from vllm.outputs import CompletionOutput
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.device import Device, keep_current_stream
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.records import Generations, Prompts, Sampling, ragged
+from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.seeds import request_seed
-from megatron_rl.rollout.shared_weights import LOAD_FORMAT, register_shared_loader
+from megatron_rl.rollout.shared_weights import register_shared_loader
 from megatron_rl.rollout.sliced import SlicedGeneration, agreed, forget_prefixes, sampling_params, token_log_probs
 from megatron_rl.slices import Drawn, Slice
 from third_party_patches.vllm.rank_order import using_rank_order
@@ -47,31 +49,16 @@ class RolloutEngine:
         tensors: dict[str, torch.Tensor],
         seed: int,
         hf_overrides: dict[str, Any],
+        device: Device,
     ) -> None:
         self.seed = seed
         self.eos_token_ids = eos_token_ids
         inspect_in_process(architecture)
         register_shared_loader(tensors)
+        arguments = engine_arguments(device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides)
+        keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)):
-            self.llm = LLM(
-                model_path,
-                load_format=LOAD_FORMAT,
-                dtype=dtype,
-                tensor_parallel_size=config.tensor_model_parallel_size,
-                distributed_executor_backend="external_launcher",
-                enforce_eager=config.enforce_eager,
-                skip_tokenizer_init=True,
-                max_model_len=max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                # Slices count steps: none may be under way when weights change. (vLLM never does it on CPU.)
-                async_scheduling=False,
-                seed=seed,
-                hf_overrides=hf_overrides,
-            )
+            self.llm = LLM(**arguments)
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.model: torch.nn.Module = runner.model

@@ -52,9 +52,7 @@ def test_defaults_on_gpus_are_verls(read):
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("bfloat16", True)
     config = read("trainer.device=cpu").config
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("float32", False)
-    assert read().config.actor_rollout_ref.rollout.logprob_diff_bound == 1.0
     config = read(f"{MEGATRON}.dtype=float32").config
-    assert config.actor_rollout_ref.rollout.logprob_diff_bound == 1e-3
     assert config.actor_rollout_ref.actor.megatron.dtype == "float32"
     assert not config.algorithm.use_kl_in_reward and not config.actor_rollout_ref.actor.shuffle
 
@@ -71,3 +69,13 @@ def test_differences_are_said_of_keys_left_alone(read):
     reading = read("trainer.device=cpu", "actor_rollout_ref.rollout.val_kwargs.do_sample=true")
     found = {one.default.key: one.here for one in differences(reading.config, reading.given)}
     assert found[f"{MEGATRON}.dtype"] == "float32" and found["actor_rollout_ref.rollout.val_kwargs.temperature"] == 1.0
+
+
+def test_bounds_of_log_probs_follow_the_type(read):
+    """On both devices, unless they are set. Would not catch a bound that lets a wrong weight pass."""
+    for device in ("cpu", "cuda"):
+        for dtype, bounds in (("float32", (1e-3, 1e-4)), ("bfloat16", (0.5, 0.05)), ("float16", (0.05, 0.005))):
+            rollout = read(f"trainer.device={device}", f"{MEGATRON}.dtype={dtype}").config.actor_rollout_ref.rollout
+            assert (rollout.logprob_diff_bound, rollout.logprob_diff_mean_bound) == bounds
+    rollout = read("actor_rollout_ref.rollout.logprob_diff_mean_bound=0.7").config.actor_rollout_ref.rollout
+    assert (rollout.logprob_diff_bound, rollout.logprob_diff_mean_bound) == (0.5, 0.7)

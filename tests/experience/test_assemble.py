@@ -138,7 +138,7 @@ def test_empty_responses(experience):
     assert float(add_rewards(mixed, kl_coef=0.2)) == pytest.approx(0.125, abs=1e-6)
     assert rows(mixed.rewards) == [[0.9], [], [-0.1, -0.8]]
     add_advantages(mixed, estimate_grpo, AlgorithmConfig(norm_adv_by_std_in_grpo=False))
-    assert rows(mixed.advantages) == [[0.9 - 2.95], [], [0.0, 0.0]]
+    assert rows(mixed.advantages) == [[0.9 - 2.95], [], [-0.9, -0.9]]  # the last is alone in its group
     config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="geometric", rollout_token_veto_threshold=1e-4)
     metrics = add_rollout_correction(mixed, config)
     assert metrics["rollout_corr/rollout_is_veto_fraction"] == metrics["rollout_corr/rollout_rs_masked_fraction"] == 0

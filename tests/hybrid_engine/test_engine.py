@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
 from megatron_rl.hybrid_engine.engine import HybridEngine
 
@@ -86,7 +87,7 @@ def journal():
 
 @pytest.fixture
 def engine(journal):
-    return HybridEngine(RecordingWeights(journal), RecordingGenerator(journal))
+    return HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), Device("cpu"))
 
 
 ENTER = ["gather", "verify", "drop", "wake"]
@@ -140,7 +141,7 @@ def test_exit_in_train_mode_does_nothing(engine, journal):
 def test_resting_memory_leaves_first_and_is_back_last(journal):
     """In reverse order, also when gathering fails. Would not catch memory that is not restored exactly."""
     resting = [RecordingResting(journal, name) for name in ("a", "b")]
-    engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), resting)
+    engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), Device("cpu"), resting)
     engine.enter()
     engine.exit()
     assert journal == ["a leaves", "b leaves", *ENTER, *EXIT, "b is back", "a is back"]
@@ -154,7 +155,7 @@ def test_resting_memory_leaves_first_and_is_back_last(journal):
 @pytest.mark.parametrize(("every", "verified"), [(0, [0]), (1, [0, 1, 2, 3, 4]), (3, [0, 3])])
 def test_every_nth_entry_is_verified(journal, every, verified):
     """The first in any case, also with 0. Would not catch a cost that is not reported."""
-    engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), verify_every=every)
+    engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), Device("cpu"), verify_every=every)
     found = []
     for number in range(5):
         journal.clear()
@@ -227,7 +228,7 @@ def test_training_draws_do_not_move_the_rollout_stream(journal):
 
     def rollout_numbers(draws_in_training):
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
-        engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal))
+        engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), Device("cpu"))
         numbers = []
         for _ in range(3):
             engine.enter()

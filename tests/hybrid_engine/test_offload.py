@@ -1,8 +1,18 @@
 """Memory that leaves and comes back under views that stay."""
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_rl.hybrid_engine.offload import HostCopy, Zeros
+from megatron_rl.hybrid_engine.offload import (
+    LARGEST_PIECE,
+    SMALLEST_PIECE,
+    HostBuffer,
+    HostCopy,
+    Zeros,
+    piece_sizes,
+)
 
 
 def test_content_comes_back_bit_for_bit_under_the_same_views():
@@ -61,3 +71,49 @@ def test_gradients_come_back_as_zeros():
     assert gradients.untyped_storage().nbytes() == 0
     resting.come_back()
     assert gradients.shape == (50,) and not gradients.any() and not view.any()
+
+
+@given(num_bytes=st.integers(0, 3 << 28))
+def test_pieces_are_powers_of_two_and_waste_little(num_bytes):
+    """Under a MiB, whatever the amount. Would not catch another rule of torch's allocator of pinned memory."""
+    sizes = piece_sizes(num_bytes)
+    assert num_bytes <= sum(sizes) < num_bytes + SMALLEST_PIECE
+    assert all(size.bit_count() == 1 and SMALLEST_PIECE <= size <= LARGEST_PIECE for size in sizes)
+
+
+def test_host_memory_is_used_again_and_grows():
+    """The same pieces for the same amount, more for more. Would not catch memory that is not pinned."""
+    buffer = HostBuffer(pinned=False)
+    buffer.reserve(3 * SMALLEST_PIECE)
+    content = torch.arange(256, dtype=torch.uint8).repeat(3 * SMALLEST_PIECE // 256)
+    places = [host.data_ptr() for host, _ in buffer.parts(0, content)]
+    buffer.reserve(2 * SMALLEST_PIECE)
+    assert [host.data_ptr() for host, _ in buffer.parts(0, content)] == places and len(places) == 2
+    buffer.reserve(4 * SMALLEST_PIECE)
+    assert buffer.num_bytes == 4 * SMALLEST_PIECE
+    buffer.drop()
+    assert buffer.num_bytes == 0
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 10), (SMALLEST_PIECE, 7), (2 * SMALLEST_PIECE - 3, 9), (5, 0)])
+def test_content_lies_end_to_end_over_pieces(offset, length):
+    """Inside one piece, at the edge of two, and none. Would not catch two contents on the same bytes."""
+    buffer = HostBuffer(pinned=False)
+    buffer.reserve(3 * SMALLEST_PIECE)
+    content, back = torch.randint(0, 256, (length,), dtype=torch.uint8), torch.zeros(length, dtype=torch.uint8)
+    for host, part in buffer.parts(offset, content):
+        host.copy_(part)
+    for host, part in buffer.parts(offset, back):
+        part.copy_(host)
+    assert torch.equal(back, content)
+    assert sum(len(host) for host, _ in buffer.parts(offset, content)) == length
+
+
+def test_a_cpus_host_copy_is_not_kept():
+    """It would take the memory twice. Would not catch that of a GPU, which is kept."""
+    tensor = torch.randn(1000)
+    resting = HostCopy(lambda: [tensor])
+    resting.leave()
+    assert resting.held_bytes == SMALLEST_PIECE
+    resting.come_back()
+    assert resting.held_bytes == 0

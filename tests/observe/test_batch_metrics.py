@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from megatron_rl.observe.batch_metrics import length_metrics, parity_metrics, score_metrics, throughput_metrics
+from megatron_rl.observe.batch_metrics import (
+    length_metrics,
+    parity_metrics,
+    quantile,
+    score_metrics,
+    throughput_metrics,
+)
 
 
 def test_score_metrics_by_hand():
@@ -84,10 +90,19 @@ def test_parity_metrics_by_hand():
     rollout, trainer = torch.tensor([0.5, 0.1]).log(), torch.tensor([0.25, 0.1]).log()
     assert parity_metrics(rollout, trainer) == {
         "training/rollout_logprob_diff_max": pytest.approx(math.log(2)),
+        "training/rollout_logprob_diff_p99": pytest.approx(math.log(2)),
         "training/rollout_logprob_diff_mean": pytest.approx(math.log(2) / 2),
         "training/rollout_probs_diff_max": pytest.approx(0.25),
         "training/rollout_probs_diff_mean": pytest.approx(0.125),
     }
+
+
+def test_quantile_by_hand():
+    """Of 200 values two may be larger, of 99 none; NaN is not sorted away. Would not catch values of another step."""
+    values = torch.arange(200.0)[torch.randperm(200)]
+    assert quantile(values, 0.99) == 197 and quantile(values, 1.0) == 199
+    assert quantile(torch.arange(99.0), 0.99) == 98 and quantile(torch.tensor([3.0]), 0.99) == 3
+    assert math.isnan(quantile(torch.tensor([1.0, math.nan]), 0.5))
 
 
 def test_throughput_is_per_rank():

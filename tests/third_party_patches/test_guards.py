@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -51,11 +52,24 @@ def test_a_known_version_is_accepted():
 def test_apply_patches_checks_every_version_before_it_changes_anything(monkeypatch):
     """The last of three is refused and the first is not applied. Would not catch an apply that fails half-way."""
     applied = []
-    good = Patch("good", "torch", ">=1", "never", apply=lambda: applied.append("good"))
+    good = Patch("good", ("torch",), ">=1", "never", apply=lambda: applied.append("good"))
     monkeypatch.setattr(third_party_patches, "patches_for", lambda kind: [good, good, patch_for("torch", "<2.0")])
     with pytest.raises(PatchError):
         third_party_patches.apply_patches("cpu")
     assert applied == []
+
+
+def test_a_patch_that_is_not_needed_is_left_out(monkeypatch):
+    """Whatever its range, and only in the versions that it names. Would not catch a library that does it otherwise."""
+    applied = []
+
+    def patch(name, not_needed):
+        return Patch(name, ("torch",), ">=1", "never", apply=lambda: applied.append(name), not_needed=not_needed)
+
+    one = patch_for("torch", "<2.0")
+    found = [patch("later", ">=99"), patch("by now", ">=1"), replace(one, not_needed=">=2.0")]
+    monkeypatch.setattr(third_party_patches, "patches_for", lambda kind: found)
+    assert third_party_patches.apply_patches("cpu") == applied == ["later"]
 
 
 @pytest.mark.parametrize("name", COMMON_PATCHES + CPU_PATCHES + DRIVER_PATCHES)

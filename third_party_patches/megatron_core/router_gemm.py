@@ -23,4 +23,5 @@ PATCH = Patch(
     versions=">=0.16.1,<0.17",
     drop_when="moe_utils sets te_general_gemm to None when TransformerEngine is missing",
     apply=apply,
+    not_needed=">=0.19",
 )

@@ -56,4 +56,5 @@ PATCH = Patch(
     versions=">=0.16.1,<0.17",
     drop_when="FileSystemWriterAsync can write without starting processes",
     apply=apply,
+    not_needed=">=0.19",
 )

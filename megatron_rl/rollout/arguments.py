@@ -1,0 +1,52 @@
+"""What vLLM is built with, on CPU and on CUDA. Pure, so that CUDA's arguments can be looked at without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.rollout.shared_weights import LOAD_FORMAT
+
+LEAST_UTILIZATION = 1e-6
+"""Of a GPU, what vLLM may ask to be free: as good as nothing. It allows itself no zero."""
+
+
+def engine_arguments(
+    device_kind: str,
+    model_path: str,
+    config: RolloutConfig,
+    max_model_len: int,
+    dtype: str,
+    seed: int,
+    hf_overrides: dict[str, Any],
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the rest as of `RolloutEngine`."""
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "load_format": LOAD_FORMAT,
+        "dtype": dtype,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "enforce_eager": config.enforce_eager,
+        "skip_tokenizer_init": True,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        # Slices count steps: none may be under way when weights change. (vLLM never does it on CPU.)
+        "async_scheduling": False,
+        "seed": seed,
+        "hf_overrides": hf_overrides,
+    }
+    if device_kind == "cuda":
+        arguments |= {
+            # Compared with what is free even where the size of the cache is given, and the trainer holds much already.
+            "gpu_memory_utilization": LEAST_UTILIZATION,
+            # It looks the other ranks' GPUs up by their index, and each rank sees its own GPU only, as number 0.
+            "disable_custom_all_reduce": True,
+            # Other kernels of experts reorder the weights: in the trainer's memory, or in a copy that goes stale.
+            "moe_backend": "triton",
+        }
+    return arguments

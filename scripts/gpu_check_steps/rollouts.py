@@ -1,0 +1,154 @@
+"""A rank with actor and rollout, as a run builds them: trainer and vLLM on one memory, and rounds between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import step
+import torch
+from models import random_rows, save
+
+NEEDED = ("vllm", "tensordict", "omegaconf", "psutil")
+LENGTHS = (3, 9, 17, 100)
+LONGEST_ANSWER = 24
+
+
+def require_libraries() -> None:
+    """Raises NotRun with the first library that is missing."""
+    for name in NEEDED:
+        try:
+            __import__(name)
+        except ModuleNotFoundError as error:
+            raise step.NotRun(f"{name} is not installed: {error}") from None
+
+
+def build(kind: str, folder: Path, dtype: str, figures: dict[str, Any]) -> Any:
+    """The host of one rank with both roles. Patches whose range leaves a version out are applied, and named."""
+    from omegaconf import OmegaConf
+
+    import third_party_patches
+    from megatron_rl.config.schema import RunConfig
+    from megatron_rl.roles.host import RankHost
+    from third_party_patches.guard import PatchError, require_version
+
+    refused: list[str] = []
+
+    def note(patch: Any) -> None:
+        try:
+            require_version(patch)
+        except PatchError as error:
+            refused.append(str(error).split(". ")[0])
+
+    third_party_patches.require_version = note
+    settings = {
+        "actor_rollout_ref.model.path": str(folder),
+        "actor_rollout_ref.actor.megatron.dtype": dtype,
+        "actor_rollout_ref.rollout.kv_cache_memory_bytes": 64 << 20,
+        "actor_rollout_ref.rollout.max_num_seqs": 16,
+        "actor_rollout_ref.rollout.max_num_batched_tokens": 1024,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "data.train_files": "unused",
+        "data.val_files": "unused",
+        "data.max_prompt_length": 128,
+        "data.max_response_length": LONGEST_ANSWER,
+        "custom_reward_function.path": "unused",
+        "trainer.device": kind,
+        "trainer.total_training_steps": 10,
+    }
+    config = OmegaConf.structured(RunConfig)
+    for key, value in settings.items():
+        OmegaConf.update(config, key, value)
+    host = RankHost(OmegaConf.to_object(config))
+    figures["patches for other versions"] = refused
+    host.build("actor")
+    figures["stream before"] = stream(kind)
+    host.build("rollout")
+    figures["stream after"] = stream(kind)
+    return host
+
+
+def stream(kind: str) -> str:
+    """The thread's current stream."""
+    return str(torch.cuda.current_stream()) if kind == "cuda" else "none"
+
+
+def questions() -> Any:
+    """One prompt of each length."""
+    from megatron_rl.records import Prompts, non_tensor, ragged
+
+    count = len(LENGTHS)
+    return Prompts(
+        index=torch.arange(count),
+        sample=torch.zeros(count, dtype=torch.int64),
+        prompt_ids=ragged(random_rows(list(LENGTHS), "cpu")),
+        data_source=non_tensor(["check"] * count),
+        ground_truth=non_tensor([""] * count),
+        extra_info=non_tensor([{}] * count),
+        batch_size=[count],
+    )
+
+
+def generate(host: Any, temperature: float, salt: int) -> Any:
+    """One stay in rollout mode."""
+    from megatron_rl.records import Sampling
+
+    sampling = Sampling(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=LONGEST_ANSWER, salt=salt)
+    rollout = host.roles["rollout"]
+    rollout.enter()
+    answers = rollout.generate(questions(), sampling)
+    rollout.exit()
+    return answers
+
+
+def differences(host: Any, answers: list[Any]) -> dict[str, float]:
+    """vLLM's log-probs beside the trainer's: mean, 99% and largest."""
+    from megatron_rl.experience.assemble import assemble
+    from megatron_rl.observe.batch_metrics import parity_metrics
+
+    scores = [host.roles["actor"].log_probs(assemble(questions(), one).sequences()).scores.values() for one in answers]
+    metrics = parity_metrics(torch.cat([one.rollout_log_probs.values() for one in answers]), torch.cat(scores).cpu())
+    return {name: metrics[f"training/rollout_logprob_diff_{name}"] for name in ("mean", "p99", "max")}
+
+
+def rounds(kind: str, small: bool, dtype: str, figures: dict[str, Any]) -> None:
+    """Rounds of entering and leaving with new weights in each; greedy tokens beside transformers'."""
+    require_libraries()
+    folder = save("Llama")
+    host = build(kind, folder, dtype, figures)
+    greedy = [row.tolist() for row in generate(host, 0.0, 0).response_ids.unbind()]
+    expected = transformers_greedy(folder, kind, dtype)
+    figures["greedy tokens as transformers'"] = sum(map(equal_tokens, greedy, expected)) / sum(map(len, expected))
+    found = []
+    for number in range(2 if small else 10):
+        found.append(differences(host, [generate(host, 1.0, number)]))
+        for parameter in host.roles["actor"].trainable.pipeline.parameters():
+            parameter.data.mul_(1.01)
+    figures["log-prob differences"] = {name: max(one[name] for one in found) for name in found[0]}
+    from megatron_rl.config.load import DIFF_BOUNDS
+
+    for name, key in (("p99", "logprob_diff_bound"), ("mean", "logprob_diff_mean_bound")):
+        bound = DIFF_BOUNDS[f"actor_rollout_ref.rollout.{key}"][dtype]
+        assert figures["log-prob differences"][name] <= bound, f"{name} is beyond {key}={bound}"
+    assert dtype != "float32" or figures["greedy tokens as transformers'"] == 1.0, "other tokens than transformers"
+
+
+def equal_tokens(ours: list[int], theirs: list[int]) -> int:
+    """Tokens up to the first difference."""
+    pairs = list(zip(ours, theirs, strict=False))
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+
+
+def transformers_greedy(folder: Path, kind: str, dtype: str) -> list[list[int]]:
+    """The likeliest tokens, one at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(kind)
+    answers = []
+    for row in random_rows(list(LENGTHS), kind):
+        ids = row
+        while len(ids) < len(row) + LONGEST_ANSWER and (len(ids) == len(row) or ids[-1] != 1):
+            with torch.no_grad():
+                ids = torch.cat([ids, model(ids[None]).logits[0, -1].argmax()[None]])
+        answers.append(ids[len(row) :].tolist())
+    return answers

@@ -1,0 +1,63 @@
+"""Rounds between training and generation: what leaves comes back bit for bit, and the memory is there meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import step
+import torch
+
+
+def run(device: str, small: bool, figures: dict[str, Any]) -> None:
+    """Allocated, reserved and free MiB in every round, while training's memory is away and when it is back."""
+    from megatron_rl.device import Device, release_cached
+    from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
+    from megatron_rl.hybrid_engine.offload import HostCopy, Zeros
+
+    where = Device(device).torch_device
+    numel = (4 << 20) if small or device == "cpu" else (1 << 30)
+    state = [torch.randn(numel + extra, device=where) for extra in (0, 3, 17)]
+    gradients = torch.randn(numel, device=where)
+    before = [tensor.double().sum().item() for tensor in state]
+    sample = [tensor[:: max(1, numel // 1000)].clone() for tensor in state]
+    foreign = MemoryBuffer(2 * numel, torch.float32, where)
+    view = foreign.view(7, (numel,))
+    foreign.release()
+    resting = [HostCopy(lambda: state), Zeros([gradients])]
+    figures["rounds"] = []
+    for number in range(3 if small else 20):
+        for one in resting:
+            one.leave()
+        release_cached(where)
+        away = memory(where)
+        foreign.allocate()
+        view.fill_(float(number))
+        assert view.mean().item() == number
+        foreign.release()
+        for one in reversed(resting):
+            one.come_back()
+        release_cached(where)
+        figures["rounds"].append({"away": away, "back": memory(where)})
+        assert [tensor.double().sum().item() for tensor in state] == before
+        assert all(map(torch.equal, sample, [tensor[:: max(1, numel // 1000)] for tensor in state]))
+        assert not gradients.any()
+    if device == "cuda":
+        first, last = figures["rounds"][1]["away"], figures["rounds"][-1]["away"]
+        assert last["reserved"] <= first["reserved"] + 64, "memory that was given back is still reserved"
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """In MiB; nothing on a CPU, where nobody counts."""
+    if device.type == "cpu":
+        return {}
+    free, _ = torch.cuda.mem_get_info(device)
+    numbers = {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "free": free,
+    }
+    return {name: round(number / 2**20, 1) for name, number in numbers.items()}
+
+
+if __name__ == "__main__":
+    step.main(run)

@@ -1,0 +1,17 @@
+"""Rounds of entering and leaving with vLLM in 16 bits: greedy tokens, and log-probs beside the trainer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import step
+from rollouts import rounds
+
+
+def run(device: str, small: bool, figures: dict[str, Any]) -> None:
+    """See `rounds`."""
+    rounds(device, small, "bfloat16", figures)
+
+
+if __name__ == "__main__":
+    step.main(run)

