@@ -42,9 +42,9 @@ demo-real: install
 	$(BIN)/python -m megatron_rl train --config configs/real_cpu.yaml $(ARGS)
 	@$(BIN)/python scripts/show_answers.py outputs/real/validation
 
-# Two files at a time, in their order: what starts processes waits a good deal, and the next file can use that time.
+# Three files at a time, in their order: what starts processes waits a good deal, and other files can use that time.
 test: lint assets
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
 
 # Two tests at a time, because one file has sweeps of a quarter of an hour.
 test-exhaustive: assets

@@ -64,6 +64,9 @@ class SleepingRule:
         time.sleep(0.3)
         return SimpleNamespace(scores=torch.zeros(2))
 
+    def components(self, scored) -> None:
+        return None
+
 
 def overlap(first: Interval, second: Interval) -> float:
     return min(first.stop, second.stop) - max(first.start, second.start)

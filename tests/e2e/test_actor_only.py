@@ -62,6 +62,7 @@ def test_saves_and_goes_on(command_line, one) -> None:
     assert ppo.wait(60) == 2 and "it has no critic" in ppo.text()
 
 
+@pytest.mark.exhaustive
 def test_one_update_a_step_needs_no_pass_for_old_log_probs(command_line) -> None:
     """GRPO with a KL in the loss, with the pass and without: every metric that both have, and the weights, bit for bit.
 

@@ -70,8 +70,8 @@ def events(run, kind: str) -> list[dict]:
     return [line for line in lines if line["event"] == kind]
 
 
-@pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_run_that_lost_a_replica_goes_on_and_is_repeated(command_line, tmp_path: Path, repeated: bool) -> None:
+@pytest.mark.exhaustive
+def test_a_run_that_lost_a_replica_goes_on_and_is_repeated(command_line, tmp_path: Path) -> None:
     """Three steps ahead with partial rollouts. No token is older, all rows are trained, the lost replica starts again,
     and a replay has the same metrics and weights.
 
@@ -90,10 +90,9 @@ def test_a_run_that_lost_a_replica_goes_on_and_is_repeated(command_line, tmp_pat
     assert sum(trained(tmp_path / "samples").values()) == 8 * ROWS
     assert [one["step"] for one in events(run, "taken")] == list(range(1, 9))
 
-    if repeated:
-        again = command_line(*ahead, f"--replay={run.run}", config=ASYNC)
-        assert again.wait(300) == 0, again.text()
-        assert_same_bits(again, run)
+    again = command_line(*ahead, f"--replay={run.run}", config=ASYNC)
+    assert again.wait(300) == 0, again.text()
+    assert_same_bits(again, run)
 
 
 def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:

@@ -114,9 +114,10 @@ def test_a_reward_model_of_another_vocabulary(command_line, options, tmp_path: P
     ("override", "said"),
     [
         ("reward_model.max_length=5", "max_length=5 is too small: reward_model would read nothing of any answer"),
-        (
+        pytest.param(
             "reward_model.model.input_tokenizer=/no/such/folder",
             "must be the folder of the actor's tokenizer, and there is",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )
