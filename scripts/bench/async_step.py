@@ -40,7 +40,7 @@ from megatron_rl.generation.driver import Driver
 from megatron_rl.generation.lanes import Lanes
 from megatron_rl.generation.work import Work
 from megatron_rl.records import Prompts, Sampling, ragged
-from megatron_rl.slices import Slice, SliceReport, Start
+from megatron_rl.slices import Slice, SliceReport
 from megatron_rl.stream.answers import Answers
 from megatron_rl.stream.engine_model import Costs
 from megatron_rl.stream.estimates import optimum
@@ -183,19 +183,26 @@ def drawn_ahead(cluster: RayCluster, shape: Shape, folder: Path) -> Measured:
 
 
 def on_all_ranks(cluster: RayCluster, shape: Shape, num_steps: int) -> float:
-    """Mean seconds of a step. All ranks draw a batch in equal chunks, then all train it."""
+    """Mean seconds of a step. All ranks draw a batch in equal chunks, then all train it; prompts and answers become
+    records as they do in the other arms.
+    """
     replicas = cluster.replicated[ROLLOUT].replicas
     rollouts = [replica.handle(ROLLOUT, SleepingRollout) for replica in replicas]
     actor = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
     get_all([replica.host(SleepingHost).build(ROLLOUT) for replica in replicas])
     size = shape.rules.batch_rows // len(replicas)
+    answers = Answers(shape.rules.batch_rows, lambda *place: 0)
     start = time.monotonic()
     for step in range(FIRST + 1, FIRST + 1 + num_steps):  # the same batches as of the other arms
-        lengths = {request: shape.lengths(request, 0) for request in shape.rules.requests_of(step)}
-        starts = [Start(request, (length,), 0, length, SAMPLING) for request, length in lengths.items()]
+        answers.add(step, batch(shape, step), SAMPLING, None, SAMPLING)
+        starts = [answers.start(request) for request in shape.rules.requests_of(step)]
         parts = [tuple(starts[size * number : size * (number + 1)]) for number in range(len(replicas))]
         slices = [{number: Slice(step - 1, None, part)} for number, part in enumerate(parts)]
-        get_all([rollout.advance(one) for rollout, one in zip(rollouts, slices, strict=True)])
+        drawing = [rollout.advance(one) for rollout, one in zip(rollouts, slices, strict=True)]
+        get_all(drawing)
+        for report in (report for future in drawing for report in future.get()):
+            answers.extend(report.drawn, step - 1)
+        answers.batch(step)
         actor.train(shape.costs.train_seconds / 2 + SLEEPS.transfer_s / 6).get()
     return (time.monotonic() - start) / num_steps
 

@@ -66,10 +66,9 @@ CASES = [
 ]
 OFTEN = (
     "PP2-TP2",
-    "TP2PP2VPP2-TP1",
     "TP2DP2EP2ETP2-TP1",
 )
-"""What `make test` goes through: TP wholly merged and spread; stages in chunks, and experts on all axes.
+"""What `make test` goes through: TP wholly merged and spread, stages, and experts on all axes.
 
 The others differ in the size of an axis or combine what is here; plans are checked for all layouts in
 tests/hybrid_engine.

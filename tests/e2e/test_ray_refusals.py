@@ -122,6 +122,7 @@ def drive(variables: Mapping[str, str], program: str, *arguments: str) -> tuple[
 
 
 @pytest.mark.dist
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_real_cluster_refuses_and_admits() -> None:
     """Without its token, with another one, too small, as it should be, and of another version, by what it has stored.
