@@ -218,7 +218,7 @@ def test_twenty_replicas_are_lost(command_line, tmp_path: Path) -> None:
     """Killed or stopped at random moments of a run, one after the other: it ends, nothing is lost or trained twice, and
     a replay in which nothing dies has the same bits.
 
-    Would not catch two losses at once, nor one while all ranks meet anew.
+    Would not catch two losses at once.
     """
     rng = Random(7)
     settings = (*SMALL, "trainer.rollout_ahead=2", "async_training.max_replica_restarts=100", "trainer.test_freq=0")
