@@ -46,9 +46,10 @@ demo-real: install
 test: lint assets
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
 
-# Two tests at a time, because one file has sweeps of a quarter of an hour.
+# Two tests at a time, because one file has sweeps of a quarter of an hour; then those that measure seconds, alone.
 test-exhaustive: assets
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "exhaustive and not quiet" $(ARGS)
+	$(BIN)/python -m pytest -m "exhaustive and quiet" $(ARGS)
 
 test-fast: lint
 	$(BIN)/python -m pytest -m "not dist and not slow and not exhaustive" $(ARGS)

@@ -106,7 +106,7 @@ def trains(config, told: Told, exported: Path, port: int, tp_size: int) -> dict:
     offer("second bridge", tp_size)
     send(NUM_SWAPS + 2, {STAYS: NUM_SWAPS + 1})
     told.say("sent again")
-    told.wait("spoilt")
+    told.wait(*(f"spoilt {tp_rank}" for tp_rank in range(tp_size)))
     send(NUM_SWAPS + 3, {STAYS: NUM_SWAPS + 2})
     told.wait("done")
     said = [(one.version, one.broken, one.report is None) for one in attempts]
@@ -199,7 +199,7 @@ def receives(config, told: Told, number: int, tp_rank: int, port: int, tp_size: 
     found["anew"] = rollout.advance({number: Slice(last + 1, None, first)}).drawn
     # From here on every transfer finds a wrong weight.
     rollout.weights.receiver.receive = mismatch
-    told.say("spoilt")
+    told.say(f"spoilt {tp_rank}")
     until(lambda: arrivals._failure is not None and not arrivals._is_arriving)
     found["next verbs"] = [refused(rollout.advance, {number: Slice(last + 1, 1)}), refused(rollout.join_bridge, None)]
     rollout.exit()

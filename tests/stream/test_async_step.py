@@ -40,6 +40,7 @@ def quickest(cluster: RayCluster, shape: Shape, turns: bool, holds: Callable[[Fi
 
 @pytest.mark.dist
 @pytest.mark.exhaustive
+@pytest.mark.quiet
 @pytest.mark.timeout(240)
 def test_long_tailed_answers_hardly_hold_the_trainer_up(cluster: RayCluster) -> None:
     """At most 1.10 of the optimum, and 1.8 times as fast as all ranks that generate and then train.
@@ -54,6 +55,7 @@ def test_long_tailed_answers_hardly_hold_the_trainer_up(cluster: RayCluster) -> 
 
 @pytest.mark.dist
 @pytest.mark.exhaustive
+@pytest.mark.quiet
 @pytest.mark.timeout(240)
 def test_short_equal_answers_are_not_slower_ahead(cluster: RayCluster) -> None:
     """Than the same split in turns, and to within a tenth than all ranks together, which have nothing to lose there.
@@ -68,6 +70,7 @@ def test_short_equal_answers_are_not_slower_ahead(cluster: RayCluster) -> None:
 
 @pytest.mark.dist
 @pytest.mark.exhaustive
+@pytest.mark.quiet
 @pytest.mark.timeout(400)
 def test_medians_of_the_whole_bench(cluster: RayCluster) -> None:
     """The same bounds for medians of three rounds and longer runs, on a machine that does nothing else. Would not catch
