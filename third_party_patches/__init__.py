@@ -22,6 +22,7 @@ CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_matmul",
     "third_party_patches.megatron_core.cpu_rng",
     "third_party_patches.megatron_core.cpu_token_counts",
+    "third_party_patches.megatron_core.cpu_offloaded_adam",
     "third_party_patches.megatron_core.uneven_gather",
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",

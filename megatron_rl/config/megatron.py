@@ -7,6 +7,19 @@ from typing import Any
 
 
 @dataclass
+class OverrideOptimizerConfig:
+    """Megatron's own options of the optimizer."""
+
+    optimizer_cpu_offload: bool = False
+    """Keep moments and masters in host memory and compute Adam there: gradients go there and weights come back in every
+    update. Less memory on the device, slower."""
+    optimizer_offload_fraction: float = 1.0
+    """The share of the parameters of which that is so, where optimizer_cpu_offload."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Copy the next parameter while one is computed, where optimizer_cpu_offload."""
+
+
+@dataclass
 class OptimConfig:
     lr: float = 1e-6
     """Peak learning rate."""
@@ -28,19 +41,38 @@ class OptimConfig:
     """Decoupled weight decay of matrices; biases and norms have none."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    override_optimizer_config: OverrideOptimizerConfig = field(default_factory=OverrideOptimizerConfig)
 
 
 @dataclass
 class OverrideTransformerConfig:
+    """Megatron's own options of a model."""
+
     recompute_granularity: str | None = None
     """full: of some layers keep only what goes in and run their forward pass once more for the backward pass, which
-    costs time for memory; null: keep all activations. Of no effect where nothing is trained. selective is refused."""
+    costs time for memory | selective: the same of the parts in recompute_modules, in all layers | null: keep all
+    activations. Of no effect where nothing is trained."""
     recompute_method: str | None = None
-    """Which layers. uniform: all, in runs of recompute_num_layers | block: the first recompute_num_layers ones."""
+    """Which layers, where full. uniform: all, in runs of recompute_num_layers | block: the first recompute_num_layers
+    ones."""
     recompute_num_layers: int | None = None
     """uniform: layers of a run, of which only the input is kept | block: layers of each chunk of a stage."""
     recompute_modules: list[str] | None = None
-    """Only null: these are parts of a layer for selective."""
+    """Which parts, where selective: core_attn | mlp, of dense layers | moe, router and experts; null: core_attn."""
+
+
+@dataclass
+class OverrideDDPConfig:
+    """Megatron's own options of data-parallel traffic."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradients in buckets, each while the backward pass computes the next, instead of all at its end."""
+    bucket_size: int | None = None
+    """Parameters of a bucket, on the first pipeline stage; others have one. null: 40 million, or a million for each
+    data-parallel rank where that is more. Needs overlap_grad_reduce."""
+    overlap_param_gather: bool = False
+    """Bring updated parameters to the other data-parallel ranks in the forward pass of the next mini-batch, bucket by
+    bucket, instead of before it. Needs overlap_grad_reduce."""
 
 
 @dataclass
@@ -76,6 +108,7 @@ class MegatronConfig:
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory while generating."""
     override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
+    override_ddp_config: OverrideDDPConfig = field(default_factory=OverrideDDPConfig)
 
 
 LAYOUT_KEYS = (

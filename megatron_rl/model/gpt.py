@@ -69,6 +69,7 @@ def transformer_config(
         recompute_granularity=override.recompute_granularity,
         recompute_method=override.recompute_method,
         recompute_num_layers=override.recompute_num_layers,
+        recompute_modules=None if override.recompute_modules is None else list(override.recompute_modules),
         # Weights always come from a checkpoint, so none are drawn; the caller moves the model to its device.
         perform_initialization=False,
         use_cpu_initialization=True,

@@ -96,6 +96,8 @@ class RankHost:
         hosted = self.roles[role]
         body = getattr(hosted, name)
         phase = hosted.spec.phases.get(body.verb.phase, body.verb.phase)
+        if body.verb.phase != "update":
+            self._settle_parameters()
         if not phase:
             return body(*args, **kwargs)
         with self.ledger.phase(phase):
@@ -103,6 +105,11 @@ class RankHost:
             # A phase's seconds and memory are those of its own work, not of the next that waits for it.
             synchronize(self.device.torch_device)
             return answer
+
+    def _settle_parameters(self) -> None:
+        """Between updates parameters may be on their way; everything else wants them whole."""
+        for role in self.trained.values():
+            role.trainable.sync.finish()
 
     # Memory
 
@@ -137,6 +144,7 @@ class RankHost:
 
         if self.unfinished is not None:
             raise RuntimeError("a save is under way: finish_save() comes first")
+        self._settle_parameters()
         with self.ledger.phase("save"):
             self.unfinished = begin_save(
                 folder, self.trained, self.spec.name, self.groups, self.rollout_rng, self.device

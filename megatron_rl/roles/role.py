@@ -71,6 +71,7 @@ class TrainedRole(Role):
             model.load,
             rank.optim(spec),
             rank.num_run_steps(spec),
+            spec.megatron,
             rank.groups,
             rank.device.torch_device,
         )
@@ -93,7 +94,7 @@ class TrainedRole(Role):
 
     def resting(self) -> list[Resting]:
         """As the offload keys say."""
-        return self.trainable.resting(self.spec.megatron)
+        return self.trainable.resting()
 
     @verb(Dispatch.ONE_TO_ALL, phase="export")
     def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

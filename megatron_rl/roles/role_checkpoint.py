@@ -34,7 +34,7 @@ class RoleCheckpoint:
 
     def save(self, folder: Path, writer: CheckpointWriter, beside_training: bool) -> RoleState:
         """Write to `folder`, which exists and is empty; complete when `writer.finish` says so."""
-        self.trainable.create_moments()
+        self.trainable.adam.create()
         written = written_at(self.place, self.specs)
         runs = [run for run in self._owned_runs() if run.name in written]
         writer.save(sharded_state(runs, self.specs, self.place), folder, beside_training)
@@ -43,7 +43,7 @@ class RoleCheckpoint:
     @torch.no_grad()
     def load(self, folder: Path, state: RoleState) -> None:
         """Overwrite weights and optimizer with those of `folder`, in whatever layout they were saved."""
-        self.trainable.create_moments()
+        self.trainable.adam.create()
         runs = [*self._weight_runs(), *(run for run in self._owned_runs() if run.kind != WEIGHT)]
         read(sharded_state(runs, self.specs, self.place), folder)
         self.trainable.continue_from(state.num_updates, state.adam_step)
@@ -54,7 +54,7 @@ class RoleCheckpoint:
         """Where schedule and optimizer stand now."""
         scaling = self.trainable.loss_scaling
         return RoleState(
-            self.trainable.scheduler.num_steps, self.trainable.adam_step, scaling.scale, scaling.good_steps
+            self.trainable.scheduler.num_steps, self.trainable.adam.step, scaling.scale, scaling.good_steps
         )
 
     def _weight_runs(self) -> Iterator[FlatRun]:
@@ -64,7 +64,7 @@ class RoleCheckpoint:
     def _owned_runs(self) -> Iterator[FlatRun]:
         """The runs that this rank's optimizer updates: the weights, both moments, and masters where there are some."""
         names = {parameter: name for name, parameter in named_parameters(self.trainable.models).items()}
-        for parameter, start, state in self.trainable.optimizer_runs():
+        for parameter, start, state in self.trainable.adam.runs():
             weights = parameter.detach().view(-1)[start : start + len(state["param"])]
             yield FlatRun(names[parameter], WEIGHT, start, weights)
             for kind in ("exp_avg", "exp_avg_sq"):

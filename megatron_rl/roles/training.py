@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig
@@ -20,11 +20,9 @@ from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
 from megatron_rl.losses.aggregate import BatchTotals, counted
 from megatron_rl.observe.memory import storage_bytes
 from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.roles.adam import AdamState, optimizer_config
+from megatron_rl.roles.ddp import ParameterSync, in_flat_buffers
 from megatron_rl.roles.pipeline import Loss, Pipeline
-
-FIRST_LOSS_SCALE = 2**16
-"""Where the scale of a float16 loss starts. Megatron's 2^32 costs sixteen skipped steps, more than a run allows."""
-
 
 @dataclass(frozen=True)
 class Update:
@@ -99,6 +97,7 @@ class TrainableModel:
         load_weights: Callable[[], None],
         optim: OptimConfig,
         num_run_steps: int,
+        megatron: MegatronConfig,
         groups: TrainGroups,
         device: torch.device,
     ) -> None:
@@ -106,16 +105,21 @@ class TrainableModel:
 
         `num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts.
         """
+        self.megatron = megatron
         self.groups = groups
         self.device = device
         # All chunks share one configuration object, which the schedule reads.
         self.config = models[0].config
-        self.chunks = in_flat_buffers(models)
+        self.chunks = in_flat_buffers(models, megatron.override_ddp_config)
+        self.sync = ParameterSync(self.chunks, self.config)
         # Before the optimizer, which clones masters of bfloat16 weights.
         load_weights()
-        self.optimizer = get_megatron_optimizer(
-            optimizer_config(optim, self.config), self.chunks, use_gloo_process_groups=False
-        )
+        # Views of float32 weights are leaves then, and nothing else may be updated on the host.
+        with torch.no_grad():
+            self.optimizer = get_megatron_optimizer(
+                optimizer_config(optim, self.config), self.chunks, use_gloo_process_groups=False
+            )
+        self.adam = AdamState(self.optimizer)
         self.loss_scaling = LossScaling(self.optimizer)
         self.scheduler = lr_scheduler(self.optimizer, optim, num_run_steps)
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -135,12 +139,10 @@ class TrainableModel:
         return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def memory(self) -> dict[str, int]:
-        """Bytes of everything that is kept between steps, as it is now."""
-        params, moments = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}, []
-        for optimizer in self.optimizer.chained_optimizers:
-            states = optimizer.optimizer.state.values()
-            moments += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if name in state]
-        kept = {tensor.untyped_storage()._cdata for tensor in moments} | params
+        """Bytes of everything that is kept on this device between steps, as it is now."""
+        kept = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}
+        moments = [tensor for tensor in self.adam.moments() if tensor.device.type == self.device.type]
+        kept |= {tensor.untyped_storage()._cdata for tensor in moments}
         others = [tensor for tensor in self.optimizer_state() if tensor.untyped_storage()._cdata not in kept]
         return {
             "parameters": storage_bytes([buffer.param_data for buffer in self.param_buffers]),
@@ -150,66 +152,26 @@ class TrainableModel:
         }
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """Every tensor that the optimizer keeps and the model does not: moments, and masters of bfloat16 weights."""
+        """Every tensor on this device that the optimizer keeps and the model does not: moments, and masters."""
         params = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}
-        tensors = []
-        for optimizer in self.optimizer.chained_optimizers:
-            inner = optimizer.optimizer
-            masters = [main for group in inner.param_groups for main in group["params"]]
-            moments = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-            tensors += [*masters, *moments]
-        return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in params]
-
-    def optimizer_runs(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
-        """What this rank's optimizer updates: (parameter, first element, state) for a run of its flattened shard.
-
-        The state holds "param" [n], the float32 master, and once there are moments "exp_avg" and "exp_avg_sq" [n].
-        """
-        for optimizer in self.optimizer.chained_optimizers:
-            for by_dtype in optimizer.gbuf_ranges:
-                for buckets in by_dtype.values():
-                    for bucket in buckets:
-                        for parameter, ranges in bucket["param_map"].items():
-                            state = optimizer._get_main_param_and_optimizer_states(parameter)
-                            yield parameter, ranges["param"].start, state
-
-    def create_moments(self) -> None:
-        """Make the moments that Adam would make at its first step; nothing where they are there."""
-        for optimizer in self.optimizer.chained_optimizers:
-            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-        if not self.adam_step:
-            self._set_adam_step(0)
-
-    @property
-    def adam_step(self) -> int:
-        """Steps that Adam counts; torch's Adam keeps the number with every parameter, the fused ones with a group."""
-        for optimizer in self.optimizer.chained_optimizers:
-            inner = optimizer.optimizer
-            counted = [*inner.state.values(), *inner.param_groups]
-            for holder in counted:
-                if "step" in holder:
-                    return int(holder["step"])
-        return 0
+        return [
+            tensor
+            for tensor in self.adam.tensors()
+            if tensor.device.type == self.device.type and tensor.untyped_storage()._cdata not in params
+        ]
 
     def continue_from(self, num_updates: int, adam_step: int) -> None:
-        """Set schedule and Adam to where they stood after `num_updates` optimizer steps; moments must be there."""
+        """Set schedule and Adam to where they stood after `num_updates` optimizer steps; weights and moments must be
+        there."""
         self.scheduler.num_steps = num_updates
         # Learning rate and weight decay follow from the number of steps.
         self.scheduler.step(increment=0)
-        self._set_adam_step(adam_step)
+        self.adam.set_step(adam_step)
+        self.adam.take_weights()
 
-    def _set_adam_step(self, step: int) -> None:
-        for optimizer in self.optimizer.chained_optimizers:
-            inner = optimizer.optimizer
-            if isinstance(inner, torch.optim.Adam):
-                for state in inner.state.values():
-                    state["step"] = torch.tensor(float(step))
-            else:
-                for group in inner.param_groups:
-                    group["step"] = step
-
-    def resting(self, megatron: MegatronConfig) -> list[Resting]:
-        """What of this model leaves its device while generating, as `megatron`'s offload keys say."""
+    def resting(self) -> list[Resting]:
+        """What of this model leaves its device while generating, as the offload keys say."""
+        megatron = self.megatron
         found: list[Resting] = []
         if megatron.grad_offload:
             found.append(Zeros(buffer.grad_data for buffer in self.param_buffers))
@@ -258,6 +220,7 @@ class TrainableModel:
         are, as in Megatron's training loop, and the gradients are cleared; a loss scale is halved. The same, with the
         scale as it is, where not one token counts: Adam would move the weights by its moments.
         """
+        self.sync.stepped()
         lr, scale = self.optimizer.param_groups[0]["lr"], self.loss_scaling.scale
         grad_norm, loss = self._sizes_over_all_ranks()
         skipped, empty = not (math.isfinite(grad_norm) and math.isfinite(loss)), self._num_tokens == 0
@@ -278,32 +241,6 @@ class TrainableModel:
         sizes = torch.stack([norms, self._loss.abs()])
         dist.all_reduce(sizes)
         return tuple(sizes.tolist())
-
-
-def in_flat_buffers(models: list[GPTModel]) -> list[DistributedDataParallel]:
-    """The chunks in Megatron's DDP, which moves their parameters into its `param_data` and zeroes its `grad_data`."""
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    return [DistributedDataParallel(model.config, ddp_config, model) for model in models]
-
-
-def optimizer_config(optim: OptimConfig, config: Any) -> OptimizerConfig:
-    """Megatron's Adam configuration. clip_grad = 0 switches clipping off."""
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=optim.lr,
-        min_lr=optim.min_lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.betas[0],
-        adam_beta2=optim.betas[1],
-        adam_eps=optim.eps,
-        clip_grad=optim.clip_grad,
-        bf16=config.bf16,
-        fp16=config.fp16,
-        initial_loss_scale=FIRST_LOSS_SCALE,
-        hysteresis=1,
-        params_dtype=config.params_dtype,
-        use_distributed_optimizer=True,
-    )
 
 
 def lr_scheduler(optimizer: Any, optim: OptimConfig, num_run_steps: int) -> OptimizerParamScheduler:

@@ -99,9 +99,10 @@ def import_config(folder: str, tp_size: int, pp_size: int, dtype: str) -> RunCon
 
 def measure_import(config: RunConfig, load_first: bool = False) -> Growth:
     """Import on this rank; all ranks must call. `load_first`: read the weights before DDP has a place for them."""
+    from megatron_rl.config.megatron import OverrideDDPConfig
+    from megatron_rl.roles.ddp import in_flat_buffers
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import ModelSource
-    from megatron_rl.roles.training import in_flat_buffers
 
     worker = RankHost(config)
     shared = config.actor_rollout_ref
@@ -112,7 +113,8 @@ def measure_import(config: RunConfig, load_first: bool = False) -> Growth:
         model = source.language_model()
         if load_first:
             model.load()
-        buffers.extend(buffer for chunk in in_flat_buffers(model.chunks) for buffer in chunk.buffers)
+        chunks = in_flat_buffers(model.chunks, OverrideDDPConfig())
+        buffers.extend(buffer for chunk in chunks for buffer in chunk.buffers)
         if not load_first:
             model.load()
 

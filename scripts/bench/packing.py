@@ -125,7 +125,7 @@ def small_model():
     for parameter in models[0].parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     optim = OptimConfig()
-    trainable = TrainableModel(models, lambda: None, optim, 1, groups, torch.device("cpu"))
+    trainable = TrainableModel(models, lambda: None, optim, 1, MegatronConfig(), groups, torch.device("cpu"))
     return trainable, VocabHead(trainable.models[-1], hf_config.vocab_size, 1.0, groups.tp_group)
 
 

@@ -23,7 +23,7 @@ def everything(trainable) -> list[torch.Tensor]:
     """Weights, moments, and where schedule and Adam stand."""
     params = [buffer.param_data.clone() for buffer in trainable.param_buffers]
     moments = [tensor.clone() for tensor in trainable.optimizer_state()]
-    return [*params, *moments, torch.tensor([trainable.scheduler.num_steps, trainable.adam_step])]
+    return [*params, *moments, torch.tensor([trainable.scheduler.num_steps, trainable.adam.step])]
 
 
 def bit_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:

@@ -26,7 +26,7 @@ def two_updates(config) -> dict:
     batch = experience.actor_batch()
     found = {"first": scaling.scale}
     if scaling.scale:
-        trainable.create_moments()
+        trainable.adam.create()
         before = everything(trainable)
         scaling.set(TOO_LARGE, 7)
         found["overflow"] = actor.update(batch)

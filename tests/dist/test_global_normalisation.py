@@ -92,7 +92,7 @@ def reduced_gradients(actor, dp_group) -> dict[str, torch.Tensor]:
     from megatron_rl.roles.model_source import named_parameters
 
     gradients = {p: torch.zeros_like(p.main_grad) for p in named_parameters(actor.trainable.models).values()}
-    for parameter, start, state in actor.trainable.optimizer_runs():
+    for parameter, start, state in actor.trainable.adam.runs():
         run = slice(start, start + len(state["param"]))
         gradients[parameter].view(-1)[run] = parameter.main_grad.view(-1)[run]
     for gradient in gradients.values():

@@ -72,7 +72,7 @@ def start_saving(worker, target: Path):
 def whole_state(worker, role: str) -> dict[str, torch.Tensor]:
     """Everything of a role that this rank holds: parameters, and its runs of the optimizer's state."""
     checkpoint = worker.trained[role].checkpoint
-    runs = [*checkpoint._weight_runs(), *checkpoint._owned_runs()] if checkpoint.trainable.adam_step else []
+    runs = [*checkpoint._weight_runs(), *checkpoint._owned_runs()] if checkpoint.trainable.adam.step else []
     return {f"{run.name}/{run.kind}/{run.start}/{len(run.data)}": run.data.clone() for run in runs}
 
 

@@ -54,7 +54,8 @@ def train_one_step(groups):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     optim = OptimConfig(lr=0.1, weight_decay=0.0, clip_grad=0.0)
-    trainable = TrainableModel([model], lambda: None, optim, num_run_steps=1, groups=groups, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    trainable = TrainableModel([model], lambda: None, optim, 1, MegatronConfig(), groups, device)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rows = Sequences(ragged([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]), torch.tensor([2, 1]), batch_size=[2])
 

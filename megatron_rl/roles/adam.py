@@ -1,0 +1,137 @@
+"""Megatron's distributed Adam on one rank: its configuration, and the state of this rank's share wherever it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+from megatron_rl.config.megatron import OptimConfig
+
+FIRST_LOSS_SCALE = 2**16
+"""Where the scale of a float16 loss starts. Megatron's 2^32 costs sixteen skipped steps, more than a run allows."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def optimizer_config(optim: OptimConfig, config: Any) -> OptimizerConfig:
+    """Megatron's Adam configuration. clip_grad = 0 switches clipping off."""
+    override = optim.override_optimizer_config
+    offloads = override.optimizer_cpu_offload
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        initial_loss_scale=FIRST_LOSS_SCALE,
+        hysteresis=1,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+        optimizer_cpu_offload=offloads,
+        optimizer_offload_fraction=override.optimizer_offload_fraction if offloads else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=override.overlap_cpu_optimizer_d2h_h2d and offloads,
+        # Otherwise the masters of 16-bit weights stay on the device, and the host has copies of them.
+        use_precision_aware_optimizer=offloads and config.params_dtype != torch.float32,
+    )
+
+
+class AdamState:
+    """The state of this rank's share of the parameters, over Megatron's distributed optimizers."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """`optimizer`: Megatron's, of which dense layers and experts have one part each."""
+        self._parts = optimizer.chained_optimizers
+
+    def moments(self) -> list[torch.Tensor]:
+        """Both moments of every parameter that has them."""
+        states = [state for part in self._parts for state in part.optimizer.state.values()]
+        return [state[name] for state in states for name in MOMENTS if name in state]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that is kept, some of them several times, parameters among them where they are their masters."""
+        found = []
+        for part in self._parts:
+            inner = part.optimizer
+            found += [main for group in inner.param_groups for main in group["params"]]
+            found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+            if isinstance(inner, HybridDeviceOptimizer):
+                found += [*inner.gpu_params_map_cpu_copy.values(), *inner.cpu_copy_map_grad.values()]
+        return found
+
+    def runs(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+        """What this rank's optimizer updates: (parameter, first element, state) for a run of its flattened shard.
+
+        The state holds "param" [n], the float32 master, and once there are moments "exp_avg" and "exp_avg_sq" [n].
+        """
+        for part in self._parts:
+            for by_dtype in part.gbuf_ranges:
+                for buckets in by_dtype.values():
+                    for bucket in buckets:
+                        for parameter, ranges in bucket["param_map"].items():
+                            state = part._get_main_param_and_optimizer_states(parameter)
+                            yield parameter, ranges["param"].start, state
+
+    def create(self) -> None:
+        """Make the moments that Adam would make at its first step; nothing where they are there."""
+        for part in self._parts:
+            inner = part.optimizer
+            if isinstance(inner, HybridDeviceOptimizer):
+                for one in inner.sub_optimizers:
+                    create_moments(one)
+                inner._sync_sub_optimizers_state_to_hdo()
+            else:
+                part.init_state_fn(inner, part.config)
+        if not self.step:
+            self.set_step(0)
+
+    @property
+    def step(self) -> int:
+        """Steps that Adam counts; torch's Adam keeps the number with every parameter, the fused ones with a group."""
+        for inner in self._updating():
+            for holder in (*inner.state.values(), *inner.param_groups):
+                if "step" in holder:
+                    return int(holder["step"])
+        return 0
+
+    def set_step(self, step: int) -> None:
+        """Go on as after so many steps."""
+        for inner in self._updating():
+            if isinstance(inner, torch.optim.Adam):
+                for state in inner.state.values():
+                    state["step"] = torch.tensor(float(step))
+            else:
+                for group in inner.param_groups:
+                    group["step"] = step
+
+    def take_weights(self) -> None:
+        """Give the copies that are updated on the host the weights as they are on the device now.
+
+        Those of 16-bit weights are masters, which a checkpoint has itself.
+        """
+        for part in self._parts:
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                for weight, copy in part.optimizer.gpu_params_map_cpu_copy.items():
+                    if weight.dtype == copy.dtype:
+                        copy.data.copy_(weight.data)
+
+    def _updating(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizers that do the work: of a part that is offloaded those of device and host."""
+        for part in self._parts:
+            inner = part.optimizer
+            yield from inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
+
+
+def create_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Zeroed moments for every parameter that has none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {name: torch.zeros_like(parameter.data) for name in MOMENTS}
