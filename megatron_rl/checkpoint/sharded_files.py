@@ -7,6 +7,7 @@ Phase 3: all ranks are done, and rank 0 writes the table of contents, without wh
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -32,6 +33,8 @@ class CheckpointWriter:
     def save(self, state: dict[str, ShardedTensor], folder: Path, beside_training: bool) -> None:
         """Write `state` to an empty folder. beside_training: return after phase 1, when the tensors may change."""
         # Phase 1
+        if beside_training:
+            state = {name: apart(tensor) for name, tensor in state.items()}
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
@@ -69,6 +72,17 @@ class CheckpointWriter:
         told = [failed_write(error)]
         dist.broadcast_object_list(told, src=0, device=self._device)
         return told[0]
+
+
+def apart(tensor: ShardedTensor) -> ShardedTensor:
+    """With memory of its own, where megatron-core would write from the very memory that training changes.
+
+    It copies what is on a device, and of the host's tensors those that are a part of a larger one.
+    """
+    data = tensor.data
+    if data.device.type != "cpu" or data.untyped_storage().nbytes() != data.numel() * data.element_size():
+        return tensor
+    return dataclasses.replace(tensor, data=data.clone())
 
 
 def failed_write(error: CheckpointException) -> Exception:

@@ -80,6 +80,16 @@ class LayerSizes:
         """Bytes of a layer's input: all that full recomputation of activations keeps of it."""
         return block.tokens * self.sequence_share * self.hidden * self.element
 
+    def part_bytes(self, block: Block, part: str) -> float:
+        """Of `saved_bytes` what is not kept where a part of the layer is made again: core_attn, mlp or moe."""
+        if part != "core_attn":
+            return self._mlp_bytes(block) if (part == "moe") == bool(self.routed) else 0.0
+        statistics = block.slots * self.num_heads * FP32
+        if not self._copies(block):
+            return statistics + block.tokens * self.q * self.element  # its output, of which the next layer has a copy
+        rows, what_goes_in = block.slots * 2 * (self.q + self.kv), block.tokens * (self.q + 2 * self.kv)
+        return statistics + (rows - what_goes_in) * self.element
+
     def _attention_bytes(self, block: Block) -> float:
         mixed, own = self.q + 2 * self.kv, 0.0
         rotary = 4 * self.head * block.tokens * self.element

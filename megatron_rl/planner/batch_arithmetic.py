@@ -102,6 +102,12 @@ def _recomputed(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             if again.method == "block":
                 meaning = f"activations of the first {again.num_layers} of each chunk's layers are made again"
             yield f"{role.name} recomputes", f"{again.method} {again.num_layers}", meaning
+        elif again.parts:
+            yield (
+                f"{role.name} recomputes",
+                " ".join(again.parts),
+                "parts of all layers whose activations are made again",
+            )
 
 
 def _exact(total: int, parts: int) -> int:

@@ -20,11 +20,10 @@ from megatron_rl.planner.activations import (
     CHUNKS_FORWARD,
     FP32,
     Block,
-    LayerSizes,
     in_flight,
 )
 from megatron_rl.planner.recompute import Recompute
-from megatron_rl.planner.run_models import PlannedModel, RunModels
+from megatron_rl.planner.run_models import RunModels
 from megatron_rl.planner.weights import TrainedWeights
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
@@ -153,26 +152,37 @@ class MemoryOfStage:
         over data-parallel ranks (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054)."""
         weights = self.pool.weights(role)
         numel, share = weights.numel(self.pp_rank), weights.optimizer_share(self.pp_rank)
-        masters = {} if self.pool.element == FP32 else {f"{role.name} masters": share * FP32}
+        moments, masters = share * 2 * FP32, 0 if self.pool.element == FP32 else share * FP32
+        offloaded = offloaded_share(role)
+        if self.config.trainer.device == "cpu":
+            # The host is the device: there are copies besides, of gradients from the first step on, and of weights
+            # that are no masters.
+            moments += int(offloaded * share * FP32)
+            masters = masters or int(offloaded * share * FP32)
+        else:
+            moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
         return {
             f"{role.name} parameters": numel * self.pool.element,
             f"{role.name} gradients": numel * FP32,
-            f"{role.name} moments": share * 2 * FP32,
-            **masters,
+            f"{role.name} moments": moments,
+            **({f"{role.name} masters": masters} if masters else {}),
         }
 
     def _checkpoint_copy(self) -> Held:
         """What a save keeps until it is written. From a GPU it goes to host memory, which is not counted here; on a CPU
-        megatron-core copies what is part of a larger tensor: all weights, and moments of several segments."""
+        megatron-core copies what is part of a larger tensor: all weights, and moments of several segments. A save
+        beside training copies the rest, too."""
         if self.config.trainer.device != "cpu":
             return {}
         copied = 0
-        for weights in (self.pool.weights(role) for role in self.roles if role.is_trained):
+        for role in (role for role in self.roles if role.is_trained):
+            weights, beside = self.pool.weights(role), role.settings.checkpoint.async_save
             numels = weights.shard_numels(self.pp_rank)
+            masters = FP32 if beside and self.pool.element != FP32 else 0
             for buffer in weights.buffers[self.pp_rank]:
-                stacked = [name for name in buffer.names if len(weights.specs[name].tensor.segments) > 1]
-                moments = sum(numels[name] for name in stacked) * 2 * FP32
-                copied += (buffer.num_params * self.pool.element + moments) // buffer.num_shares
+                apart = [name for name in buffer.names if beside or len(weights.specs[name].tensor.segments) > 1]
+                moments = sum(numels[name] for name in apart) * 2 * FP32
+                copied += (buffer.num_params * (self.pool.element + masters) + moments) // buffer.num_shares
         return {"checkpoint copy": copied}
 
     # Generation
@@ -249,19 +259,6 @@ class MemoryOfStage:
         block = Block(tokens, tokens, rows * data.max_response_length, one.remove_padding)
         return Passes(block, -(-share // rows))
 
-    def _layer(self, model: PlannedModel) -> LayerSizes:
-        grid = self.pool.grid
-        sequence_parallel = self.pool.megatron.sequence_parallel
-        return LayerSizes.of(
-            model.family,
-            model.shape,
-            model.routing,
-            grid.tp_size,
-            grid.expert_tp_size,
-            sequence_parallel,
-            self.pool.element,
-        )
-
     def _head(self, role: RoleSpec, block: Block, num_chunks: int) -> Held:
         """The logits that exist at once, and the hidden states of the scored tokens."""
         if not self.is_last or role.has_value_head:
@@ -274,7 +271,7 @@ class MemoryOfStage:
 
     def _forward(self, role: RoleSpec, passes: Passes) -> Held:
         """Nothing is kept but the block's hidden states: one layer at a time, then the head."""
-        layer, block = self._layer(self.pool.model(role)), passes.block
+        layer, block = self.pool.layer(self.pool.model(role)), passes.block
         hidden = 2 * block.tokens * layer.hidden * layer.element
         head = self._head(role, block, CHUNKS_FORWARD)
         running = layer.transient_bytes(block, backward=False)
@@ -283,14 +280,16 @@ class MemoryOfStage:
     def _update(self, role: RoleSpec, passes: Passes) -> Held:
         """The worst of three moments: the head's backward, a layer's backward, the optimizer's step."""
         model, weights, recompute = self.pool.model(role), self.pool.weights(role), Recompute.of(role.megatron)
-        layer, block, stages = self._layer(model), passes.block, self.pool.stages(model)
+        layer, block, stages = self.pool.layer(model), passes.block, self.pool.stages(model)
         chunks = stages.layers(self.pp_rank)
         alive = in_flight(self.pool.grid.pp_size, self.pp_rank, self.pool.vpp_size, passes.num_blocks)
-        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block)
+        parts = recompute.part_bytes(layer, block)
+        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts)
         num_layers = max(len(chunk) for chunk in chunks)
         kept = alive * (recompute.kept_bytes(num_layers, hidden, saved) + 2 * hidden)
         gradient = self._largest_gradient(weights, lambda name: "layers" in name)
-        running = recompute.made_bytes(num_layers, saved) + layer.transient_bytes(block, backward=True)
+        made = recompute.made_bytes(num_layers, saved) + max(parts, default=0.0)
+        running = made + layer.transient_bytes(block, backward=True)
         head = self._head(role, block, CHUNKS_BACKWARD)
         moments = [{"activations": int(kept + running), "weight gradient": gradient}]
         if head:
@@ -301,7 +300,8 @@ class MemoryOfStage:
         # Adam's temporaries: as many as the foreach form makes of the whole shard on a GPU, else of one parameter.
         largest = self._largest_gradient(weights, lambda name: True) // layer.element * FP32
         share = weights.optimizer_share(self.pp_rank) * FP32
-        temporaries = 2 * (share if self.config.trainer.device == "cuda" else min(share, largest))
+        foreach = int(share * (1 - offloaded_share(role)))
+        temporaries = 2 * (foreach if self.config.trainer.device == "cuda" else min(share, largest))
         moments.append({"optimizer step": temporaries})
         return max(moments, key=lambda held: sum(held.values()))
 
@@ -313,6 +313,12 @@ class MemoryOfStage:
             if wanted(name)
         ]
         return max(sizes, default=0) * self.pool.element
+
+
+def offloaded_share(role: RoleSpec) -> float:
+    """Of a trained role's parameters, the share whose optimizer state is on the host."""
+    override = role.settings.optim.override_optimizer_config
+    return override.optimizer_offload_fraction if override.optimizer_cpu_offload else 0.0
 
 
 def _resting_kinds(megatron: MegatronConfig) -> list[str]:

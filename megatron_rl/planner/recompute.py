@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.planner.activations import Block, LayerSizes
+
+SELECTIVE = "selective"
 
 
 @dataclass(frozen=True)
@@ -13,11 +16,12 @@ class Recompute:
     """One role's recomputed activations, as Megatron's transformer block reads the settings; None: none.
 
     method: uniform makes all layers of a chunk again, in runs of `num_layers`, block the first `num_layers` of it,
-    one by one (Korthikanti et al., arXiv:2205.05198).
+    one by one (Korthikanti et al., arXiv:2205.05198). parts: what of all layers is made again, where layers are not.
     """
 
     method: str | None = None
     num_layers: int = 0
+    parts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, megatron: MegatronConfig) -> Recompute:
@@ -25,6 +29,8 @@ class Recompute:
         override = megatron.override_transformer_config
         if override.recompute_granularity is None:
             return cls()
+        if override.recompute_granularity == SELECTIVE:
+            return cls(parts=tuple(override.recompute_modules or ("core_attn",)))
         return cls(override.recompute_method, override.recompute_num_layers or 0)
 
     def again(self, num_layers: int) -> int:
@@ -36,6 +42,16 @@ class Recompute:
     def share(self, chunks: Sequence[int]) -> float:
         """Share of all layers that run twice, in chunks of these sizes."""
         return sum(map(self.again, chunks)) / sum(chunks)
+
+    def part_bytes(self, layer: LayerSizes, block: Block) -> list[float]:
+        """Of what one layer would keep, what each part that is made again does not."""
+        return [layer.part_bytes(block, part) for part in self.parts]
+
+    def share_of_layer(self, layer: LayerSizes) -> float:
+        """Of one layer's matrix products, the share that is made again as a part; core attention counts as none."""
+        mlp = 3 * layer.ffn * (layer.routed or 1)
+        attention = 2 * (layer.q + layer.kv)
+        return mlp / (mlp + attention) if ("moe" if layer.routed else "mlp") in self.parts else 0.0
 
     def kept_bytes(self, num_layers: int, input_bytes: float, saved_bytes: float) -> float:
         """What a pass through a chunk keeps between forward and backward.

@@ -12,12 +12,16 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.model_folder import ModelSizes
+from megatron_rl.planner.recompute import SELECTIVE
 
 GROUP = "megatron.override_transformer_config"
 GRANULARITY, METHOD, NUMBER, MODULES = (
     f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")
 )
 METHODS = ("uniform", "block")
+FULL = "full"
+PARTS = ("core_attn", "mlp", "moe")
+"""Parts of a layer that can be made again. Megatron's layernorm and moe_act want transformer-engine's layers."""
 
 
 def recompute_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
@@ -35,22 +39,22 @@ def _role_problems(role: str, megatron: MegatronConfig, model: ModelSizes | None
     valid_method = method if method in METHODS else nearest_name(method or "", METHODS)
     valid_number = nearest_number_of_layers(valid_method, number or 1, sizes)
     given = {GRANULARITY: granularity, METHOD: method, NUMBER: number}
-    valid = {GRANULARITY: "full", METHOD: valid_method, NUMBER: valid_number}
+    valid = {GRANULARITY: FULL, METHOD: valid_method, NUMBER: valid_number}
 
     def violation(names: Sequence[str], rule: str, changed: Sequence[str]) -> Violation:
         nearest = {f"{role}.{GROUP}.{name}": valid[name] for name in changed if valid[name] != given[name]}
         return Violation({f"{role}.{GROUP}.{name}": given[name] for name in names}, rule, nearest)
 
-    if override.recompute_modules is not None:
-        key = f"{role}.{GROUP}.{MODULES}"
-        rule = f"must be null: parts of a layer are what {GRANULARITY}=selective would recompute, which is not there"
-        yield Violation({key: override.recompute_modules}, rule, {key: None})
-    if granularity is None:
-        settings = [name for name in (METHOD, NUMBER) if given[name] is not None]
+    settings = [name for name in (METHOD, NUMBER) if given[name] is not None]
+    yield from _part_problems(role, granularity, override.recompute_modules)
+    if granularity in (None, SELECTIVE):
         if settings:
-            yield violation(settings, f"must be null, or {GRANULARITY} full", [*valid])
-    elif granularity != "full":
-        rule = "must be full or null: whole layers are recomputed, or nothing"
+            other = "" if granularity else f", or {GRANULARITY} full"
+            rule = f"must be null{other}: whole layers are what they count"
+            names = {f"{role}.{GROUP}.{name}": given[name] for name in settings}
+            yield Violation(names, rule, dict.fromkeys(names)) if granularity else violation(settings, rule, [*valid])
+    elif granularity != FULL:
+        rule = f"must be {FULL}, {SELECTIVE} or null"
         yield violation([GRANULARITY], rule, [*valid])
     else:
         if method not in METHODS:
@@ -62,6 +66,18 @@ def _role_problems(role: str, megatron: MegatronConfig, model: ModelSizes | None
             fits = "divide" if valid_method == "uniform" else "be <="
             rule = f"must, as {METHOD}={valid_method}, {fits} the layers of a stage's chunks({layers}) of {model.path}"
             yield violation([NUMBER], rule, [NUMBER])
+
+
+def _part_problems(role: str, granularity: str | None, parts: list[str] | None) -> Iterable[Violation]:
+    if parts is None:
+        return
+    key = f"{role}.{GROUP}.{MODULES}"
+    known = [part for part in parts if part in PARTS]
+    if granularity != SELECTIVE:
+        yield Violation({key: parts}, f"must be null, or {GRANULARITY} {SELECTIVE}", {key: None})
+    elif known != parts or not parts:
+        rule = f"must be some of {', '.join(PARTS)}: the others that Megatron knows want transformer-engine's layers"
+        yield Violation({key: parts}, rule, {key: known or None})
 
 
 def chunk_sizes(model: ModelSizes, megatron: MegatronConfig) -> list[int]:

@@ -26,7 +26,8 @@ from megatron_rl.model.families import (
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import shard_of, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
-from megatron_rl.planner.weights import TrainedWeights, tensors_of
+from megatron_rl.planner.activations import LayerSizes
+from megatron_rl.planner.weights import TrainedWeights, bucket_numel, tensors_of
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NUM_SCRATCH = 4
@@ -97,7 +98,7 @@ class PoolModels:
         self.vocab_multiple = vocab_multiple(self.megatron.make_vocab_size_divisible_by, self.grid.tp_size)
         self.vpp_size = self.megatron.virtual_pipeline_model_parallel_size or 1
         self._models = models
-        self._weights: dict[tuple[str, bool], TrainedWeights] = {}
+        self._weights: dict[tuple[str, bool, int | None], TrainedWeights] = {}
 
     def model(self, role: RoleSpec) -> PlannedModel:
         """What a role runs."""
@@ -107,13 +108,20 @@ class PoolModels:
         """How the layers of a model are shared out."""
         return StagePlan.from_config(model.shape.num_layers, self.megatron)
 
+    def layer(self, model: PlannedModel) -> LayerSizes:
+        """One layer of a model on a rank of this pool."""
+        grid, sequence_parallel = self.grid, self.megatron.sequence_parallel
+        sizes = (grid.tp_size, grid.expert_tp_size, sequence_parallel, self.element)
+        return LayerSizes.of(model.family, model.shape, model.routing, *sizes)
+
     def weights(self, role: RoleSpec) -> TrainedWeights:
-        """A role's parameters; the reference holds the same as the actor."""
-        key = (role.model_path, role.has_value_head)
+        """A role's parameters; the reference holds the same as the actor, but for the padding of buffers."""
+        numel = bucket_numel(role.megatron.override_ddp_config, self.grid.dp_size) if role.is_trained else None
+        key = (role.model_path, role.has_value_head, numel)
         if key not in self._weights:
             model = self.model(role)
             specs = model.value_specs if role.has_value_head else model.specs
-            self._weights[key] = TrainedWeights(specs, self.stages(model), self.grid, self.vocab_multiple)
+            self._weights[key] = TrainedWeights(specs, self.stages(model), self.grid, self.vocab_multiple, numel)
         return self._weights[key]
 
 

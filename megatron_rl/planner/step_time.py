@@ -143,7 +143,8 @@ def _updated(load: Load, role: RoleSpec, pool: PoolModels, config: RunConfig) ->
 
 
 def recomputed_share(pool: PoolModels, role: RoleSpec) -> float:
-    """Share of a trained model's layers that run their forward pass twice."""
-    stages = pool.stages(pool.model(role))
+    """Share of a trained model's forward pass that is run twice."""
+    model, recompute = pool.model(role), Recompute.of(role.megatron)
+    stages = pool.stages(model)
     sizes = [len(chunk) for pp_rank in range(stages.pp_size) for chunk in stages.layers(pp_rank)]
-    return Recompute.of(role.megatron).share(sizes)
+    return recompute.share(sizes) + recompute.share_of_layer(pool.layer(model))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megatron_rl.config.megatron import OverrideDDPConfig
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
 from megatron_rl.model.families import HEAD, ParamSpec
@@ -22,6 +23,13 @@ LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EMBEDDING = "embedding.word_embeddings.weight"
 BUCKET_MULTIPLE = 128
 """Elements; the end of a bucket is padded to a multiple of it and of the ranks that share the optimizer's state."""
+
+
+def bucket_numel(override: OverrideDDPConfig, dp_size: int) -> int | None:
+    """Parameters of a bucket, Megatron's own number where none is set; None: there is one bucket."""
+    if not override.overlap_grad_reduce:
+        return None
+    return override.bucket_size or max(40_000_000, 1_000_000 * dp_size)
 
 
 def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -> list[list[str]]:
@@ -71,12 +79,16 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """A model's parameters under a training layout. All ranks of one stage hold shards of the same sizes."""
+    """A model's parameters under a training layout. All ranks of one stage hold shards of the same sizes.
+
+    bucket_numel: parameters of a bucket in the buffers that have several; None: every buffer is one.
+    """
 
     specs: dict[str, ParamSpec] = field(hash=False)
     stages: StagePlan
     grid: TrainGrid
     vocab_multiple: int
+    bucket_numel: int | None = None
 
     def num_params(self, pp_rank: int) -> int:
         """Parameters of one rank of a stage, vocabulary padding included, as Megatron counts them."""
@@ -105,22 +117,24 @@ class TrainedWeights:
         grid = self.grid
         expert_shares = grid.stage_size // (grid.expert_tp_size * grid.ep_size)
         found = []
-        for names in stage_params(self.specs, self.stages, pp_rank):
+        for chunk, names in enumerate(stage_params(self.specs, self.stages, pp_rank)):
+            # Traffic of other stages and chunks is not what the rest waits for, says Megatron.
+            bucket_numel = self.bucket_numel if pp_rank == chunk == 0 else None
             experts = [name for name in names if self.specs[name].tensor.is_expert]
             dense = [name for name in names if not self.specs[name].tensor.is_expert]
             found += [
-                self._buffer(group, shares, pp_rank)
+                self._buffer(group, shares, pp_rank, bucket_numel)
                 for group, shares in ((dense, grid.dp_size), (experts, expert_shares))
                 if group
             ]
         return found
 
-    def _buffer(self, names: Sequence[str], num_shares: int, pp_rank: int) -> FlatBuffer:
+    def _buffer(self, names: Sequence[str], num_shares: int, pp_rank: int, bucket_numel: int | None) -> FlatBuffer:
         """Starts are aligned; a tied matrix on two stages has a bucket of its own on both, and buckets end padded."""
         place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
         is_shared = is_tied(self.specs) and self.stages.pp_size > 1
         multiple = math.lcm(num_shares, BUCKET_MULTIPLE)
-        offsets, end, total = [], 0, 0
+        offsets, bucket_start, end, total = [], 0, 0, 0
         for name in names:
             numel = shard_of(self.specs[name].tensor, place).numel
             alone = is_shared and name in (EMBEDDING, HEAD)
@@ -130,8 +144,8 @@ class TrainedWeights:
             offsets.append(start)
             end = start + numel
             total += numel
-            if alone:
-                end = _round_up(end, multiple)
+            if alone or (bucket_numel is not None and end - bucket_start >= bucket_numel):
+                bucket_start = end = _round_up(end, multiple)
         return FlatBuffer(tuple(names), tuple(offsets), _round_up(end, multiple), total, num_shares)
 
     def members(self, group: Sequence[int], rollout: RolloutGrid, ranks_per_node: int, padding: int) -> list[Member]:

@@ -50,20 +50,25 @@ class AdamState:
         """`optimizer`: Megatron's, of which dense layers and experts have one part each."""
         self._parts = optimizer.chained_optimizers
 
-    def moments(self) -> list[torch.Tensor]:
-        """Both moments of every parameter that has them."""
-        states = [state for part in self._parts for state in part.optimizer.state.values()]
-        return [state[name] for state in states for name in MOMENTS if name in state]
+    def since_first_step(self) -> list[torch.Tensor]:
+        """What the first step makes: both moments of every parameter, and copies of gradients on the host."""
+        found = []
+        for part in self._parts:
+            states = part.optimizer.state.values()
+            found += [state[name] for state in states for name in MOMENTS if name in state]
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                found += part.optimizer.cpu_copy_map_grad.values()
+        return found
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that is kept, some of them several times, parameters among them where they are their masters."""
-        found = []
+        found = self.since_first_step()
         for part in self._parts:
             inner = part.optimizer
             found += [main for group in inner.param_groups for main in group["params"]]
             found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
             if isinstance(inner, HybridDeviceOptimizer):
-                found += [*inner.gpu_params_map_cpu_copy.values(), *inner.cpu_copy_map_grad.values()]
+                found += inner.gpu_params_map_cpu_copy.values()
         return found
 
     def runs(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:

@@ -24,6 +24,7 @@ from megatron_rl.roles.adam import AdamState, optimizer_config
 from megatron_rl.roles.ddp import ParameterSync, in_flat_buffers
 from megatron_rl.roles.pipeline import Loss, Pipeline
 
+
 @dataclass(frozen=True)
 class Update:
     """What came of one optimizer step; the same on all ranks.
@@ -141,7 +142,7 @@ class TrainableModel:
     def memory(self) -> dict[str, int]:
         """Bytes of everything that is kept on this device between steps, as it is now."""
         kept = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}
-        moments = [tensor for tensor in self.adam.moments() if tensor.device.type == self.device.type]
+        moments = [tensor for tensor in self.adam.since_first_step() if tensor.device.type == self.device.type]
         kept |= {tensor.untyped_storage()._cdata for tensor in moments}
         others = [tensor for tensor in self.optimizer_state() if tensor.untyped_storage()._cdata not in kept]
         return {

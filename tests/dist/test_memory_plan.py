@@ -108,11 +108,21 @@ def recomputed(megatron: str, method: str, num_layers: int) -> dict[str, object]
 
 SP = {f"{MEGATRON}sequence_parallel": True}
 RECOMPUTED = recomputed(MEGATRON, "uniform", 1) | recomputed("critic__megatron__", "block", 1)
+PARTS = {f"{MEGATRON}override_transformer_config__recompute_granularity": "selective"}
+PARTS |= {"critic__megatron__override_transformer_config__recompute_granularity": "selective"}
+PARTS |= {"critic__megatron__override_transformer_config__recompute_modules": ["mlp"]}
+MOE_AGAIN = PARTS | {f"{MEGATRON}override_transformer_config__recompute_modules": ["moe"]}
+BUCKETS = {f"{MEGATRON}override_ddp_config__overlap_grad_reduce": True}
+BUCKETS |= {f"{MEGATRON}override_ddp_config__bucket_size": 100_000}
+HOST_ADAM = {"critic__optim__override_optimizer_config__optimizer_cpu_offload": True}
+EP2 = {f"{MEGATRON}expert_model_parallel_size": 2}
 LAYOUTS = {
     "one rank, packed": (1, 1, 1, {}),
     "TP2 x PP2, padded, SP": (4, 2, 2, SP | {"actor_rollout_ref__model__use_remove_padding": False}),
-    "experts, EP2, DP2": (2, 1, 1, {f"{MEGATRON}expert_model_parallel_size": 2}),
+    "experts, EP2, DP2": (2, 1, 1, EP2),
     "PP2, recomputed": (2, 1, 2, RECOMPUTED),
+    "PP2, parts, buckets, host Adam": (2, 1, 2, PARTS | BUCKETS | HOST_ADAM),
+    "experts, EP2, DP2, router again": (2, 1, 1, EP2 | MOE_AGAIN | BUCKETS),
 }
 
 

@@ -22,7 +22,9 @@ EP, ETP = f"{MEGATRON}.expert_model_parallel_size", f"{MEGATRON}.expert_tensor_p
 VPP = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
 FIRST, LAST = f"{MEGATRON}.num_layers_in_first_pipeline_stage", f"{MEGATRON}.num_layers_in_last_pipeline_stage"
 RECOMPUTE = f"{MEGATRON}.override_transformer_config.recompute"
-GRANULARITY, METHOD, NUMBER = (f"{RECOMPUTE}_{name}" for name in ("granularity", "method", "num_layers"))
+GRANULARITY, METHOD, NUMBER, MODULES = (
+    f"{RECOMPUTE}_{name}" for name in ("granularity", "method", "num_layers", "modules")
+)
 ROLLOUT_TP, GPUS = f"{ROLLOUT}.tensor_model_parallel_size", "trainer.n_gpus_per_node"
 CORRECTION = "algorithm.rollout_correction"
 

@@ -32,6 +32,8 @@ def put_into(config, role: str, **keys) -> None:
         ("full", "block", 1, None),
         ("full", "block", 2, None),
         (None, None, None, None),
+        ("selective", None, None, None),
+        ("selective", None, None, ["mlp", "core_attn"]),
     ],
 )
 def test_what_the_trainer_can_do_is_accepted(config, role, values):
@@ -51,8 +53,11 @@ def test_what_the_trainer_can_do_is_accepted(config, role, values):
         (("full", "uniform", 0, None), ["recompute_num_layers=0 must be >= 1"]),
         (("full", "uniform", 3, None), ["must, as recompute_method=uniform, divide the layers of a stage's chunks(2)"]),
         (("full", "block", 5, None), ["must, as recompute_method=block, be <= the layers of a stage's chunks(2)"]),
-        (("selective", None, None, ["core_attn"]), ["must be null: parts of a layer", "must be full or null"]),
-        (("ful", "uniform", 6, None), ["recompute_granularity=ful must be full or null"]),
+        (("selective", "uniform", 2, None), ["must be null: whole layers are what they count"]),
+        (("selective", None, None, ["mlp", "layernorm"]), ["must be some of core_attn, mlp, moe"]),
+        (("selective", None, None, ["moe_act"]), ["must be some of core_attn, mlp, moe"]),
+        ((None, None, None, ["core_attn"]), ["must be null, or recompute_granularity selective"]),
+        (("ful", "uniform", 6, None), ["recompute_granularity=ful must be full, selective or null"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(config, role, values, expected):

@@ -99,6 +99,40 @@ def check_cpu_torch():
     assert torch.zeros(1).type(torch.int64).dtype == torch.int64
 
 
+def check_cpu_offloaded_adam():
+    """Three steps of two parameters, half of the elements on the host: what torch's own AdamW makes of them."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    from third_party_patches.megatron_core import cpu_offloaded_adam, cpu_torch
+
+    def stepped(optimizer, parameters):
+        for number in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.sin(parameter.detach() * 7 + number)
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in parameters]
+
+    def parameters():
+        generator = torch.Generator().manual_seed(0)
+        return [torch.nn.Parameter(torch.randn(6, generator=generator)) for _ in range(2)]
+
+    def hybrid(given):
+        kinds = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.AdamW}
+        options = {"pin_cpu_grads": False, "overlap_cpu_optimizer_d2h_h2d": False, "lr": 0.1}
+        return HybridDeviceOptimizer([{"params": given}], 0.5, param_update_in_fp32=True, **kinds, **options)
+
+    cpu_torch.PATCH.apply()
+    with pytest.raises(KeyError):
+        given = parameters()
+        stepped(hybrid(given), given)
+    cpu_offloaded_adam.PATCH.apply()
+    given, expected = parameters(), parameters()
+    optimizer = hybrid(given)
+    assert [len(optimizer.cpu_optimizers), len(optimizer.gpu_params_map_cpu_copy)] == [1, 1]
+    for ours, theirs in zip(stepped(optimizer, given), stepped(torch.optim.AdamW(expected, lr=0.1), expected), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def check_cpu_matmul():
     from megatron.core.tensor_parallel import layers
     from torch.profiler import ProfilerActivity, profile
@@ -369,6 +403,11 @@ def check_rank_order():
 def test_cpu_matmul():
     """Both linears of megatron-core, forward and backward, and which kernel ran. Would not catch one that is slower."""
     run_ranks(1, check_cpu_matmul, timeout=100)
+
+
+def test_cpu_offloaded_adam():
+    """Without: a KeyError. With: torch's AdamW, in copies. Would not catch streams of a GPU that overtake each other."""
+    run_ranks(1, check_cpu_offloaded_adam, timeout=100)
 
 
 def test_cpu_torch():

@@ -9,6 +9,9 @@ from megatron_rl.config.foreign import async_keys
 
 LAYOUT_OF = {"actor_rollout_ref.rollout": "actor_rollout_ref.actor", "actor_rollout_ref.ref": "actor_rollout_ref.actor"}
 
+WITH_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
+"""Parts of a layer that Megatron makes again only in transformer-engine's layers, or after it was imported."""
+
 Conversion = Callable[[str, str, Any, Mapping[str, Any]], dict[str, Any] | str]
 """(the foreign key, the key here or "", value, all settings) -> settings here, or why nothing needs to be said."""
 
@@ -46,6 +49,14 @@ def recomputed(key: str, target: str, value: Any, given: Mapping[str, Any]) -> d
     }
 
 
+def known_parts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Parts of a layer to make again -> those of them that can be; a part that does not exist stays, to be refused."""
+    if not isinstance(value, list):
+        return {key: value}
+    kept = [part for part in value if part not in WITH_TRANSFORMER_ENGINE]
+    return {key: kept} if kept else "no part of it can be made again here; without it core_attn is"
+
+
 def truncated_importance(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
     """The earlier key of token weights and their threshold in one."""
     group = "algorithm.rollout_correction"
@@ -69,6 +80,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "batch_of_prompts": async_keys.batch_of_prompts,
     "behaviour_as_old": async_keys.behaviour_as_old,
     "drawn_one_by_one": async_keys.drawn_one_by_one,
+    "known_parts": known_parts,
     "per_rank": per_rank,
     "recomputed": recomputed,
     "rule_by_source": rule_by_source,
