@@ -205,6 +205,7 @@ RANGES: dict[str, Interval] = {
             ("eps", Interval(0, nearest_low=1e-8)),
             ("weight_decay", NOT_NEGATIVE),
             ("clip_grad", NOT_NEGATIVE),
+            ("override_optimizer_config.optimizer_offload_fraction", UNIT),
         )
     },
 }

@@ -1,16 +1,15 @@
-"""Whether Megatron's options of data-parallel traffic and of the optimizer go together."""
+"""Whether Megatron's options of data-parallel traffic go together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_rl.config.megatron import OverrideDDPConfig, OverrideOptimizerConfig
+from megatron_rl.config.megatron import OverrideDDPConfig
 from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 
 OVERLAP, GATHER, BUCKET = "overlap_grad_reduce", "overlap_param_gather", "bucket_size"
-FRACTION = "optimizer_offload_fraction"
 
 
 def option_problems(config: RunConfig) -> Iterable[Violation]:
@@ -18,8 +17,6 @@ def option_problems(config: RunConfig) -> Iterable[Violation]:
     for role in roles_of(config):
         if role.is_trained:
             yield from _ddp_problems(f"{role.key}.megatron.override_ddp_config", role.megatron.override_ddp_config)
-            optim = role.settings.optim.override_optimizer_config
-            yield from _optimizer_problems(f"{role.key}.optim.override_optimizer_config", optim)
 
 
 def _ddp_problems(group: str, ddp: OverrideDDPConfig) -> Iterable[Violation]:
@@ -33,10 +30,3 @@ def _ddp_problems(group: str, ddp: OverrideDDPConfig) -> Iterable[Violation]:
         settings = {f"{group}.{GATHER}": True, f"{group}.{OVERLAP}": False}
         rule = f"{GATHER} needs {OVERLAP}: without it there is one bucket to wait for"
         yield Violation(settings, rule, {f"{group}.{OVERLAP}": True})
-
-
-def _optimizer_problems(group: str, optim: OverrideOptimizerConfig) -> Iterable[Violation]:
-    fraction = optim.optimizer_offload_fraction
-    if not 0 <= fraction <= 1:
-        nearest = min(1.0, max(0.0, fraction))
-        yield Violation({f"{group}.{FRACTION}": fraction}, "must be from 0 to 1", {f"{group}.{FRACTION}": nearest})

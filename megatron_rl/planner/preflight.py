@@ -23,8 +23,8 @@ from megatron_rl.planner.file_rules import file_problems, path_problems
 from megatron_rl.planner.folder_files import end_token_problems
 from megatron_rl.planner.layout_rules import layout_problems, rollout_problems, sharing_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
-from megatron_rl.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.planner.option_rules import option_problems
+from megatron_rl.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.planner.recompute_rules import recompute_problems
 from megatron_rl.planner.resume_rules import resume_problems
 from megatron_rl.planner.vocabulary import reading_problems

@@ -20,7 +20,7 @@ def optimizer_config(optim: OptimConfig, config: Any) -> OptimizerConfig:
     """Megatron's Adam configuration. clip_grad = 0 switches clipping off."""
     override = optim.override_optimizer_config
     offloads = override.optimizer_cpu_offload
-    return OptimizerConfig(
+    found = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
         min_lr=optim.min_lr,
@@ -38,9 +38,12 @@ def optimizer_config(optim: OptimConfig, config: Any) -> OptimizerConfig:
         optimizer_cpu_offload=offloads,
         optimizer_offload_fraction=override.optimizer_offload_fraction if offloads else 0.0,
         overlap_cpu_optimizer_d2h_h2d=override.overlap_cpu_optimizer_d2h_h2d and offloads,
-        # Otherwise the masters of 16-bit weights stay on the device, and the host has copies of them.
-        use_precision_aware_optimizer=offloads and config.params_dtype != torch.float32,
     )
+    if offloads and config.params_dtype != torch.float32:
+        # Otherwise the masters of 16-bit weights stay on the device, and the host has copies of them. The constructor
+        # compares transformer-engine's version before it sees that this needs none, and fails without one.
+        found.use_precision_aware_optimizer = found.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return found
 
 
 class AdamState:
@@ -68,7 +71,7 @@ class AdamState:
             found += [main for group in inner.param_groups for main in group["params"]]
             found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
             if isinstance(inner, HybridDeviceOptimizer):
-                found += inner.gpu_params_map_cpu_copy.values()
+                found += [*inner.gpu_params_map_cpu_copy.values(), *inner.param_to_fp32_param.values()]
         return found
 
     def runs(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:

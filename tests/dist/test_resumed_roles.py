@@ -81,11 +81,16 @@ def metrics_of(results: list[dict]) -> list[dict[str, float]]:
     return next(result["metrics"] for result in results if result["metrics"] is not None)
 
 
+ACTOR_AND_CRITIC = ("actor_rollout_ref__actor", "critic")
 MOE = {"actor_rollout_ref__actor__megatron__expert_model_parallel_size": 2}
 MOE |= {"actor_rollout_ref__actor__megatron__sequence_parallel": True}
 MOE |= {"actor_rollout_ref__actor__megatron__expert_tensor_parallel_size": 1}
 BF16 = {"actor_rollout_ref__actor__megatron__dtype": "bfloat16"}
 ASYNC = {"actor_rollout_ref__actor__checkpoint__async_save": True}
+HOST_ADAM = {f"{role}__optim__override_optimizer_config__optimizer_cpu_offload": True for role in ACTOR_AND_CRITIC}
+HOST_ADAM |= {f"{role}__optim__override_optimizer_config__optimizer_offload_fraction": 0.5 for role in ACTOR_AND_CRITIC}
+DDP = "actor_rollout_ref__actor__megatron__override_ddp_config__"
+OVERLAPPED = {f"{DDP}overlap_grad_reduce": True, f"{DDP}overlap_param_gather": True, f"{DDP}bucket_size": 20_000}
 DECAY = {"actor_rollout_ref__actor__optim__lr_decay_style": "linear", "trainer__total_training_steps": 30}
 
 
@@ -95,8 +100,10 @@ DECAY = {"actor_rollout_ref__actor__optim__lr_decay_style": "linear", "trainer__
         (save_qwen2, 4, 2, 2, DECAY),
         (save_llama, 4, 2, 1, BF16),
         (save_qwen3_moe, 4, 2, 1, MOE | ASYNC),
+        pytest.param(save_llama, 2, 1, 1, HOST_ADAM | OVERLAPPED, marks=pytest.mark.exhaustive),
+        pytest.param(save_llama, 2, 1, 1, HOST_ADAM | ASYNC | BF16, marks=pytest.mark.exhaustive),
     ],
-    ids=["TP2xPP2", "TP2xDP2-bf16", "TP2xEP2-async"],
+    ids=["TP2xPP2", "TP2xDP2-bf16", "TP2xEP2-async", "DP2-host-Adam-overlapped", "DP2-host-Adam-bf16-async"],
 )
 def test_same_layout_is_bit_equal(save_model, world_size: int, tp_size: int, pp_size: int, keys, tmp_path) -> None:
     """Four steps with a save after the second; the last two once more, from there, in new processes.

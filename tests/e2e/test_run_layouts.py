@@ -56,3 +56,18 @@ def test_layout_by_overrides(command_line, world_size, tp_size, pp_size, rollout
     assert lines[1]["reshard/verify_s"] > 0
     assert (folder / "curves.png").stat().st_size > 10_000
     assert run.left_over() == []
+
+
+@pytest.mark.exhaustive
+def test_the_demo_learns_in_bfloat16(command_line) -> None:
+    """All of its steps in 16 bits, with the default bounds on log-probs: 0.90 of held-out answers.
+
+    That the bounds stop a wrong matrix is test_parity_bounds.py. Would not catch how CUDA rounds.
+    """
+    run = command_line(f"{MEGATRON}.dtype=bfloat16", "trainer.export_hf=false")
+    assert run.wait(460) == 0, run.text()
+    summary = json.loads((run.run / "summary.json").read_text())
+    assert summary["val_accuracy_before"] < 0.5 and summary["val_accuracy_after"] >= 0.90
+    # The types did round: float32 stays below 1e-4.
+    assert summary["rollout_logprob_diff_max"] > 1e-3
+    assert run.left_over() == []

@@ -57,10 +57,9 @@ values("chunks of one stage", "layout", {VPP: 2, PP: 1, GPUS: 4}, (PP, "vpp(2) n
 values("first stage", "layout", {FIRST: 3}, (PP, "first(3)"), experts=False)
 values("both ends", "layout", {FIRST: 2, LAST: 3, PP: 2, GPUS: 4}, (PP, "must add up"), experts=False)
 values("layers of a run", "layout", {GRANULARITY: "full", METHOD: "uniform", NUMBER: 4}, (NUMBER, "divide the layers"))
-SELECTIVE = {GRANULARITY: "selective"}
-values("parts", "layout", SELECTIVE | {MODULES: ["layernorm"]}, (MODULES, "must be some of"))
+values("parts", "layout", {GRANULARITY: "selective", MODULES: ["layernorm"]}, (MODULES, "must be some of"))
 values("parts of nothing", "layout", {MODULES: ["mlp"]}, (MODULES, "must be null, or"))
-values("layers of parts", "layout", SELECTIVE | {METHOD: "block"}, (METHOD, "must be null: whole layers"))
+values("layers of parts", "layout", {GRANULARITY: "selective", METHOD: "block"}, (METHOD, "must be null: whole layers"))
 values("no tp", "layout", {TP: 0}, (TP, "must be >= 1"))
 values("negative pp", "layout", {PP: -3}, (PP, "must be >= 1"))
 values("no chunks", "layout", {VPP: 0}, (VPP, "must be >= 1"))
@@ -148,7 +147,7 @@ values(
 )
 values(
     "overlong buffer",
-    "length",
+    "length algorithm",
     {"reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 49},
     ("reward_model.overlong_buffer.len", "<= data.max_response_length=48"),
 )
@@ -293,15 +292,6 @@ values("stale", RUNS_AHEAD, {AHEAD: 1, PARTIAL: True}, (IS, "must be token or se
 values("rare weights", RUNS_AHEAD, {SYNC: 2}, (AHEAD, "must be >= "))
 SHARED = {AHEAD: 1, SYNC: 2, PARTIAL: True, IS: "token"}
 values("rare weights of one pool", RUNS_AHEAD, SHARED, (SYNC, "must be 1 where"))
-
-# Megatron's options
-DDP, OPTIMIZER = f"{MEGATRON}.override_ddp_config", f"{ACTOR}.optim.override_optimizer_config"
-OVERLAPS, LATE = f"{DDP}.overlap_grad_reduce", f"{DDP}.overlap_param_gather"
-BUCKET, SHARE = f"{DDP}.bucket_size", f"{OPTIMIZER}.optimizer_offload_fraction"
-values("late parameters", "ddp", {LATE: True}, (LATE, "needs overlap_grad_reduce"))
-values("one bucket", "ddp", {BUCKET: 1000}, (BUCKET, "needs overlap_grad_reduce"))
-values("no bucket", "ddp", {BUCKET: 0, OVERLAPS: True}, (BUCKET, "must be >= 1"))
-values("more than all", "host", {SHARE: 1.5}, (SHARE, "must be from 0 to 1"))
 
 # Values between keys
 values("learning rates", "critic.lr", {"critic.optim.min_lr": 1.0}, ("critic.optim.min_lr", "must be <= lr"))

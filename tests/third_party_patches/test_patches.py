@@ -129,7 +129,9 @@ def check_cpu_offloaded_adam():
     given, expected = parameters(), parameters()
     optimizer = hybrid(given)
     assert [len(optimizer.cpu_optimizers), len(optimizer.gpu_params_map_cpu_copy)] == [1, 1]
-    for ours, theirs in zip(stepped(optimizer, given), stepped(torch.optim.AdamW(expected, lr=0.1), expected), strict=True):
+    for ours, theirs in zip(
+        stepped(optimizer, given), stepped(torch.optim.AdamW(expected, lr=0.1), expected), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -406,7 +408,7 @@ def test_cpu_matmul():
 
 
 def test_cpu_offloaded_adam():
-    """Without: a KeyError. With: torch's AdamW, in copies. Would not catch streams of a GPU that overtake each other."""
+    """Without: a KeyError. With: torch's AdamW, in copies. Would not catch streams of a GPU that overtake."""
     run_ranks(1, check_cpu_offloaded_adam, timeout=100)
 
 
