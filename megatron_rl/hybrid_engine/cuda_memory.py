@@ -107,10 +107,11 @@ class MappedMemory:
 
     def release(self) -> None:
         """Waits for all that the device was given, which may still read it."""
-        if self.is_allocated and self._allocations:
+        there = [one for one in self._allocations if not one.is_asleep]
+        if there:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            for one in self._allocations:
+            for one in there:
                 self._take_away(one)
             GIVEN_BACK.note(id(self), self._device.index, self.num_bytes)
 

@@ -1,4 +1,4 @@
-"""Memory that is given back and taken again under the same addresses: whoever has noted them, as graphs do, stays right.
+"""Memory that is given back and taken again under the same addresses, which captured graphs have noted.
 
 On a CPU pages are dropped and come anew when they are touched; on CUDA an address range stays reserved and physical
 memory is mapped into it (`cuda_memory.py`). Content after `allocate` is undefined everywhere, until it is written or
