@@ -25,7 +25,7 @@ def places(model: torch.nn.Module, caches: Sequence[torch.Tensor]) -> dict[str, 
 def must_stay(noted: dict[str, int], now: dict[str, int]) -> None:
     """Raises MovedTensorError naming what has moved, come or gone since `noted`."""
     moved = [
-        f"{name} ({address(noted.get(name))} when the engine was built, {address(now.get(name))} now)"
+        f"{name} ({shown(noted.get(name))} when the engine was built, {shown(now.get(name))} now)"
         for name in noted | now
         if noted.get(name) != now.get(name)
     ]
@@ -37,5 +37,6 @@ def must_stay(noted: dict[str, int], now: dict[str, int]) -> None:
         )
 
 
-def address(place: int | None) -> str:
+def shown(place: int | None) -> str:
+    """As programs that look at memory write it."""
     return "none" if place is None else f"{place:#x}"
