@@ -81,6 +81,37 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
+class GivenBack:
+    """Bytes that torch counts as handed out although their memory was given back under it, by their owners."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._least: dict[int, int] = {}
+
+    def note(self, owner: int, index: int, num_bytes: int) -> None:
+        """`owner` (any number of its own) has given so many bytes of the GPU `index` back; 0: it has them all."""
+        if num_bytes:
+            self._sizes[owner] = index, num_bytes
+        else:
+            self._sizes.pop(owner, None)
+        self._least[index] = min(self.least(index), self._now(index))
+
+    def begin(self, index: int) -> None:
+        """Begin a new measurement of `least`."""
+        self._least[index] = self._now(index)
+
+    def least(self, index: int) -> int:
+        """What was away of the GPU `index` at every moment since `begin`."""
+        return self._least.get(index, 0)
+
+    def _now(self, index: int) -> int:
+        return sum(num_bytes for there, num_bytes in self._sizes.values() if there == index)
+
+
+GIVEN_BACK = GivenBack()
+"""This process's."""
+
+
 @dataclass(frozen=True)
 class Device:
     """The compute device of a rank: `kind` is "cpu" or "cuda", `local_rank` the index among its node's GPUs."""
@@ -116,7 +147,13 @@ class Device:
         """Begin a new measurement of `peak_memory_bytes`; nothing to do on CPU."""
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(self.local_rank)
+            GIVEN_BACK.begin(self.local_rank)
 
     def peak_memory_bytes(self) -> int | None:
-        """Most bytes that tensors had on the GPU since `reset_peak_memory`; None on CPU, where nobody counts."""
-        return torch.cuda.max_memory_allocated(self.local_rank) if self.kind == "cuda" else None
+        """Most bytes that tensors had on the GPU since `reset_peak_memory`; None on CPU, where nobody counts.
+
+        Where memory that keeps its addresses has come or gone meanwhile, it counts as there all the time.
+        """
+        if self.kind != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.local_rank) - GIVEN_BACK.least(self.local_rank)

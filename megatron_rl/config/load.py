@@ -76,6 +76,7 @@ DIFF_BOUNDS = {
 CUDA_DEFAULTS = {
     DTYPE: "bfloat16",
     "actor_rollout_ref.actor.megatron.sequence_parallel": True,
+    "actor_rollout_ref.rollout.enforce_eager": False,
 }
 """Defaults on GPUs, which are verl's; on CPUs those of the schema."""
 

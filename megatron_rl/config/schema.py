@@ -227,7 +227,8 @@ class RolloutConfig:
     update_weights_bucket_megabytes: int = 32
     """Scratch memory of a transition, and the bound on one message."""
     enforce_eager: bool = True
-    """No compiled or captured graphs."""
+    """false: vLLM compiles the model and captures CUDA graphs over weights and KV cache, which keep their addresses.
+    true: neither. Where it is not set: false on GPUs; on CPUs, which have no graphs, true is the only choice."""
     log_prob_micro_batch_size_per_gpu: int = 128
     """Samples per forward pass when the trainer recomputes log-probabilities, where not dynamic."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")

@@ -72,13 +72,10 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
             remedy,
         )
     yield from etp_problems(ACTOR, config.actor_rollout_ref.actor.megatron)
-    if not rollout.enforce_eager:
-        yield Violation(
-            {f"{ROLLOUT}.enforce_eager": False},
-            "must be true: captured graphs need lasting addresses, and the memory of foreign stages and of the KV "
-            "cache is given back between generations",
-            {f"{ROLLOUT}.enforce_eager": True},
-        )
+    if trainer.device == "cpu" and not rollout.enforce_eager:
+        key = f"{ROLLOUT}.enforce_eager"
+        rule = "must be true on trainer.device=cpu: there are no graphs to capture on a CPU"
+        yield Violation({key: False}, rule, {key: True})
     yield from _optimizer_problems(config)
     yield from _leader_problems(config)
     yield from reward_problems(config)

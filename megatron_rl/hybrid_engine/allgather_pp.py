@@ -21,6 +21,9 @@ from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
 
+FOREIGN_POOL = "megatron_rl foreign weights"
+"""The tag of the foreign buffer among vLLM's allocations on CUDA."""
+
 
 @dataclass(frozen=True)
 class FlatParameters:
@@ -67,7 +70,7 @@ class AllGatherPPModel:
         like = own.buffers[0]
         # NCCL connects a group at its first collective, and not all ranks take part in the first message.
         transport.all_gather(torch.zeros(1, device=like.device))
-        self.foreign = MemoryBuffer(self.mine.foreign_numel, like.dtype, like.device)
+        self.foreign = MemoryBuffer(self.mine.foreign_numel, like.dtype, like.device, FOREIGN_POOL)
         buffers = dict(enumerate(own.buffers)) | {FOREIGN: self.foreign.data}
         message_numel = max(1, bucket_bytes // like.element_size() // NUM_SCRATCH)
         self._exchange = Exchange(

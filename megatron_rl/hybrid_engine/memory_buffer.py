@@ -6,18 +6,20 @@ import math
 
 import torch
 
+from megatron_rl.hybrid_engine.stable_memory import take
+
 
 class MemoryBuffer:
     """A flat tensor of `numel` elements that can give its memory back and take it again.
 
-    Views are made once. They share the buffer's storage object, so after `release()` and `allocate()` the same views
-    (a rollout engine's parameters, say) see the new memory; its content is undefined until it is written.
+    Views are made once; after `release()` and `allocate()` the same views (a rollout engine's parameters, say) see the
+    new memory, whose content is undefined until it is written. Its address stays: on a CPU always, on CUDA where the
+    buffer has a `tag`, which names it among vLLM's allocations and asks for a vLLM that is built for CUDA.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data = torch.empty(numel, dtype=dtype, device=device)
-        self._storage = self.data.untyped_storage()
-        self.num_bytes = self._storage.nbytes()
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, tag: str | None = None) -> None:
+        self.data, self._memory = take(numel, dtype, device, tag)
+        self.num_bytes = self._memory.num_bytes
 
     def view(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """The elements from `offset` on, in `shape`. The buffer must be allocated."""
@@ -25,13 +27,12 @@ class MemoryBuffer:
 
     @property
     def is_allocated(self) -> bool:
-        return self._storage.nbytes() == self.num_bytes
+        return self._memory.is_allocated
 
     def allocate(self) -> None:
         """Take memory again; nothing happens when it is there."""
-        if not self.is_allocated:
-            self._storage.resize_(self.num_bytes)
+        self._memory.allocate()
 
     def release(self) -> None:
-        """Give the memory back. Views must not be read or written until `allocate()`."""
-        self._storage.resize_(0)
+        """Give the memory back. Views must not be read or written until `allocate()` (`stable_memory.py`)."""
+        self._memory.release()

@@ -48,5 +48,7 @@ def engine_arguments(
             "disable_custom_all_reduce": True,
             # Other kernels of experts reorder the weights: in the trainer's memory, or in a copy that goes stale.
             "moe_backend": "triton",
+            # Its KV cache leaves between generations, and captured graphs have noted where it lies.
+            "worker_cls": "megatron_rl.rollout.cuda_worker.StableWorker",
         }
     return arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from vllm import LLM, ModelRegistry
 from vllm.outputs import CompletionOutput
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.device import Device, keep_current_stream
@@ -16,6 +18,7 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.records import Generations, Prompts, Sampling, ragged
+from megatron_rl.rollout.addresses import must_stay, places
 from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.seeds import request_seed
@@ -30,10 +33,23 @@ def inspect_in_process(architecture: str) -> None:
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
+def report_steps(engine: LLMEngine) -> None:
+    """Let every step of the engine count as progress. (A forward hook would not: graphs call no module.)"""
+    step = engine.step
+
+    @functools.wraps(step)
+    def counted() -> Any:
+        made_progress()
+        return step()
+
+    engine.step = counted
+
+
 class RolloutEngine:
     """One rank's vLLM engine. All ranks of a rollout TP group must call every method with the same arguments.
 
-    tensors: vLLM parameter name -> tensor of this rank's shard; must be readable during construction.
+    tensors: vLLM parameter name -> tensor of this rank's shard; must be readable during construction, which captures
+    graphs over them where the configuration has any, and must never move again.
     hf_overrides: settings that take the place of those in the folder's config.json.
     """
 
@@ -62,12 +78,16 @@ class RolloutEngine:
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.model: torch.nn.Module = runner.model
-        self.model.register_forward_hook(lambda *_: made_progress())
+        report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches))
+        self._places = places(self.model, self.kv_cache.tensors)
         self.sliced = SlicedGeneration(self.llm.llm_engine, eos_token_ids)
 
     def wake(self) -> None:
-        """Take the KV cache and drop cached prefixes. Raises RuntimeError when the engine still has requests."""
+        """Take the KV cache and drop cached prefixes. Raises RuntimeError when the engine still has requests, and
+        MovedTensorError when weights or cache do not lie where graphs read them.
+        """
+        must_stay(self._places, places(self.model, self.kv_cache.tensors))
         self.kv_cache.allocate()
         forget_prefixes(self.llm.llm_engine)
 

@@ -23,8 +23,11 @@ def require_libraries() -> None:
             raise step.NotRun(f"{name} is not installed: {error}") from None
 
 
-def build(kind: str, folder: Path, dtype: str, figures: dict[str, Any]) -> Any:
-    """The host of one rank with both roles. Patches whose range leaves a version out are applied, and named."""
+def build(kind: str, folder: Path, dtype: str, figures: dict[str, Any], eager: bool = True) -> Any:
+    """The host of one rank with both roles. Patches whose range leaves a version out are applied, and named.
+
+    eager: no captured graphs.
+    """
     from omegaconf import OmegaConf
 
     import third_party_patches
@@ -45,6 +48,7 @@ def build(kind: str, folder: Path, dtype: str, figures: dict[str, Any]) -> Any:
         "actor_rollout_ref.model.path": str(folder),
         "actor_rollout_ref.actor.megatron.dtype": dtype,
         "actor_rollout_ref.rollout.kv_cache_memory_bytes": 64 << 20,
+        "actor_rollout_ref.rollout.enforce_eager": eager,
         "actor_rollout_ref.rollout.max_num_seqs": 16,
         "actor_rollout_ref.rollout.max_num_batched_tokens": 1024,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
@@ -111,17 +115,31 @@ def differences(host: Any, answers: list[Any]) -> dict[str, float]:
     return {name: metrics[f"training/rollout_logprob_diff_{name}"] for name in ("mean", "p99", "max")}
 
 
-def rounds(kind: str, small: bool, dtype: str, figures: dict[str, Any]) -> None:
-    """Rounds of entering and leaving with new weights in each; greedy tokens beside transformers'."""
+def addresses(host: Any) -> dict[str, int]:
+    """Where vLLM's parameters and its KV cache lie."""
+    from megatron_rl.rollout.addresses import places
+
+    generator = host.roles["rollout"].generator
+    return places(generator.model, generator.kv_cache.tensors)
+
+
+def rounds(kind: str, small: bool, dtype: str, figures: dict[str, Any], eager: bool = True) -> None:
+    """Rounds of entering and leaving with new weights in each; greedy tokens beside transformers'.
+
+    With graphs, which have noted addresses, old weights would show in the log-probs of every round but the first.
+    """
     require_libraries()
     folder = save("Llama")
-    host = build(kind, folder, dtype, figures)
+    host = build(kind, folder, dtype, figures, eager)
+    noted = addresses(host)
+    figures["addresses kept"] = len(noted)
     greedy = [row.tolist() for row in generate(host, 0.0, 0).response_ids.unbind()]
     expected = transformers_greedy(folder, kind, dtype)
     figures["greedy tokens as transformers'"] = sum(map(equal_tokens, greedy, expected)) / sum(map(len, expected))
     found = []
     for number in range(2 if small else 10):
         found.append(differences(host, [generate(host, 1.0, number)]))
+        assert addresses(host) == noted, "weights or KV cache have moved"
         for parameter in host.roles["actor"].trainable.pipeline.parameters():
             parameter.data.mul_(1.01)
     figures["log-prob differences"] = {name: max(one[name] for one in found) for name in found[0]}

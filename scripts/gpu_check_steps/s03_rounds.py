@@ -1,7 +1,9 @@
-"""Rounds between training and generation: what leaves comes back bit for bit, and the memory is there meanwhile."""
+"""Rounds between training and generation: what leaves comes back bit for bit, and the memory is there meanwhile, under
+the same addresses."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import step
@@ -20,8 +22,11 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     gradients = torch.randn(numel, device=where)
     before = [tensor.double().sum().item() for tensor in state]
     sample = [tensor[:: max(1, numel // 1000)].clone() for tensor in state]
-    foreign = MemoryBuffer(2 * numel, torch.float32, where)
+    tag = "gpu_check" if device == "cpu" or has_vllm() else None
+    figures["addresses"] = "kept" if tag else "not looked at: vLLM is not installed"
+    foreign = MemoryBuffer(2 * numel, torch.float32, where, tag)
     view = foreign.view(7, (numel,))
+    address = view.data_ptr()
     foreign.release()
     resting = [HostCopy(lambda: state), Zeros([gradients])]
     figures["rounds"] = []
@@ -31,9 +36,14 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
         release_cached(where)
         away = memory(where)
         foreign.allocate()
+        there = memory(where)
         view.fill_(float(number))
-        assert view.mean().item() == number
+        assert bool((view == number).all())
+        assert tag is None or view.data_ptr() == address, "the buffer came back at another address"
         foreign.release()
+        if device == "cuda" and tag is not None:
+            gained = memory(where)["free"] - there["free"]
+            assert gained > 0.99 * foreign.num_bytes / 2**20, f"only {gained} MiB became free"
         for one in reversed(resting):
             one.come_back()
         release_cached(where)
@@ -44,6 +54,11 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     if device == "cuda":
         first, last = figures["rounds"][1]["away"], figures["rounds"][-1]["away"]
         assert last["reserved"] <= first["reserved"] + 64, "memory that was given back is still reserved"
+
+
+def has_vllm() -> bool:
+    """Whether memory can keep its addresses on CUDA."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def memory(device: torch.device) -> dict[str, float]:

@@ -40,6 +40,8 @@ class Need:
 ENGINE, ATTENTION = "megatron_rl/rollout/engine.py", "megatron_rl/model/attention.py"
 SLICES = "megatron_rl/rollout/sliced.py"
 GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+CUDA_WORKER, CUDA_MEMORY = "megatron_rl/rollout/cuda_worker.py", "megatron_rl/hybrid_engine/cuda_memory.py"
+CUMEM, CONTEXT = "vllm.device_allocator.cumem", "kv_cache_allocation_context"
 
 WRITTEN_DOWN = (
     # The way from an engine to its model and cache
@@ -53,6 +55,16 @@ WRITTEN_DOWN = (
     Need("vllm.v1.engine.llm_engine.LLMEngine.reset_prefix_cache", SLICES),
     Need("vllm.v1.engine.llm_engine.LLMEngine.abort_request", SLICES, takes=frozenset({"internal"})),
     Need("vllm.v1.worker.utils.request_memory", "megatron_rl/rollout/arguments.py"),
+    # Memory that keeps its addresses
+    Need(f"{GPU_WORKER}._maybe_get_memory_pool_context", CUDA_WORKER, at_most=frozenset({"self", "tag"})),
+    *(
+        Need(f"vllm.v1.worker.{runner}.GPUModelRunner.initialize_kv_cache", CUDA_WORKER, takes=frozenset({CONTEXT}))
+        for runner in ("gpu.model_runner", "gpu_model_runner")
+    ),
+    Need(f"{CUMEM}.CuMemAllocator.get_instance", CUDA_MEMORY),
+    Need(f"{CUMEM}.CuMemAllocator.use_memory_pool", CUDA_MEMORY, takes=frozenset({"tag"})),
+    Need(f"{CUMEM}.CuMemAllocator.pointer_to_data", CUDA_MEMORY),
+    *(Need(f"{CUMEM}.AllocationData.{field}", CUDA_MEMORY) for field in ("handle", "tag", "is_asleep")),
     # Arguments that go through `LLM` to its configuration
     Need(
         "vllm.engine.arg_utils.EngineArgs",
@@ -61,7 +73,7 @@ WRITTEN_DOWN = (
             "model load_format dtype tensor_parallel_size distributed_executor_backend enforce_eager max_model_len "
             "skip_tokenizer_init max_num_seqs max_num_batched_tokens kv_cache_memory_bytes logprobs_mode seed "
             "disable_log_stats async_scheduling hf_overrides gpu_memory_utilization disable_custom_all_reduce "
-            "moe_backend".split()
+            "moe_backend worker_cls".split()
         ),
     ),
     # Modules whose name for shared memory is replaced in a loop

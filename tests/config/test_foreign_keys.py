@@ -195,7 +195,6 @@ def test_a_feature_is_named_and_hides_nothing():
         ("custom_reward_function.name=null", "ignored", {}),
         ("algorithm.filter_groups.metric=seq_reward", "renamed", {"algorithm.filter_groups.metric": "score"}),
         (f"{VAL_KWARGS}.temperature=0", "renamed", {f"{VAL_KWARGS}.do_sample": False}),
-        ("actor_rollout_ref.rollout.enforce_eager=False", "ignored", {}),
         ("trainer.device=npu", "renamed", {"trainer.device": "cuda"}),
         ("reward.reward_model.model.input_tokenizer=m", "renamed", {"reward_model.model.input_tokenizer": "m"}),
         ("reward.max_length=64", "renamed", {"reward_model.max_length": 64}),
@@ -205,6 +204,18 @@ def test_a_feature_is_named_and_hides_nothing():
 def test_what_keys_become(override, kind, became):
     """By hand. Would not catch a row that is not listed here."""
     assert notes(override) == [(kind, became, "")]
+
+
+def test_graphs_are_left_out_on_cpus_only():
+    """verl's scripts ask for them wherever they run. Would not catch a device that is named later."""
+    graphs = "actor_rollout_ref.rollout.enforce_eager=False"
+    assert notes(graphs, "trainer.device=cpu") == [("ignored", {}, "")]
+    assert notes(graphs) == notes(graphs, "trainer.device=cuda") == []
+    for device, eager in (("cpu", True), ("cuda", False)):
+        texts = (f"trainer.device={device}", graphs)
+        reading = read_settings([*settings_of(BASE), *(one for text in texts for one in read_override(text))])
+        assert reading.config is not None and reading.violations == []
+        assert reading.config.actor_rollout_ref.rollout.enforce_eager is eager
 
 
 @pytest.mark.parametrize(

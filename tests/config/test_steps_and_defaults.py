@@ -12,6 +12,7 @@ from megatron_rl.config.trainer import TrainerConfig
 
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
 MEGATRON = "actor_rollout_ref.actor.megatron"
+EAGER = "actor_rollout_ref.rollout.enforce_eager=true"
 
 
 @pytest.fixture
@@ -47,11 +48,16 @@ def test_steps_are_put_into_a_copy():
 
 
 def test_defaults_on_gpus_are_verls(read):
-    """bfloat16 and sequence parallelism, also of those who follow; float32 on CPUs. Would not catch a third device."""
+    """bfloat16, sequence parallelism, also of those who follow, and graphs; none of it on CPUs. Would not catch a third
+    device.
+    """
     config = read().config
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("bfloat16", True)
+    assert config.actor_rollout_ref.rollout.enforce_eager is False
+    assert read(EAGER).config.actor_rollout_ref.rollout.enforce_eager is True
     config = read("trainer.device=cpu").config
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("float32", False)
+    assert config.actor_rollout_ref.rollout.enforce_eager is True
     config = read(f"{MEGATRON}.dtype=float32").config
     assert config.actor_rollout_ref.actor.megatron.dtype == "float32"
     assert not config.algorithm.use_kl_in_reward and not config.actor_rollout_ref.actor.shuffle
@@ -68,6 +74,7 @@ def test_differences_are_said_of_keys_left_alone(read):
     assert "actor_rollout_ref.rollout.val_kwargs.temperature" not in found
     reading = read("trainer.device=cpu", "actor_rollout_ref.rollout.val_kwargs.do_sample=true")
     found = {one.default.key: one.here for one in differences(reading.config, reading.given)}
+    assert found["actor_rollout_ref.rollout.enforce_eager"] is True
     assert found[f"{MEGATRON}.dtype"] == "float32" and found["actor_rollout_ref.rollout.val_kwargs.temperature"] == 1.0
 
 

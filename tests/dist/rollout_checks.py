@@ -59,6 +59,17 @@ def round_trip(worker, sampling: Sampling) -> tuple[Generations, object]:
     return generations, report
 
 
+def addresses(worker) -> dict[str, int]:
+    """Where vLLM's parameters and its KV cache lie, as its own modules and layers see them."""
+    generator = worker.roles["rollout"].generator
+    runner = generator.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    found = {name: parameter.data_ptr() for name, parameter in runner.model.named_parameters()}
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    caches = {name: layer.kv_cache.data_ptr() for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+    assert caches and 0 not in caches.values()
+    return found | caches
+
+
 def hugging_face_greedy(path: str) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 

@@ -13,7 +13,16 @@ import psutil
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens, weights
+from rollout_checks import (
+    GREEDY,
+    RANDOM,
+    addresses,
+    hugging_face_greedy,
+    logprob_difference,
+    round_trip,
+    tokens,
+    weights,
+)
 from tiny_models import random_experience, run_config
 from transition_cases import CASES, Case, often
 
@@ -35,6 +44,20 @@ def train(worker, seed: int) -> None:
     worker.roles["actor"].update(rows.actor_batch())
 
 
+def said_of_a_moved_weight(worker) -> str:
+    """Of the first parameter, put elsewhere with the same content; the rank is in train mode before and after."""
+    from megatron_rl.rollout.addresses import MovedTensorError
+
+    parameter = next(worker.roles["rollout"].generator.model.parameters())
+    parameter.data = parameter.data.clone()
+    try:
+        worker.roles["rollout"].enter()
+    except MovedTensorError as error:
+        assert not worker.roles["rollout"].engine.in_rollout
+        return str(error)
+    return ""
+
+
 def transition_rank(config, exported: str) -> dict:
     """What the tests look at; two updates are made once without and once with generation around them."""
     from megatron_rl.roles.host import RankHost
@@ -46,7 +69,9 @@ def transition_rank(config, exported: str) -> dict:
     never_entered = weights(worker)
     worker.build("actor")
     worker.build("rollout")
+    seen = [addresses(worker)]
     first, report = round_trip(worker, GREEDY)
+    seen.append(addresses(worker))
     sampled, _ = round_trip(worker, RANDOM)
     difference = logprob_difference(worker, sampled)
     train(worker, 0)
@@ -55,6 +80,7 @@ def transition_rank(config, exported: str) -> dict:
     memory = []
     for _ in range(NUM_ROUNDS):
         worker.roles["rollout"].enter()
+        seen.append(addresses(worker))
         worker.roles["rollout"].exit()
         memory.append(resident_bytes())
     last, _ = round_trip(worker, GREEDY)
@@ -70,6 +96,9 @@ def transition_rank(config, exported: str) -> dict:
         "last": tokens(last),
         "growth": memory[-1] - memory[2],
         "bit_equal": all(map(torch.equal, weights(worker), never_entered)),
+        "addresses": seen,
+        "first_parameter": next(iter(seen[0])),
+        "said_of_a_moved_weight": said_of_a_moved_weight(worker),
     }
 
 
@@ -121,6 +150,26 @@ def test_many_rounds_leave_training_untouched(transition) -> None:
     _, _, _, ranks = transition
     assert all(rank["bit_equal"] for rank in ranks)
     assert max(rank["growth"] for rank in ranks) < MAX_GROWTH_BYTES
+
+
+def test_weights_and_cache_stay_where_they_are(transition) -> None:
+    """Before the first round, in train mode, and in twenty rounds; the tokens change with the weights, above.
+
+    Would not catch memory that moves between two looks and back.
+    """
+    _, _, _, ranks = transition
+    for rank in ranks:
+        first, *others = rank["addresses"]
+        assert len(others) == NUM_ROUNDS + 1 and all(other == first for other in others)
+
+
+def test_a_weight_that_has_moved_is_named(transition) -> None:
+    """Nothing is generated where graphs would read the old one. Would not catch a tensor inside of a kernel."""
+    _, _, _, ranks = transition
+    for rank in ranks:
+        place = rank["addresses"][0][rank["first_parameter"]]
+        expected = f"parameter {rank['first_parameter']} ({place:#x} when the engine was built, "
+        assert expected in rank["said_of_a_moved_weight"]
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ PURE_PARTS = (
 
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"cluster"},
-    "vllm": {"rollout", "parallel/vllm_ps.py"},
+    "vllm": {"rollout", "parallel/vllm_ps.py", "hybrid_engine/cuda_memory.py"},
     "megatron": {"parallel", "model", "checkpoint", "roles"},
     "third_party_patches": {"cluster", "roles", "rollout"},
 }

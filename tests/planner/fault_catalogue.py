@@ -299,7 +299,8 @@ values("betas", "betas", {f"{ACTOR}.optim.betas": (0.9, 1.0)}, (f"{ACTOR}.optim.
 values("loggers", "loggers", {"trainer.logger": ["jsonl", "consol"]}, ("trainer.logger", "must be one of"))
 values("top k", "topk", {f"{ROLLOUT}.top_k": 0}, (f"{ROLLOUT}.top_k", "must be -1"))
 values("save freq", "save", {"trainer.save_freq": 0}, ("trainer.save_freq", "must be -1"))
-values("graphs", "eager", {f"{ROLLOUT}.enforce_eager": False}, (f"{ROLLOUT}.enforce_eager", "must be true"))
+EAGER = f"{ROLLOUT}.enforce_eager"
+values("graphs", "eager", {EAGER: False}, (EAGER, "must be true on trainer.device=cpu: there are no graphs to capture"))
 values(
     "weights",
     "weights",

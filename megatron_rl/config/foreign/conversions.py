@@ -71,6 +71,13 @@ def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) 
     return "without a reward model the rule of the data source judges"
 
 
+def graphs_of_gpus(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Asked for on a CPU, graphs are left out: verl's scripts ask for them wherever they run."""
+    if value is False and given.get("trainer.device") == "cpu":
+        return "graphs only make steps faster, and there are none to capture on a CPU"
+    return {key: value}
+
+
 def alike_megatron(key: str, value: Any) -> bool:
     """Whether a setting says that the engine is Megatron's."""
     return key.endswith(".strategy") and value == "megatron"
@@ -81,6 +88,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "behaviour_as_old": async_keys.behaviour_as_old,
     "drawn_one_by_one": async_keys.drawn_one_by_one,
     "known_parts": known_parts,
+    "graphs_of_gpus": graphs_of_gpus,
     "per_rank": per_rank,
     "recomputed": recomputed,
     "rule_by_source": rule_by_source,
