@@ -103,7 +103,7 @@ class LayerSizes:
 
     def _mlp_bytes(self, block: Block) -> float:
         if not self.routed:
-            return 5 * self.ffn * block.tokens * self.element
+            return 3 * self.ffn * block.tokens * self.element
         rows = block.tokens * self.routed
         own = block.tokens * self.sequence_share
         router = own * self.num_experts * (FP32 + 1) + rows * (8 + 8 + FP32)

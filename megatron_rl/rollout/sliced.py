@@ -38,6 +38,7 @@ def sampling_params(
         detokenize=False,
         seed=seed,
         output_kind=kind,
+        skip_clone=True,  # nobody else has this object, and a deep copy of each costs more than a decoding step
     )
 
 
