@@ -28,6 +28,14 @@ def has_varlen_attention(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
+def shares_prompts(device: torch.device) -> bool:
+    """Whether rows that lie end to end may have the tokens of a prompt in common.
+
+    On CUDA they may not: the kernel for segments of any length reads each one's keys end to end.
+    """
+    return device.type == "cpu"
+
+
 def has_grouped_mm(tensor: torch.Tensor) -> bool:
     """Whether torch multiplies groups of rows by a matrix each in one call, for this tensor's device and type.
 

@@ -3,11 +3,13 @@
     lengths --MicroBatching.plan--> rows of each block --micro_batches--> blocks, packed or padded
 
 Rows are joined by number (`ppo_micro_batch_size_per_gpu`) or by tokens (`use_dynamic_bsz`), and lie end to end
-(`use_remove_padding`) or under each other, filled up to the longest.
+(`use_remove_padding`) or under each other, filled up to the longest. Where they lie end to end, a prompt that several
+rows of a block have may lie there once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,16 +38,44 @@ class MicroBatching:
         """Whether lengths decide how many rows a block has."""
         return self.max_tokens is not None
 
-    def plan(self, lengths: Sequence[int], num_blocks: int = 1, multiple: int = 1) -> list[list[int]]:
+    def plan(
+        self, lengths: Sequence[int], num_blocks: int = 1, multiple: int = 1, prompts: Sequence[int] | None = None
+    ) -> list[list[int]]:
         """The rows of each block, every row once, for rows of `lengths` tokens.
 
         num_blocks and multiple are wishes that only dynamic blocks can follow: at least so many, and a multiple of
-        so many; never more than there are rows.
+        so many; never more than there are rows. prompts: the number of each row's prompt; dynamic blocks keep rows with
+        the same one together as far as that takes no more blocks.
         """
-        if self.max_tokens is not None:
-            return pack(lengths, self.work(lengths), self.max_tokens, num_blocks, multiple)
-        starts = range(0, len(lengths), self.num_rows)
-        return [list(range(start, min(start + self.num_rows, len(lengths)))) for start in starts]
+        if self.max_tokens is None:
+            starts = range(0, len(lengths), self.num_rows)
+            return [list(range(start, min(start + self.num_rows, len(lengths)))) for start in starts]
+        work = self.work(lengths)
+        by_rows = pack(lengths, work, self.max_tokens, num_blocks, multiple)
+        most = 0 if prompts is None else max(Counter(prompts).values())
+        while prompts is not None and most > 1:
+            parts = together(prompts, lengths, most, self.max_tokens)
+            if len(parts) >= max(num_blocks, multiple):
+                sizes, works = ([sum(of[row] for row in part) for part in parts] for of in (lengths, work))
+                packs = pack(sizes, works, self.max_tokens, num_blocks, multiple)
+                if len(packs) <= len(by_rows):
+                    return [sorted(row for part in rows for row in parts[part]) for rows in packs]
+            most //= 2
+        return by_rows
+
+
+def together(prompts: Sequence[int], lengths: Sequence[int], most: int, max_tokens: int) -> list[list[int]]:
+    """Rows with the same prompt, in parts of at most `most` rows and `max_tokens` tokens; every row once."""
+    parts: list[list[int]] = []
+    open_part: dict[int, tuple[int, int]] = {}  # prompt -> (part that takes more, its tokens)
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        part, tokens = open_part.get(prompt, (-1, 0))
+        if part < 0 or len(parts[part]) == most or tokens + length > max_tokens:
+            parts.append([])
+            part, tokens = len(parts) - 1, 0
+        parts[part].append(row)
+        open_part[prompt] = (part, tokens + length)
+    return parts
 
 
 @dataclass
@@ -57,6 +87,8 @@ class MicroBatch:
     response_lengths: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
     fields: the record's ragged float fields of these rows, flattened row by row to [N].
     segments: lengths of what lies end to end, filler included, adding up to S; None when padded.
+    prefixes: of the first segments, (first column, columns) of what comes before them and lies elsewhere in the block:
+    their prompt but for its last token; 0 columns where a segment is whole.
     """
 
     input_ids: Tensor
@@ -65,6 +97,7 @@ class MicroBatch:
     rows: Tensor
     fields: dict[str, Tensor]
     segments: tuple[int, ...] | None = None
+    prefixes: tuple[tuple[int, int], ...] = ()
 
     @property
     def targets(self) -> Tensor:
@@ -86,6 +119,7 @@ class MicroBatch:
             self.rows.to(device),
             {name: field.to(device) for name, field in self.fields.items()},
             self.segments,
+            self.prefixes,
         )
 
     def neutral(self) -> MicroBatch:
@@ -97,28 +131,52 @@ class MicroBatch:
             self.rows[:0],
             {name: field[:0] for name, field in self.fields.items()},
             self.segments,
+            self.prefixes,
         )
 
 
+def prompt_numbers(record: TokenRows) -> list[int]:
+    """For each row a number that it has in common with the rows of the same prompt, and with no other."""
+    tokens, num_prompt_tokens = (
+        record.input_ids.values().numpy(),
+        row_lengths(record.input_ids) - record.response_lengths,
+    )
+    starts = (row_lengths(record.input_ids).cumsum(0) - row_lengths(record.input_ids)).tolist()
+    numbers: dict[bytes, int] = {}
+    return [
+        numbers.setdefault(tokens[start : start + length].tobytes(), len(numbers))
+        for start, length in zip(starts, num_prompt_tokens.tolist(), strict=True)
+    ]
+
+
 def micro_batches(
-    record: TokenRows, plan: Sequence[Sequence[int]], remove_padding: bool, column_multiple: int = 1
+    record: TokenRows,
+    plan: Sequence[Sequence[int]],
+    remove_padding: bool,
+    column_multiple: int = 1,
+    prompts: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
     """The blocks of a record with `input_ids`, `response_lengths` and ragged float fields, as `plan` says.
 
-    Each is as wide as its content needs, rounded up to a multiple of `column_multiple`.
+    Each is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
+    the rows, where those of a packed block are to share prompts.
     """
     order = [row for rows in plan for row in rows]
     ordered = record if order == list(range(len(record))) else record[torch.tensor(order)]
     names = [name for name in record.to_dict(retain_none=False) if name not in ("input_ids", "response_lengths")]
     num_tokens = ordered.response_lengths
     ends = [0, *num_tokens.cumsum(0).tolist()]
-    lay_out = packed if remove_padding else padded
     blocks, start = [], 0
     for rows in plan:
         stop = start + len(rows)
-        input_ids, predicts, segments = lay_out(ordered[start:stop], column_multiple)
+        if remove_padding:
+            of_rows = None if prompts is None else [prompts[row] for row in rows]
+            laid_out = packed(ordered[start:stop], column_multiple, of_rows)
+        else:
+            laid_out = padded(ordered[start:stop], column_multiple)
+        input_ids, predicts, *lying = laid_out
         fields = {name: ordered.get(name).values()[ends[start] : ends[stop]] for name in names}
-        blocks.append(MicroBatch(input_ids, predicts, num_tokens[start:stop], torch.tensor(rows), fields, segments))
+        blocks.append(MicroBatch(input_ids, predicts, num_tokens[start:stop], torch.tensor(rows), fields, *lying))
         start = stop
     return blocks
 
@@ -132,16 +190,41 @@ def padded(record: TokenRows, column_multiple: int) -> tuple[Tensor, Tensor, Non
     return to_padded(record.input_ids, width), (column >= first) & (column < (lengths - 1)[:, None]), None
 
 
-def packed(record: TokenRows, column_multiple: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """(input_ids, predicts_response, segments) of rows end to end; filler is a segment of its own."""
-    lengths, tokens = row_lengths(record.input_ids), record.input_ids.values()
+def packed(
+    record: TokenRows, column_multiple: int, prompts: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """(input_ids, predicts_response, segments, prefixes) of rows end to end; filler is a segment of its own.
+
+    prompts: numbers of the rows' prompts: one that an earlier row has is left out. Its last token stays, as what comes
+    after it is another token in every row.
+    """
+    lengths, tokens, prefixes = row_lengths(record.input_ids), record.input_ids.values(), ()
+    if prompts is not None:
+        prefixes = shared_prefixes(prompts, lengths.tolist(), record.response_lengths.tolist())
+        left_out = torch.tensor([length for _, length in prefixes])
+        column = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        tokens, lengths = tokens[column >= left_out.repeat_interleave(lengths)], lengths - left_out
     filler = round_up(len(tokens), column_multiple) - len(tokens)
     segments = (*lengths.tolist(), *([filler] if filler else []))
     last = (lengths.cumsum(0) - 1).repeat_interleave(lengths)
     position = torch.arange(len(tokens))
     predicts = (position >= last - record.response_lengths.repeat_interleave(lengths)) & (position < last)
     input_ids = torch.nn.functional.pad(tokens, (0, filler))
-    return input_ids[None], torch.nn.functional.pad(predicts, (0, filler))[None, :-1], segments
+    return input_ids[None], torch.nn.functional.pad(predicts, (0, filler))[None, :-1], segments, prefixes
+
+
+def shared_prefixes(
+    prompts: Sequence[int], lengths: Sequence[int], response_lengths: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """For each of the rows that will lie end to end: (first column, columns) of the prompt that an earlier one has."""
+    first_column: dict[int, int] = {}
+    prefixes, column = [], 0
+    for prompt, length, response in zip(prompts, lengths, response_lengths, strict=True):
+        shared = max(length - response - 1, 0) if prompt in first_column else 0
+        prefixes.append((first_column.setdefault(prompt, column) if shared else 0, shared))
+        first_column.setdefault(prompt, column)
+        column += length - shared
+    return tuple(prefixes)
 
 
 def round_up(number: int, multiple: int) -> int:
