@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 from megatron_rl.model.attention import Turn
 from megatron_rl.model.mlp import SiluGate
+from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.segments import Segments
 
 
@@ -22,6 +24,24 @@ def test_gate_by_its_formula():
     assert torch.allclose(ours, expected, atol=1e-12)
     found, wanted = (torch.autograd.grad((out * upstream).sum(), x)[0] for out in (ours, expected))
     assert torch.allclose(found, wanted, atol=1e-12)
+
+
+def test_norm_by_its_formula():
+    """Output and gradients of float32 on a CPU beside torch's own in float64, 1e-5. Would not catch other dtypes."""
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), 16, 1e-2)
+    x, upstream, weight = (torch.randn(*shape, generator=generator) for shape in ((3, 2, 16), (3, 2, 16), (16,)))
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+    x.requires_grad_()
+    out = norm(x)
+    assert "CpuNorm" in str(out.grad_fn)
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    expected = F.rms_norm(leaves[0], (16,), leaves[1], 1e-2)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad((out * upstream).sum(), (x, norm.weight))
+    for found, wanted in zip(ours, torch.autograd.grad((expected * upstream).sum(), leaves), strict=True):
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_turn_by_quarter_and_half():
