@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.balance import SequenceWork, pack
-from megatron_rl.records import TokenRows, row_lengths, to_padded
+from megatron_rl.records import TokenRows, ragged_from_lengths, row_lengths, to_padded
 
 
 @dataclass(frozen=True)
@@ -161,46 +161,64 @@ def micro_batches(
     Each is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
     the rows, where those of a packed block are to share prompts.
     """
-    order = [row for rows in plan for row in rows]
-    ordered = record if order == list(range(len(record))) else record[torch.tensor(order)]
+    # Flat from here on: indexing and slicing a record costs more than a small block's pass.
+    order = torch.tensor([row for rows in plan for row in rows])
     names = [name for name in record.to_dict(retain_none=False) if name not in ("input_ids", "response_lengths")]
-    num_tokens = ordered.response_lengths
-    ends = [0, *num_tokens.cumsum(0).tolist()]
-    blocks, start = [], 0
-    for rows in plan:
-        stop = start + len(rows)
+    lengths, num_tokens = row_lengths(record.input_ids), record.response_lengths
+    tokens = record.input_ids.values()[elements_of(order, lengths)]
+    of_responses = elements_of(order, num_tokens)
+    fields = {name: record.get(name).values()[of_responses] for name in names}
+    lengths, num_tokens = lengths[order], num_tokens[order]
+    counts = [len(rows) for rows in plan]
+    sizes, field_sizes = ([int(part.sum()) for part in of.split(counts)] for of in (lengths, num_tokens))
+    parts = zip(plan, tokens.split(sizes), lengths.split(counts), num_tokens.split(counts), strict=True)
+    split_fields = {name: field.split(field_sizes) for name, field in fields.items()}
+    blocks = []
+    for number, (rows, of_block, long, answered) in enumerate(parts):
         if remove_padding:
             of_rows = None if prompts is None else [prompts[row] for row in rows]
-            laid_out = packed(ordered[start:stop], column_multiple, of_rows)
+            laid_out = packed(of_block, long, answered, column_multiple, of_rows)
         else:
-            laid_out = padded(ordered[start:stop], column_multiple)
+            laid_out = padded(of_block, long, answered, column_multiple)
         input_ids, predicts, *lying = laid_out
-        fields = {name: ordered.get(name).values()[ends[start] : ends[stop]] for name in names}
-        blocks.append(MicroBatch(input_ids, predicts, num_tokens[start:stop], torch.tensor(rows), fields, *lying))
-        start = stop
+        mine = {name: field[number] for name, field in split_fields.items()}
+        blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine, *lying))
     return blocks
 
 
-def padded(record: TokenRows, column_multiple: int) -> tuple[Tensor, Tensor, None]:
-    """(input_ids, predicts_response, no segments) of rows under each other."""
-    lengths = row_lengths(record.input_ids)
+def elements_of(rows: Tensor, lengths: Tensor) -> Tensor:
+    """Where the elements of `rows` lie, row after row, in rows of `lengths` end to end: int64."""
+    taken = lengths[rows]
+    shift = (lengths.cumsum(0) - lengths)[rows] - (taken.cumsum(0) - taken)
+    return torch.arange(int(taken.sum())) + shift.repeat_interleave(taken)
+
+
+def padded(
+    tokens: Tensor, lengths: Tensor, response_lengths: Tensor, column_multiple: int
+) -> tuple[Tensor, Tensor, None]:
+    """(input_ids, predicts_response, no segments) of rows under each other, from their tokens end to end."""
     width = round_up(int(lengths.max()), column_multiple)
     column = torch.arange(width - 1)[None]
-    first = (lengths - record.response_lengths - 1)[:, None]
-    return to_padded(record.input_ids, width), (column >= first) & (column < (lengths - 1)[:, None]), None
+    first = (lengths - response_lengths - 1)[:, None]
+    input_ids = to_padded(ragged_from_lengths(tokens, lengths), width)
+    return input_ids, (column >= first) & (column < (lengths - 1)[:, None]), None
 
 
 def packed(
-    record: TokenRows, column_multiple: int, prompts: Sequence[int] | None = None
+    tokens: Tensor,
+    lengths: Tensor,
+    response_lengths: Tensor,
+    column_multiple: int,
+    prompts: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[tuple[int, int], ...]]:
     """(input_ids, predicts_response, segments, prefixes) of rows end to end; filler is a segment of its own.
 
     prompts: numbers of the rows' prompts: one that an earlier row has is left out. Its last token stays, as what comes
     after it is another token in every row.
     """
-    lengths, tokens, prefixes = row_lengths(record.input_ids), record.input_ids.values(), ()
+    prefixes: tuple[tuple[int, int], ...] = ()
     if prompts is not None:
-        prefixes = shared_prefixes(prompts, lengths.tolist(), record.response_lengths.tolist())
+        prefixes = shared_prefixes(prompts, lengths.tolist(), response_lengths.tolist())
         left_out = torch.tensor([length for _, length in prefixes])
         column = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         tokens, lengths = tokens[column >= left_out.repeat_interleave(lengths)], lengths - left_out
@@ -208,7 +226,7 @@ def packed(
     segments = (*lengths.tolist(), *([filler] if filler else []))
     last = (lengths.cumsum(0) - 1).repeat_interleave(lengths)
     position = torch.arange(len(tokens))
-    predicts = (position >= last - record.response_lengths.repeat_interleave(lengths)) & (position < last)
+    predicts = (position >= last - response_lengths.repeat_interleave(lengths)) & (position < last)
     input_ids = torch.nn.functional.pad(tokens, (0, filler))
     return input_ids[None], torch.nn.functional.pad(predicts, (0, filler))[None, :-1], segments, prefixes
 

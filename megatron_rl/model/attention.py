@@ -97,8 +97,9 @@ def turned(x: Tensor, cosine: Tensor, sine: Tensor, direction: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x.chunk(2, -1)
     out_first, out_second = out.chunk(2, -1)
-    torch.mul(first, cosine, out=out_first).addcmul_(second, sine, value=-direction)
-    torch.mul(second, cosine, out=out_second).addcmul_(first, sine, value=direction)
+    sine = sine * direction
+    torch.mul(first, cosine, out=out_first).sub_(second * sine)
+    torch.mul(second, cosine, out=out_second).add_(first * sine)
     return out
 
 

@@ -62,7 +62,8 @@ class Pipeline:
         # A rank that needs more blocks than were agreed on, which is rare, makes all of them try once more.
         while (most := self._most_blocks(plan)) != agreed:
             agreed = most
-            plan = cut.plan(lengths, agreed, self._round_size, prompts)
+            if len(plan) != agreed:
+                plan = cut.plan(lengths, agreed, self._round_size, prompts)
         blocks = micro_batches(record, plan, cut.remove_padding, column_multiple, prompts)
         return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
 
