@@ -56,7 +56,8 @@ class MicroBatching:
         while prompts is not None and most > 1:
             parts = together(prompts, lengths, most, self.max_tokens)
             if len(parts) >= max(num_blocks, multiple):
-                sizes, works = ([sum(of[row] for row in part) for part in parts] for of in (lengths, work))
+                sizes = [sum(lengths[row] for row in part) for part in parts]
+                works = [sum(work[row] for row in part) for part in parts]
                 packs = pack(sizes, works, self.max_tokens, num_blocks, multiple)
                 if len(packs) <= len(by_rows):
                     return [sorted(row for part in rows for row in parts[part]) for rows in packs]
@@ -175,14 +176,14 @@ def micro_batches(
     split_fields = {name: field.split(field_sizes) for name, field in fields.items()}
     blocks = []
     for number, (rows, of_block, long, answered) in enumerate(parts):
+        mine = {name: field[number] for name, field in split_fields.items()}
         if remove_padding:
             of_rows = None if prompts is None else [prompts[row] for row in rows]
-            laid_out = packed(of_block, long, answered, column_multiple, of_rows)
+            input_ids, predicts, segments, prefixes = packed(of_block, long, answered, column_multiple, of_rows)
+            blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine, segments, prefixes))
         else:
-            laid_out = padded(of_block, long, answered, column_multiple)
-        input_ids, predicts, *lying = laid_out
-        mine = {name: field[number] for name, field in split_fields.items()}
-        blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine, *lying))
+            input_ids, predicts = padded(of_block, long, answered, column_multiple)
+            blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine))
     return blocks
 
 
@@ -193,15 +194,13 @@ def elements_of(rows: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(int(taken.sum())) + shift.repeat_interleave(taken)
 
 
-def padded(
-    tokens: Tensor, lengths: Tensor, response_lengths: Tensor, column_multiple: int
-) -> tuple[Tensor, Tensor, None]:
-    """(input_ids, predicts_response, no segments) of rows under each other, from their tokens end to end."""
+def padded(tokens: Tensor, lengths: Tensor, response_lengths: Tensor, column_multiple: int) -> tuple[Tensor, Tensor]:
+    """(input_ids, predicts_response) of rows under each other, from their tokens end to end."""
     width = round_up(int(lengths.max()), column_multiple)
     column = torch.arange(width - 1)[None]
     first = (lengths - response_lengths - 1)[:, None]
     input_ids = to_padded(ragged_from_lengths(tokens, lengths), width)
-    return input_ids, (column >= first) & (column < (lengths - 1)[:, None]), None
+    return input_ids, (column >= first) & (column < (lengths - 1)[:, None])
 
 
 def packed(

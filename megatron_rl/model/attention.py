@@ -89,7 +89,8 @@ class Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return turned(grad, *ctx.saved_tensors, -1.0), None, None
+        cosine, sine = ctx.saved_tensors
+        return turned(grad, cosine, sine, -1.0), None, None
 
 
 def turned(x: Tensor, cosine: Tensor, sine: Tensor, direction: float) -> Tensor:

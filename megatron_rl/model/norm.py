@@ -22,7 +22,8 @@ class CpuNorm(torch.autograd.Function):
         norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         inverse = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (rows * inverse).mul_(weight).view(x.shape)
+        out: torch.Tensor = (rows * inverse).mul_(weight).view(x.shape)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

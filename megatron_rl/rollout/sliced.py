@@ -52,7 +52,8 @@ def token_log_probs(answer: CompletionOutput) -> list[float]:
     found = answer.logprobs or FlatLogprobs()
     if not isinstance(found, FlatLogprobs) or list(found.token_ids) != list(answer.token_ids):
         raise RuntimeError(f"vLLM's log-probs are not those of the tokens that it drew: {answer}")
-    return found.logprobs
+    log_probs: list[float] = found.logprobs
+    return log_probs
 
 
 class SlicedGeneration:
