@@ -28,6 +28,19 @@ def has_varlen_attention(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
+def has_fused_norm(tensor: torch.Tensor) -> bool:
+    """Whether torch's RMS norm of this tensor is one kernel, backward too; on the CPU it is a dozen operations."""
+    return tensor.device.type != "cpu"
+
+
+def shares_prompts(device: torch.device) -> bool:
+    """Whether rows that lie end to end may have the tokens of a prompt in common.
+
+    On CUDA they may not: the kernel for segments of any length reads each one's keys end to end.
+    """
+    return device.type == "cpu"
+
+
 def has_grouped_mm(tensor: torch.Tensor) -> bool:
     """Whether torch multiplies groups of rows by a matrix each in one call, for this tensor's device and type.
 

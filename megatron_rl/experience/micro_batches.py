@@ -3,11 +3,13 @@
     lengths --MicroBatching.plan--> rows of each block --micro_batches--> blocks, packed or padded
 
 Rows are joined by number (`ppo_micro_batch_size_per_gpu`) or by tokens (`use_dynamic_bsz`), and lie end to end
-(`use_remove_padding`) or under each other, filled up to the longest.
+(`use_remove_padding`) or under each other, filled up to the longest. Where they lie end to end, a prompt that several
+rows of a block have may lie there once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.balance import SequenceWork, pack
-from megatron_rl.records import TokenRows, row_lengths, to_padded
+from megatron_rl.records import TokenRows, ragged_from_lengths, row_lengths, to_padded
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,45 @@ class MicroBatching:
         """Whether lengths decide how many rows a block has."""
         return self.max_tokens is not None
 
-    def plan(self, lengths: Sequence[int], num_blocks: int = 1, multiple: int = 1) -> list[list[int]]:
+    def plan(
+        self, lengths: Sequence[int], num_blocks: int = 1, multiple: int = 1, prompts: Sequence[int] | None = None
+    ) -> list[list[int]]:
         """The rows of each block, every row once, for rows of `lengths` tokens.
 
         num_blocks and multiple are wishes that only dynamic blocks can follow: at least so many, and a multiple of
-        so many; never more than there are rows.
+        so many; never more than there are rows. prompts: the number of each row's prompt; dynamic blocks keep rows with
+        the same one together as far as that takes no more blocks.
         """
-        if self.max_tokens is not None:
-            return pack(lengths, self.work(lengths), self.max_tokens, num_blocks, multiple)
-        starts = range(0, len(lengths), self.num_rows)
-        return [list(range(start, min(start + self.num_rows, len(lengths)))) for start in starts]
+        if self.max_tokens is None:
+            starts = range(0, len(lengths), self.num_rows)
+            return [list(range(start, min(start + self.num_rows, len(lengths)))) for start in starts]
+        work = self.work(lengths)
+        by_rows = pack(lengths, work, self.max_tokens, num_blocks, multiple)
+        most = 0 if prompts is None else max(Counter(prompts).values())
+        while prompts is not None and most > 1:
+            parts = together(prompts, lengths, most, self.max_tokens)
+            if len(parts) >= max(num_blocks, multiple):
+                sizes = [sum(lengths[row] for row in part) for part in parts]
+                works = [sum(work[row] for row in part) for part in parts]
+                packs = pack(sizes, works, self.max_tokens, num_blocks, multiple)
+                if len(packs) <= len(by_rows):
+                    return [sorted(row for part in rows for row in parts[part]) for rows in packs]
+            most //= 2
+        return by_rows
+
+
+def together(prompts: Sequence[int], lengths: Sequence[int], most: int, max_tokens: int) -> list[list[int]]:
+    """Rows with the same prompt, in parts of at most `most` rows and `max_tokens` tokens; every row once."""
+    parts: list[list[int]] = []
+    open_part: dict[int, tuple[int, int]] = {}  # prompt -> (part that takes more, its tokens)
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        part, tokens = open_part.get(prompt, (-1, 0))
+        if part < 0 or len(parts[part]) == most or tokens + length > max_tokens:
+            parts.append([])
+            part, tokens = len(parts) - 1, 0
+        parts[part].append(row)
+        open_part[prompt] = (part, tokens + length)
+    return parts
 
 
 @dataclass
@@ -57,6 +88,8 @@ class MicroBatch:
     response_lengths: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
     fields: the record's ragged float fields of these rows, flattened row by row to [N].
     segments: lengths of what lies end to end, filler included, adding up to S; None when padded.
+    prefixes: of the first segments, (first column, columns) of what comes before them and lies elsewhere in the block:
+    their prompt but for its last token; 0 columns where a segment is whole.
     """
 
     input_ids: Tensor
@@ -65,6 +98,7 @@ class MicroBatch:
     rows: Tensor
     fields: dict[str, Tensor]
     segments: tuple[int, ...] | None = None
+    prefixes: tuple[tuple[int, int], ...] = ()
 
     @property
     def targets(self) -> Tensor:
@@ -86,6 +120,7 @@ class MicroBatch:
             self.rows.to(device),
             {name: field.to(device) for name, field in self.fields.items()},
             self.segments,
+            self.prefixes,
         )
 
     def neutral(self) -> MicroBatch:
@@ -97,51 +132,116 @@ class MicroBatch:
             self.rows[:0],
             {name: field[:0] for name, field in self.fields.items()},
             self.segments,
+            self.prefixes,
         )
 
 
+def prompt_numbers(record: TokenRows) -> list[int]:
+    """For each row a number that it has in common with the rows of the same prompt, and with no other."""
+    tokens, num_prompt_tokens = (
+        record.input_ids.values().numpy(),
+        row_lengths(record.input_ids) - record.response_lengths,
+    )
+    starts = (row_lengths(record.input_ids).cumsum(0) - row_lengths(record.input_ids)).tolist()
+    numbers: dict[bytes, int] = {}
+    return [
+        numbers.setdefault(tokens[start : start + length].tobytes(), len(numbers))
+        for start, length in zip(starts, num_prompt_tokens.tolist(), strict=True)
+    ]
+
+
 def micro_batches(
-    record: TokenRows, plan: Sequence[Sequence[int]], remove_padding: bool, column_multiple: int = 1
+    record: TokenRows,
+    plan: Sequence[Sequence[int]],
+    remove_padding: bool,
+    column_multiple: int = 1,
+    prompts: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
     """The blocks of a record with `input_ids`, `response_lengths` and ragged float fields, as `plan` says.
 
-    Each is as wide as its content needs, rounded up to a multiple of `column_multiple`.
+    Each is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
+    the rows, where those of a packed block are to share prompts.
     """
-    order = [row for rows in plan for row in rows]
-    ordered = record if order == list(range(len(record))) else record[torch.tensor(order)]
+    # Flat from here on: indexing and slicing a record costs more than a small block's pass.
+    order = torch.tensor([row for rows in plan for row in rows])
     names = [name for name in record.to_dict(retain_none=False) if name not in ("input_ids", "response_lengths")]
-    num_tokens = ordered.response_lengths
-    ends = [0, *num_tokens.cumsum(0).tolist()]
-    lay_out = packed if remove_padding else padded
-    blocks, start = [], 0
-    for rows in plan:
-        stop = start + len(rows)
-        input_ids, predicts, segments = lay_out(ordered[start:stop], column_multiple)
-        fields = {name: ordered.get(name).values()[ends[start] : ends[stop]] for name in names}
-        blocks.append(MicroBatch(input_ids, predicts, num_tokens[start:stop], torch.tensor(rows), fields, segments))
-        start = stop
+    lengths, num_tokens = row_lengths(record.input_ids), record.response_lengths
+    tokens = record.input_ids.values()[elements_of(order, lengths)]
+    of_responses = elements_of(order, num_tokens)
+    fields = {name: record.get(name).values()[of_responses] for name in names}
+    lengths, num_tokens = lengths[order], num_tokens[order]
+    counts = [len(rows) for rows in plan]
+    sizes, field_sizes = ([int(part.sum()) for part in of.split(counts)] for of in (lengths, num_tokens))
+    parts = zip(plan, tokens.split(sizes), lengths.split(counts), num_tokens.split(counts), strict=True)
+    split_fields = {name: field.split(field_sizes) for name, field in fields.items()}
+    blocks = []
+    for number, (rows, of_block, long, answered) in enumerate(parts):
+        mine = {name: field[number] for name, field in split_fields.items()}
+        if remove_padding:
+            of_rows = None if prompts is None else [prompts[row] for row in rows]
+            input_ids, predicts, segments, prefixes = packed(of_block, long, answered, column_multiple, of_rows)
+            blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine, segments, prefixes))
+        else:
+            input_ids, predicts = padded(of_block, long, answered, column_multiple)
+            blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine))
     return blocks
 
 
-def padded(record: TokenRows, column_multiple: int) -> tuple[Tensor, Tensor, None]:
-    """(input_ids, predicts_response, no segments) of rows under each other."""
-    lengths = row_lengths(record.input_ids)
+def elements_of(rows: Tensor, lengths: Tensor) -> Tensor:
+    """Where the elements of `rows` lie, row after row, in rows of `lengths` end to end: int64."""
+    taken = lengths[rows]
+    shift = (lengths.cumsum(0) - lengths)[rows] - (taken.cumsum(0) - taken)
+    return torch.arange(int(taken.sum())) + shift.repeat_interleave(taken)
+
+
+def padded(tokens: Tensor, lengths: Tensor, response_lengths: Tensor, column_multiple: int) -> tuple[Tensor, Tensor]:
+    """(input_ids, predicts_response) of rows under each other, from their tokens end to end."""
     width = round_up(int(lengths.max()), column_multiple)
     column = torch.arange(width - 1)[None]
-    first = (lengths - record.response_lengths - 1)[:, None]
-    return to_padded(record.input_ids, width), (column >= first) & (column < (lengths - 1)[:, None]), None
+    first = (lengths - response_lengths - 1)[:, None]
+    input_ids = to_padded(ragged_from_lengths(tokens, lengths), width)
+    return input_ids, (column >= first) & (column < (lengths - 1)[:, None])
 
 
-def packed(record: TokenRows, column_multiple: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """(input_ids, predicts_response, segments) of rows end to end; filler is a segment of its own."""
-    lengths, tokens = row_lengths(record.input_ids), record.input_ids.values()
+def packed(
+    tokens: Tensor,
+    lengths: Tensor,
+    response_lengths: Tensor,
+    column_multiple: int,
+    prompts: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """(input_ids, predicts_response, segments, prefixes) of rows end to end; filler is a segment of its own.
+
+    prompts: numbers of the rows' prompts: one that an earlier row has is left out. Its last token stays, as what comes
+    after it is another token in every row.
+    """
+    prefixes: tuple[tuple[int, int], ...] = ()
+    if prompts is not None:
+        prefixes = shared_prefixes(prompts, lengths.tolist(), response_lengths.tolist())
+        left_out = torch.tensor([length for _, length in prefixes])
+        column = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        tokens, lengths = tokens[column >= left_out.repeat_interleave(lengths)], lengths - left_out
     filler = round_up(len(tokens), column_multiple) - len(tokens)
     segments = (*lengths.tolist(), *([filler] if filler else []))
     last = (lengths.cumsum(0) - 1).repeat_interleave(lengths)
     position = torch.arange(len(tokens))
-    predicts = (position >= last - record.response_lengths.repeat_interleave(lengths)) & (position < last)
+    predicts = (position >= last - response_lengths.repeat_interleave(lengths)) & (position < last)
     input_ids = torch.nn.functional.pad(tokens, (0, filler))
-    return input_ids[None], torch.nn.functional.pad(predicts, (0, filler))[None, :-1], segments
+    return input_ids[None], torch.nn.functional.pad(predicts, (0, filler))[None, :-1], segments, prefixes
+
+
+def shared_prefixes(
+    prompts: Sequence[int], lengths: Sequence[int], response_lengths: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """For each of the rows that will lie end to end: (first column, columns) of the prompt that an earlier one has."""
+    first_column: dict[int, int] = {}
+    prefixes, column = [], 0
+    for prompt, length, response in zip(prompts, lengths, response_lengths, strict=True):
+        shared = max(length - response - 1, 0) if prompt in first_column else 0
+        prefixes.append((first_column.setdefault(prompt, column) if shared else 0, shared))
+        first_column.setdefault(prompt, column)
+        column += length - shared
+    return tuple(prefixes)
 
 
 def round_up(number: int, multiple: int) -> int:

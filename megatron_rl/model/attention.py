@@ -39,16 +39,16 @@ class StackedQKVSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [S, B, H] (under sequence parallelism this rank's part of S) -> (the same shape, bias).
 
-        rotary_pos_emb [longest, 1, 1, D]: the angles of every position, from which a packed row takes its own.
+        rotary_pos_emb [longest, 1, 1, D]: the angles of every position, from which a packed row takes its own. They
+        are applied where q and k are made: Megatron makes cosine and sine anew for both, in every layer.
         """
-        if packed_seq_params is not None:
-            rotary_pos_emb = rotary_pos_emb[packed_seq_params.positions]
+        if packed_seq_params is None:
+            angles = rotary_pos_emb[..., : rotary_pos_emb.shape[-1] // 2]
+            self._turns = (angles.cos(), angles.sin())
+        else:
+            self._turns = packed_seq_params.turns_of(rotary_pos_emb)
         out: tuple[Tensor, Tensor | None] = super().forward(
-            hidden_states,
-            attention_mask,
-            rotary_pos_emb=rotary_pos_emb,
-            packed_seq_params=packed_seq_params,
-            **options,
+            hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **options
         )
         return out
 
@@ -59,7 +59,7 @@ class StackedQKVSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_states [S, B, H] -> query [S, B, N, D], key and value [S, B, K, D]."""
+        """hidden_states [S, B, H] -> query [S, B, N, D], key and value [S, B, K, D]; query and key turned."""
         if output_gate or not split_qkv:
             raise NotImplementedError("gated and unsplit attention have no stacked layout")
         mixed_qkv, _ = self.linear_qkv(hidden_states)
@@ -73,7 +73,35 @@ class StackedQKVSelfAttention(SelfAttention):
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, value
+        cosine, sine = (turn.to(query.dtype) for turn in self._turns)
+        return Turn.apply(query, cosine, sine), Turn.apply(key, cosine, sine), value
+
+
+class Turn(torch.autograd.Function):
+    """Rotary embedding (Su et al., arXiv:2104.09864): x [S, B, N, D] turned by angles, of which it gets the cosine and
+    sine [S, 1, 1, D / 2]. The pairs that turn are elements i and i + D / 2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return turned(x, cosine, sine, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return turned(grad, cosine, sine, -1.0), None, None
+
+
+def turned(x: Tensor, cosine: Tensor, sine: Tensor, direction: float) -> Tensor:
+    """x turned forwards (1) or back (-1); arguments as of `Turn`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x.chunk(2, -1)
+    out_first, out_second = out.chunk(2, -1)
+    sine = sine * direction
+    torch.mul(first, cosine, out=out_first).sub_(second * sine)
+    torch.mul(second, cosine, out=out_second).add_(first * sine)
+    return out
 
 
 class CausalAttention(MegatronModule):

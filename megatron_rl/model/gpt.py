@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from transformers import PretrainedConfig
@@ -21,6 +22,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
 from megatron_rl.model.experts import StackedExperts, moe_settings
 from megatron_rl.model.families import ModelShape, Routing, family_of, rope_problem, rope_type
+from megatron_rl.model.mlp import gate_sparingly
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.value_head import ValueHead
 from megatron_rl.model.vocab_head import pass_hidden_states
@@ -161,6 +163,9 @@ def build_stage(
     frequencies = rotary_frequencies(hf_config, config.kv_channels)
     for chunk in chunks:
         chunk.rotary_pos_emb.inv_freq = frequencies
+        for layer in chunk.decoder.layers:
+            if isinstance(layer.mlp, MLP):
+                gate_sparingly(layer.mlp)
     return chunks
 
 

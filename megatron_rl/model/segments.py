@@ -3,6 +3,10 @@
 Legend: T tokens of the row, n segments, W slots: the tokens of all segments, each filled up to the longest of its
 bucket. Where no kernel takes segments of any length, those of similar length are attended to together, filled up on
 the right, where the causal mask keeps filler out of every real position.
+
+A segment may begin with tokens that lie elsewhere in the row, its prefix: the prompt of several answers lies there
+once. In its slots the prefix comes first, so that a token of the row may stand in the slots of several segments; what
+attention gives for it is read in those of the segment that it lies in.
 """
 
 from __future__ import annotations
@@ -37,8 +41,9 @@ def buckets(lengths: Sequence[int]) -> list[list[int]]:
 class Segments(PackedSeqParams):
     """What Megatron hands to every layer of a packed row.
 
-    cu_seqlens_q, cu_seqlens_kv: int32 [n + 1]; positions: int64 [T], each token's in its segment.
+    cu_seqlens_q, cu_seqlens_kv: int32 [n + 1]; positions: int64 [T], each token's in its segment, prefix included.
     shapes: (segments, slots of each) of every bucket. token_of_slot: int64 [W]; slot_of_token: int64 [T].
+    prefix_slots, prefix_tokens: int64, the slots of prefixes and the tokens in them; None where no segment has one.
 
     `qkv_format` stays unset: Megatron would apply rotary embeddings one segment after the other, in every layer.
     """
@@ -47,27 +52,39 @@ class Segments(PackedSeqParams):
     shapes: tuple[tuple[int, int], ...] = ()
     token_of_slot: Tensor | None = None
     slot_of_token: Tensor | None = None
+    prefix_slots: Tensor | None = None
+    prefix_tokens: Tensor | None = None
+    turns: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
-        """Segments of these lengths, end to end."""
+    def of(cls, lengths: Sequence[int], device: torch.device, prefixes: Sequence[tuple[int, int]] = ()) -> Segments:
+        """Segments of these lengths, end to end. prefixes: of the first segments (first token in the row, tokens), of
+        which 0 are none. Attention knows them in slots only, not by `cu_seqlens`.
+        """
         sizes = torch.tensor(lengths)
         ends = sizes.cumsum(0)
         starts, num_tokens = ends - sizes, int(ends[-1])
-        positions = torch.arange(num_tokens) - starts.repeat_interleave(sizes)
+        before, borrowed = torch.tensor([*prefixes, *[(0, 0)] * (len(lengths) - len(prefixes))]).T
+        totals = (sizes + borrowed).tolist()
+        positions = torch.arange(num_tokens) - (starts - borrowed).repeat_interleave(sizes)
         tokens, shapes, slot_of_token = [], [], torch.empty(num_tokens, dtype=torch.int64)
+        prefix_slots = []
         num_slots = 0
-        for bucket in buckets(lengths):
-            width = lengths[bucket[0]]
-            column = torch.arange(width)
-            rows = torch.minimum(column[None], sizes[bucket][:, None] - 1) + starts[bucket][:, None]
-            real = column[None] < sizes[bucket][:, None]
-            slot_of_token[rows[real]] = num_slots + torch.arange(rows.numel()).view_as(rows)[real]
+        for bucket in buckets(totals):
+            width = totals[bucket[0]]
+            column = torch.arange(width)[None]
+            num_before, total = borrowed[bucket][:, None], (sizes + borrowed)[bucket][:, None]
+            own = torch.minimum(column, total - 1) - num_before + starts[bucket][:, None]
+            rows = torch.where(column < num_before, before[bucket][:, None] + column, own)
+            slots = num_slots + torch.arange(rows.numel()).view_as(rows)
+            real = (column >= num_before) & (column < total)
+            slot_of_token[rows[real]] = slots[real]
+            prefix_slots.append(slots[column < num_before])
             num_slots += rows.numel()
             tokens.append(rows.flatten())
             shapes.append((len(bucket), width))
         cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(device=device, dtype=torch.int32)
-        longest = max(lengths)
+        token_of_slot, of_prefixes, longest = torch.cat(tokens), torch.cat(prefix_slots), max(totals)
         return cls(
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
@@ -75,13 +92,27 @@ class Segments(PackedSeqParams):
             max_seqlen_kv=longest,
             positions=positions.to(device),
             shapes=tuple(shapes),
-            token_of_slot=torch.cat(tokens).to(device),
+            token_of_slot=token_of_slot.to(device),
             slot_of_token=slot_of_token.to(device),
+            prefix_slots=of_prefixes.to(device) if len(of_prefixes) else None,
+            prefix_tokens=token_of_slot[of_prefixes].to(device) if len(of_prefixes) else None,
         )
+
+    def turns_of(self, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """(cosine, sine) [T, 1, 1, D / 2] of every token's angles, made once for all layers.
+
+        angles [longest, 1, 1, D]: of every position, both halves the same.
+        """
+        if self.turns is None:
+            mine = angles[self.positions, ..., : angles.shape[-1] // 2]
+            self.turns = (mine.cos(), mine.sin())
+        return self.turns
 
 
 class ToSlots(torch.autograd.Function):
-    """x [T, ...] -> [W, ...]. Filler repeats a real token and must get no gradient, so backward is a gather too."""
+    """x [T, ...] -> [W, ...]. Filler repeats a real token and must get no gradient, so backward is a gather too, to
+    which the gradients from the slots of prefixes are added.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
@@ -91,11 +122,15 @@ class ToSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.segments.slot_of_token), None
+        segments = ctx.segments
+        tokens = grad.index_select(0, segments.slot_of_token)
+        if segments.prefix_slots is not None:
+            tokens.index_add_(0, segments.prefix_tokens, grad.index_select(0, segments.prefix_slots))
+        return tokens, None
 
 
 class ToTokens(torch.autograd.Function):
-    """x [W, ...] -> [T, ...]: what stands in the slots of real tokens."""
+    """x [W, ...] -> [T, ...]: what stands in the slots of real tokens, of prefixes in those of their own segments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:

@@ -1,7 +1,7 @@
 """What a pass through a pipeline stage keeps for its backward, and what it holds for a moment: arithmetic.
 
-The numbers per token are those of the layers that `model/gpt.py` builds (unfused norms, rotary embeddings and gates,
-no dropout, flash attention): which tensors autograd keeps was read off real layers, and a test holds them to it.
+The numbers per token are those of the layers that `model/gpt.py` builds (rotary embeddings and gates of our own, no
+dropout, flash attention): which tensors autograd keeps was read off real layers, and a test holds them to it.
 Tokens here are those of one micro-batch on one rank.
 """
 
@@ -92,20 +92,17 @@ class LayerSizes:
 
     def _attention_bytes(self, block: Block) -> float:
         mixed, own = self.q + 2 * self.kv, 0.0
-        rotary = 4 * self.head * block.tokens * self.element
         statistics = block.slots * self.num_heads * FP32
         if self.qk_norm:
-            own += block.tokens * ((self.q + self.kv) * self.element + (self.num_heads + self.num_kv_heads) * FP32)
+            own += block.tokens * (self.num_heads + self.num_kv_heads) * FP32
+            # The norm of float32, which is our own on CPUs, keeps no copy of what it reads.
+            own += block.tokens * (self.q + self.kv) * self.element if self.element != FP32 else 0
             own += block.tokens * mixed * self.element if block.slots != block.tokens or self._copies(block) else 0
         if self._copies(block):
-            return (
-                own
-                + rotary
-                + statistics
-                + (block.tokens * self.q + block.slots * (2 * self.q + 2 * self.kv)) * (self.element)
-            )
+            filled_up = block.slots * (2 * self.q + 2 * self.kv)
+            return own + statistics + (block.tokens * self.q + filled_up) * self.element
         # Values are read where the fused projection wrote them.
-        return own + rotary + statistics + block.tokens * (mixed + self.kv + 2 * self.q) * self.element
+        return own + statistics + block.tokens * (mixed + self.kv + 2 * self.q) * self.element
 
     def _copies(self, block: Block) -> bool:
         """Whether attention works on rows that are filled up, which are copies."""
@@ -113,7 +110,7 @@ class LayerSizes:
 
     def _mlp_bytes(self, block: Block) -> float:
         if not self.routed:
-            return 5 * self.ffn * block.tokens * self.element
+            return 3 * self.ffn * block.tokens * self.element
         rows = block.tokens * self.routed
         own = block.tokens * self.sequence_share
         router = own * self.num_experts * (FP32 + 1) + rows * (8 + 8 + FP32)
@@ -121,8 +118,10 @@ class LayerSizes:
 
     def transient_bytes(self, block: Block, *, backward: bool) -> float:
         """Bytes that running one layer holds for a moment: the widest step of the MLP or of attention."""
-        ffn = self.ffn * (block.tokens * self.routed if self.routed else block.tokens)
-        widest = max(ffn * (5 if backward else 4), (self.q + 2 * self.kv) * block.slots * 3)
+        # A dense gate of our own makes one tensor less than the experts' does.
+        ffn = self.ffn * block.tokens * (self.routed or 1)
+        at_gate = ffn * (4 + backward - (not self.routed))
+        widest = max(at_gate, (self.q + 2 * self.kv) * block.slots * 3)
         return (widest + 2 * self.hidden * block.tokens) * self.element
 
 

@@ -11,7 +11,7 @@ from megatron_rl.errors import Violation
 from megatron_rl.planner.model_folder import ModelSizes
 from megatron_rl.planner.run_models import ELEMENT_BYTES
 
-BLOCK_SIZES = {"cpu": 128, "cuda": 16}
+BLOCK_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of one block of vLLM's cache, by device."""
 DTYPE = f"{ACTOR}.megatron.dtype"
 

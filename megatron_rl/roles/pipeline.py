@@ -14,12 +14,14 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_rl.device import shares_prompts
 from megatron_rl.experience.micro_batches import (
     MicroBatch,
     MicroBatching,
     in_one_shape,
     in_row_order,
     micro_batches,
+    prompt_numbers,
     round_up,
 )
 from megatron_rl.model.segments import Segments
@@ -47,19 +49,22 @@ class Pipeline:
 
         Under sequence parallelism the columns spread evenly over TP ranks. Where data-parallel ranks hold different
         experts they need each other's answers in every block, so all get as many as the one that has most; dynamic
-        blocks are cut to the same number everywhere, so that no rank waits for another's.
+        blocks are cut to the same number everywhere, so that no rank waits for another's. Packed rows share prompts
+        where attention can.
         """
         grid, lengths = self.groups.grid, row_lengths(record.input_ids).tolist()
         column_multiple = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
-        plan = cut.plan(lengths, multiple=self._round_size)
+        prompts = prompt_numbers(record) if cut.remove_padding and shares_prompts(self.device) else None
+        plan = cut.plan(lengths, 1, self._round_size, prompts)
         if not (cut.is_dynamic or grid.experts_join_dp_ranks):
-            return micro_batches(record, plan, cut.remove_padding, column_multiple)
+            return micro_batches(record, plan, cut.remove_padding, column_multiple, prompts)
         agreed = 0
         # A rank that needs more blocks than were agreed on, which is rare, makes all of them try once more.
         while (most := self._most_blocks(plan)) != agreed:
             agreed = most
-            plan = cut.plan(lengths, agreed, self._round_size)
-        blocks = micro_batches(record, plan, cut.remove_padding, column_multiple)
+            if len(plan) != agreed:
+                plan = cut.plan(lengths, agreed, self._round_size, prompts)
+        blocks = micro_batches(record, plan, cut.remove_padding, column_multiple, prompts)
         return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
 
     @property
@@ -132,7 +137,7 @@ class Pipeline:
     def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:
         made_progress()
         positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
-        segments = None if block.segments is None else Segments.of(block.segments, self.device)
+        segments = None if block.segments is None else Segments.of(block.segments, self.device, block.prefixes)
         output: Tensor = model(block.input_ids, positions, None, packed_seq_params=segments)
         return output
 

@@ -10,6 +10,11 @@ from megatron_rl.rollout.shared_weights import LOAD_FORMAT
 LEAST_UTILIZATION = 1e-6
 """Of a GPU, what vLLM may ask to be free: as good as nothing. It allows itself no zero."""
 
+CPU_BLOCK_SIZE = 32
+"""Tokens of one block of the KV cache on CPU, where vLLM itself takes 128. A block holds one answer's tokens only, and
+the samples of a group share whole blocks of their prompt. The kernel takes multiples of 32.
+"""
+
 
 def engine_arguments(
     device_kind: str,
@@ -40,7 +45,9 @@ def engine_arguments(
         "seed": seed,
         "hf_overrides": hf_overrides,
     }
-    if device_kind == "cuda":
+    if device_kind == "cpu":
+        arguments["block_size"] = CPU_BLOCK_SIZE
+    else:
         arguments |= {
             # Compared with what is free even where the size of the cache is given, and the trainer holds much already.
             "gpu_memory_utilization": LEAST_UTILIZATION,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -35,15 +36,24 @@ def sampling_params(
         stop_token_ids=list(eos_token_ids),
         ignore_eos=True,
         logprobs=0,
+        flat_logprobs=True,  # otherwise every token is a dictionary and an object in it
         detokenize=False,
         seed=seed,
         output_kind=kind,
+        skip_clone=True,  # nobody else has this object, and a deep copy of each costs more than a decoding step
     )
 
 
 def token_log_probs(answer: CompletionOutput) -> list[float]:
-    """The log-prob of each token of an answer."""
-    return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs or (), strict=True)]
+    """The log-prob of each token of an answer, which was drawn with `sampling_params`.
+
+    Raises RuntimeError where they are not those of its tokens.
+    """
+    found = answer.logprobs or FlatLogprobs()
+    if not isinstance(found, FlatLogprobs) or list(found.token_ids) != list(answer.token_ids):
+        raise RuntimeError(f"vLLM's log-probs are not those of the tokens that it drew: {answer}")
+    log_probs: list[float] = found.logprobs
+    return log_probs
 
 
 class SlicedGeneration:

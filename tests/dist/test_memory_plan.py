@@ -182,7 +182,7 @@ def check_savings(peaks: dict[str, int], config) -> None:
     for megatron in (config.actor_rollout_ref.actor.megatron, config.critic.megatron):
         megatron.override_transformer_config = OverrideTransformerConfig()
     kept = plan_stages(RunModels(config))[0]
-    assert peaks["update_actor"] < 0.6 * kept.total("update_actor")
+    assert peaks["update_actor"] < 0.65 * kept.total("update_actor")
     measured, planned = (of["update_critic"] - of["update_actor"] for of in (peaks, totals(again)))
     assert measured == pytest.approx(planned, rel=0.1)
 

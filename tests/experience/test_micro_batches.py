@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.balance import SequenceWork
-from megatron_rl.experience.micro_batches import MicroBatching, in_one_shape, in_row_order, micro_batches
+from megatron_rl.experience.micro_batches import (
+    MicroBatching,
+    in_one_shape,
+    in_row_order,
+    micro_batches,
+    prompt_numbers,
+)
 from megatron_rl.records import ActorBatch, ragged
 
 modest = settings(max_examples=60, deadline=None)
@@ -53,6 +59,30 @@ def test_three_packed_rows_in_another_order():
     assert second.input_ids.tolist() == [[5, 6]] and second.targets.tolist() == [6] and second.segments == (2,)
     values = torch.tensor([30.0, 0.0, 1.0, 20.0])
     assert in_row_order(values, [first, second]).tolist() == [0, 1, 20, 30]
+
+
+def test_two_rows_with_one_prompt():
+    """A prompt's last token stays with its answer; by hand. Would not catch attention that forgets the prompt."""
+    batch = actor_batch([([1, 2, 3], [4, 5]), ([6], [7]), ([1, 2, 3], [8]), ([6], [9])])
+    assert prompt_numbers(batch) == [0, 1, 0, 1]
+    (block,) = micro_batches(batch, [[0, 1, 2, 3]], remove_padding=True, prompts=prompt_numbers(batch))
+    assert block.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 3, 8, 6, 9]] and block.segments == (5, 2, 2, 2)
+    assert block.prefixes == ((0, 0), (0, 0), (0, 2), (0, 0))
+    assert block.predicts_response.int().tolist() == [[0, 0, 1, 1, 0, 1, 0, 1, 0, 1]]
+    assert block.targets.tolist() == [4, 5, 7, 8, 9] and block.fields["old_log_probs"].tolist() == [0, 1, 2, 3, 4]
+    assert block.neutral().prefixes == block.prefixes and in_one_shape([block])[0].prefixes == block.prefixes
+
+
+def test_rows_with_one_prompt_go_together():
+    """Three prompts, two rows each: 8 tokens hold 2 rows, so 3 blocks; 12 tokens are 2 blocks either way, where only
+    rows apart have about equal work in 2 blocks. Would not catch a block over its tokens.
+    """
+    cut = MicroBatching(num_rows=1, max_tokens=8, work=SequenceWork(10.0))
+    assert sorted(cut.plan([4] * 6, prompts=[0, 1, 2, 0, 1, 2])) == [[0, 3], [1, 4], [2, 5]]
+    # As many blocks as are asked for come first.
+    assert len(cut.plan([4] * 6, 6, prompts=[0, 1, 2, 0, 1, 2])) == 6
+    cut = MicroBatching(num_rows=1, max_tokens=12, work=SequenceWork(10.0))
+    assert len(cut.plan([4] * 6, prompts=[0, 1, 2, 0, 1, 2])) == 2
 
 
 def test_columns_are_rounded_up():
@@ -111,6 +141,28 @@ cuts = st.builds(
     remove_padding=st.booleans(),
     work=st.just(SequenceWork(10.0)),
 )
+
+
+@modest
+@given(rows=st.lists(row, min_size=1, max_size=9), cut=cuts, num_blocks=st.integers(1, 3), copies=st.integers(1, 4))
+def test_shared_prompts_leave_every_response_token_in_place(rows, cut, num_blocks, copies):
+    """Targets in row order, tokens and prefixes of every row, no more blocks. Would not catch a prompt kept twice."""
+    rows = [(prompt, [*response[1:], number]) for prompt, response in rows for number in range(copies)]
+    batch = actor_batch(rows)
+    lengths = [len(prompt) + len(response) for prompt, response in rows]
+    numbers = prompt_numbers(batch)
+    plan = cut.plan(lengths, num_blocks, prompts=numbers)
+    assert sorted(row for block in plan for row in block) == list(range(len(rows)))
+    assert len(plan) <= len(cut.plan(lengths, num_blocks))
+    blocks = micro_batches(batch, plan, True, prompts=numbers)
+    expected = [token for _, response in rows for token in response]
+    assert in_row_order(torch.cat([block.targets for block in blocks]), blocks).tolist() == expected
+    for block, members in zip(blocks, plan, strict=True):
+        assert cut.max_tokens is None or sum(lengths[row] for row in members) <= cut.max_tokens
+        column, tokens = 0, block.input_ids[0].tolist()
+        for row, length, (first, shared) in zip(members, block.segments, block.prefixes, strict=True):
+            assert tokens[first : first + shared] + tokens[column : column + length] == sum(rows[row], [])
+            column += length
 
 
 @modest

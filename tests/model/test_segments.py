@@ -47,6 +47,44 @@ def test_as_one_sequence_at_a_time(lengths):
         assert torch.allclose(mine, theirs, atol=1e-10)
 
 
+def test_a_segment_with_a_prefix():
+    """Three tokens, of which the last segment's one comes after the first two; by hand. Would not catch gradients."""
+    segments = Segments.of([3, 1], CPU, [(0, 0), (0, 2)])
+    assert segments.positions.tolist() == [0, 1, 2, 2] and segments.max_seqlen_q == 3
+    assert segments.shapes == ((2, 3),) and segments.token_of_slot.tolist() == [0, 1, 2, 0, 1, 3]
+    assert segments.slot_of_token.tolist() == [0, 1, 2, 5]
+    assert segments.prefix_slots.tolist() == [3, 4] and segments.prefix_tokens.tolist() == [0, 1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompt=st.integers(1, 40),
+    answers=st.lists(st.one_of(st.integers(1, 6), st.integers(30, 60)), min_size=1, max_size=5),
+    other=st.integers(1, 5),
+)
+def test_a_prefix_is_as_if_it_lay_before_every_segment(prompt, answers, other):
+    """Outputs, and gradients added up over the copies, within 1e-10. Would not catch wrong positions."""
+    generator = torch.Generator().manual_seed(prompt)
+    lengths = [other, prompt + answers[0], *answers[1:]]
+    prefixes = [(0, 0), (0, 0), *[(other, prompt)] * (len(answers) - 1)]
+    query, key, value = (
+        torch.randn(sum(lengths), heads, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    upstream = torch.randn(query.shape, generator=generator, dtype=torch.float64)
+    together = bucketed(query, key, value, Segments.of(lengths, CPU, prefixes))
+    ours = torch.autograd.grad((together * upstream).sum(), (query, key, value))
+    alone, column = [], 0
+    for length, (first, shared) in zip(lengths, prefixes, strict=True):
+        whole = (torch.cat([x[first : first + shared], x[column : column + length]]) for x in (query, key, value))
+        alone.append(attend(*(x[None] for x in whole))[0, shared:])
+        column += length
+    expected = torch.autograd.grad((torch.cat(alone) * upstream).sum(), (query, key, value))
+    assert torch.allclose(together, torch.cat(alone), atol=1e-10)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-10)
+
+
 @pytest.mark.parametrize("heads", [4, 2])
 def test_no_token_sees_another_segment(heads):
     """A changed token changes its own segment from there on, and nothing else. Would not catch wrong numbers."""

@@ -174,8 +174,8 @@ def test_saved_tensors_of_one_layer(share, expected):
     Would not catch a kernel that keeps other tensors, as on CUDA.
     """
     layer = dataclasses.replace(LAYER, sequence_share=share)
-    attention = 4 * 1344 + 2 * 3584 + 2 * 7168 + 896 + 5376
-    mlp = 32256 + 3 * 16128
+    attention = 2 * 3584 + 2 * 7168 + 896 + 5376
+    mlp = 32256 + 16128
     assert layer.saved_bytes(Block(42, 56, 17, is_packed=True)) == expected + attention + mlp
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm.logprobs import Logprob
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput
 
 from megatron_rl.rollout.engine import to_record
 
 
-def answer(token_ids: list[int], reason: str, logprobs: list | None) -> CompletionOutput:
+def flat(*numbers: tuple[int, float]) -> FlatLogprobs:
+    """vLLM's own container, of one token and its log-prob in every step."""
+    found = FlatLogprobs()
+    found.extend([{token: Logprob(number)} for token, number in numbers])
+    return found
+
+
+def answer(token_ids: list[int], reason: str, logprobs: FlatLogprobs | list | None) -> CompletionOutput:
     return CompletionOutput(
         index=0, text="", token_ids=token_ids, cumulative_logprob=None, logprobs=logprobs, finish_reason=reason
     )
@@ -19,7 +26,7 @@ def answer(token_ids: list[int], reason: str, logprobs: list | None) -> Completi
 @pytest.mark.parametrize("none", [None, []])
 def test_answers_become_rows(none):
     """A whole one, one without a token as an aborted request has it, one cut off. Would not catch what vLLM aborts."""
-    steps = [{3: Logprob(-0.5), 9: Logprob(-9.0)}, {4: Logprob(-0.25)}]
+    steps = flat((3, -0.5), (4, -0.25))
     answers = [answer([3, 4], "stop", steps), answer([], "abort", none), answer([4], "length", steps[1:])]
     record = to_record(answers)
     assert [row.tolist() for row in record.response_ids.unbind()] == [[3, 4], [], [4]]
@@ -28,3 +35,10 @@ def test_answers_become_rows(none):
     assert record.truncated.tolist() == [False, False, True]
     lone = to_record([answer([], "abort", none)])
     assert lone.response_ids.dtype == torch.int64 and lone.rollout_log_probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("found", [[{3: Logprob(-0.5)}], flat((4, -0.5)), None])
+def test_log_probs_of_other_tokens_are_refused(found):
+    """In another form, of another token, and missing. Would not catch two tokens' numbers exchanged."""
+    with pytest.raises(RuntimeError, match="not those of the tokens"):
+        to_record([answer([3], "stop", found)])

@@ -1,14 +1,17 @@
-"""Multiply with oneDNN in the forward pass of megatron-core's linears on CPUs.
+"""Multiply with oneDNN in megatron-core's linears on CPUs.
 
 Reason: torch multiplies float32 matrices with MKL, which on processors that are not Intel's reaches less of their peak:
 70 to 97 GFLOPS of a core for these shapes, against 95 to 106.
-What it does: where the linears of tensor parallelism call `torch.matmul`, float32 goes to the oneDNN kernel that the
-rollout's linears use, too. Results differ in the last bits.
+What it does: where the linears of tensor parallelism call `torch.matmul`, and for the gradient of their input on one TP
+rank, float32 goes to the oneDNN kernel that the rollout's linears use, too. Results differ in the last bits. The
+gradient of the weight stays with MKL: oneDNN is no faster where both factors lie the other way round.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,6 +19,7 @@ from third_party_patches.guard import Patch
 from third_party_patches.megatron_core.cpu_torch import ModuleProxy
 
 LAYERS = "megatron.core.tensor_parallel.layers"
+NAME = "backward_with_onednn"
 
 
 def matmul(x: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,12 +34,36 @@ def matmul(x: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor | None = N
     return product
 
 
+Backward = Callable[[Any, torch.Tensor], tuple[torch.Tensor | None, ...]]
+
+
+def with_matmul(megatrons: Backward) -> Backward:
+    """The backward of a linear with `matmul` for its input's gradient, where nothing else goes on beside it."""
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs_ranks = ctx.sequence_parallel or ctx.allreduce_dgrad
+        if needs_ranks or ctx.gradient_accumulation_fusion or ctx.grad_output_buffer is not None:
+            return megatrons(ctx, grad)
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        with torch.no_grad():
+            grad_x = matmul(grad, weight)
+        grad_bias = rows.sum(0) if ctx.use_bias else None
+        return grad_x, rows.t().matmul(x.reshape(-1, x.shape[-1])), grad_bias, *[None] * 6
+
+    backward.__name__ = NAME
+    return backward
+
+
 def apply() -> None:
-    """Give the module another `torch.matmul`; a second call changes nothing."""
+    """Give the module another `torch.matmul` and its linear another backward; a second call changes nothing."""
     layers = importlib.import_module(LAYERS)
     seen = vars(layers)["torch"]
     if vars(seen).get("matmul") is not matmul:
         vars(layers)["torch"] = ModuleProxy(seen, {"matmul": matmul})
+    linear = vars(layers)["LinearWithGradAccumulationAndAsyncCommunication"]
+    if linear.backward.__name__ != NAME:
+        linear.backward = staticmethod(with_matmul(linear.backward))
 
 
 PATCH = Patch(
