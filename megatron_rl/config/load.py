@@ -11,7 +11,8 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +347,8 @@ def _said(setting: Setting) -> str:
 
 
 def _without_value(config: Any) -> Iterator[Violation]:
-    missing = [key for key in KEYS if _raw(config, key) == MISSING]
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    missing = [key for key in KEYS if reduce(getitem, key.split("."), values) == MISSING]
     if missing:
         rule = f"set them in the file or as overrides ({missing[0]}=...)"
         subject = f"mandatory keys without a value: {', '.join(missing)};"

@@ -36,7 +36,8 @@ class Raylets:
         self._num_cpus = num_cpus
         # Short: the names of Ray's sockets are limited to 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="nodes_", dir="/tmp"))
-        self._port = free_port()
+        self._ports: set[int] = set()
+        self._port = self._new_port()
         self.variables = {
             "RAY_ADDRESS": f"127.0.0.1:{self._port}",
             "RAY_AUTH_MODE": "token",
@@ -62,12 +63,19 @@ class Raylets:
         if not self._nodes:
             where = ["--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self._folder}"]
         ports = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port", "node-manager-port")
-        where += [f"--{name}={free_port()}" for name in ports]
+        where += [f"--{name}={self._new_port()}" for name in ports]
         address = self.address(len(self._nodes))
         tag = secrets.token_hex(8)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self._nodes.append(tag)
         self._run_ray(["start", f"--node-ip-address={address}", f"--num-cpus={num_cpus}", *where], environment, tag)
+
+    def _new_port(self) -> int:
+        """A free port that no node of this cluster was given."""
+        while (port := free_port()) in self._ports:
+            pass
+        self._ports.add(port)
+        return port
 
     @staticmethod
     def address(node: int) -> str:
