@@ -48,7 +48,7 @@ test: lint assets
 
 # Two tests at a time, because one file has sweeps of a quarter of an hour; then those that measure seconds, alone.
 test-exhaustive: assets
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "exhaustive and not quiet" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "exhaustive and not quiet" $(ARGS)
 	$(BIN)/python -m pytest -m "exhaustive and quiet" $(ARGS)
 
 test-fast: lint

@@ -25,6 +25,8 @@ _POLL_S = 0.05
 
 def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     """Living processes of this user that were started with `variable`=`mark` in their environment."""
+    # psutil keeps what it saw by number, and a number may have gone to another process since.
+    psutil.process_iter.cache_clear()
     return living(process for process in psutil.process_iter() if variable_of(process, variable) == mark)
 
 

@@ -68,6 +68,17 @@ def test_a_mark_finds_who_has_lost_its_parents(mark):
     assert living(found) == []
 
 
+def test_a_number_that_another_process_had_before(mark):
+    """psutil remembers a process of that number, which has ended. Would not catch one that ends while it is looked at."""
+    one = start("import time; time.sleep(600)", mark)
+    list(psutil.process_iter())
+    gone = next(process for process in psutil.process_iter() if process.pid == one.pid)
+    gone._ident = (one.pid, gone.create_time() - 1000)
+    assert [process.pid for process in marked(mark, VARIABLE)] == [one.pid]
+    assert end(lambda: marked(mark, VARIABLE)) == []
+    assert one.wait(10) == -9
+
+
 def test_who_starts_another_one_meanwhile_is_ended_with_it(mark):
     """Thirty generations, 20 ms apart, each started by the one before. Would not catch one faster than a look."""
     process = start(RELAY.format(generations=30), mark)

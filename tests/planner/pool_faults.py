@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from fault import GPUS, MEGATRON, PP, ROLLOUT, TP, Case, Said, fault, values
+from fault import GPUS, MEGATRON, MODULES, PP, ROLLOUT, TP, Case, Said, fault, values
 from model_folders import write_model
 
 from megatron_rl.config.load import load_config
@@ -157,9 +157,10 @@ def further_model_of_another_dtype(case: Case, rng: Random) -> list[Said]:
     return [("reward_models.helpful.megatron.dtype", "must be one of float32, bfloat16")]
 
 
-# Megatron's options of data-parallel traffic
+# Megatron's options
 DDP = f"{MEGATRON}.override_ddp_config"
 OVERLAPS, LATE, BUCKET = (f"{DDP}.{name}" for name in ("overlap_grad_reduce", "overlap_param_gather", "bucket_size"))
 values("late parameters", "ddp", {LATE: True}, (LATE, "needs overlap_grad_reduce"))
 values("one bucket", "ddp", {BUCKET: 1000}, (BUCKET, "needs overlap_grad_reduce"))
 values("no bucket", "ddp", {BUCKET: 0, OVERLAPS: True}, (BUCKET, "must be >= 1"))
+values("parts of nothing", "layout", {MODULES: ["mlp"]}, (MODULES, "must be null, or"))
