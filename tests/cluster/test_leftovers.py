@@ -69,7 +69,7 @@ def test_a_mark_finds_who_has_lost_its_parents(mark):
 
 
 def test_a_number_that_another_process_had_before(mark):
-    """psutil remembers a process of that number, which has ended. Would not catch one that ends while it is looked at."""
+    """psutil remembers a process of that number, which has ended. Would not catch one that ends meanwhile."""
     one = start("import time; time.sleep(600)", mark)
     list(psutil.process_iter())
     gone = next(process for process in psutil.process_iter() if process.pid == one.pid)

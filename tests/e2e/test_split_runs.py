@@ -96,8 +96,8 @@ def test_several_pools_compute_what_one_process_does(command_line, tmp_path: Pat
     )
     for first, second in (("old_log_prob", "values"), ("update_actor", "update_critic")):
         assert overlap(split, first, second) > 0, (first, second)
-    # The reference comes after the actor, on the same ranks; the critic waits for neither. A pass takes milliseconds, so
-    # that a busy machine may begin one too late in some step.
+    # The reference comes after the actor, on the same ranks; the critic waits for neither. A pass takes milliseconds,
+    # so that a busy machine may begin one too late in some step.
     pairs = zip(intervals(split, "values"), intervals(split, "ref"), strict=True)
     assert any(values[0] < reference[1] for values, reference in pairs)
     assert (split.run / "timeline.png").stat().st_size > 10_000
