@@ -46,7 +46,7 @@ demo-real: install
 test: lint assets
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
 
-# Two tests at a time, because one file has sweeps of a quarter of an hour; then those that measure seconds, alone.
+# Three tests at a time, not files, because one file has sweeps of a quarter of an hour; then those that measure seconds, alone.
 test-exhaustive: assets
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "exhaustive and not quiet" $(ARGS)
 	$(BIN)/python -m pytest -m "exhaustive and quiet" $(ARGS)

@@ -138,15 +138,12 @@ class MicroBatch:
 
 def prompt_numbers(record: TokenRows) -> list[int]:
     """For each row a number that it has in common with the rows of the same prompt, and with no other."""
-    tokens, num_prompt_tokens = (
-        record.input_ids.values().numpy(),
-        row_lengths(record.input_ids) - record.response_lengths,
-    )
-    starts = (row_lengths(record.input_ids).cumsum(0) - row_lengths(record.input_ids)).tolist()
+    tokens, lengths = record.input_ids.values().numpy(), row_lengths(record.input_ids)
+    starts, num_prompt_tokens = lengths.cumsum(0) - lengths, lengths - record.response_lengths
     numbers: dict[bytes, int] = {}
     return [
         numbers.setdefault(tokens[start : start + length].tobytes(), len(numbers))
-        for start, length in zip(starts, num_prompt_tokens.tolist(), strict=True)
+        for start, length in zip(starts.tolist(), num_prompt_tokens.tolist(), strict=True)
     ]
 
 

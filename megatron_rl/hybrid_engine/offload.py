@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_rl.hybrid_engine.stable_memory import as_bytes
+
 
 class Resting(Protocol):
     """Something that can rest while generating."""
@@ -90,7 +92,7 @@ class HostCopy:
         buffer.reserve(sum(storage.nbytes() for storage in storages))
         offset = 0
         for storage in storages:
-            for host, content in buffer.parts(offset, storage_bytes(storage)):
+            for host, content in buffer.parts(offset, as_bytes(storage)):
                 host.copy_(content)
             self._away.append((storage, storage.nbytes(), offset))
             offset += storage.nbytes()
@@ -101,7 +103,7 @@ class HostCopy:
         while self._away and self._buffer is not None:
             storage, num_bytes, offset = self._away[-1]
             storage.resize_(num_bytes)
-            for host, content in self._buffer.parts(offset, storage_bytes(storage)):
+            for host, content in self._buffer.parts(offset, as_bytes(storage)):
                 content.copy_(host)
             self._away.pop()
         if self._buffer is not None and not self._buffer.pinned:
@@ -125,15 +127,10 @@ class Zeros:
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             if tensor.untyped_storage().nbytes() != size:
                 tensor.untyped_storage().resize_(size)
-                storage_bytes(tensor.untyped_storage()).zero_()
+                as_bytes(tensor.untyped_storage()).zero_()
 
 
 def unique_storages(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
     """One tensor for each different, non-empty storage."""
     first = {tensor.untyped_storage()._cdata: tensor for tensor in tensors if tensor.untyped_storage().nbytes()}
     return first.values()
-
-
-def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage, as a uint8 tensor over it."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -113,8 +113,11 @@ class AdamState:
         """Go on as after so many steps."""
         for inner in self._updating():
             if isinstance(inner, torch.optim.Adam):
-                for state in inner.state.values():
-                    state["step"] = torch.tensor(float(step))
+                for group in inner.param_groups:
+                    for parameter in set(group["params"]) & inner.state.keys():
+                        # A fused kernel reads the number where the parameter is.
+                        device = parameter.device if group["fused"] else None
+                        inner.state[parameter]["step"] = torch.tensor(float(step), device=device)
             else:
                 for group in inner.param_groups:
                     group["step"] = step
