@@ -77,7 +77,7 @@ def test_an_interrupted_ablation_goes_on(ablate, tmp_path) -> None:
     run.wait_for(lambda: any("raylet" in process.name() for process in run.family()), 60)
     run.process.send_signal(signal.SIGINT)
     assert run.wait(60) == 130, run.text()
-    assert run.left_over() == []
+    assert run.left_over(patience=60) == []
     assert outcomes(tmp_path) == {"first": "finished", "dies": "crashed", "invalid": "invalid", "last": "interrupted"}
     record = tmp_path / "out/points/first/record.json"
     finished = (record.stat().st_mtime_ns, record.read_text())

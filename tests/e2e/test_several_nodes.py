@@ -86,14 +86,10 @@ def tiny_moe(folder: Path) -> Path:
 DEMOS_OWN = Nodes("TP2xPP2-to-TP2-on-2x2", 2, 2, 2, 2, 2, ("trainer.export_hf=true",))
 EXPERTS = (f"{MEGATRON}.expert_model_parallel_size=2",)
 OTHERS = [
-    Nodes("TP2xPP2-to-TP1-on-2x2", 2, 2, 2, 2, 1),
-    Nodes("PP4-to-TP1-on-2x2", 2, 2, 1, 4, 1),
     # Generation's groups span the nodes; the shards that it merges lie on one.
     Nodes("TP4-to-TP2-on-2x2", 2, 2, 4, 1, 2, crosses=False),
-    Nodes("TP2xPP2xDP2-to-TP2-on-2x4", 2, 4, 2, 2, 2),
     Nodes("TP2xPP2xDP2-to-TP2-on-4x2", 4, 2, 2, 2, 2),
     Nodes("TP2xDP2xEP2-to-TP1-on-2x2", 2, 2, 2, 1, 1, (*EXPERTS, f"{MEGATRON}.sequence_parallel=true"), moe=True),
-    Nodes("PP2xDP2xEP2-to-TP1-on-2x2", 2, 2, 1, 2, 1, EXPERTS, moe=True),
     Nodes("TP2xPP3-to-TP1-on-3x2", 3, 2, 2, 3, 1, (f"{MEGATRON}.num_layers_in_first_pipeline_stage=2",)),
 ]
 
