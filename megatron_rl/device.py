@@ -11,16 +11,16 @@ import torch
 
 
 def rng_states() -> list[torch.Tensor]:
-    """States of torch's generators: the CPU's, then those of the CUDA devices where CUDA is in use."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+    """States of torch's generators: the CPU's, then this rank's GPU's where CUDA is in use; others are not touched."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def set_rng_states(states: list[torch.Tensor]) -> None:
     """Put back what `rng_states` returned in this process."""
     cpu, *cuda = states
     torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
+    for state in cuda:
+        torch.cuda.set_rng_state(state)
 
 
 def has_varlen_attention(tensor: torch.Tensor) -> bool:

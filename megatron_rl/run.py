@@ -47,7 +47,7 @@ from megatron_rl.rewards import Rewards, text_readers
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
-from megatron_rl.roles.environment import worker_environment
+from megatron_rl.roles.environment import handed_on, worker_environment
 from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.kinds import KINDS
 from megatron_rl.roles.rank import sequence_work
@@ -148,6 +148,8 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         book.console.print(layout_table(batch_table(config)))
         for note in (*data.notes(config), *said, *(f"skipped {reason}" for reason in folder.start.skipped)):
             book.warn(note)
+        if handed := handed_on():
+            book.say(f"every rank gets {', '.join(f'{name}={value}' for name, value in handed.items())}")
         schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
         pace = Pace(stop)
@@ -221,16 +223,18 @@ def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
     limits = watch_limits(config)
     # On a CPU all pools may share one machine's cores.
     ranks_per_node = sum(pool.size.num_ranks_per_node for pool in placement.pools.values())
+    sees_node = trainer.device == "cuda" and not config.actor_rollout_ref.rollout.disable_custom_all_reduce
     return Hosting(
         RankHost,
         (config, limits.collective_timeout),
         {name: KINDS[role.kind] for name, role in placement.roles.items()},
         trainer.device,
-        env=worker_environment(trainer.device, ranks_per_node),
+        env=worker_environment(trainer.device, ranks_per_node, sees_node=sees_node) | handed_on(),
         work=sequence_work(config.actor_rollout_ref.model.path) if trainer.balance_batch else None,
         limits=limits,
         observer=ears,
         replicated=replicated_pools(config, placement),
+        sees_node=sees_node,
     )
 
 

@@ -24,7 +24,8 @@ class Hosting:
 
     host_class(*args, pool_name): one rank's host (see `RayPool`). kinds: role -> its class. env: variables of every
     rank. work, limits: as in `PoolOptions`. replicated: pool name -> ranks of each replica that it is cut into
-    (see `replicas`). replica_observer: hears what replicas are called, in the thread that calls them.
+    (see `replicas`). replica_observer: hears what replicas are called, in the thread that calls them. sees_node: as in
+    `PoolOptions`.
     """
 
     host_class: type
@@ -37,6 +38,7 @@ class Hosting:
     observer: Observer = Nobody()
     replicated: Mapping[str, int] = field(default_factory=dict)
     replica_observer: Observer = Nobody()
+    sees_node: bool = False
 
     def kinds_in(self, pool: PoolSpec) -> dict[str, type]:
         """The classes of a pool's roles."""

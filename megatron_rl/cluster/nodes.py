@@ -18,6 +18,19 @@ def node_addresses(processes: Sequence[ProcessInfo], everybody: Sequence[Process
     return [LOOPBACK if is_one else process.host for process in processes]
 
 
+def gpu_variables(processes: Sequence[ProcessInfo]) -> list[dict[str, str]]:
+    """What shows each rank of a world the GPUs of all its ranks on the same node, in rank order.
+
+    processes: of the world, in rank order, each of which Ray shows its own GPU. LOCAL_RANK becomes the number of a
+    rank's own among them. To be set before CUDA is asked for anything.
+    """
+    mates = [[other for other in processes if other.node_id == one.node_id] for one in processes]
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(mate.gpus for mate in here), "LOCAL_RANK": str(here.index(one))}
+        for one, here in zip(processes, mates, strict=True)
+    ]
+
+
 def place_variables(
     processes: Sequence[ProcessInfo], master_port: int, everybody: Sequence[ProcessInfo] | None = None
 ) -> list[dict[str, str]]:

@@ -100,7 +100,12 @@ class RayCluster:
             limits = replace(limits, stacks_file=stacks_file(limits.stacks_file, name))
         observer = hosting.observer if name == spec.name else hosting.replica_observer
         options = PoolOptions(
-            env=hosting.env, work=hosting.work, limits=limits, phases=phases_of(spec), observer=observer
+            env=hosting.env,
+            work=hosting.work,
+            limits=limits,
+            phases=phases_of(spec),
+            observer=observer,
+            sees_node=hosting.sees_node,
         )
         return RayPool(
             name,

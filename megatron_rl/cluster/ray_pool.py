@@ -35,7 +35,7 @@ from megatron_rl.cluster.failures import RankFailure
 from megatron_rl.cluster.fate import Fate
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
 from megatron_rl.cluster.messages import pack
-from megatron_rl.cluster.nodes import LOOPBACK, node_addresses, place_variables
+from megatron_rl.cluster.nodes import LOOPBACK, gpu_variables, node_addresses, place_variables
 from megatron_rl.cluster.processes import Processes
 from megatron_rl.cluster.ranks import Ranks
 from megatron_rl.cluster.routing import Route, Split, join_answers, route_call, split_call
@@ -59,6 +59,7 @@ class PoolOptions:
     rows keep their order. limits: when a rank that neither raises nor dies has failed. phases: role -> what "score" and
     "update" stand for in the phases of its verbs. After a rank failed, its peers get `grace_s` seconds to report what
     they saw before all processes are killed. direct_ranks: a larger world is called through one rank of each node.
+    sees_node: ranks see the GPUs of their world's other ranks on their node (`nodes.gpu_variables`).
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class PoolOptions:
     observer: Observer = Nobody()
     grace_s: float = 3.0
     direct_ranks: int = 128
+    sees_node: bool = False
 
 
 class RayPool:
@@ -207,6 +209,8 @@ class RayPool:
         yield Step("first ranks", "listened", [listening])
         with self._needing_processes():
             variables = place_variables(processes, ray.get(listening), numbered)
+            if options.sees_node:
+                variables = [place | gpus for place, gpus in zip(variables, gpu_variables(processes), strict=True)]
         only_here = all(process.is_local for process in processes)
         with self._ending:
             self.fate.raise_if_ended()

@@ -34,11 +34,12 @@ PORTS = range(20_000, 32_768)
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where a rank's process runs."""
+    """Where a rank's process runs; gpus: those that Ray shows it, as CUDA_VISIBLE_DEVICES names them."""
 
     pid: int
     node_id: str
     host: str
+    gpus: str = ""
 
     @property
     def where(self) -> str:
@@ -110,7 +111,8 @@ class WorkerProcess:
 
     def describe_process(self) -> ProcessInfo:
         """Answer once the process is up."""
-        return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return ProcessInfo(os.getpid(), node, host, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     def listen_for_ranks(self, host: str) -> int:
         """Listen on `host`, for the host to meet the other ranks there; the port."""

@@ -229,6 +229,10 @@ class RolloutConfig:
     enforce_eager: bool = True
     """false: vLLM compiles the model and captures CUDA graphs over weights and KV cache, which keep their addresses.
     true: neither. Where it is not set: false on GPUs; on CPUs, which have no graphs, true is the only choice."""
+    disable_custom_all_reduce: bool = True
+    """false: ranks see the GPUs of all ranks of their world on their node, and vLLM adds up small tensors over NVLink
+    with a kernel of its own, in groups of 2, 4, 6 or 8 on one node. Freed memory is then kept in pieces that do not
+    grow, because that kernel cannot share those that do. Of no effect on CPUs."""
     log_prob_micro_batch_size_per_gpu: int = 128
     """Samples per forward pass when the trainer recomputes log-probabilities, where not dynamic."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")

@@ -14,6 +14,8 @@ LOOPBACK_PREFIX = "127."
 """What its IPv4 addresses begin with."""
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+HANDED_ON = ("NCCL_", "TORCH_NCCL_", "CUDA_", "GLOO_")
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,21 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
     )
 
 
-def worker_environment(device_kind: str, ranks_per_node: int) -> dict[str, str]:
-    """Variables that must be set before a worker imports torch or vLLM; of `ALLOCATOR` the user's own stays."""
+def handed_on() -> dict[str, str]:
+    """Those of this process's variables that reach every rank, whichever node it is on: NCCL's, CUDA's and gloo's.
+
+    Nodes of a Ray cluster have the variables of the shell that started them, not of the one that starts a run. Which
+    GPUs a process sees is Ray's to say.
+    """
+    names = (name for name in os.environ if name.startswith(HANDED_ON) and name != VISIBLE_GPUS)
+    return {name: os.environ[name] for name in sorted(names)}
+
+
+def worker_environment(device_kind: str, ranks_per_node: int, *, sees_node: bool = False) -> dict[str, str]:
+    """Variables that must be set before a worker imports torch or vLLM; of `ALLOCATOR` the user's own stays.
+
+    sees_node: it shares memory with the GPUs of its node (`RolloutConfig.disable_custom_all_reduce`).
+    """
     threads = max(1, (os.cpu_count() or 1) // ranks_per_node) if device_kind == "cpu" else 1
     variables = {
         # The engine lives in this process; it must not fork a core of its own.
@@ -119,10 +134,11 @@ def worker_environment(device_kind: str, ranks_per_node: int) -> dict[str, str]:
         variables |= {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             # Freed memory, of whatever sizes, becomes memory for others; vLLM's own pools turn it off for themselves.
-            ALLOCATOR: os.environ.get(ALLOCATOR, "expandable_segments:True"),
+            # CUDA cannot share such memory between processes, as vLLM's all-reduce does with what graphs read.
+            ALLOCATOR: os.environ.get(ALLOCATOR, f"expandable_segments:{not sees_node}"),
             # vLLM's choice depends on the model, and the two draw other samples from one seed.
             "VLLM_USE_V2_MODEL_RUNNER": "1",
-            # All-reduce over NCCL alone: these reach for the other ranks' GPUs, and each process sees only its own.
+            # These reach for the other ranks' GPUs, too, and have not been tried beside a trainer.
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         }

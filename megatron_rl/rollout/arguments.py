@@ -51,8 +51,8 @@ def engine_arguments(
         arguments |= {
             # Compared with what is free even where the size of the cache is given, and the trainer holds much already.
             "gpu_memory_utilization": LEAST_UTILIZATION,
-            # It looks the other ranks' GPUs up by their index, and each rank sees its own GPU only, as number 0.
-            "disable_custom_all_reduce": True,
+            # It looks the other ranks' GPUs up by their index: where it is on, ranks see those of their node.
+            "disable_custom_all_reduce": config.disable_custom_all_reduce,
             # Other kernels of experts reorder the weights: in the trainer's memory, or in a copy that goes stale.
             "moe_backend": "triton",
             # Its KV cache leaves between generations, and captured graphs have noted where it lies.

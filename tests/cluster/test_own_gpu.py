@@ -13,13 +13,14 @@ import pytest
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
 
-def test_every_rank_sees_its_own_gpu_whatever_the_node_says() -> None:
-    """Though the node asks Ray to hide none, a rank sees one, which is its number 0. In a process of its own, because
-    Ray remembers the tokens of a process's earlier clusters.
+def test_ranks_see_their_own_gpu_or_their_worlds_whatever_the_node_says() -> None:
+    """Though the node asks Ray to hide none, a rank sees one, which is its number 0; or, where it is to share memory
+    with them, those of its world in rank order, and knows its own by LOCAL_RANK. Worlds on one node have no GPU in
+    common. In a process of its own, because Ray remembers the tokens of a process's earlier clusters.
 
     Would not catch a driver library that numbers GPUs otherwise, nor a process that is started without Ray.
     """
-    node = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    node = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     driver = [sys.executable, Path(__file__).with_name("own_gpu_driver.py")]
     ran = subprocess.run(
@@ -30,5 +31,9 @@ def test_every_rank_sees_its_own_gpu_whatever_the_node_says() -> None:
         timeout=120,
     )
     assert ran.returncode == 0, ran.stderr
-    seen, index = json.loads(ran.stdout.splitlines()[-1])
-    assert seen in ("0", "1", "2", "3") and index == "0"
+    [own], worlds = map(json.loads, ran.stdout.splitlines()[-2:])
+    assert sorted(own) == [["4", "0"], ["5", "0"], ["6", "0"], ["7", "0"]]
+    for world in worlds:
+        assert [index for _, index in world] == ["0", "1"]
+        assert len({gpus for gpus, _ in world}) == 1
+    assert sorted(gpu for world in worlds for gpu in world[0][0].split(",")) == ["4", "5", "6", "7"]

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet
 import pytest
 from command_line import REPOSITORY
@@ -20,6 +21,8 @@ from megatron_rl.planner.transition import TransitionPlan
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 DEMO = REPOSITORY / "assets/demo"
+OF_A_SHELL = {"NCCL_DEBUG": "WARN"}
+"""What only the shell that starts the run has, not the nodes'."""
 SHORT = (
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -103,18 +106,23 @@ def printed(run) -> list[dict]:
 def run_on_nodes(layout: Nodes, overrides: list[str], command_line):
     """The run over several nodes, and its summary, by which its bytes are the planned ones."""
     with Raylets(*[layout.per_node] * layout.num_nodes) as cluster:
-        spread = command_line(*overrides, *layout.nodes, variables=cluster.variables)
+        spread = command_line(*overrides, *layout.nodes, variables=cluster.variables | OF_A_SHELL)
         places: list[list[int]] = []
+        ranks: list[psutil.Process] = []
 
         def all_ranks_run() -> bool:
-            places[:] = [sorted(cluster.ranks(node)) for node in range(layout.num_nodes)]
-            return sum(map(len, places)) == layout.num_nodes * layout.per_node
+            found = [cluster.ranks(node) for node in range(layout.num_nodes)]
+            places[:] = map(sorted, found)
+            ranks[:] = [process for node in found for process in node.values()]
+            return len(ranks) == layout.num_nodes * layout.per_node
 
         spread.wait_for(all_ranks_run, 200)
+        assert all(OF_A_SHELL.items() <= process.environ().items() for process in ranks)
         assert spread.wait(300) == 0, spread.text()
         assert cluster.left_over() == {}
-    ranks = list(range(layout.num_nodes * layout.per_node))
-    assert sorted(places) == [ranks[i : i + layout.per_node] for i in range(0, len(ranks), layout.per_node)]
+    assert "every rank gets NCCL_DEBUG=WARN" in spread.text()
+    numbers = list(range(layout.num_nodes * layout.per_node))
+    assert sorted(places) == [numbers[i : i + layout.per_node] for i in range(0, len(numbers), layout.per_node)]
     assert len(printed(spread)) == 2
     summary = json.loads((spread.run / "summary.json").read_text())
     received, came = summary["transition_bytes_received_per_rank"], summary["transition_network_bytes_per_rank"]

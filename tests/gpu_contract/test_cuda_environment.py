@@ -52,6 +52,15 @@ def test_the_users_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_environment("cuda", ranks_per_node=1)["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
 
 
+def test_memory_that_processes_share_is_not_of_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's handles between processes need it so. Would not catch a newer CUDA that shares both."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    alone, shared = (worker_environment("cuda", ranks_per_node=8, sees_node=sees) for sees in (False, True))
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    assert (alone.pop(name), shared.pop(name)) == ("expandable_segments:True", "expandable_segments:False")
+    assert alone == shared
+
+
 def test_expandable_segments_go_together_with_vllm(
     on_cuda: dict[str, str], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

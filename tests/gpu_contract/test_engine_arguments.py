@@ -31,6 +31,12 @@ def custom_all_reduce(arguments: dict[str, Any]) -> bool:
     return not EngineArgs(**arguments).disable_custom_all_reduce
 
 
+def test_vllms_own_all_reduce_is_the_users_choice() -> None:
+    """Would not catch GPUs that cannot reach each other's memory, which vLLM itself looks at."""
+    asked = RolloutConfig(disable_custom_all_reduce=False)
+    assert custom_all_reduce(engine_arguments("cuda", "gpt2", asked, 64, "bfloat16", 1, {})) is True
+
+
 def test_only_cuda_has_arguments_of_its_own(cuda_arguments: dict[str, Any]) -> None:
     """The CPU has a block size, CUDA vLLM's own. Would not catch one that both need and neither has."""
     on_cpu = engine_arguments("cpu", cuda_arguments["model"], RolloutConfig(), 64, "bfloat16", 1, {})

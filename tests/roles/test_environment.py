@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.roles.environment import RankEnvironment, interface_of
+from megatron_rl.roles.environment import HANDED_ON, RankEnvironment, handed_on, interface_of
 
 INTERFACES = {
     "lo": ["127.0.0.1", "::1"],
@@ -74,3 +74,13 @@ def test_what_the_user_has_set_stays(no_choice) -> None:
     no_choice.setenv("GLOO_SOCKET_IFNAME", "eth7")
     no_choice.setenv("NCCL_SOCKET_IFNAME", "^docker")
     assert chosen("10.9.8.7") == ("eth7", "^docker")
+
+
+def test_what_a_shell_says_of_its_network_and_gpus_reaches_every_rank(monkeypatch) -> None:
+    """All but which GPUs a process sees. Would not catch a variable that a library reads under another name."""
+    for name in [name for name in os.environ if name.startswith(HANDED_ON)]:
+        monkeypatch.delenv(name)
+    given = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5", "TORCH_NCCL_ENABLE_TIMING": "1"}
+    for name, value in (given | {"CUDA_VISIBLE_DEVICES": "3", "MY_NCCL_DEBUG": "WARN"}).items():
+        monkeypatch.setenv(name, value)
+    assert handed_on() == given
