@@ -92,6 +92,7 @@ class PoolModels:
             self.megatron.pipeline_model_parallel_size,
             self.megatron.expert_model_parallel_size,
             self.megatron.expert_tensor_parallel_size,
+            self.megatron.context_parallel_size,
         )
         generates = spec.role(ROLLOUT)
         self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
