@@ -117,7 +117,7 @@ class PoolModels:
 
     def weights(self, role: RoleSpec) -> TrainedWeights:
         """A role's parameters; the reference holds the same as the actor, but for the padding of buffers."""
-        numel = bucket_numel(role.megatron.override_ddp_config, self.grid.dp_size) if role.is_trained else None
+        numel = bucket_numel(role.megatron.override_ddp_config, self.grid.num_replicas) if role.is_trained else None
         key = (role.model_path, role.has_value_head, numel)
         if key not in self._weights:
             model = self.model(role)

@@ -158,13 +158,13 @@ def test_what_is_not_supported_stays_in_the_file(tmp_path):
     file = tmp_path / "verl.yaml"
     file.write_text(
         "defaults: [x]\n_target_: y\nactor_rollout_ref:\n  model: {path: m}\n  actor:\n"
-        "    ppo_mini_batch_size: 64\n    megatron: {context_parallel_size: 2, use_mbridge: true}\n"
+        "    ppo_mini_batch_size: 64\n    megatron: {qat: {enable: true}, use_mbridge: true}\n"
         "  rollout: {prompt_length: '${oc.select:data.max_prompt_length,512}'}\ndata: {max_prompt_length: 99}\n"
     )
     found = port(file, ["trainer.nnodes=3", "trainer.magic=1"], {})
-    assert found.features == ["context parallelism", "the key trainer.magic, which no table knows"]
+    assert found.features == ["quantization-aware training", "the key trainer.magic, which no table knows"]
     tree = yaml.safe_load(found.yaml())
-    assert tree["actor_rollout_ref"]["actor"] == {"ppo_mini_batch_size": 64, "megatron": {"context_parallel_size": 2}}
+    assert tree["actor_rollout_ref"]["actor"] == {"ppo_mini_batch_size": 64, "megatron": {"qat": {"enable": True}}}
     assert tree["data"]["max_prompt_length"] == 99 and tree["trainer"]["nnodes"] == 3
 
 
