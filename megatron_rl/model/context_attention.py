@@ -45,11 +45,21 @@ class ContextSegments(Segments):
     """
 
     lengths: tuple[int, ...] = ()
+    size: int = 1
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def cut(cls, lengths: tuple[int, ...], num_rows: int, columns: Tensor, group: dist.ProcessGroup) -> ContextSegments:
-        """lengths: of the segments of one row, each a multiple of 2 * C. columns: `zigzag_columns` of this rank."""
+    def cut(
+        cls,
+        lengths: tuple[int, ...],
+        num_rows: int,
+        columns: Tensor,
+        size: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> ContextSegments:
+        """lengths: of the segments of one row, each a multiple of 2 * C. columns: `zigzag_columns` of this rank. size:
+        C. group: over which attention brings keys to queries.
+        """
         sizes = torch.tensor(lengths)
         positions = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
         return cls(
@@ -57,6 +67,7 @@ class ContextSegments(Segments):
             max_seqlen_kv=max(lengths),
             positions=positions.to(columns.device)[columns],
             lengths=lengths * num_rows,
+            size=size,
             group=group,
         )
 
@@ -77,8 +88,7 @@ class ContextSegments(Segments):
 
     @cached_property
     def _own(self) -> Pieces:
-        assert self.group is not None
-        return Pieces(tuple(length // self.group.size() for length in self.lengths), self.device)
+        return Pieces(tuple(length // self.size for length in self.lengths), self.device)
 
     @cached_property
     def _chunks(self) -> Pieces:
@@ -114,9 +124,8 @@ class ContextSegments(Segments):
     @cached_property
     def order(self) -> Tensor:
         """int64 [C * t]: where in the whole segments the tokens of all ranks lie, rank after rank."""
-        assert self.group is not None
-        size = self.group.size()
-        return torch.cat([zigzag_columns(self.lengths, size, rank) for rank in range(size)]).to(self.device)
+        ranks = [zigzag_columns(self.lengths, self.size, rank) for rank in range(self.size)]
+        return torch.cat(ranks).to(self.device)
 
     @cached_property
     def back(self) -> Tensor:

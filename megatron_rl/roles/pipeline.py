@@ -77,8 +77,8 @@ class Pipeline:
 
     @property
     def _shares_prompts(self) -> bool:
-        """Not where sequences are cut: a prompt that lies in the row once would have work for one rank's answers only
-        where it is, and every answer's keys would have to be brought together from two places.
+        """Not where context-parallel ranks share sequences: what a chunk attends to is told by its segment alone, and an
+        answer whose prompt lies in another segment would be cut without it, so that work would be uneven.
         """
         return shares_prompts(self.device) and self.groups.grid.cp_size == 1
 
@@ -167,7 +167,8 @@ class Pipeline:
         made_progress()
         input_ids, share, segments = block.input_ids, block.share, None
         if share is not None:
-            segments = ContextSegments.cut(self._segments(block), len(input_ids), share.columns, share.group)
+            cp_size = self.groups.grid.cp_size
+            segments = ContextSegments.cut(self._segments(block), len(input_ids), share.columns, cp_size, share.group)
             input_ids = input_ids[:, share.columns]
         elif block.segments is not None:
             segments = Segments.of(block.segments, self.device, block.prefixes)

@@ -178,10 +178,10 @@ def test_context_parallelism_in_all_its_spellings():
     """
     override = f"{MEGATRON}.override_transformer_config"
     plain = {f"{MEGATRON}.context_parallel_size": 2, f"{override}.cp_comm_type": None}
-    for given in (plain, {f"{override}.context_parallel_size": 2, f"{override}.cp_comm_type": "a2a"}):
-        reading = read_settings(settings_of(BASE | given))
+    for said in (plain, {f"{override}.context_parallel_size": 2, f"{override}.cp_comm_type": "a2a"}):
+        reading = read_settings(settings_of(BASE | said))
         assert reading.violations == [] and reading.config is not None
-        way = given[f"{override}.cp_comm_type"] or "p2p"
+        way = said[f"{override}.cp_comm_type"] or "p2p"
         shared = reading.config.actor_rollout_ref
         for megatron in (shared.actor.megatron, shared.ref.megatron, reading.config.critic.megatron):
             assert megatron.context_parallel_size == 2
