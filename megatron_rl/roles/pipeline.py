@@ -77,8 +77,8 @@ class Pipeline:
 
     @property
     def _shares_prompts(self) -> bool:
-        """Not where context-parallel ranks share sequences: what a chunk attends to is told by its segment alone, and an
-        answer whose prompt lies in another segment would be cut without it, so that work would be uneven.
+        """Not under context parallelism: a chunk attends to its own segment alone, and an answer that is cut without
+        its prompt would be uneven work.
         """
         return shares_prompts(self.device) and self.groups.grid.cp_size == 1
 
