@@ -32,10 +32,11 @@ def _role_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violati
         return
     heads = model.num_attention_heads // tp_size
     if heads % cp_size:
-        settings = {key: how, f"{role.key}.megatron.context_parallel_size": cp_size}
+        subject = f"cp_comm_type=a2a with cp({cp_size})"
         rule = (
-            f"need cp({cp_size}) to divide the query heads of a TP rank, num_attention_heads"
-            f"({model.num_attention_heads}) / tp({tp_size}) = {heads}, of {model.path}"
+            "needs CP to divide the query heads of a TP rank, "
+            f"num_attention_heads({model.num_attention_heads}) / tp({tp_size}) = {heads}, of {model.path}"
         )
         fitting = ", ".join(map(str, divisors(heads)))
-        yield Violation(settings, rule, {key: "p2p"}, f"a2a goes with context_parallel_size of {fitting}")
+        hint = f"a2a goes with context_parallel_size of {fitting}"
+        yield Violation({key: how}, rule, {key: "p2p"}, hint, subject=subject)

@@ -27,8 +27,11 @@ class TokenScorer:
 
         C: context-parallel ranks, all of which must call, and get the same.
         """
-        log_probs, entropy = self.head.log_probs_and_entropy(block.scored(hidden), block.targets)
-        return block.whole(log_probs), block.whole(entropy)
+        found = self.head.log_probs_and_entropy(block.scored(hidden), block.targets)
+        if block.share is None:
+            return found
+        log_probs, entropy = block.whole(torch.stack(found, -1)).unbind(-1)
+        return log_probs, entropy
 
     def score(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
         """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""

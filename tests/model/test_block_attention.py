@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.model import block_attention
-from megatron_rl.model.block_attention import Facing, Merged, Pieces, plain_backward, plain_forward
+from megatron_rl.model.block_attention import (
+    Facing,
+    Merged,
+    Pieces,
+    flash_backward,
+    flash_forward,
+    plain_backward,
+    plain_forward,
+)
 from megatron_rl.model.context_attention import ContextSegments, taken
 from megatron_rl.parallel.zigzag import zigzag_columns
 
@@ -108,3 +116,18 @@ def test_all_ranks_blocks_add_up(size, num_rows):
                 total.index_add_(0, of, part)
     for found, right in zip(grads, wanted, strict=True):
         assert (found - right).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("num_kv", [2, 4])
+def test_flash_kernels_are_called_as_torch_has_them(num_kv):
+    """On the meta device, which checks arguments and shapes of the kernels that only CUDA runs.
+
+    Would not catch a wrong number; nothing here computes one.
+    """
+    shapes = [(12, 4, 16), (20, num_kv, 16), (20, num_kv, 16), (12, 4, 16)]
+    query, key, value, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    facing = Facing(Pieces((4, 8), torch.device("meta")), Pieces((8, 12), torch.device("meta")), causal=False)
+    out, log_sum = flash_forward(query, key, value, facing)
+    assert out.shape == (12, 4, 16) and log_sum.shape == (12, 4) and log_sum.dtype == torch.float32
+    grads = flash_backward(grad, query, key, value, out.float(), log_sum, facing)
+    assert [tuple(x.shape) for x in grads] == [(12, 4, 16), (20, num_kv, 16), (20, num_kv, 16)]
