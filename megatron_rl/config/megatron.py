@@ -59,6 +59,9 @@ class OverrideTransformerConfig:
     """uniform: layers of a run, of which only the input is kept | block: layers of each chunk of a stage."""
     recompute_modules: list[str] | None = None
     """Which parts, where selective: core_attn | mlp, of dense layers | moe, router and experts; null: core_attn."""
+    cp_comm_type: str = "p2p"
+    """How attention reaches the keys of other context-parallel ranks. p2p: they go round in a ring | all_gather: all at
+    once | a2a: ranks change tokens for heads and back, where their number divides the query heads of a TP rank."""
 
 
 @dataclass
@@ -87,6 +90,9 @@ class MegatronConfig:
     """Layers of the first stage; null: an equal share."""
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last stage; null: an equal share."""
+    context_parallel_size: int = 1
+    """CP: ranks that share every sequence, each with an equal part of its tokens. Their number goes off that of
+    data-parallel ranks. Limits of tokens per GPU count a rank's part."""
     expert_model_parallel_size: int = 1
     """EP: ranks of one stage among which experts are dealt out."""
     expert_tensor_parallel_size: int | None = None
@@ -114,6 +120,7 @@ class MegatronConfig:
 LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -133,4 +140,7 @@ def follows(key: str) -> Any:
 
 def follow_actor() -> MegatronConfig:
     """A layout that is the actor's until a key is set."""
-    return MegatronConfig(**{name: follows(f"actor_rollout_ref.actor.megatron.{name}") for name in LAYOUT_KEYS})
+    actor = "actor_rollout_ref.actor.megatron"
+    layout = MegatronConfig(**{name: follows(f"{actor}.{name}") for name in LAYOUT_KEYS})
+    layout.override_transformer_config.cp_comm_type = follows(f"{actor}.override_transformer_config.cp_comm_type")
+    return layout

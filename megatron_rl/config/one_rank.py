@@ -11,6 +11,7 @@ from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
 ALONE = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,

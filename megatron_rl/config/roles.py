@@ -316,6 +316,7 @@ def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, lon
     own = None
     if settings.model.input_tokenizer is not None:
         own = longest if settings.max_length is None else settings.max_length
+    one_row = -(-((own or longest) + 1) // max(1, settings.megatron.context_parallel_size))
     return RoleSpec(
         name,
         REWARD_MODEL,
@@ -331,7 +332,7 @@ def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, lon
             key,
             settings.use_dynamic_bsz,
             {"micro_batch_size_per_gpu": settings.micro_batch_size_per_gpu},
-            {"forward_max_token_len_per_gpu": max(settings.forward_max_token_len_per_gpu, (own or longest) + 1)},
+            {"forward_max_token_len_per_gpu": max(settings.forward_max_token_len_per_gpu, one_row)},
             extra_tokens=1,
             longest=own,
         ),

@@ -67,6 +67,7 @@ AT_LEAST_ONE = (
         for name in (
             "megatron.tensor_model_parallel_size",
             "megatron.pipeline_model_parallel_size",
+            "megatron.context_parallel_size",
             "megatron.expert_model_parallel_size",
             "megatron.make_vocab_size_divisible_by",
             "ppo_mini_batch_size",

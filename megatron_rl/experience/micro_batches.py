@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.balance import SequenceWork, pack
+from megatron_rl.parallel.zigzag import ContextShare
 from megatron_rl.records import TokenRows, ragged_from_lengths, row_lengths, to_padded
 
 
@@ -90,6 +91,7 @@ class MicroBatch:
     segments: lengths of what lies end to end, filler included, adding up to S; None when padded.
     prefixes: of the first segments, (first column, columns) of what comes before them and lies elsewhere in the block:
     their prompt but for its last token; 0 columns where a segment is whole.
+    share: the part that this rank reads, where context-parallel ranks read one each.
     """
 
     input_ids: Tensor
@@ -99,11 +101,27 @@ class MicroBatch:
     fields: dict[str, Tensor]
     segments: tuple[int, ...] | None = None
     prefixes: tuple[tuple[int, int], ...] = ()
+    share: ContextShare | None = None
 
     @property
     def targets(self) -> Tensor:
-        """int64 [N]: the response tokens, row by row."""
-        return self.input_ids[:, 1:][self.predicts_response]
+        """int64 [N]: the response tokens, row by row; of a share those that are predicted there, [n]."""
+        targets = self.input_ids[:, 1:][self.predicts_response]
+        return targets if self.share is None else targets[self.share.numbers]
+
+    def scored(self, output: Tensor) -> Tensor:
+        """output [b, S, ...] of a model -> [N, ...], where the response tokens are predicted, as `targets`.
+
+        Of a share output is [b, its columns, ...], and [n, ...] comes out.
+        """
+        return output[:, :-1][self.predicts_response] if self.share is None else output[self.share.scored]
+
+    def whole(self, values: Tensor) -> Tensor:
+        """values [n, ...] of the tokens in `targets` -> [N, ...], of all of the block's.
+
+        All context-parallel ranks must call, and get the same.
+        """
+        return values if self.share is None else self.share.whole(values)
 
     @property
     def kept(self) -> Tensor:
@@ -153,11 +171,13 @@ def micro_batches(
     remove_padding: bool,
     column_multiple: int = 1,
     prompts: Sequence[int] | None = None,
+    segment_multiple: int = 1,
 ) -> list[MicroBatch]:
     """The blocks of a record with `input_ids`, `response_lengths` and ragged float fields, as `plan` says.
 
     Each is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
-    the rows, where those of a packed block are to share prompts.
+    the rows, where those of a packed block are to share prompts. segment_multiple: what the length of every packed row
+    is rounded up to a multiple of, which divides column_multiple.
     """
     # Flat from here on: indexing and slicing a record costs more than a small block's pass.
     order = torch.tensor([row for rows in plan for row in rows])
@@ -176,7 +196,8 @@ def micro_batches(
         mine = {name: field[number] for name, field in split_fields.items()}
         if remove_padding:
             of_rows = None if prompts is None else [prompts[row] for row in rows]
-            input_ids, predicts, segments, prefixes = packed(of_block, long, answered, column_multiple, of_rows)
+            multiples = (column_multiple, segment_multiple)
+            input_ids, predicts, segments, prefixes = packed(of_block, long, answered, *multiples, of_rows)
             blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine, segments, prefixes))
         else:
             input_ids, predicts = padded(of_block, long, answered, column_multiple)
@@ -205,9 +226,12 @@ def packed(
     lengths: Tensor,
     response_lengths: Tensor,
     column_multiple: int,
+    segment_multiple: int = 1,
     prompts: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """(input_ids, predicts_response, segments, prefixes) of rows end to end; filler is a segment of its own.
+    """(input_ids, predicts_response, segments, prefixes) of rows end to end.
+
+    What fills a row up to segment_multiple comes after it in its segment; what fills the block is one of its own.
 
     prompts: numbers of the rows' prompts: one that an earlier row has is left out. Its last token stays, as what comes
     after it is another token in every row.
@@ -218,13 +242,18 @@ def packed(
         left_out = torch.tensor([length for _, length in prefixes])
         column = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         tokens, lengths = tokens[column >= left_out.repeat_interleave(lengths)], lengths - left_out
-    filler = round_up(len(tokens), column_multiple) - len(tokens)
-    segments = (*lengths.tolist(), *([filler] if filler else []))
-    last = (lengths.cumsum(0) - 1).repeat_interleave(lengths)
-    position = torch.arange(len(tokens))
-    predicts = (position >= last - response_lengths.repeat_interleave(lengths)) & (position < last)
-    input_ids = torch.nn.functional.pad(tokens, (0, filler))
-    return input_ids[None], torch.nn.functional.pad(predicts, (0, filler))[None, :-1], segments, prefixes
+    room = -(-lengths // segment_multiple) * segment_multiple
+    starts, num_tokens = room.cumsum(0) - room, int(room.sum())
+    num_columns = round_up(num_tokens, column_multiple)
+    filler = num_columns - num_tokens
+    segments = (*room.tolist(), *([filler] if filler else []))
+    # Where the tokens go, and the last one of the row of each.
+    position = torch.arange(len(tokens)) + (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    last = (starts + lengths - 1).repeat_interleave(lengths)
+    input_ids, predicts = tokens.new_zeros(num_columns), torch.zeros(num_columns, dtype=torch.bool)
+    input_ids[position] = tokens
+    predicts[position] = (position >= last - response_lengths.repeat_interleave(lengths)) & (position < last)
+    return input_ids[None], predicts[None, :-1], segments, prefixes
 
 
 def shared_prefixes(

@@ -20,6 +20,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.context_attention import ContextAttention
 from megatron_rl.model.experts import StackedExperts, moe_settings
 from megatron_rl.model.families import ModelShape, Routing, family_of, rope_problem, rope_type
 from megatron_rl.model.mlp import gate_sparingly
@@ -51,6 +52,8 @@ def transformer_config(
         ffn_hidden_size=hf_config.intermediate_size,
         tensor_model_parallel_size=groups.grid.tp_size,
         pipeline_model_parallel_size=groups.grid.pp_size,
+        context_parallel_size=groups.grid.cp_size,
+        cp_comm_type=override.cp_comm_type,
         virtual_pipeline_model_parallel_size=stages.vpp_size if stages.vpp_size > 1 else None,
         num_layers_in_first_pipeline_stage=stages.first,
         num_layers_in_last_pipeline_stage=stages.last,
@@ -101,7 +104,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.module = StackedQKVSelfAttention
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=CausalAttention)
+    core_attention = ContextAttention if config.context_parallel_size > 1 else CausalAttention
+    attention.core_attention = ModuleSpec(module=core_attention)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.num_moe_experts:
@@ -163,6 +167,8 @@ def build_stage(
     frequencies = rotary_frequencies(hf_config, config.kv_channels)
     for chunk in chunks:
         chunk.rotary_pos_emb.inv_freq = frequencies
+        # The angles of all positions: which of them a context-parallel rank needs, its segments say.
+        chunk.rotary_pos_emb.cp_group = None
         for layer in chunk.decoder.layers:
             if isinstance(layer.mlp, MLP):
                 gate_sparingly(layer.mlp)

@@ -27,6 +27,7 @@ class TrainGroups:
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
     exchange_group: dist.ProcessGroup
 
     @property
@@ -36,6 +37,10 @@ class TrainGroups:
     @property
     def dp_rank(self) -> int:
         return self.grid.dp_rank(self.rank)
+
+    @property
+    def cp_rank(self) -> int:
+        return self.grid.cp_rank(self.rank)
 
     @property
     def pp_rank(self) -> int:
@@ -51,8 +56,8 @@ class TrainGroups:
 
     @property
     def is_dp_collector(self) -> bool:
-        """Whether this rank speaks for its data-parallel rank: tp_rank 0 of the last stage."""
-        return self.is_last_stage and self.tp_rank == 0
+        """Whether this rank speaks for its data-parallel rank: tp_rank 0 and cp_rank 0 of the last stage."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def initialize_mpu(
@@ -71,6 +76,7 @@ def initialize_mpu(
         pipeline_model_parallel_size=grid.pp_size,
         # With a size of 1 Megatron would still take its interleaved schedule.
         virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
+        context_parallel_size=grid.cp_size,
         expert_model_parallel_size=grid.ep_size,
         expert_tensor_parallel_size=grid.expert_tp_size,
         create_gloo_process_groups=False,
@@ -84,20 +90,22 @@ def initialize_mpu(
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
         exchange_group=exchange_group,
     )
     megatrons = (
         parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
         parallel_state.get_expert_tensor_parallel_rank(),
     )
     place = grid.place(groups.rank, vocab_multiple=1)
-    ours = (groups.tp_rank, groups.dp_rank, groups.pp_rank, place.ep_rank, place.etp_rank)
+    ours = (groups.tp_rank, groups.cp_rank, groups.dp_rank, groups.pp_rank, place.ep_rank, place.etp_rank)
     if megatrons != ours:
         raise RuntimeError(
-            f"rank {groups.rank}: Megatron places it at (tp, dp, pp, ep, etp) {megatrons}, the grid at {ours}"
+            f"rank {groups.rank}: Megatron places it at (tp, cp, dp, pp, ep, etp) {megatrons}, the grid at {ours}"
         )
     return groups
 

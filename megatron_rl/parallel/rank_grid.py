@@ -1,8 +1,9 @@
 """Which rank stands where: pure arithmetic of the training and rollout grids.
 
-Training, in Megatron's order:   rank = tp_rank + tp_size * (dp_rank + dp_size * pp_rank)
+Training, in Megatron's order:   rank = tp_rank + tp_size * (cp_rank + cp_size * (dp_rank + dp_size * pp_rank))
                         experts: rank = etp_rank + etp_size * (ep_rank + ep_size * (...)) within one stage
-(context-parallel ranks hold the same weights, so here they count as data-parallel ones)
+Context-parallel ranks read parts of the same rows with the same weights: for weights, gradients and generation they are
+replicas like data-parallel ranks, and only where rows are dealt out do the two differ.
 Rollout of TP size t_g, in blocks of lcm(t, t_g) consecutive ranks, with k = lcm(t, t_g) / t_g:
     micro-DP groups   k consecutive ranks, which hold the same shard         TP4 -> TP2: [0,1], [2,3]
     rollout TP groups every k-th rank; where t_g divides t, each rank's      TP4 -> TP2: [0,2], [1,3]
@@ -30,10 +31,13 @@ class TrainGrid:
     pp_size: int
     ep_size: int = 1
     etp_size: int | None = None
+    cp_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size % (self.tp_size * self.pp_size):
-            raise ValueError(f"tp({self.tp_size}) * pp({self.pp_size}) does not divide world_size({self.world_size})")
+        if self.world_size % (self.tp_size * self.cp_size * self.pp_size):
+            cp = f"cp({self.cp_size}) * " if self.cp_size > 1 else ""
+            sizes = f"tp({self.tp_size}) * {cp}pp({self.pp_size})"
+            raise ValueError(f"{sizes} does not divide world_size({self.world_size})")
         if self.stage_size % (self.expert_tp_size * self.ep_size):
             raise ValueError(
                 f"etp({self.expert_tp_size}) * ep({self.ep_size}) does not divide "
@@ -42,6 +46,12 @@ class TrainGrid:
 
     @property
     def dp_size(self) -> int:
+        """Data-parallel ranks: groups of ranks that get rows of their own."""
+        return self.num_replicas // self.cp_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same shard of dense weights: dp_size * cp_size."""
         return self.world_size // (self.tp_size * self.pp_size)
 
     @property
@@ -56,7 +66,7 @@ class TrainGrid:
     @property
     def experts_join_dp_ranks(self) -> bool:
         """Whether data-parallel ranks hold different experts, and so can only run a micro-batch together."""
-        return self.tp_size % (self.expert_tp_size * self.ep_size) != 0
+        return self.tp_size * self.cp_size % (self.expert_tp_size * self.ep_size) != 0
 
     def place(self, rank: int, vocab_multiple: int) -> Place:
         """Where a rank's shards of its stage's tensors lie."""
@@ -85,35 +95,49 @@ class TrainGrid:
         block = len(self.exchange_group(0)) // self.pp_size
         return [self.exchange_group(first) for first in range(0, self.stage_size, block)]
 
-    def rank(self, tp_rank: int, dp_rank: int, pp_rank: int) -> int:
-        return tp_rank + self.tp_size * (dp_rank + self.dp_size * pp_rank)
+    def rank(self, tp_rank: int, dp_rank: int, pp_rank: int, cp_rank: int = 0) -> int:
+        return tp_rank + self.tp_size * (cp_rank + self.cp_size * (dp_rank + self.dp_size * pp_rank))
 
     def tp_rank(self, rank: int) -> int:
         return rank % self.tp_size
 
+    def cp_rank(self, rank: int) -> int:
+        return rank // self.tp_size % self.cp_size
+
     def dp_rank(self, rank: int) -> int:
-        return rank // self.tp_size % self.dp_size
+        return rank // (self.tp_size * self.cp_size) % self.dp_size
 
     def pp_rank(self, rank: int) -> int:
-        return rank // (self.tp_size * self.dp_size)
+        return rank // self.stage_size
 
     def tp_groups(self) -> list[list[int]]:
         """Ranks that share layers: consecutive."""
         return [list(range(start, start + self.tp_size)) for start in range(0, self.world_size, self.tp_size)]
 
-    def dp_groups(self) -> list[list[int]]:
-        """Ranks that hold the same shard and average its gradients."""
+    def cp_groups(self) -> list[list[int]]:
+        """Ranks that hold the same shard and read parts of the same rows."""
         return [
-            [self.rank(tp, dp, pp) for dp in range(self.dp_size)]
+            [self.rank(tp, dp, pp, cp) for cp in range(self.cp_size)]
             for pp in range(self.pp_size)
+            for dp in range(self.dp_size)
+            for tp in range(self.tp_size)
+        ]
+
+    def dp_groups(self) -> list[list[int]]:
+        """Ranks that hold the same shard and read the same parts of different rows."""
+        return [
+            [self.rank(tp, dp, pp, cp) for dp in range(self.dp_size)]
+            for pp in range(self.pp_size)
+            for cp in range(self.cp_size)
             for tp in range(self.tp_size)
         ]
 
     def pp_groups(self) -> list[list[int]]:
         """Ranks that hold the stages of one model replica at one TP coordinate, first stage first."""
         return [
-            [self.rank(tp, dp, pp) for pp in range(self.pp_size)]
+            [self.rank(tp, dp, pp, cp) for pp in range(self.pp_size)]
             for dp in range(self.dp_size)
+            for cp in range(self.cp_size)
             for tp in range(self.tp_size)
         ]
 

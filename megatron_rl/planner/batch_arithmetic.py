@@ -18,9 +18,10 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     """
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     tp, pp = actor.megatron.tensor_model_parallel_size, actor.megatron.pipeline_model_parallel_size
+    cp = actor.megatron.context_parallel_size
     vpp = actor.megatron.virtual_pipeline_model_parallel_size or 1
     sizes = used_pools(config)
-    dp = _exact(_world_size(sizes, actor.pool), tp * pp)
+    dp = _exact(_world_size(sizes, actor.pool), tp * cp * pp)
     replicas = _exact(_world_size(sizes, rollout_pool(config)), rollout.tensor_model_parallel_size)
 
     prompts, n = config.data.train_batch_size, rollout.n
@@ -31,7 +32,8 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("ranks", str(sum(size.world_size for size in sizes.values())), f"{_shape(sizes)}, {config.trainer.device}"),
         ("TP", str(tp), "ranks that share every layer"),
         ("PP", str(pp), "pipeline stages" if vpp == 1 else f"pipeline stages, of {vpp} model chunks each (VPP)"),
-        ("DP", str(dp or UNDEFINED), "ranks / (TP x PP): copies of the model in training"),
+        *([("CP", str(cp), "ranks that share every sequence")] if cp > 1 else []),
+        ("DP", str(dp or UNDEFINED), _meaning_of_dp(cp)),
         ("rollout TP", str(rollout.tensor_model_parallel_size), "ranks that generate together"),
         ("rollout replicas", str(replicas or UNDEFINED), "ranks / rollout TP: copies of the model in generation"),
         ("prompts per step", str(prompts), "data.train_batch_size"),
@@ -45,6 +47,12 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("micro-batches per rank", *_micro_batches(config, mini_batch, dp, multiple=pp if vpp > 1 else 1)),
         *_recomputed(config),
     ]
+
+
+def _meaning_of_dp(cp: int) -> str:
+    if cp > 1:
+        return "ranks / (TP x CP x PP): shares of a batch; copies of the model are CP times as many"
+    return "ranks / (TP x PP): copies of the model in training"
 
 
 def used_pools(config: RunConfig) -> dict[str, PoolSize]:
@@ -144,9 +152,10 @@ def _micro_batches(config: RunConfig, num_samples: int, dp: int, multiple: int) 
         limit = actor.ppo_micro_batch_size_per_gpu
         return _passes(num_samples, dp, limit, multiple), f"passes of at most {limit} samples{rounded}"
     longest = data.max_prompt_length + data.max_response_length
+    limit = actor.ppo_max_token_len_per_gpu * max(actor.megatron.context_parallel_size, 1)
     # Every pass but the last has room for less than one more sequence of any length.
-    passes = _passes(num_samples, dp, actor.ppo_max_token_len_per_gpu // max(longest, 1), multiple)
-    meaning = f"passes of at most {actor.ppo_max_token_len_per_gpu} tokens{rounded}; fewer for shorter samples"
+    passes = _passes(num_samples, dp, limit // max(longest, 1), multiple)
+    meaning = f"passes of at most {limit} tokens{rounded}; fewer for shorter samples"
     return (passes if passes == UNDEFINED else f"up to {passes}"), meaning
 
 

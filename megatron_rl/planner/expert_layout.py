@@ -41,8 +41,8 @@ class ExpertLayouts:
 def expert_problems(leader: RoleSpec, world_size: int, models: list[ModelSizes]) -> Iterable[Violation]:
     """EP, ETP and sequence parallelism against the ranks of a pool and the models of its roles.
 
-    leader: the role whose keys are the pool's layout. Sizes below 1, and TP and PP that do not fit the ranks, are other
-    rules' business.
+    leader: the role whose keys are the pool's layout. Sizes below 1, and TP, CP and PP that do not fit the ranks, are
+    other rules' business.
     """
     megatron, group = leader.megatron, f"{leader.key}.megatron"
     ep_key, etp_key = f"{group}.expert_model_parallel_size", f"{group}.expert_tensor_parallel_size"
@@ -51,10 +51,11 @@ def expert_problems(leader: RoleSpec, world_size: int, models: list[ModelSizes])
         megatron.pipeline_model_parallel_size,
         megatron.expert_model_parallel_size,
     )
+    cp_size = megatron.context_parallel_size
     etp_size = megatron.expert_tensor_parallel_size
     if etp_size is None:
         etp_size = tp_size
-    if min(tp_size, pp_size, ep_size, etp_size, world_size) < 1 or world_size % (tp_size * pp_size):
+    if min(tp_size, pp_size, cp_size, ep_size, etp_size, world_size) < 1 or world_size % (tp_size * cp_size * pp_size):
         return
     with_experts = [model for model in models if model.num_experts]
     layouts = ExpertLayouts(world_size // pp_size, with_experts)

@@ -22,7 +22,7 @@ from megatron_rl.planner.stage_rules import SHARES, pp_sizes, stage_problems
 
 @dataclass(frozen=True)
 class Layouts:
-    """The TP and PP sizes that fit all models and the number of ranks; `megatron` shares layers out among stages."""
+    """The TP, PP and CP sizes that fit all models and the ranks; `megatron` shares layers out among stages."""
 
     world_size: int
     models: list[ModelSizes]
@@ -38,10 +38,17 @@ class Layouts:
         """PP sizes that divide the ranks and over which the layers spread."""
         return pp_sizes(self.models, self.megatron, self.world_size)
 
-    def nearest(self, tp_size: int, pp_size: int) -> tuple[int, int]:
-        """The valid (tp, pp) that is the fewest doublings and halvings away."""
-        valid = [(t, p) for t in self.tp_sizes for p in self.pp_sizes if self.world_size % (t * p) == 0]
-        return min(valid, key=lambda pair: abs(math.log2(pair[0] / tp_size)) + abs(math.log2(pair[1] / pp_size)))
+    def nearest(self, tp_size: int, pp_size: int, cp_size: int = 1) -> tuple[int, int, int]:
+        """The valid (tp, pp, cp) that is the fewest doublings and halvings away, with CP as it is if that is enough."""
+        given, cp_sizes = (tp_size, pp_size, cp_size), divisors(self.world_size) if cp_size > 1 else [1]
+        pairs = [(t, p) for t in self.tp_sizes for p in self.pp_sizes if self.world_size % (t * p) == 0]
+        valid = [(t, p, c) for t, p in pairs for c in cp_sizes if self.world_size % (t * p * c) == 0]
+
+        def distance(sizes: tuple[int, int, int]) -> tuple[float, bool]:
+            steps = sum(abs(math.log2(size / wanted)) for size, wanted in zip(sizes, given, strict=True))
+            return steps, sizes[2] != cp_size
+
+        return min(valid, key=distance)
 
 
 def models_of(roles: Iterable[RoleSpec], models: Sequence[ModelSizes]) -> list[ModelSizes]:
@@ -60,31 +67,34 @@ def layout_problems(pools: Iterable[PoolSpec], models: list[ModelSizes]) -> Iter
 
 
 def _size_problems(pool: PoolSpec, leader: RoleSpec, models: list[ModelSizes]) -> Iterable[Violation]:
-    """TP and PP against the ranks and the models; sizes below 1 are another rule's business."""
+    """TP, CP and PP against the ranks and the models; sizes below 1 are another rule's business."""
     megatron, group = leader.megatron, f"{leader.key}.megatron"
     tp_key, pp_key = f"{group}.tensor_model_parallel_size", f"{group}.pipeline_model_parallel_size"
     tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    cp_key, cp_size = f"{group}.context_parallel_size", megatron.context_parallel_size
     shares = [share for share in (getattr(megatron, key) for key in SHARES) if share is not None]
-    if min(tp_size, pp_size, *shares) < 1:
+    if min(tp_size, pp_size, cp_size, *shares) < 1:
         return
     layouts = Layouts(pool.world_size, models, megatron)
-    tp, pp = layouts.nearest(tp_size, pp_size)
-    nearest = ({tp_key: tp} if tp != tp_size else {}) | ({pp_key: pp} if pp != pp_size else {})
-    if layouts.world_size % (tp_size * pp_size):
+    given = {tp_key: tp_size, pp_key: pp_size} | ({cp_key: cp_size} if cp_size > 1 else {})
+    tp, pp, cp = layouts.nearest(tp_size, pp_size, cp_size)
+    nearest = {key: size for key, size in ((tp_key, tp), (pp_key, pp), (cp_key, cp)) if size != given.get(key, 1)}
+    if layouts.world_size % (tp_size * pp_size * cp_size):
         rule = f"must divide the {layouts.world_size} ranks ({pool.size})"
-        yield Violation({tp_key: tp_size, pp_key: pp_size}, rule, nearest, subject=_sizes(leader, tp_size, pp_size))
+        yield Violation(given, rule, nearest, subject=_sizes(leader, tp_size, pp_size, cp_size))
     for model in models:
         for name, size in model.tp_divides.items():
             if size % tp_size:
                 rule = f"must divide {name}({size}) of {model.path}"
                 yield Violation({tp_key: tp_size}, rule, nearest, subject=f"tp({tp_size})")
-    stages = layouts.world_size // tp_size if layouts.world_size % tp_size == 0 else layouts.world_size
+    across = tp_size * cp_size
+    stages = layouts.world_size // across if layouts.world_size % across == 0 else layouts.world_size
     yield from stage_problems(models, megatron, stages, group)
 
 
-def _sizes(leader: RoleSpec, tp_size: int, pp_size: int) -> str:
+def _sizes(leader: RoleSpec, tp_size: int, pp_size: int, cp_size: int) -> str:
     """What a message calls them: of another role than the actor by its keys, which may be the actor's until set."""
-    sizes = f"tp({tp_size}) * pp({pp_size})"
+    sizes = f"tp({tp_size}) * " + (f"cp({cp_size}) * " if cp_size > 1 else "") + f"pp({pp_size})"
     return sizes if leader.kind == ACTOR_ROLE else f"{sizes} of {leader.key}.megatron"
 
 

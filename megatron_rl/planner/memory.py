@@ -253,11 +253,27 @@ class MemoryOfStage:
         length = longest + one.extra_tokens
         multiple = self.pool.grid.tp_size if self.pool.megatron.sequence_parallel else 1
         share = max(1, -(-num_samples // self.pool.grid.dp_size))
-        rows = one.num_rows if one.max_tokens is None else max(1, one.max_tokens // length)
+        cp_size = self.pool.grid.cp_size
+        if cp_size > 1:
+            length = -(-length // (2 * cp_size)) * 2 * cp_size
+        rows = one.num_rows if one.max_tokens is None else max(1, one.max_tokens * cp_size // length)
         rows = min(rows, share)
-        tokens = -(-rows * length // multiple) * multiple
-        block = Block(tokens, tokens, rows * data.max_response_length, one.remove_padding)
+        tokens = -(-rows * length // cp_size // multiple) * multiple
+        # A rank's chunks are gathered as they are, and filled up nowhere.
+        is_packed = one.remove_padding and cp_size == 1
+        block = Block(tokens, tokens, rows * most_scored(length, data.max_response_length, cp_size), is_packed)
         return Passes(block, -(-share // rows))
+
+    def _exchanged_keys(self, role: RoleSpec, block: Block, *, backward: bool) -> float:
+        """Bytes of other context-parallel ranks' keys and values that are there while a layer attends to them."""
+        grid, override = self.pool.grid, role.megatron.override_transformer_config
+        if grid.cp_size == 1 or override.cp_comm_type == "a2a":
+            return 0.0
+        layer = self.pool.layer(self.pool.model(role))
+        ranks = 2 if override.cp_comm_type == "p2p" else grid.cp_size
+        # Keys and values as they travel; their gradients and this rank's output are added up in float32.
+        pairs = ranks * block.tokens * 2 * layer.kv * (layer.element + (FP32 if backward else 0))
+        return pairs + block.tokens * layer.q * FP32
 
     def _head(self, role: RoleSpec, block: Block, num_chunks: int) -> Held:
         """The logits that exist at once, and the hidden states of the scored tokens."""
@@ -274,7 +290,7 @@ class MemoryOfStage:
         layer, block = self.pool.layer(self.pool.model(role)), passes.block
         hidden = 2 * block.tokens * layer.hidden * layer.element
         head = self._head(role, block, CHUNKS_FORWARD)
-        running = layer.transient_bytes(block, backward=False)
+        running = layer.transient_bytes(block, backward=False) + self._exchanged_keys(role, block, backward=False)
         return {"activations": int(max(hidden + running - sum(head.values()), hidden)), **head}
 
     def _update(self, role: RoleSpec, passes: Passes) -> Held:
@@ -290,6 +306,7 @@ class MemoryOfStage:
         gradient = self._largest_gradient(weights, lambda name: "layers" in name)
         made = recompute.made_bytes(num_layers, saved) + max(parts, default=0.0)
         running = made + layer.transient_bytes(block, backward=True)
+        running += self._exchanged_keys(role, block, backward=True)
         head = self._head(role, block, CHUNKS_BACKWARD)
         moments = [{"activations": int(kept + running), "weight gradient": gradient}]
         if head:
@@ -313,6 +330,12 @@ class MemoryOfStage:
             if wanted(name)
         ]
         return max(sizes, default=0) * self.pool.element
+
+
+def most_scored(length: int, response: int, cp_size: int) -> int:
+    """Of a sequence's response tokens, its last ones, those that the rank with most of them reads."""
+    chunk = length // (2 * cp_size)
+    return min(chunk, response) + min(chunk, max(0, response - length // 2)) if cp_size > 1 else response
 
 
 def offloaded_share(role: RoleSpec) -> float:

@@ -254,5 +254,6 @@ def other_layouts(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]
         in_place = {f"{ROLLOUT_KEY}.drop_train_weights": True}
         yield in_place if placement.is_colocated else {f"{ROLLOUT_KEY}.tensor_model_parallel_size": 2 * tp_size}
     for pool in (placement.pools[name] for name in sorted(pools)):
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size") if pool.megatron_roles else ():
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        for name in sizes if pool.megatron_roles else ():
             yield _of_pool(config, pool, name, 2 * getattr(pool.layout, name))

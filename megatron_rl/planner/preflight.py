@@ -18,6 +18,7 @@ from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 from megatron_rl.planner.algorithm_rules import algorithm_problems
 from megatron_rl.planner.async_rules import async_problems
 from megatron_rl.planner.cache_rules import cache_problems
+from megatron_rl.planner.context_rules import context_problems
 from megatron_rl.planner.engine_rules import engine_problems
 from megatron_rl.planner.file_rules import file_problems, path_problems
 from megatron_rl.planner.folder_files import end_token_problems
@@ -60,6 +61,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
             *pool_problems(config),
             *layout_problems(pools, models),
             *recompute_problems(config, models),
+            *context_problems(config, models),
             *option_problems(config),
             *sharing_problems(config, pools),
             *rollout_problems(config, pools, models),
@@ -105,16 +107,20 @@ def _batch_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _pack_problems(config: RunConfig) -> Iterable[Violation]:
-    """The longest sequence must fit into one pass."""
+    """The longest sequence must fit into one pass, over all ranks that share it."""
     lengths = (config.data.max_prompt_length, config.data.max_response_length)
-    passes = [one for role in roles_of(config) for one in role.passes if one.max_tokens is not None]
-    for key, own in dict.fromkeys((one.key, one.longest) for one in passes):
+    passes = [(one, role) for role in roles_of(config) for one in role.passes if one.max_tokens is not None]
+    sizes = {one.key: role.megatron.context_parallel_size for one, role in passes}
+    for key, own in dict.fromkeys((one.key, one.longest) for one, _ in passes):
         # The configured limit: a pass makes room for what its role reads beyond the longest sequence.
         limit, longest, what = value_of(config, key), sum(lengths), "data.max_prompt_length + data.max_response_length"
         if own not in (None, longest):
             longest, what = own, f"{key.rpartition('.')[0]}.max_length"
-        if min(*lengths, limit, longest) >= 1 and limit < longest:
-            yield Violation({key: limit}, f"must be >= {what} = {longest}", {key: longest})
+        if min(*lengths, limit, longest, sizes[key]) >= 1 and limit * sizes[key] < longest:
+            shared = f" / cp({sizes[key]})" if sizes[key] > 1 else ""
+            whole = f"({what})" if shared else what
+            rule = f"must be >= {whole}{shared} = {longest}{shared}"
+            yield Violation({key: limit}, rule, {key: -(-longest // sizes[key])})
 
 
 def _length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:

@@ -92,6 +92,7 @@ class PoolModels:
             self.megatron.pipeline_model_parallel_size,
             self.megatron.expert_model_parallel_size,
             self.megatron.expert_tensor_parallel_size,
+            self.megatron.context_parallel_size,
         )
         generates = spec.role(ROLLOUT)
         self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
@@ -116,7 +117,7 @@ class PoolModels:
 
     def weights(self, role: RoleSpec) -> TrainedWeights:
         """A role's parameters; the reference holds the same as the actor, but for the padding of buffers."""
-        numel = bucket_numel(role.megatron.override_ddp_config, self.grid.dp_size) if role.is_trained else None
+        numel = bucket_numel(role.megatron.override_ddp_config, self.grid.num_replicas) if role.is_trained else None
         key = (role.model_path, role.has_value_head, numel)
         if key not in self._weights:
             model = self.model(role)

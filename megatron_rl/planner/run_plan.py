@@ -268,7 +268,8 @@ def pool_row(pool: PoolModels) -> tuple[str, ...]:
     size, grid = pool.spec.size, pool.grid
     layouts = []
     if pool.spec.megatron_roles:
-        sizes = {"TP": grid.tp_size, "PP": grid.pp_size, "VPP": pool.vpp_size, "EP": grid.ep_size, "DP": grid.dp_size}
+        sizes = {"TP": grid.tp_size, "CP": grid.cp_size, "PP": grid.pp_size, "VPP": pool.vpp_size}
+        sizes |= {"EP": grid.ep_size, "DP": grid.dp_size}
         layouts.append(" ".join(f"{name}{value}" for name, value in sizes.items() if value > 1 or name in SHOWN_SIZES))
     if pool.rollout is not None:
         layouts.append(f"rollout TP{pool.rollout.tp_size} x {pool.rollout.num_replicas}")
@@ -292,7 +293,7 @@ def pool_as_json(pool: PoolModels) -> dict[str, Any]:
         "groups": pool_groups(pool),
     }
     if pool.spec.megatron_roles:
-        sizes = {"tp": grid.tp_size, "pp": grid.pp_size, "vpp": pool.vpp_size, "dp": grid.dp_size}
+        sizes = {"tp": grid.tp_size, "pp": grid.pp_size, "vpp": pool.vpp_size, "cp": grid.cp_size, "dp": grid.dp_size}
         found |= sizes | {"ep": grid.ep_size, "etp": grid.expert_tp_size}
     if pool.rollout is not None:
         found |= {"rollout_tp": pool.rollout.tp_size, "rollout_replicas": pool.rollout.num_replicas}
@@ -304,6 +305,7 @@ def pool_groups(pool: PoolModels) -> dict[str, list[list[int]]]:
     grid, rollout, found = pool.grid, pool.rollout, {}
     if pool.spec.megatron_roles:
         found = {"training TP": grid.tp_groups(), "training PP": grid.pp_groups(), "training DP": grid.dp_groups()}
+        found |= {"training CP": grid.cp_groups()} if grid.cp_size > 1 else {}
     if rollout is not None:
         found["rollout TP"] = rollout.tp_groups()
     if rollout is not None and pool.spec.role(ACTOR) is not None:

@@ -80,7 +80,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         pool = models.pools[role.pool]
         estimator = _estimator(models, pool, role, hardware)
         if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
-            seconds[role.score.phase] = estimator.forward(_scored(load, role.score, models.config))
+            seconds[role.score.phase] = estimator.forward(_scored(load, role.score, models.config, pool.grid.cp_size))
             scores.add(role.score.phase)
         if role.update is not None:
             seconds[role.update.phase] = estimator.train(_updated(load, role, pool, models.config))
@@ -110,22 +110,24 @@ def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Ha
         pool.vpp_size,
         pool.grid.ep_size,
         models.rollout.tp_size,
+        pool.grid.cp_size,
+        role.megatron.override_transformer_config.cp_comm_type,
     )
     return Estimator(ModelCost.of(models.pools[role.pool].model(role)), layout, hardware, role.megatron.dtype)
 
 
-def _block_tokens(load: Load, one: PassSpec) -> int:
-    """Tokens of one pass: as many as are joined, or those of so many samples of mean length."""
-    return one.max_tokens or int(one.num_rows * load.length)
+def _block_tokens(load: Load, one: PassSpec, cp_size: int) -> int:
+    """Tokens of one pass on a rank: as many as are joined, or its part of so many samples of mean length."""
+    return one.max_tokens or int(one.num_rows * load.length / cp_size)
 
 
-def _scored(load: Load, one: PassSpec, config: RunConfig) -> Load:
+def _scored(load: Load, one: PassSpec, config: RunConfig, cp_size: int) -> Load:
     """With what the role reads. Sequences that are tokenised anew are assumed to fill as much of their limit."""
     share = 1.0
     if one.longest is not None:
         share = one.longest / (config.data.max_prompt_length + config.data.max_response_length)
     longer = replace(load, prompt=load.prompt * share + one.extra_tokens, response=load.response * share)
-    return replace(longer, block_tokens=_block_tokens(longer, one))
+    return replace(longer, block_tokens=_block_tokens(longer, one, cp_size))
 
 
 def _updated(load: Load, role: RoleSpec, pool: PoolModels, config: RunConfig) -> Load:
@@ -137,7 +139,7 @@ def _updated(load: Load, role: RoleSpec, pool: PoolModels, config: RunConfig) ->
         load,
         mini_batch=min(settings.ppo_mini_batch_size, prompts) * config.actor_rollout_ref.rollout.n,
         epochs=settings.ppo_epochs,
-        block_tokens=_block_tokens(load, role.update),
+        block_tokens=_block_tokens(load, role.update, pool.grid.cp_size),
         recompute=recomputed_share(pool, role),
     )
 

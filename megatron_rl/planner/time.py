@@ -1,6 +1,6 @@
 """Seconds of each phase of a step, from FLOPs, bytes and what a GPU can do: a roofline with a few calibrated shares.
 
-Legend: t, p, d: TP, PP, DP; P matrix parameters; L layers; H hidden size.
+Legend: t, p, d: TP, PP, copies of the model (DP x CP); P matrix parameters; L layers; H hidden size.
     training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, stretched by the
                  pipeline's bubble, (m + (p - 1) / v) / m for m micro-batches (Narayanan et al., arXiv:2104.04473)
     generation   every decode step reads the weights and the cache once, or computes if that takes longer, and costs
@@ -89,9 +89,12 @@ class Layout:
     vpp: int = 1
     ep: int = 1
     rollout_tp: int = 1
+    cp: int = 1
+    cp_comm_type: str = "p2p"
 
     @property
     def dp(self) -> int:
+        """Copies of the model in training, of which CP share every sequence."""
         return self.num_gpus // (self.tp * self.pp)
 
     @property
@@ -162,7 +165,8 @@ class Estimator:
             rows = mine / layout.tp * self.model.experts_per_token * self.model.hidden * BF16
             wide = layout.ep * layout.tp > layout.gpus_per_node
             traffic += passes * 2 * layers * rows * (layout.ep - 1) / layout.ep / self._bandwidth(wide)
-        blocks = max(1, math.ceil(mine / max(load.block_tokens, load.length)))
+        traffic += layers * self._key_exchange(mine, passes)
+        blocks = max(1, math.ceil(mine / max(load.block_tokens, load.length / layout.cp)))
         bubble = (layout.pp - 1) / layout.vpp / blocks
         hops = 2 * (passes > 1) + (passes == 1)
         wide = layout.tp * layout.dp >= layout.gpus_per_node
@@ -170,6 +174,23 @@ class Estimator:
         if layout.pp > 1:
             sends = hops * layout.vpp * mine / layout.tp * self.model.hidden * BF16 / self._bandwidth(wide)
         return (compute + traffic) * (1 + bubble) + sends
+
+    def _key_exchange(self, tokens: float, passes: float) -> float:
+        """Seconds of one layer's attention across context-parallel ranks, taken not to be hidden behind its work.
+
+        Forward keys and values reach every other rank; backward they do again, and gradients in float32 come back.
+        """
+        layout, model = self.layout, self.model
+        if layout.cp == 1:
+            return 0.0
+        pair = model.kv_bytes_per_token / model.num_layers / layout.tp
+        if layout.cp_comm_type == "a2a":
+            # Queries and outputs change ranks as well, but each number only once.
+            sent = (pair + 2 * model.q_size * BF16 / layout.tp) * (layout.cp - 1) / layout.cp
+            sent *= passes if passes == 1 else passes - 1
+        else:
+            sent = pair * (layout.cp - 1) * (passes if passes == 1 else passes + 1)
+        return tokens * sent / self._bandwidth(layout.tp * layout.cp > layout.gpus_per_node)
 
     def _optimizer_step(self, load: Load) -> float:
         """Reduce-scatter of float32 gradients, all-gather of parameters, and Adam's traffic in memory."""

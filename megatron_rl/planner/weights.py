@@ -25,11 +25,11 @@ BUCKET_MULTIPLE = 128
 """Elements; the end of a bucket is padded to a multiple of it and of the ranks that share the optimizer's state."""
 
 
-def bucket_numel(override: OverrideDDPConfig, dp_size: int) -> int | None:
+def bucket_numel(override: OverrideDDPConfig, num_replicas: int) -> int | None:
     """Parameters of a bucket, Megatron's own number where none is set; None: there is one bucket."""
     if not override.overlap_grad_reduce:
         return None
-    return override.bucket_size or max(40_000_000, 1_000_000 * dp_size)
+    return override.bucket_size or max(40_000_000, 1_000_000 * num_replicas)
 
 
 def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -> list[list[str]]:
@@ -124,7 +124,7 @@ class TrainedWeights:
             dense = [name for name in names if not self.specs[name].tensor.is_expert]
             found += [
                 self._buffer(group, shares, pp_rank, bucket_numel)
-                for group, shares in ((dense, grid.dp_size), (experts, expert_shares))
+                for group, shares in ((dense, grid.num_replicas), (experts, expert_shares))
                 if group
             ]
         return found

@@ -22,7 +22,12 @@ ACTOR = "actor_rollout_ref.actor"
 FOLLOWERS = ("actor_rollout_ref.ref", "critic", "reward_model")
 TEXT_KEY = "reward_model.model.input_tokenizer"
 COUNTING = "counting embedding or loss as a layer of a stage"
-LAYOUT_DEFAULTS = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
+LAYOUT_DEFAULTS = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+}
 
 
 def fitted(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 
 def response_values(output: Tensor, block: MicroBatch) -> Tensor:
-    """Model output [b, S, 1] -> float32 [N]: the value *before* each response token, where it was chosen."""
-    return output[:, :-1, 0][block.predicts_response].float()
+    """Model output [b, S, 1] -> float32 [N]: the value *before* each response token, where it was chosen.
+
+    Of C context-parallel ranks each has S / C columns, and gets all values.
+    """
+    return block.whole(block.scored(output)[:, 0].float())
 
 
 class Critic(TrainedRole):

@@ -193,5 +193,6 @@ def initialize_pool(spec: PoolSpec, world_size: int, seed: int, collective_timeo
         pp_size=megatron.pipeline_model_parallel_size,
         ep_size=megatron.expert_model_parallel_size,
         etp_size=megatron.expert_tensor_parallel_size,
+        cp_size=megatron.context_parallel_size,
     )
     return initialize_mpu(grid, seed, megatron.virtual_pipeline_model_parallel_size or 1, collective_timeout)

@@ -6,7 +6,9 @@ must be called by all TP and PP ranks of a data-parallel rank, with the same mic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +26,11 @@ from megatron_rl.experience.micro_batches import (
     prompt_numbers,
     round_up,
 )
+from megatron_rl.model.context_attention import ContextSegments
 from megatron_rl.model.segments import Segments
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
 from megatron_rl.records import Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
@@ -47,25 +51,36 @@ class Pipeline:
     def micro_batches(self, record: TokenRows, cut: MicroBatching) -> list[MicroBatch]:
         """Cut a record into blocks that this pipeline can run; all ranks must call.
 
-        Under sequence parallelism the columns spread evenly over TP ranks. Where data-parallel ranks hold different
+        Under sequence parallelism the columns spread evenly over TP ranks, and under context parallelism every segment
+        over twice as many chunks as there are ranks. Where data-parallel ranks hold different
         experts they need each other's answers in every block, so all get as many as the one that has most; dynamic
         blocks are cut to the same number everywhere, so that no rank waits for another's. Packed rows share prompts
         where attention can.
         """
-        grid, lengths = self.groups.grid, row_lengths(record.input_ids).tolist()
-        column_multiple = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
-        prompts = prompt_numbers(record) if cut.remove_padding and shares_prompts(self.device) else None
+        grid = self.groups.grid
+        per_segment = segment_multiple(grid.cp_size)
+        lengths = [round_up(length, per_segment) for length in row_lengths(record.input_ids).tolist()]
+        per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
+        multiples = (math.lcm(per_segment, grid.cp_size * per_share), per_segment)
+        prompts = prompt_numbers(record) if cut.remove_padding and self._shares_prompts else None
         plan = cut.plan(lengths, 1, self._round_size, prompts)
         if not (cut.is_dynamic or grid.experts_join_dp_ranks):
-            return micro_batches(record, plan, cut.remove_padding, column_multiple, prompts)
+            return micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1])
         agreed = 0
         # A rank that needs more blocks than were agreed on, which is rare, makes all of them try once more.
         while (most := self._most_blocks(plan)) != agreed:
             agreed = most
             if len(plan) != agreed:
                 plan = cut.plan(lengths, agreed, self._round_size, prompts)
-        blocks = micro_batches(record, plan, cut.remove_padding, column_multiple, prompts)
+        blocks = micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1])
         return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
+
+    @property
+    def _shares_prompts(self) -> bool:
+        """Not under context parallelism: a chunk attends to its own segment alone, and an answer that is cut without
+        its prompt would be uneven work.
+        """
+        return shares_prompts(self.device) and self.groups.grid.cp_size == 1
 
     @property
     def _round_size(self) -> int:
@@ -90,7 +105,7 @@ class Pipeline:
         """
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-            block = next(iterator).to(self.device)
+            block = self._read_by_this_rank(next(iterator))
             # The schedule calls this with non_loss_data=True and collects what it returns.
             return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
 
@@ -111,11 +126,12 @@ class Pipeline:
         rank's blocks, [M], on the last stage; None before.
         """
         blocks = self._scheduled(blocks)
-        # Megatron divides by the number of micro-batches and averages over data-parallel ranks; the sum is wanted.
+        # Megatron divides by the number of micro-batches and averages over data-parallel ranks; the sum is wanted. Over
+        # context-parallel ranks, each of which has the whole loss and its own tokens' gradients, it adds up.
         scale = len(blocks) * self.groups.grid.dp_size
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-            block = next(iterator).to(self.device)
+            block = self._read_by_this_rank(next(iterator))
 
             def scaled(output: Tensor) -> tuple[Tensor, Tensor]:
                 value, metrics = loss(output, block)
@@ -134,11 +150,31 @@ class Pipeline:
         blocks = in_one_shape(blocks)
         return [*blocks, *[blocks[0].neutral()] * (-len(blocks) % self._round_size)]
 
+    def _read_by_this_rank(self, block: MicroBatch) -> MicroBatch:
+        """The block on this device, with this rank's share of it where context-parallel ranks have one each."""
+        block, group = block.to(self.device), self.groups.cp_group
+        if group.size() == 1:
+            return block
+        columns = zigzag_columns(self._segments(block), group.size(), group.rank()).to(self.device)
+        return replace(block, share=ContextShare.of(columns, block.predicts_response, group))
+
+    @staticmethod
+    def _segments(block: MicroBatch) -> tuple[int, ...]:
+        """Lengths of the segments of one row, which is one where rows are padded."""
+        return (block.input_ids.shape[1],) if block.segments is None else block.segments
+
     def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:
         made_progress()
-        positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
-        segments = None if block.segments is None else Segments.of(block.segments, self.device, block.prefixes)
-        output: Tensor = model(block.input_ids, positions, None, packed_seq_params=segments)
+        input_ids, share, segments = block.input_ids, block.share, None
+        if share is not None:
+            cp_size = self.groups.grid.cp_size
+            segments = ContextSegments.cut(self._segments(block), len(input_ids), share.columns, cp_size, share.group)
+            input_ids = input_ids[:, share.columns]
+        elif block.segments is not None:
+            segments = Segments.of(block.segments, self.device, block.prefixes)
+        # Megatron wants positions and does not use them: rotary embeddings go by segments.
+        positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
+        output: Tensor = model(input_ids, positions, None, packed_seq_params=segments)
         return output
 
     def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Tensor]:

@@ -15,10 +15,11 @@ from megatron_rl.config.roles import ACTOR, PassSpec, Placement, PoolSpec, RoleS
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
 from megatron_rl.experience.batches import num_optimizer_steps
-from megatron_rl.experience.micro_batches import MicroBatching
+from megatron_rl.experience.micro_batches import MicroBatching, round_up
 from megatron_rl.model.families import ModelShape
 from megatron_rl.observe.memory import MemoryLedger
 from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.parallel.zigzag import segment_multiple
 from megatron_rl.roles.environment import RankEnvironment
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class Rank:
         """The folder that a role starts from. The pool has one layout; what is made again is the role's own."""
         from megatron_rl.roles.model_source import ModelSource
 
-        override = spec.megatron.override_transformer_config if spec.is_trained else OverrideTransformerConfig()
+        override = spec.megatron.override_transformer_config
+        if not spec.is_trained:
+            override = OverrideTransformerConfig(cp_comm_type=override.cp_comm_type)
         layout = self.pool.layout if self.pool.megatron_roles else spec.megatron
         megatron = replace(layout, override_transformer_config=override)
         return ModelSource.open(spec.model_path, self.groups, self.device, megatron)
@@ -70,11 +73,14 @@ class Rank:
     def micro_batching(self, one: PassSpec | None) -> MicroBatching:
         """How a pass is cut into micro-batches. Work is judged by the actor's model, so that all roles cut alike.
 
-        Raises ValueError where the role has no such pass.
+        Tokens of a micro-batch are those of all context-parallel ranks. Raises ValueError where the role has no such
+        pass.
         """
         if one is None:
             raise ValueError("this role has no such pass")
-        return MicroBatching(one.num_rows, one.max_tokens, one.remove_padding, self._work)
+        cp_size = self.groups.grid.cp_size
+        max_tokens = one.max_tokens and round_up(one.max_tokens * cp_size, segment_multiple(cp_size))
+        return MicroBatching(one.num_rows, max_tokens, one.remove_padding, self._work)
 
     @cached_property
     def _work(self) -> SequenceWork:

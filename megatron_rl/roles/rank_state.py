@@ -38,7 +38,8 @@ def load_rank_state(folder: Path, pool: str, groups: TrainGroups) -> tuple[bool,
     """Put back what `save_rank_state` wrote: (whether there was a state for this grid, the rollout's generators)."""
     file = rank_file(folder, pool, groups.rank)
     content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"grid": None}
-    if content["grid"] != dataclasses.asdict(groups.grid) or content["rank"] != groups.rank:
+    grid = content["grid"] and {"cp_size": 1} | content["grid"]  # checkpoints from before it was written have none
+    if grid != dataclasses.asdict(groups.grid) or content["rank"] != groups.rank:
         return False, None
     RNGState.from_json(content["train"]).restore()
     get_cuda_rng_tracker().set_states({name: from_hex(text) for name, text in content["megatron"].items()})

@@ -23,8 +23,15 @@ class TokenScorer:
         self.head = VocabHead(models[-1], vocab_size, temperature, pipeline.groups.tp_group)
 
     def log_probs_and_entropy(self, hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
-        """hidden [b, S, H] -> (log-prob [N], entropy [N]) of the block's response tokens, float32."""
-        return self.head.log_probs_and_entropy(hidden[:, :-1][block.predicts_response], block.targets)
+        """hidden [b, S / C, H] -> (log-prob [N], entropy [N]) of the block's response tokens, float32.
+
+        C: context-parallel ranks, all of which must call, and get the same.
+        """
+        found = self.head.log_probs_and_entropy(block.scored(hidden), block.targets)
+        if block.share is None:
+            return found
+        log_probs, entropy = block.whole(torch.stack(found, -1)).unbind(-1)
+        return log_probs, entropy
 
     def score(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
         """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
@@ -34,8 +41,8 @@ class TokenScorer:
         """The same with `sum_pi_squared` of every response token."""
 
         def per_token(hidden: Tensor, block: MicroBatch) -> Tensor:
-            tokens = hidden[:, :-1][block.predicts_response]
-            return torch.stack(self.head.log_probs_and_squares(tokens, block.targets), -1)
+            found = self.head.log_probs_and_squares(block.scored(hidden), block.targets)
+            return block.whole(torch.stack(found, -1))
 
         found = self.pipeline.forward(self.pipeline.micro_batches(sequences, cut), per_token)
         if found is None:
@@ -47,5 +54,5 @@ class TokenScorer:
         """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
         return self.pipeline.forward(
             self.pipeline.micro_batches(sequences, cut),
-            lambda hidden, block: self.head.logits(hidden[:, :-1][block.predicts_response]),
+            lambda hidden, block: block.whole(self.head.logits(block.scored(hidden))),
         )

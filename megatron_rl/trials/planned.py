@@ -25,13 +25,15 @@ class GroupSizes:
     pp: int
     dp: int
     rollout_tp: int
+    cp: int = 1
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def __str__(self) -> str:
-        return f"TP{self.tp} PP{self.pp} DP{self.dp} \N{RIGHTWARDS ARROW} TP{self.rollout_tp}"
+        cp = f"CP{self.cp} " if self.cp > 1 else ""
+        return f"TP{self.tp} {cp}PP{self.pp} DP{self.dp} \N{RIGHTWARDS ARROW} TP{self.rollout_tp}"
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, fold
         point,
         options,
         [],
-        GroupSizes(grid.tp_size, grid.pp_size, grid.dp_size, plan.models.rollout.tp_size),
+        GroupSizes(grid.tp_size, grid.pp_size, grid.dp_size, plan.models.rollout.tp_size, grid.cp_size),
         Expected(
             plan.step_seconds,
             plan.memory.peak,

@@ -141,7 +141,7 @@ def timings(model, distribution: str, num_rows: int, rounds: int) -> dict[str, t
     }
 
     def loss(hidden: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs, _ = head.log_probs_and_entropy(hidden[:, :-1][block.predicts_response], block.targets)
+        log_probs, _ = head.log_probs_and_entropy(block.scored(hidden), block.targets)
         return -log_probs.sum() / len(record), log_probs.detach().sum()[None]
 
     blocks = {name: trainable.pipeline.micro_batches(record, cut) for name, cut in cuts.items()}

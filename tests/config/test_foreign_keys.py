@@ -112,7 +112,7 @@ KEYS_THAT_NOBODY_HAS = {"key": st.one_of(typos(), st.sampled_from(SAMPLES)), "va
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**KEYS_THAT_NOBODY_HAS)
-@example(key=f"{MEGATRON}.context_parallel_size", value=2)
+@example(key=f"{MEGATRON}.qat.enable", value=True)
 @example(key="trainer.total_epoch", value=15)
 @example(key="reward.custom_reward_function.reward_kwargs.some.thing", value=None)
 def test_no_unknown_key_changes_the_verdict_on_a_known_one(key, value):
@@ -162,13 +162,30 @@ def _follows_one_of(name: str, keys: set[str]) -> bool:
 
 
 def test_a_feature_is_named_and_hides_nothing():
-    """Context parallelism is that, and not a misspelt expert parallelism. Would not catch a feature without a row."""
-    reading = read_settings(settings_of(BASE | {f"{MEGATRON}.context_parallel_size": 2}))
+    """Quantization-aware training is that, and no misspelt key. Would not catch a feature without a row."""
+    reading = read_settings(settings_of(BASE | {f"{MEGATRON}.qat.enable": True}))
     (violation,) = reading.violations
-    assert "asks for context parallelism, which is not here" in str(violation) and violation.nearest == {}
-    assert read_settings(settings_of(BASE | {f"{MEGATRON}.context_parallel_size": 1})).violations == []
+    assert "asks for quantization-aware training, which is not here" in str(violation) and violation.nearest == {}
+    assert read_settings(settings_of(BASE | {f"{MEGATRON}.qat.enable": False})).violations == []
     assert reading.config is not None
-    assert reading.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size == 1
+    assert reading.config.actor_rollout_ref.actor.megatron.context_parallel_size == 1
+
+
+def test_context_parallelism_in_all_its_spellings():
+    """verl's key, the same among Megatron's own options, and transformer-engine's choice of the way; of all roles.
+
+    Would not catch a role that does not follow the actor.
+    """
+    override = f"{MEGATRON}.override_transformer_config"
+    plain = {f"{MEGATRON}.context_parallel_size": 2, f"{override}.cp_comm_type": None}
+    for said in (plain, {f"{override}.context_parallel_size": 2, f"{override}.cp_comm_type": "a2a"}):
+        reading = read_settings(settings_of(BASE | said))
+        assert reading.violations == [] and reading.config is not None
+        way = said[f"{override}.cp_comm_type"] or "p2p"
+        shared = reading.config.actor_rollout_ref
+        for megatron in (shared.actor.megatron, shared.ref.megatron, reading.config.critic.megatron):
+            assert megatron.context_parallel_size == 2
+            assert megatron.override_transformer_config.cp_comm_type == way
 
 
 @pytest.mark.parametrize(
@@ -321,7 +338,6 @@ def test_hydras_prefixes_and_values():
         ("data.train_batchsize", "data.train_batch_size"),
         ("trainer.total_steps", "trainer.total_training_steps"),
         (f"{MEGATRON}.tensor_parallel_size", f"{MEGATRON}.tensor_model_parallel_size"),
-        (f"{MEGATRON}.context_parallel_size", None),
         ("trainer.worker_count", None),
         ("trainer.epoch_budget", None),
         ("actor_rollout_ref.actor.router_replay_mode", None),

@@ -116,6 +116,8 @@ BUCKETS = {f"{MEGATRON}override_ddp_config__overlap_grad_reduce": True}
 BUCKETS |= {f"{MEGATRON}override_ddp_config__bucket_size": 100_000}
 HOST_ADAM = {"critic__optim__override_optimizer_config__optimizer_cpu_offload": True}
 EP2 = {f"{MEGATRON}expert_model_parallel_size": 2}
+CP2 = {f"{MEGATRON}context_parallel_size": 2}
+GATHER = {f"{MEGATRON}override_transformer_config__cp_comm_type": "all_gather"}
 LAYOUTS = {
     "one rank, packed": (1, 1, 1, {}),
     "TP2 x PP2, padded, SP": (4, 2, 2, SP | {"actor_rollout_ref__model__use_remove_padding": False}),
@@ -123,10 +125,16 @@ LAYOUTS = {
     "PP2, recomputed": (2, 1, 2, RECOMPUTED),
     "PP2, parts, buckets, host Adam": (2, 1, 2, PARTS | BUCKETS | HOST_ADAM),
     "experts, EP2, DP2, router again": (2, 1, 1, EP2 | MOE_AGAIN | BUCKETS),
+    "PP2, CP2": (4, 1, 2, CP2),
+    "CP2, padded, gathered": (2, 1, 1, CP2 | GATHER | {"actor_rollout_ref__model__use_remove_padding": False}),
 }
+RARELY = ("CP2, padded, gathered",)
+"""Not part of `make test`."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in RARELY else []) for name in LAYOUTS]
+)
 def test_measured_peaks_are_near_the_plan(name, tmp_path):
     """Within 15% in every phase on every rank.
 

@@ -147,12 +147,18 @@ def test_other_layouts_go_on_alike(tmp_path) -> None:
 
 
 VPP2 = {"actor_rollout_ref__actor__megatron__virtual_pipeline_model_parallel_size": 2}
+CP2 = {"actor_rollout_ref__actor__megatron__context_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
     ("save_model", "before", "after"),
-    [(save_qwen3_moe, (4, 2, 1, MOE), (1, 1, 1, {})), (save_qwen2, (4, 2, 2, {}), (2, 1, 2, VPP2))],
-    ids=["experts: TP2xEP2 to one process", "tied: TP2xPP2 to PP2xVPP2"],
+    [
+        (save_qwen3_moe, (4, 2, 1, MOE), (1, 1, 1, {})),
+        (save_qwen2, (4, 2, 2, {}), (2, 1, 2, VPP2)),
+        pytest.param(save_qwen2, (4, 1, 2, CP2), (2, 2, 1, {}), marks=pytest.mark.exhaustive),
+        pytest.param(save_llama, (2, 1, 1, {}), (2, 1, 1, CP2), marks=pytest.mark.exhaustive),
+    ],
+    ids=["experts: TP2xEP2 to one process", "tied: TP2xPP2 to PP2xVPP2", "PP2xCP2 to TP2", "DP2 to CP2"],
 )
 def test_experts_and_tied_heads_change_their_layout(save_model, before, after, tmp_path) -> None:
     """Two steps in one layout, two in another, against four in the first. Would not catch a wrong weight that no

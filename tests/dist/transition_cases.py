@@ -51,6 +51,7 @@ CASES = [
     Case("TP2PP2-TP1", 2, 2, 1),
     Case("TP2PP2DP2-TP1", 2, 2, 1, dp=2),
     Case("PP4-TP1", 1, 4, 1),
+    Case("PP2CP2-TP2", 1, 2, 2, dp=2, options={f"{MEGATRON}context_parallel_size": 2}),
     Case("TP2PP2VPP2-TP1", 2, 2, 1, options={f"{MEGATRON}virtual_pipeline_model_parallel_size": 2}),
     Case("PP2-uneven-TP1", 1, 2, 1, options={f"{MEGATRON}num_layers_in_first_pipeline_stage": 1}),
     Case("PP2-TP2", 1, 2, 2, save=save_llama),

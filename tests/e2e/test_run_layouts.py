@@ -6,6 +6,7 @@ import json
 
 import pytest
 from command_line import REPOSITORY
+from lives import metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
@@ -42,6 +43,7 @@ def test_layout_by_overrides(command_line, world_size, tp_size, pp_size, rollout
     folder = run.run
     summary = json.loads((folder / "summary.json").read_text())
     expected = {"world_size": world_size, "tp": tp_size, "pp": pp_size, "dp": world_size // (tp_size * pp_size)}
+    expected["cp"] = 1
     assert summary["layout"] == expected | {"rollout_tp": rollout_tp_size}
     assert summary["steps"] == 2
     assert 0 < summary["rollout_logprob_diff_max"] < 5e-5
@@ -56,6 +58,38 @@ def test_layout_by_overrides(command_line, world_size, tp_size, pp_size, rollout
     assert lines[1]["reshard/verify_s"] > 0
     assert (folder / "curves.png").stat().st_size > 10_000
     assert run.left_over() == []
+
+
+@pytest.mark.exhaustive
+def test_context_parallelism_by_overrides(command_line) -> None:
+    """PP2 x CP2 against PP2, and going on from its first step without CP: the same samples, scores, losses and norms.
+
+    Would not catch a difference below 1e-3 of a metric; tests/dist/test_context_parallel.py does.
+    """
+    layout = (f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.pipeline_model_parallel_size=2")
+    keys = (*SHORT, *layout, "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.save_freq=1")
+    plain = (*keys, "trainer.n_gpus_per_node=2")
+    cut = command_line(*keys, "trainer.n_gpus_per_node=4", f"{MEGATRON}.context_parallel_size=2")
+    assert cut.wait(200) == 0, cut.text()
+    summary = json.loads((cut.run / "summary.json").read_text())
+    assert summary["layout"] == {"world_size": 4, "tp": 1, "cp": 2, "pp": 2, "dp": 1, "rollout_tp": 1}
+    received = summary["transition_bytes_received_per_rank"]
+    assert received == summary["transition_bytes_lower_bound_per_rank"] and sum(received) > 0
+    whole = command_line(*plain)
+    resumed = command_line(
+        *plain, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={cut.run / 'global_step_1'}"
+    )
+    assert whole.wait(200) == 0, whole.text()
+    assert resumed.wait(200) == 0, resumed.text()
+    assert f"{MEGATRON}.context_parallel_size was 2, is 1" in resumed.text()
+    theirs, ours, further = metrics(whole), metrics(cut), metrics(resumed)
+    assert ours.keys() == theirs.keys() == {0, 1, 2} and further.keys() == {2}
+    for run in (ours, further):
+        for step, found in run.items():
+            assert found.keys() == theirs[step].keys()
+            for name in found:
+                assert found[name] == pytest.approx(theirs[step][name], rel=1e-3, abs=1e-5), (step, name)
+    assert [run.left_over() for run in (cut, whole, resumed)] == [[], [], []]
 
 
 @pytest.mark.exhaustive

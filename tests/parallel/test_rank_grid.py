@@ -15,7 +15,9 @@ modest = settings(max_examples=60, deadline=None)
 def rollout_grids(draw):
     rollout_tp, micro_dp = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     tp_size, pp_size, dp_size = rollout_tp * micro_dp, draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    return RolloutGrid(TrainGrid(tp_size * pp_size * dp_size, tp_size, pp_size), rollout_tp)
+    cp_size = draw(st.integers(1, 3))
+    world_size = tp_size * cp_size * pp_size * dp_size
+    return RolloutGrid(TrainGrid(world_size, tp_size, pp_size, cp_size=cp_size), rollout_tp)
 
 
 def test_tp4_to_tp2():
@@ -41,13 +43,28 @@ def test_tp2_pp2():
 
 
 def test_dp_varies_faster_than_pp():
-    """Megatron's order on TP2 PP2 DP2. Would not catch a wrong place of context parallelism."""
+    """Megatron's order on TP2 PP2 DP2. Would not catch a wrong place of context parallelism; the next one does."""
     train = TrainGrid(world_size=8, tp_size=2, pp_size=2)
     assert train.dp_size == 2
     assert train.tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert train.dp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert train.pp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert [(train.tp_rank(r), train.dp_rank(r), train.pp_rank(r)) for r in (3, 4)] == [(1, 1, 0), (0, 0, 1)]
+
+
+def test_cp_varies_faster_than_dp():
+    """Megatron's order on TP2 CP2 DP2 PP2, and what counts as replicas: weights' groups are those without CP.
+
+    Would not catch what only three of an axis show.
+    """
+    train, without = TrainGrid(16, 2, 2, cp_size=2), TrainGrid(16, 2, 2)
+    assert (train.dp_size, train.num_replicas, without.dp_size, without.num_replicas) == (2, 4, 4, 4)
+    assert train.cp_groups()[:2] == [[0, 2], [1, 3]] and train.cp_groups()[-1] == [13, 15]
+    assert train.dp_groups()[:3] == [[0, 4], [1, 5], [2, 6]] and train.pp_groups() == without.pp_groups()
+    assert train.exchange_groups() == without.exchange_groups() == [[i, i + 1, i + 8, i + 9] for i in (0, 2, 4, 6)]
+    assert [train.place(rank, 64) for rank in range(16)] == [without.place(rank, 64) for rank in range(16)]
+    assert not TrainGrid(4, 1, 1, ep_size=2, cp_size=2).experts_join_dp_ranks
+    assert TrainGrid(4, 1, 1, ep_size=4, cp_size=2).experts_join_dp_ranks
 
 
 def test_tp8_pp4_dp2_on_64_ranks():
@@ -91,6 +108,7 @@ def test_every_kind_of_group_partitions_the_ranks(grid):
     kinds = [
         (train.tp_groups(), train.tp_size),
         (train.dp_groups(), train.dp_size),
+        (train.cp_groups(), train.cp_size),
         (train.pp_groups(), train.pp_size),
         (grid.tp_groups(), grid.tp_size),
         (grid.micro_dp_groups(), k),
@@ -106,10 +124,12 @@ def test_coordinates_agree_with_groups(grid):
     """A rank's coordinate is its place in its group. Would not catch groups and coordinates wrong alike."""
     train = grid.train
     for rank in range(train.world_size):
-        assert train.rank(train.tp_rank(rank), train.dp_rank(rank), train.pp_rank(rank)) == rank
+        where = (train.tp_rank(rank), train.dp_rank(rank), train.pp_rank(rank), train.cp_rank(rank))
+        assert train.rank(*where) == rank
     for groups, coordinate in (
         (train.tp_groups(), train.tp_rank),
         (train.dp_groups(), train.dp_rank),
+        (train.cp_groups(), train.cp_rank),
         (train.pp_groups(), train.pp_rank),
         (grid.tp_groups(), grid.tp_rank),
     ):
@@ -134,6 +154,8 @@ def test_errors_hold_the_numbers():
     """Sizes that do not divide. Would not catch a message that names no way out."""
     with pytest.raises(ValueError, match=r"tp\(2\) \* pp\(2\) does not divide world_size\(6\)"):
         TrainGrid(world_size=6, tp_size=2, pp_size=2)
+    with pytest.raises(ValueError, match=r"tp\(2\) \* cp\(3\) \* pp\(1\)"):
+        TrainGrid(world_size=8, tp_size=2, pp_size=1, cp_size=3)
     with pytest.raises(ValueError, match=r"rollout tp\(3\) does not divide world_size\(4\)"):
         RolloutGrid(TrainGrid(4, 4, 1), tp_size=3)
     with pytest.raises(ValueError, match=r"etp\(2\) \* ep\(3\) does not divide the 4 ranks of a stage"):

@@ -18,6 +18,8 @@ from megatron_rl.config.schema import RunConfig
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON, MODEL = f"{ACTOR}.megatron", "actor_rollout_ref.model.path"
 TP, PP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
+CP = f"{MEGATRON}.context_parallel_size"
+WAY = f"{MEGATRON}.override_transformer_config.cp_comm_type"
 EP, ETP = f"{MEGATRON}.expert_model_parallel_size", f"{MEGATRON}.expert_tensor_parallel_size"
 VPP = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
 FIRST, LAST = f"{MEGATRON}.num_layers_in_first_pipeline_stage", f"{MEGATRON}.num_layers_in_last_pipeline_stage"

@@ -376,20 +376,21 @@ def test_all_violations_come_in_one_numbered_error(config):
     world=st.integers(1, 64),
     heads=st.sampled_from([1, 2, 4, 6, 12, 28, 40]),
     layers=st.integers(1, 48),
+    cp=st.sampled_from([1, 2, 3, 8]),
     shares=st.fixed_dictionaries({}, optional=dict.fromkeys((VPP, FIRST, LAST), st.integers(1, 4))),
 )
-def test_suggested_layouts_are_valid(tp, pp, world, heads, layers, shares):
+def test_suggested_layouts_are_valid(tp, pp, world, heads, layers, cp, shares):
     """A suggestion keeps every rule, the shares of layers where one does. Would not catch a nearer one passed over."""
     sizes = ModelSizes("m", heads, heads, 64 * heads, 128, layers, 64, 100)
     megatron = MegatronConfig(pipeline_model_parallel_size=pp, **shares)
     layouts = Layouts(world, [sizes], megatron)
-    new_tp, new_pp = layouts.nearest(tp, pp)
-    assert world % (new_tp * new_pp) == 0
+    new_tp, new_pp, new_cp = layouts.nearest(tp, pp, cp)
+    assert world % (new_tp * new_pp * new_cp) == 0 and (cp > 1 or new_cp == 1)
     keeps_shares = spreads([sizes], replace(megatron, pipeline_model_parallel_size=new_pp))
     assert keeps_shares or (shares and layers % new_pp == 0)
     assert all(size % new_tp == 0 for size in sizes.tp_divides.values())
-    if (tp, pp) in [(t, p) for t in layouts.tp_sizes for p in layouts.pp_sizes if world % (t * p) == 0]:
-        assert (new_tp, new_pp) == (tp, pp)
+    if (tp, pp) in [(t, p) for t in layouts.tp_sizes for p in layouts.pp_sizes if world % (t * p * cp) == 0]:
+        assert (new_tp, new_pp, new_cp) == (tp, pp, cp)
 
 
 @given(

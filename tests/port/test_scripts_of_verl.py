@@ -21,24 +21,17 @@ SCRIPTS = Path(__file__).parent / "verl_scripts"
 FEATURES = {
     "examples_grpo_trainer_run_deepseek671b_math_megatron_96gb": ["multi-head latent attention (MLA)"],
     "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["vision-language models"],
-    "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["context parallelism", "vision-language models"],
+    "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["vision-language models"],
     "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # its model is not among the published ones
     "examples_router_replay_run_qwen30_a3b_megatron_vllm": ["router replay"],
-    "examples_sglang_multiturn_run_qwen2.5-3b_megatron_gsm8k_multiturn": [
-        "context parallelism",
-        "multi-turn rollouts and tools",
-    ],
+    "examples_sglang_multiturn_run_qwen2.5-3b_megatron_gsm8k_multiturn": ["multi-turn rollouts and tools"],
     "recipe_dapo_test_dapo_8b_megatron_fp8train": ["FP8 training"],
-    "recipe_dapo_test_dapo_glm_air_megatron": ["context parallelism", "GLM-4.5 models"],
+    "recipe_dapo_test_dapo_glm_air_megatron": ["GLM-4.5 models"],
     "recipe_gkd_megatron_test_qwen": ["distillation from a teacher"],
     "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": ["FP8 training", "quantized rollouts"],
-    "recipe_qat_run_qwen3_30b_w4a16_megatron": ["context parallelism", "quantization-aware training"],
-    "tests_special_e2e_run_ppo_trainer_megatron": ["context parallelism"],
+    "recipe_qat_run_qwen3_30b_w4a16_megatron": ["quantization-aware training"],
     "verl_experimental_fully_async_policy_shell_geo3k_qwen25vl_7b_megatron_4_4": [
         "vision-language models",
-    ],
-    "verl_experimental_fully_async_policy_shell_grpo_30b_a3b_base_math_megatron_96_32_mis": [
-        "context parallelism",
     ],
 }
 """Scripts that do not pass -> what they ask for that is not here."""
@@ -158,13 +151,13 @@ def test_what_is_not_supported_stays_in_the_file(tmp_path):
     file = tmp_path / "verl.yaml"
     file.write_text(
         "defaults: [x]\n_target_: y\nactor_rollout_ref:\n  model: {path: m}\n  actor:\n"
-        "    ppo_mini_batch_size: 64\n    megatron: {context_parallel_size: 2, use_mbridge: true}\n"
+        "    ppo_mini_batch_size: 64\n    megatron: {qat: {enable: true}, use_mbridge: true}\n"
         "  rollout: {prompt_length: '${oc.select:data.max_prompt_length,512}'}\ndata: {max_prompt_length: 99}\n"
     )
     found = port(file, ["trainer.nnodes=3", "trainer.magic=1"], {})
-    assert found.features == ["context parallelism", "the key trainer.magic, which no table knows"]
+    assert found.features == ["quantization-aware training", "the key trainer.magic, which no table knows"]
     tree = yaml.safe_load(found.yaml())
-    assert tree["actor_rollout_ref"]["actor"] == {"ppo_mini_batch_size": 64, "megatron": {"context_parallel_size": 2}}
+    assert tree["actor_rollout_ref"]["actor"] == {"ppo_mini_batch_size": 64, "megatron": {"qat": {"enable": True}}}
     assert tree["data"]["max_prompt_length"] == 99 and tree["trainer"]["nnodes"] == 3
 
 

@@ -29,6 +29,7 @@ def single_rank_groups():
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
         exchange_group=dist.group.WORLD,
     )
 

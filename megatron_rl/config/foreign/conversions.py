@@ -25,6 +25,7 @@ def per_rank(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dic
     ranks = async_keys.number(given, "trainer.nnodes", 1) * async_keys.number(given, "trainer.n_gpus_per_node", 8)
     shared = async_keys.number(given, f"{megatron}.tensor_model_parallel_size", 1)
     shared *= async_keys.number(given, f"{megatron}.pipeline_model_parallel_size", 1)
+    shared *= async_keys.number(given, f"{megatron}.context_parallel_size", 1)
     return {target: max(1, value // max(1, ranks // shared))}
 
 

@@ -1,0 +1,227 @@
+"""Attention of some queries to some keys, with what it takes to add up attention to the other keys later.
+
+Softmax over all keys is put together from softmaxes over blocks of them (Milakov and Gimelshein, arXiv:1805.02867): a
+block gives its output and the logarithm of its sum of exponentials, and blocks are weighed by these. Backward needs
+only the final two: every block's gradients follow from them alone.
+
+Legend: t queries with N heads, u keys and values with K heads of which each serves N / K query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from megatron_rl.device import has_varlen_attention
+from megatron_rl.model.attention import takes_groups
+
+LARGEST_TILE = 1 << 24
+"""Scores that are held at once where no kernel does better."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Tokens end to end in pieces of these lengths, each of its own segment."""
+
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @cached_property
+    def boundaries(self) -> Tensor:
+        """int32 [pieces + 1], from 0 on."""
+        ends = torch.tensor((0, *self.lengths)).cumsum(0)
+        return ends.to(self.device, torch.int32)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def rows(self, which: Sequence[int]) -> Tensor:
+        """int64 [pieces, length]: where the tokens of some pieces of one length lie."""
+        starts = torch.tensor((0, *self.lengths)).cumsum(0)[torch.tensor(which)]
+        return (starts[:, None] + torch.arange(self.lengths[which[0]])[None]).to(self.device)
+
+
+@dataclass(frozen=True)
+class Facing:
+    """Pieces of queries, and the pieces of keys that each attends to: all of it, or, where causal, what is not later.
+
+    causal: both are the same tokens.
+    """
+
+    queries: Pieces
+    keys: Pieces
+    causal: bool
+
+    @cached_property
+    def alike(self) -> list[tuple[Tensor, Tensor]]:
+        """(rows of queries, rows of keys) of all pieces with the same lengths."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, lengths in enumerate(zip(self.queries.lengths, self.keys.lengths, strict=True)):
+            found.setdefault(lengths, []).append(number)
+        return [(self.queries.rows(which), self.keys.rows(which)) for which in found.values()]
+
+
+def block_forward(query: Tensor, key: Tensor, value: Tensor, facing: Facing) -> tuple[Tensor, Tensor]:
+    """query [t, N, D], key and value [u, K, D] -> (output [t, N, D], log of the sum of exponentials [t, N] float32)."""
+    if has_varlen_attention(query):
+        return flash_forward(query, key, value, facing)
+    return plain_forward(query, key, value, facing)
+
+
+def block_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, facing: Facing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of (query, key, value) through one block; out and log_sum: those of all blocks together."""
+    backward = flash_backward if has_varlen_attention(query) else plain_backward
+    return backward(grad, query, key, value, out, log_sum, facing)
+
+
+class Merged:
+    """Outputs of blocks, weighed as they come: out [t, N, D] and log_sum [t, N], both float32."""
+
+    def __init__(self, query: Tensor) -> None:
+        self.out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        self.log_sum = self.out.new_full(query.shape[:2], -torch.inf)
+
+    def add(self, out: Tensor, log_sum: Tensor, rows: Tensor | None = None) -> None:
+        """One more block, of all queries or of those in `rows`, int64."""
+        before = (self.out, self.log_sum) if rows is None else (self.out[rows], self.log_sum[rows])
+        total = torch.logaddexp(before[1], log_sum)
+        kept, added = ((part - total).exp()[..., None] for part in (before[1], log_sum))
+        merged = before[0] * kept + out * added
+        if rows is None:
+            self.out, self.log_sum = merged, total
+        else:
+            self.out[rows], self.log_sum[rows] = merged, total
+
+
+# By plain matrix products: on any device, in float32
+
+
+def plain_forward(query: Tensor, key: Tensor, value: Tensor, facing: Facing) -> tuple[Tensor, Tensor]:
+    """See `block_forward`."""
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    log_sum = out.new_empty(query.shape[:2])
+    for tile in tiles(query, key, facing):
+        scores = tile.scores(query, key)
+        sums = scores.logsumexp(-1)
+        mixed = (scores - sums[..., None]).exp() @ by_heads(value, tile.keys)
+        out[tile.queries] = mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        log_sum[tile.queries] = sums.permute(0, 3, 1, 2).flatten(2)
+    return out, log_sum
+
+
+def plain_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, facing: Facing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `block_backward`; gradients in float32."""
+    grads = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (query, key, value))
+    num_kv, scale = key.shape[1], query.shape[-1] ** -0.5
+    for tile in tiles(query, key, facing):
+        of_rows = by_groups(log_sum[tile.queries][..., None], num_kv)
+        probs = (tile.scores(query, key) - of_rows).exp()
+        d_out, o = (by_groups(x[tile.queries].float(), num_kv) for x in (grad, out))
+        k, v = by_heads(key, tile.keys), by_heads(value, tile.keys)
+        d_scores = probs * (d_out @ v.transpose(-1, -2) - (d_out * o).sum(-1, keepdim=True)) * scale
+        q = by_groups(query[tile.queries].float(), num_kv)
+        grads[0][tile.queries] = (d_scores @ k).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        # Tiles of the same piece share its keys.
+        for of, through, mixed in ((grads[1], d_scores, q), (grads[2], probs, d_out)):
+            of[tile.keys] += (through.transpose(-1, -2) @ mixed).sum(2).transpose(1, 2)
+    return grads
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries of pieces of one length, and all of their keys. Legend: b pieces, s queries and w keys of each.
+
+    queries: int64 [b, s]; keys: int64 [b, w]; first: of the queries, in its piece.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    first: int
+    causal: bool
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """Float32 [b, K, N / K, s, w], -inf where a key may not be seen."""
+        q = by_groups(query[self.queries].float(), key.shape[1]) * query.shape[-1] ** -0.5
+        scores = q @ by_heads(key, self.keys).transpose(-1, -2)
+        if self.causal:
+            at, of = (torch.arange(x.shape[1], device=query.device) for x in (self.queries, self.keys))
+            scores.masked_fill_(of[None] > self.first + at[:, None], -torch.inf)
+        return scores
+
+
+def tiles(query: Tensor, key: Tensor, facing: Facing) -> Iterator[Tile]:
+    """All queries of a block, so many at a time that their scores are at most `LARGEST_TILE`, or one."""
+    for queries, keys in facing.alike:
+        step = max(1, LARGEST_TILE // (len(queries) * query.shape[1] * keys.shape[1]))
+        for first in range(0, queries.shape[1], step):
+            yield Tile(queries[:, first : first + step], keys, first, facing.causal)
+
+
+def by_groups(x: Tensor, num_kv: int) -> Tensor:
+    """[b, s, N, D] -> [b, K, N / K, s, D]."""
+    return x.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
+
+
+def by_heads(x: Tensor, rows: Tensor) -> Tensor:
+    """[u, K, D] -> float32 [b, K, 1, w, D] of the tokens in `rows` [b, w]."""
+    return x[rows].float().transpose(1, 2).unsqueeze(2)
+
+
+# On torch's flash attention, which CUDA has for half precision
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, facing: Facing) -> tuple[Tensor, Tensor]:
+    """See `block_forward`."""
+    queries, keys = facing.queries, facing.keys
+    key, value = (for_kernel(x, query) for x in (key, value))
+    boundaries = (queries.boundaries, keys.boundaries, queries.longest, keys.longest)
+    out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *boundaries, 0.0, facing.causal, return_debug_mask=False
+    )
+    return out, log_sum.transpose(0, 1)
+
+
+def flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, facing: Facing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `block_backward`."""
+    queries, keys = facing.queries, facing.keys
+    num_kv = key.shape[1]
+    key, value = (for_kernel(x, query) for x in (key, value))
+    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of a dropout that there is not
+    d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
+        grad.contiguous(),
+        query,
+        key,
+        value,
+        out.to(query.dtype),
+        log_sum.transpose(0, 1).contiguous(),
+        queries.boundaries,
+        keys.boundaries,
+        queries.longest,
+        keys.longest,
+        0.0,
+        facing.causal,
+        unused,
+        unused[:0],
+    )
+    if key.shape[1] != num_kv:
+        d_key, d_value = (x.unflatten(1, (num_kv, -1)).sum(2) for x in (d_key, d_value))
+    return d_query, d_key, d_value
+
+
+def for_kernel(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [u, K, D] as the kernel takes them: one for each query head where it does not share them."""
+    if x.shape[1] == query.shape[1] or takes_groups(varlen_attn):
+        return x
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)

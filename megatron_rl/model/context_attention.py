@@ -1,0 +1,334 @@
+"""Causal attention where every context-parallel rank has two chunks of every segment (`parallel/zigzag.py`).
+
+`cp_comm_type`, as Megatron names the ways:
+    p2p         keys and values go round in a ring, one rank's at a time (ring attention, Liu et al., arXiv:2310.01889)
+    all_gather  all ranks' keys and values are brought together for the moment of a layer
+    a2a         ranks change tokens for heads and back (Ulysses, Jacobs et al., arXiv:2309.14509)
+
+Of the first two the arithmetic is one: blocks of keys come to rank r, one from each rank j.
+    j = r   both chunks of queries to both of keys, causal
+    j < r   both chunks of queries to all of the first chunk of keys: the second one is later than they are
+    j > r   the second chunk of queries to all of both chunks of keys: the first one is earlier than they are
+Every step is the same work for all ranks, but the one with j = r. What is kept for backward is this rank's own.
+
+Legend: t tokens of this rank, N query heads and K key/value heads of this TP rank, D head size, C ranks, b rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.device import has_varlen_attention
+from megatron_rl.model.attention import CausalAttention, bucketed, varlen
+from megatron_rl.model.block_attention import Facing, Merged, Pieces, block_backward, block_forward
+from megatron_rl.model.segments import Segments
+from megatron_rl.parallel.zigzag import zigzag_columns
+
+P2P, ALL_GATHER, A2A = "p2p", "all_gather", "a2a"
+
+
+@dataclass
+class ContextSegments(Segments):
+    """What Megatron hands to every layer where sequences are cut over context-parallel ranks.
+
+    lengths: of all segments, row after row; rows that are padded are segments of one length. positions: int64
+    [S / C], of the columns of a row that this rank reads. Megatron's own `cp_group` stays unset, as it would cut
+    rotary angles for it.
+    """
+
+    lengths: tuple[int, ...] = ()
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def cut(
+        cls,
+        lengths: tuple[int, ...],
+        num_rows: int,
+        columns: Tensor,
+        size: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> ContextSegments:
+        """lengths: of the segments of one row, each a multiple of 2 * C. columns: `zigzag_columns` of this rank. size:
+        C. group: over which attention brings keys to queries.
+        """
+        sizes = torch.tensor(lengths)
+        positions = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return cls(
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            positions=positions.to(columns.device)[columns],
+            lengths=lengths * num_rows,
+            size=size,
+            group=group,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        assert self.positions is not None  # only Megatron's own class has none
+        return self.positions.device
+
+    # Blocks of keys
+
+    def facing(self, rank: int, source: int) -> tuple[Facing, Tensor | None, Tensor | None]:
+        """What the block of keys from rank `source` is to `rank`: which queries face which keys, and the tokens of
+        both that take part, int64, None where all do.
+        """
+        if source == rank:
+            return self._same, None, None
+        return (self._earlier, None, self._halves[0]) if source < rank else (self._later, self._halves[1], None)
+
+    @cached_property
+    def _own(self) -> Pieces:
+        return Pieces(tuple(length // self.size for length in self.lengths), self.device)
+
+    @cached_property
+    def _chunks(self) -> Pieces:
+        return Pieces(tuple(length // 2 for length in self._own.lengths), self.device)
+
+    @cached_property
+    def _same(self) -> Facing:
+        return Facing(self._own, self._own, causal=True)
+
+    @cached_property
+    def _earlier(self) -> Facing:
+        return Facing(self._own, self._chunks, causal=False)
+
+    @cached_property
+    def _later(self) -> Facing:
+        return Facing(self._chunks, self._own, causal=False)
+
+    @cached_property
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        """The tokens of the first chunks, and those of the second ones: int64 [t / 2] each."""
+        pattern = torch.tensor([False, True]).repeat(len(self.lengths))
+        is_second = pattern.repeat_interleave(torch.tensor(self._chunks.lengths).repeat_interleave(2))
+        first, second = (torch.nonzero(of)[:, 0].to(self.device) for of in (~is_second, is_second))
+        return first, second
+
+    # Whole segments
+
+    @cached_property
+    def whole(self) -> Segments:
+        """The segments with all tokens, of which each rank attends with some heads."""
+        return Segments.of(self.lengths, self.device)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """int64 [C * t]: where in the whole segments the tokens of all ranks lie, rank after rank."""
+        ranks = [zigzag_columns(self.lengths, self.size, rank) for rank in range(self.size)]
+        return torch.cat(ranks).to(self.device)
+
+    @cached_property
+    def back(self) -> Tensor:
+        """The inverse of `order`."""
+        return self.order.argsort()
+
+
+class ContextAttention(CausalAttention):
+    """Core attention of a model whose sequences are cut over context-parallel ranks, all of which must call."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: Segments | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """query [S / C, b, N, D], key and value [S / C, b, K, D] -> [S / C, b, N * D]."""
+        assert isinstance(packed_seq_params, ContextSegments)  # the pipeline always makes them
+        heads = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = context_attention(*heads, packed_seq_params, self.config.cp_comm_type)
+        return out.unflatten(0, (query.shape[1], query.shape[0])).transpose(0, 1).flatten(2)
+
+
+def context_attention(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, how: str) -> Tensor:
+    """query [t, N, D], key and value [t, K, D] -> [t, N, D]; how: one of `cp_comm_type`. All ranks must call."""
+    if how == A2A:
+        return head_wise(query, key, value, segments)
+    exchange = {P2P: Ring, ALL_GATHER: Gathered}[how]
+    out: Tensor = BlockWise.apply(query, key, value, segments, exchange(segments.group))
+    return out
+
+
+class Exchange(Protocol):
+    """How the keys and values of all ranks, [2, t, K, D] of each, come to every rank."""
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(rank, its keys and values) of every rank, this one's first."""
+
+    def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Float32: the gradients that all ranks have of `own`, added up.
+
+        gradients: (rank, its keys and values) -> the gradients that this rank has of them.
+        """
+
+
+class BlockWise(torch.autograd.Function):
+    """Attention to one rank's keys after the other's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, exchange: Exchange
+    ) -> Tensor:
+        """See `context_attention`."""
+        assert segments.group is not None
+        merged, rank = Merged(query), segments.group.rank()
+        for source, pair in exchange.blocks(torch.stack([key, value])):
+            facing, queries, keys = segments.facing(rank, source)
+            merged.add(*block_forward(taken(query, queries), *(taken(x, keys) for x in pair), facing), queries)
+        out = merged.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, merged.log_sum)
+        ctx.segments, ctx.exchange, ctx.rank = segments, exchange, rank
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sum = ctx.saved_tensors
+        d_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+
+        def gradients(source: int, pair: Tensor) -> Tensor:
+            facing, queries, keys = ctx.segments.facing(ctx.rank, source)
+            of_queries = [taken(x, queries) for x in (query, out, log_sum, grad)]
+            q, o, sums, d_out = of_queries
+            of_query, *of_pair = block_backward(d_out, q, *(taken(x, keys) for x in pair), o, sums, facing)
+            if queries is None:
+                d_query.add_(of_query)
+            else:
+                d_query[queries] += of_query
+            found = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
+            found[:, slice(None) if keys is None else keys] = torch.stack(of_pair).float()
+            return found
+
+        d_pair = ctx.exchange.returned(torch.stack([key, value]), gradients)
+        d_key, d_value = d_pair.to(key.dtype)
+        return d_query.to(query.dtype), d_key, d_value, None, None
+
+
+def taken(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Some rows of x, or all."""
+    return x if rows is None else x.index_select(0, rows)
+
+
+class Gathered:
+    """All at once. Of other ranks' keys nothing is kept: backward brings them together anew."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """See `Exchange`."""
+        size, rank = self.group.size(), self.group.rank()
+        everyones = own.new_empty(size, *own.shape)
+        dist.all_gather_into_tensor(everyones.flatten(0, 1), own, group=self.group)
+        for step in range(size):
+            source = (rank - step) % size
+            yield source, everyones[source]
+
+    def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """See `Exchange`."""
+        found = {source: gradients(source, pair) for source, pair in self.blocks(own)}
+        everyones = torch.cat([found[source] for source in range(self.group.size())])
+        total = torch.empty(own.shape, dtype=torch.float32, device=own.device)
+        dist.reduce_scatter_tensor(total, everyones, group=self.group)
+        return total
+
+
+class Ring:
+    """One after the other, each on its way to the next rank while this one works with it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """See `Exchange`."""
+        size, rank = self.group.size(), self.group.rank()
+        held = own
+        for step in range(size):
+            coming = self._pass_on(held) if step < size - 1 else None
+            yield (rank - step) % size, held
+            if coming is not None:
+                held = coming()
+
+    def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """See `Exchange`. Gradients follow the keys that they are of, one step behind, until they are home."""
+        coming = None
+        for source, pair in self.blocks(own):
+            found = gradients(source, pair)
+            if coming is not None:
+                found += coming()
+            coming = self._pass_on(found)
+        assert coming is not None
+        return coming()
+
+    def _pass_on(self, sent: Tensor) -> Callable[[], Tensor]:
+        """Send to the next rank; call what is returned to wait for that, and for what the rank before sent."""
+        size, rank = self.group.size(), self.group.rank()
+        after, before = (dist.get_global_rank(self.group, (rank + by) % size) for by in (1, -1))
+        received = torch.empty_like(sent)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, sent, after, self.group), dist.P2POp(dist.irecv, received, before, self.group)]
+        )
+
+        def arrived() -> Tensor:
+            for work in works:
+                work.wait()
+            _ = sent  # it must not be given back before
+            return received
+
+        return arrived
+
+
+# Ulysses
+
+
+def head_wise(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments) -> Tensor:
+    """Attention with N / C of the heads to whole segments. See `context_attention`; C must divide N.
+
+    Keys and values of fewer heads than there are ranks go to several of them.
+    """
+    assert segments.group is not None
+    group, size = segments.group, segments.group.size()
+    copies = math.lcm(key.shape[1], size) // key.shape[1]
+    if copies > 1:
+        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+    # [C, t, heads of each, D]: part i is for rank i.
+    parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (query, key, value)]
+    counts = [part.shape[2] for part in parts]
+    mixed: Tensor = ChangeParts.apply(torch.cat(parts, 2), group)
+    whole = mixed.flatten(0, 1).index_select(0, segments.back)
+    attend_segments = varlen if has_varlen_attention(query) else bucketed
+    out = attend_segments(*whole.split(counts, 1), segments.whole)
+    mine: Tensor = ChangeParts.apply(out.index_select(0, segments.order).unflatten(0, (size, -1)), group)
+    return mine.transpose(0, 1).flatten(1, 2)
+
+
+class ChangeParts(torch.autograd.Function):
+    """x [C, ...] on every rank: its part i becomes part r of rank i. Done twice it changes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return changed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return changed(grad, ctx.group), None
+
+
+def changed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """See `ChangeParts`."""
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received

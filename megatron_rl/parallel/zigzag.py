@@ -1,0 +1,94 @@
+"""Which tokens of every sequence a context-parallel rank reads: pure index arithmetic, and the one sum that undoes it.
+
+A segment is cut into 2 * cp_size chunks of one length, of which rank r reads chunks r and 2 * cp_size - 1 - r:
+
+    cp_size 2:  chunks 0 1 2 3  ->  rank 0: 0, 3   rank 1: 1, 2
+
+Under a causal mask a chunk costs what lies before it, so that both ranks have the same work in every segment. A rank's
+chunks of one segment lie next to each other, the earlier one first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, int]:
+    """The two chunks of every segment that a rank reads, in order."""
+    return cp_rank, 2 * cp_size - 1 - cp_rank
+
+
+def segment_multiple(cp_size: int) -> int:
+    """What the length of every segment must be a multiple of."""
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def zigzag_columns(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
+    """The columns that a rank reads of segments of these lengths end to end: int64 [sum(lengths) / cp_size].
+
+    Raises ValueError for a length that is no multiple of 2 * cp_size.
+    """
+    uneven = [length for length in lengths if length % (2 * cp_size)]
+    if uneven:
+        raise ValueError(f"segments of {uneven} tokens are no multiple of 2 * cp({cp_size})")
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    chunks = sizes // (2 * cp_size)
+    starts = sizes.cumsum(0) - sizes
+    # Two pieces for each segment: where they begin, and how long each is.
+    first, second = (starts + chunk * chunks for chunk in chunks_of(cp_rank, cp_size))
+    begins, long = torch.stack([first, second], 1).flatten(), chunks.repeat_interleave(2)
+    shift = begins - (long.cumsum(0) - long)
+    return torch.arange(int(long.sum())) + shift.repeat_interleave(long)
+
+
+@dataclass(frozen=True)
+class ContextShare:
+    """A context-parallel rank's part of one block. Legend: b x S the whole block, N its response tokens, n those here.
+
+    columns: int64 [S / cp_size], those that this rank reads of every row. scored: bool [b, S / cp_size], from which of
+    them a response token is predicted. numbers: int64 [n], which of the N those are.
+    """
+
+    columns: Tensor
+    scored: Tensor
+    numbers: Tensor
+    num_scored: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, columns: Tensor, predicts_response: Tensor, group: dist.ProcessGroup) -> ContextShare:
+        """predicts_response: bool [b, S - 1] of the whole block, on the device of `columns`."""
+        whole = torch.nn.functional.pad(predicts_response, (0, 1))
+        scored = whole[:, columns]
+        numbers = (whole.flatten().cumsum(0) - 1).view_as(whole)[:, columns][scored]
+        return cls(columns, scored, numbers, int(whole.sum()), group)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """values [n, ...] of the tokens here -> [N, ...] of all; all ranks of the group must call."""
+        found: Tensor = Whole.apply(values, self)
+        return found
+
+
+class Whole(torch.autograd.Function):
+    """values [n, ...] of every rank's own tokens -> [N, ...], the same on all ranks of the group.
+
+    Every rank goes on to compute the whole loss, so the gradient of a token is that of its own rank, and is not summed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, share: ContextShare) -> Tensor:
+        ctx.numbers = share.numbers
+        whole = values.new_zeros(share.num_scored, *values.shape[1:])
+        whole[share.numbers] = values
+        dist.all_reduce(whole, group=share.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.numbers], None

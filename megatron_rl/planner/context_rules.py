@@ -1,0 +1,42 @@
+"""Whether the way in which attention reaches the keys of other context-parallel ranks fits the models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_rl.config.problems import divisors, nearest_name
+from megatron_rl.config.roles import ROLLOUT, RoleSpec, roles_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import Violation
+from megatron_rl.planner.model_folder import ModelSizes
+
+WAYS = ("p2p", "all_gather", "a2a")
+
+
+def context_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
+    """Of all roles that the run has."""
+    for role in roles_of(config):
+        if role.kind != ROLLOUT:
+            model = next((model for model in models if model.path == role.model_path), None)
+            yield from _role_problems(role, model)
+
+
+def _role_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
+    megatron = role.megatron
+    how, key = megatron.override_transformer_config.cp_comm_type, f"{role.key}.megatron.override_transformer_config"
+    key = f"{key}.cp_comm_type"
+    if how not in WAYS:
+        yield Violation({key: how}, f"must be one of {', '.join(WAYS)}", {key: nearest_name(str(how), WAYS)})
+    cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
+    if how != "a2a" or model is None or min(cp_size, tp_size) < 1 or model.num_attention_heads % tp_size:
+        return
+    heads = model.num_attention_heads // tp_size
+    if heads % cp_size:
+        subject = f"cp_comm_type=a2a with cp({cp_size})"
+        rule = (
+            "needs CP to divide the query heads of a TP rank, "
+            f"num_attention_heads({model.num_attention_heads}) / tp({tp_size}) = {heads}, of {model.path}"
+        )
+        fitting = ", ".join(map(str, divisors(heads)))
+        hint = f"a2a goes with context_parallel_size of {fitting}"
+        yield Violation({key: how}, rule, {key: "p2p"}, hint, subject=subject)
