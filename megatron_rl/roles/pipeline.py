@@ -7,6 +7,7 @@ must be called by all TP and PP ranks of a data-parallel rank, with the same mic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from megatron_rl.model.segments import Segments
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.records import Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
+from megatron_rl.roles.expert_routing import ExpertRouting
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
 """(model output [b, S, ...], its micro-batch) -> one float32 per response token, [N]."""
@@ -43,6 +45,7 @@ class Pipeline:
         self.chunks: list[Any] = chunks  # Megatron's modules, which have a `config`
         self.groups = groups
         self.device = device
+        self.routing: ExpertRouting | None = None  # where somebody tells or asks the routers
 
     def micro_batches(self, record: TokenRows, cut: MicroBatching) -> list[MicroBatch]:
         """Cut a record into blocks that this pipeline can run; all ranks must call.
@@ -54,18 +57,24 @@ class Pipeline:
         """
         grid, lengths = self.groups.grid, row_lengths(record.input_ids).tolist()
         column_multiple = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
-        prompts = prompt_numbers(record) if cut.remove_padding and shares_prompts(self.device) else None
+        prompts = self._prompts(record) if cut.remove_padding and shares_prompts(self.device) else None
+        with_tokens = self.routing is not None
         plan = cut.plan(lengths, 1, self._round_size, prompts)
         if not (cut.is_dynamic or grid.experts_join_dp_ranks):
-            return micro_batches(record, plan, cut.remove_padding, column_multiple, prompts)
+            return micro_batches(record, plan, cut.remove_padding, column_multiple, prompts, with_tokens)
         agreed = 0
         # A rank that needs more blocks than were agreed on, which is rare, makes all of them try once more.
         while (most := self._most_blocks(plan)) != agreed:
             agreed = most
             if len(plan) != agreed:
                 plan = cut.plan(lengths, agreed, self._round_size, prompts)
-        blocks = micro_batches(record, plan, cut.remove_padding, column_multiple, prompts)
+        blocks = micro_batches(record, plan, cut.remove_padding, column_multiple, prompts, with_tokens)
         return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
+
+    def _prompts(self, record: TokenRows) -> list[int]:
+        """A prompt is computed once for rows whose tokens go to the same experts."""
+        replays = self.routing is not None and self.routing.replays
+        return prompt_numbers(record, record.routed_experts if replays else None)
 
     @property
     def _round_size(self) -> int:
@@ -138,7 +147,9 @@ class Pipeline:
         made_progress()
         positions = torch.arange(block.input_ids.shape[1], device=self.device).expand_as(block.input_ids)
         segments = None if block.segments is None else Segments.of(block.segments, self.device, block.prefixes)
-        output: Tensor = model(block.input_ids, positions, None, packed_seq_params=segments)
+        told = nullcontext() if self.routing is None else self.routing.told(self.chunks.index(model), block)
+        with told:
+            output: Tensor = model(block.input_ids, positions, None, packed_seq_params=segments)
         return output
 
     def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Tensor]:
