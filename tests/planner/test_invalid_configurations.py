@@ -18,7 +18,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.planner.preflight import preflight
 
-NUMBER = 240
+NUMBER = 250
 
 
 @pytest.fixture(scope="module")
