@@ -9,12 +9,15 @@ from megatron_rl.config.algorithms import bypasses
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.value_tables import ACTOR, CORRECTION, ROLLOUT
 from megatron_rl.errors import Violation
+from megatron_rl.model.families import ModelShape
 from megatron_rl.planner.async_rules import AHEAD, PARTIAL
 from megatron_rl.planner.model_folder import ModelSizes
 
 MODE, FREQ = f"{ACTOR}.router_replay.mode", f"{ACTOR}.router_replay.compare_freq"
 RETURNS = f"{ROLLOUT}.enable_rollout_routing_replay"
 OFF, RECORDED, ENGINES = "disabled", "R2", "R3"
+LARGE = 1 << 30
+"""Bytes of a step's experts of which a plan speaks."""
 
 
 def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
@@ -44,6 +47,22 @@ def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
             yield Violation({MODE: ENGINES}, rule, _without(config, OFF if bypasses(config) else RECORDED))
         if returns:
             yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
+
+
+def replay_notes(config: RunConfig, shape: ModelShape) -> list[str]:
+    """A sentence about the size of the experts that travel with a step's tokens, where they do and it is large."""
+    data, shared = config.data, config.actor_rollout_ref
+    if shape.num_experts == 0 or not (config.returns_experts or shared.actor.router_replay.mode == RECORDED):
+        return []
+    per_token = shape.num_layers * shape.experts_per_token * (1 if shape.num_experts <= 256 else 2)
+    longest = data.max_prompt_length + data.max_response_length
+    total = data.train_batch_size * shared.rollout.n * longest * per_token
+    if total < LARGE:
+        return []
+    return [
+        f"note: experts travel with a step's samples through the controller, {per_token} bytes for each token: up to "
+        f"{total / 1e9:.1f} GB of its memory; no rank keeps them on its device"
+    ]
 
 
 def _without(config: RunConfig, mode: str = OFF) -> dict[str, Any]:

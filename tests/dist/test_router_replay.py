@@ -7,14 +7,12 @@ of three experts a token goes to is decided by the order in which a library adds
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import RANDOM, prompts
-from safetensors.torch import load_file, save_file
-from tiny_models import random_experience, run_config, save_qwen3_moe
+from tiny_models import random_experience, run_config, save_qwen3_moe, tie_routers
 
 from megatron_rl.records import ragged_from_lengths, row_lengths
 
@@ -28,25 +26,9 @@ REPLAY = "actor_rollout_ref__actor__router_replay__mode"
 MEGATRON = "actor_rollout_ref__actor__megatron__"
 
 
-def save_tied(folder: Path) -> str:
-    """A Qwen3-MoE in which experts 0, 1 and 2 are equally likely, and so are 3, 4 and 5, but for noise of rounding's
-    size."""
-    path = save_qwen3_moe(folder, initializer_range=0.3)
-    file = Path(path, "model.safetensors")
-    tensors = load_file(file)
-    generator = torch.Generator().manual_seed(5)
-    for name, tensor in tensors.items():
-        if name.endswith("mlp.gate.weight"):
-            for expert in (1, 2, 4, 5):
-                noise = 1e-7 * torch.randn(tensor[expert].shape, generator=generator)
-                tensor[expert] = tensor[expert - expert % 3] + noise
-    save_file(tensors, file, metadata={"format": "pt"})
-    return path
-
-
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory) -> str:
-    return save_tied(tmp_path_factory.mktemp("tied"))
+    return tie_routers(save_qwen3_moe(tmp_path_factory.mktemp("tied"), initializer_range=0.3))
 
 
 def tied_config(path: str, tp_size: int = 1, pp_size: int = 1, **changes):

@@ -507,7 +507,7 @@ def draw(number: int) -> tuple[bool, list[Fault]]:
     experts = rng.random() < 0.4 if first.experts is None else first.experts
     chosen = [first]
     for other in rng.sample(CATALOGUE, len(CATALOGUE)):
-        if len(chosen) == 1 + number // 60 % 4:
+        if len(chosen) == 1 + number // 65 % 4:
             break
         if other.experts in (None, experts) and not any(other.areas & one.areas for one in chosen):
             chosen.append(other)
