@@ -200,7 +200,7 @@ def micro_batches(
             input_ids, predicts = padded(of_block, long, answered, column_multiple)
             blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine))
     if with_tokens:
-        known = routed_tokens(getattr(record, "routed_experts", None), record.input_ids, plan)
+        known = routed_tokens(getattr(record, "routed_experts", None), record.input_ids, record.response_lengths, plan)
         blocks = [replace(block, tokens=tokens) for block, tokens in zip(blocks, known, strict=True)]
     return blocks
 

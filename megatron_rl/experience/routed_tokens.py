@@ -23,28 +23,34 @@ if TYPE_CHECKING:
 class RoutedTokens:
     """What a block knows of the tokens of its n rows, on the CPU.
 
-    lengths: int64 [n], tokens of each. experts: uint8 or int16 [sum(num_known), L, K] of the first tokens of each row,
-    row after row; None: of none. num_known: int64 [n].
+    lengths: int64 [n], tokens of each. answered: bool [n], rows with a response; others fill up a split.
+    experts: uint8 or int16 [sum(num_known), L, K] of the first tokens of each row, row after row; None: of none.
+    num_known: int64 [n].
     """
 
     lengths: Tensor
+    answered: Tensor
     experts: Tensor | None = None
     num_known: Tensor | None = None
 
     def none(self) -> RoutedTokens:
         """Of no row."""
-        return RoutedTokens(self.lengths[:0])
+        return RoutedTokens(self.lengths[:0], self.answered[:0])
 
 
-def routed_tokens(experts: Tensor | None, input_ids: Tensor, plan: Sequence[Sequence[int]]) -> list[RoutedTokens]:
+def routed_tokens(
+    experts: Tensor | None, input_ids: Tensor, response_lengths: Tensor, plan: Sequence[Sequence[int]]
+) -> list[RoutedTokens]:
     """Those of every block of `plan`. experts: ragged [B, (T), L, K] or None; input_ids: ragged [B, (L)]."""
-    lengths = row_lengths(input_ids)
+    lengths, blocks = row_lengths(input_ids), [torch.tensor(rows) for rows in plan]
     if experts is None:
-        return [RoutedTokens(lengths[torch.tensor(rows)]) for rows in plan]
+        return [RoutedTokens(lengths[rows], response_lengths[rows] > 0) for rows in blocks]
     num_known, parts = row_lengths(experts), experts.unbind()
     return [
-        RoutedTokens(lengths[of_block], torch.cat([parts[row] for row in rows]), num_known[of_block])
-        for rows, of_block in zip(plan, map(torch.tensor, plan), strict=True)
+        RoutedTokens(
+            lengths[rows], response_lengths[rows] > 0, torch.cat([parts[row] for row in rows.tolist()]), num_known[rows]
+        )
+        for rows in blocks
     ]
 
 
@@ -74,9 +80,10 @@ def known_tokens(block: MicroBatch) -> RoutedTokens:
 
 
 def is_real(block: MicroBatch) -> Tensor:
-    """bool [S * b]: places in which a token of a row lies."""
+    """bool [S * b]: places in which a token of a row with a response lies."""
+    tokens = known_tokens(block)
     found = torch.zeros(block.input_ids.numel(), dtype=torch.bool)
-    found[places(block)] = True
+    found[places(block)[tokens.answered.repeat_interleave(tokens.lengths)]] = True
     return found
 
 

@@ -25,8 +25,9 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class Told:
     """What the routers of a chunk are told of one forward pass.
 
-    real: bool [T], tokens that are no filler. trains: a backward pass follows. records: take down the router's own
-    choice. experts: [T, layers, K], where to send the tokens that are `known`, bool [T]; None: as each router chooses.
+    real: bool [T], tokens that count: no filler, and of rows that are trained. trains: a backward pass follows.
+    records: take down the router's own choice. experts: [T, layers, K], where to send the tokens that are `known`,
+    bool [T]; None: as each router chooses.
     """
 
     real: Tensor

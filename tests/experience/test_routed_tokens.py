@@ -36,14 +36,18 @@ def test_places_by_hand() -> None:
     Would not catch a router that sees them in another order: the tests of layouts do.
     """
     rows = record([0, 0], [1, 0])
+    rows.response_lengths = torch.tensor([2, 1])
     [padded] = micro_batches(rows, [[0, 1]], remove_padding=False, with_tokens=True)
     assert places(padded).tolist() == [0, 2, 4, 6, 1, 3, 5]
     assert is_real(padded).tolist() == [True] * 7 + [False]
     [packed] = micro_batches(rows, [[0, 1]], remove_padding=True, column_multiple=4, with_tokens=True)
     assert places(packed).tolist() == list(range(7)) and not is_real(packed)[7]
-    # The second row's first two tokens lie in the first row, its third behind it.
+    assert (
+        is_real(micro_batches(without_answer(rows), [[0, 1]], False, with_tokens=True)[0]).tolist() == [True, False] * 4
+    )
+    # The second row's first token lies in the first row, the others behind it.
     [shared] = micro_batches(rows, [[0, 1]], True, prompts=prompt_numbers(rows), with_tokens=True)
-    assert places(shared).tolist() == [0, 1, 2, 3, 0, 1, 4]
+    assert places(shared).tolist() == [0, 1, 2, 3, 0, 4, 5]
     assert places(shared.neutral()).tolist() == [] and not is_real(shared.neutral()).any()
 
 
@@ -70,7 +74,7 @@ def test_what_is_told_is_taken_down_again(rows, remove_padding, data) -> None:
             assert not len(block.rows)
             continue
         experts, known = told
-        assert len(experts) == block.input_ids.numel() and int(known.sum()) <= int(is_real(block).sum())
+        assert len(experts) == block.input_ids.numel() and int(known.sum()) <= len(places(block).unique())
         known_rows = block.tokens.num_known
         there = places(block)[first_of_rows(known_rows, block.tokens.lengths)]
         assert known[there].all()
@@ -108,6 +112,11 @@ def test_blocks_without_known_experts_tell_nothing() -> None:
     [block] = micro_batches(rows, [[0, 1]], True, with_tokens=True)
     assert told_experts(block, [0]) is None and block.tokens.lengths.tolist() == [4, 6]
     assert replace(block, tokens=None).tokens is None
+
+
+def without_answer(rows: Sequences) -> Sequences:
+    """The second row fills up a split."""
+    return Sequences(rows.input_ids, torch.tensor([2, 0]), rows.routed_experts, batch_size=rows.batch_size)
 
 
 def replace_experts(rows: Sequences) -> Sequences:
