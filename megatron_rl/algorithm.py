@@ -78,16 +78,16 @@ class Algorithm:
         """
         if log_probs is None:
             raise ValueError("the actor's update has answered without log-probs")
-        experience.old_log_probs = log_probs[rows.argsort()].scores
-        return self.take_choices(experience, log_probs) | self.compare(experience, step)
+        return self.take_scores(experience, log_probs[rows.argsort()]) | self.compare(experience, step)
 
-    def take_choices(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
-        """Keep the experts that the pass for old log-probs recorded, for updates to replay; metrics.
+    def take_scores(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
+        """Old log-probs, and what their pass says beside them: experts that it recorded are for updates to replay.
 
         `training/rollout_experts_diff`: of the experts to which the engine sent tokens, the share that the trainer's
         routers would not have chosen, where the engine has said.
         """
         metrics = {}
+        experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
         if scores.num_other_experts is not None:
             share = float(scores.num_other_experts.sum()) / known(experience.routed_experts).values().numel()
             metrics["training/rollout_experts_diff"] = share

@@ -54,8 +54,8 @@ def score(run: Run, batch: Batch, step: int) -> Experience:
     experience = batch.experience()
     sequences = experience.sequences()
 
-    routed = experience.sequences(with_experts=True)
-    old_log_probs = roles.actor.log_probs(routed) if scores_old_log_probs(run.config) else None
+    scores_old = scores_old_log_probs(run.config)
+    old_log_probs = roles.actor.log_probs(experience.sequences(with_experts=True)) if scores_old else None
     unreplayed = roles.actor.log_probs_without_replay(sequences) if algorithm.compares_replay(step) else None
     ref_log_probs = roles.reference.log_probs(sequences) if roles.reference is not None else None
     old_values = roles.critic.values(sequences) if roles.critic is not None else None
@@ -72,9 +72,7 @@ def score(run: Run, batch: Batch, step: int) -> Experience:
     if bypasses(run.config):
         experience.old_log_probs = experience.rollout_log_probs
     elif old_log_probs is not None:
-        scores = old_log_probs.get()
-        experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
-        batch.metrics |= algorithm.take_choices(experience, scores)
+        batch.metrics |= algorithm.take_scores(experience, old_log_probs.get())
     if unreplayed is not None:
         batch.metrics |= algorithm.compare_unreplayed(experience, unreplayed.get())
     if ref_log_probs is not None:

@@ -28,7 +28,7 @@ from megatron_rl.experience.micro_batches import (
 from megatron_rl.model.segments import Segments
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.mpu import TrainGroups
-from megatron_rl.records import Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
+from megatron_rl.records import CriticBatch, Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
 from megatron_rl.roles.expert_routing import ExpertRouting
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
@@ -73,8 +73,9 @@ class Pipeline:
 
     def _prompts(self, record: TokenRows) -> list[int]:
         """A prompt is computed once for rows whose tokens go to the same experts."""
-        replays = self.routing is not None and self.routing.replays
-        return prompt_numbers(record, record.routed_experts if replays else None)
+        if self.routing is None or not self.routing.replays or isinstance(record, CriticBatch):
+            return prompt_numbers(record)
+        return prompt_numbers(record, record.routed_experts)
 
     @property
     def _round_size(self) -> int:
