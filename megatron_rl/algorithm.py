@@ -60,14 +60,14 @@ class Algorithm:
     def actor_batches(self, experience: Experience, step: int) -> Iterator[ActorBatch]:
         """The mini-batches of a step's actor update, of several epochs."""
         actor = self.config.actor_rollout_ref.actor
-        batch = experience.actor_batch(actor.use_kl_loss)
+        batch = experience.actor_batch(actor.use_kl_loss, with_experts=actor.router_replay.mode != "disabled")
         return (batch[rows] for rows in mini_batch_rows(len(experience), *self.mini_batching(actor, step)))
 
     def on_policy_batch(self, experience: Experience, step: int) -> tuple[ActorBatch, Tensor]:
         """(the only mini-batch of a step's actor update, the row numbers of the experience in its order)."""
         actor = self.config.actor_rollout_ref.actor
         (rows,) = mini_batch_rows(len(experience), *self.mini_batching(actor, step))
-        return experience.actor_batch(actor.use_kl_loss)[rows], rows
+        return experience.actor_batch(actor.use_kl_loss, with_experts=True)[rows], rows
 
     def take_old_log_probs(
         self, experience: Experience, log_probs: TokenScores | None, rows: Tensor, step: int
@@ -78,8 +78,32 @@ class Algorithm:
         """
         if log_probs is None:
             raise ValueError("the actor's update has answered without log-probs")
-        experience.old_log_probs = log_probs[rows.argsort()].scores
-        return self.compare(experience, step)
+        return self.take_scores(experience, log_probs[rows.argsort()]) | self.compare(experience, step)
+
+    def take_scores(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
+        """Old log-probs, and what their pass says beside them: experts that it recorded are for updates to replay.
+
+        `training/rollout_experts_diff`: of the experts to which the engine sent tokens, the share that the trainer's
+        routers would not have chosen, where the engine has said.
+        """
+        metrics = {}
+        experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
+        if scores.num_other_experts is not None:
+            share = float(scores.num_other_experts.sum()) / known(experience.routed_experts).values().numel()
+            metrics["training/rollout_experts_diff"] = share
+        if scores.routed_experts is not None:
+            experience.routed_experts = scores.routed_experts
+        return metrics
+
+    def compares_replay(self, step: int) -> bool:
+        """Whether a step makes a pass without replay as well."""
+        every = self.config.actor_rollout_ref.actor.router_replay.compare_freq
+        return every > 0 and step % every == 0
+
+    def compare_unreplayed(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
+        """How far the rollout's log-probs are from those of a pass without replay; names end in `_without_replay`."""
+        metrics = parity_metrics(experience.rollout_log_probs.values(), scores.scores.values())
+        return {f"{name}_without_replay": value for name, value in metrics.items()}
 
     def critic_batches(self, experience: Experience, step: int) -> Iterator[CriticBatch]:
         """The mini-batches of a step's critic update, of several epochs."""

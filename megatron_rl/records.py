@@ -134,19 +134,26 @@ class Generations(TensorClass):
     rollout_log_probs: float32 [B, (R)], the engine's own log-probability of each sampled token.
     truncated: bool [B], the response hit `max_response_length` before its end.
     versions: int64 [B, (R)], of the weights that drew each token, in training steps; None where all are the newest.
+    routed_experts: uint8 or int16 [B, (T), layers, K], the K experts of every layer to which the engine has sent each
+    of the T = L - 1 tokens that it has read, all but the last; None where it does not say.
     """
 
     response_ids: torch.Tensor
     rollout_log_probs: torch.Tensor
     truncated: torch.Tensor
     versions: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
 
 
 class Sequences(TensorClass):
-    """Token rows to score: input_ids int64 [B, (L)] = prompt then response; response_lengths int64 [B]."""
+    """Token rows to score: input_ids int64 [B, (L)] = prompt then response; response_lengths int64 [B].
+
+    routed_experts: uint8 or int16 [B, (T), layers, K], the experts of the first T <= L tokens of each row, or None.
+    """
 
     input_ids: torch.Tensor
     response_lengths: torch.Tensor
+    routed_experts: torch.Tensor | None = None
 
 
 class TokenScores(TensorClass):
@@ -154,10 +161,15 @@ class TokenScores(TensorClass):
 
     sum_pi_squared: float32 [B, (R)], of every token's distribution the sum of squared probabilities, where the
     estimator needs it; else None.
+    routed_experts: uint8 or int16 [B, (L), layers, K], the experts of every token, where they are recorded; else None.
+    num_other_experts: int64 [B], how many of the experts that the scored record names for a row the routers would not
+    have chosen; None where it names none.
     """
 
     scores: torch.Tensor
     sum_pi_squared: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
+    num_other_experts: torch.Tensor | None = None
 
 
 class SequenceScores(TensorClass):
@@ -172,6 +184,7 @@ class ActorBatch(TensorClass):
     old_log_probs: None where they are the update's own. ref_log_probs: where a KL to the reference enters the loss.
     rollout_weights: importance weights of the tokens, and
     kept: 1 for those that count, where the rollout's samples are corrected. Else None.
+    routed_experts: as of `Sequences`; the update sends each token to these experts.
     """
 
     input_ids: torch.Tensor
@@ -181,6 +194,7 @@ class ActorBatch(TensorClass):
     ref_log_probs: torch.Tensor | None = None
     rollout_weights: torch.Tensor | None = None
     kept: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
 
     def neutral(self) -> ActorBatch:
         """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
@@ -213,6 +227,7 @@ class Experience(TensorClass):
     scores, greedy_scores: float32 [B], the task reward, and that of the greedy answer to the same prompt;
     components: float32 [B, K], numbers of the reward function that are normalised apart;
     versions int64 [B, (R)], of the weights that drew each token; None where all are the newest;
+    routed_experts, as of `Sequences`: the engine's, or with R2 those of the pass for old log-probs;
     rollout_log_probs, old_log_probs, sum_pi_squared, ref_log_probs, old_values, rewards, advantages, returns,
     rollout_weights, kept: float32 [B, (R)].
     """
@@ -234,12 +249,14 @@ class Experience(TensorClass):
     returns: torch.Tensor | None = None
     rollout_weights: torch.Tensor | None = None
     kept: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
 
-    def sequences(self) -> Sequences:
-        """The token rows alone, for a role that scores them."""
-        return Sequences(self.input_ids, self.response_lengths, batch_size=self.batch_size)
+    def sequences(self, with_experts: bool = False) -> Sequences:
+        """The token rows alone, for a role that scores them; with the experts of their tokens if told."""
+        experts = self.routed_experts if with_experts else None
+        return Sequences(self.input_ids, self.response_lengths, experts, batch_size=self.batch_size)
 
-    def actor_batch(self, with_reference: bool = False) -> ActorBatch:
+    def actor_batch(self, with_reference: bool = False, with_experts: bool = False) -> ActorBatch:
         """The fields a policy update reads; needs `advantages`, and `ref_log_probs` if told."""
         return ActorBatch(
             self.input_ids,
@@ -249,6 +266,7 @@ class Experience(TensorClass):
             self.ref_log_probs if with_reference else None,
             self.rollout_weights,
             self.kept,
+            self.routed_experts if with_experts else None,
             batch_size=self.batch_size,
         )
 

@@ -90,7 +90,7 @@ class Rollouts:
             batch = self._filtered(step)
         else:
             prompts = self._next_prompts()
-            batch = Batch(prompts, self.generate(prompts, self.sampling(salt=step)), None, None, {})
+            batch = Batch(prompts, self._samples(prompts, self.sampling(salt=step)), None, None, {})
         if self.needs_greedy:
             batch.greedy = self.generate(batch.prompts.one_per_group(), self.greedy())
         return batch
@@ -113,8 +113,14 @@ class Rollouts:
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
         """Answers to all prompt rows; the ranks are in rollout mode only inside this call."""
+        return self._generated(prompts, sampling, with_experts=False)
+
+    def _samples(self, prompts: Prompts, sampling: Sampling) -> Generations:
+        return self._generated(prompts, sampling, self.config.returns_experts)
+
+    def _generated(self, prompts: Prompts, sampling: Sampling, with_experts: bool) -> Generations:
         reports = self.rollout.enter().get()
-        generations = self.rollout.generate(prompts, sampling).get()
+        generations = self.rollout.generate(prompts, sampling, with_experts).get()
         self.rollout.exit().get()
         if self._sender is None:
             self.book.note_transition(reports)
@@ -149,7 +155,7 @@ class Rollouts:
             prompts = self._next_prompts()
             # Groups are told apart over all batches.
             prompts.uid = known(prompts.uid) + sum(len(earlier) for earlier, _, _ in batches)
-            generations = self.generate(prompts, self.sampling(salt=step + SALT_STRIDE * len(batches)))
+            generations = self._samples(prompts, self.sampling(salt=step + SALT_STRIDE * len(batches)))
             pending = self.rewards.start(prompts, generations)
             batches.append((prompts, generations, self.rewards.training_scores(prompts, generations, pending)))
             prompts = concatenate([part for part, _, _ in batches])

@@ -39,7 +39,7 @@ def train(config: RunConfig, local: bool = False, replay: Path | None = None) ->
 def take_step(run: Run, step: int) -> dict[str, float]:
     """One step of the loop; its metrics."""
     batch = run.rollouts.next(step)
-    experience = score(run, batch)
+    experience = score(run, batch, step)
     metrics = run.algorithm.add_advantages(experience, step)
     metrics |= update(run, experience, step)
     run.rollouts.load_weights(step)
@@ -47,14 +47,16 @@ def take_step(run: Run, step: int) -> dict[str, float]:
     return metrics | run.validation.after(step)
 
 
-def score(run: Run, batch: Batch) -> Experience:
+def score(run: Run, batch: Batch, step: int) -> Experience:
     """What every role says of a batch, while rules score answers here; no old log-probs where the update has them."""
-    roles, rewards = run.roles, run.rewards
+    roles, rewards, algorithm = run.roles, run.rewards, run.algorithm
     prompts, generations, greedy = batch.prompts, batch.generations, batch.greedy
     experience = batch.experience()
     sequences = experience.sequences()
 
-    old_log_probs = roles.actor.log_probs(sequences) if scores_old_log_probs(run.config) else None
+    scores_old = scores_old_log_probs(run.config)
+    old_log_probs = roles.actor.log_probs(experience.sequences(with_experts=True)) if scores_old else None
+    unreplayed = roles.actor.log_probs_without_replay(sequences) if algorithm.compares_replay(step) else None
     ref_log_probs = roles.reference.log_probs(sequences) if roles.reference is not None else None
     old_values = roles.critic.values(sequences) if roles.critic is not None else None
     # The last, as conversations may have to be tokenised for reward models first.
@@ -70,8 +72,9 @@ def score(run: Run, batch: Batch) -> Experience:
     if bypasses(run.config):
         experience.old_log_probs = experience.rollout_log_probs
     elif old_log_probs is not None:
-        scores = old_log_probs.get()
-        experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
+        batch.metrics |= algorithm.take_scores(experience, old_log_probs.get())
+    if unreplayed is not None:
+        batch.metrics |= algorithm.compare_unreplayed(experience, unreplayed.get())
     if ref_log_probs is not None:
         experience.ref_log_probs = ref_log_probs.get().scores
     if old_values is not None:

@@ -16,6 +16,7 @@ COMMON_PATCHES = (
     "third_party_patches.megatron_core.threaded_writer",
     "third_party_patches.vllm.queue_name",
     "third_party_patches.vllm.rank_order",
+    "third_party_patches.vllm.routed_experts_everywhere",
 )
 CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_torch",
@@ -27,6 +28,7 @@ CPU_PATCHES = (
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.cpu_partial_prompts",
+    "third_party_patches.vllm.cpu_routed_experts",
     "third_party_patches.vllm.shm_group_name",
     "third_party_patches.vllm.shm_lifetime",
 )

@@ -127,6 +127,16 @@ class PolicyLossConfig:
 
 
 @dataclass
+class RouterReplayConfig:
+    mode: str = "disabled"
+    """Of a model with experts. disabled: routers choose anew in every pass | R2: updates send each token to the experts
+    of the pass for old log-probs | R3: that pass and updates send it to those of the rollout engine."""
+    compare_freq: int = 0
+    """R3: at every so many steps make one more pass without replay, and report how far its log-probs are from the
+    rollout's; 0: never."""
+
+
+@dataclass
 class ActorConfig:
     pool: str = GLOBAL_POOL
     """The pool whose ranks train the actor."""
@@ -170,6 +180,7 @@ class ActorConfig:
     kl_loss_type: str = "low_var_kl"
     """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); with a + after it, such as k3+, with the
     gradient of k2."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -239,6 +250,9 @@ class RolloutConfig:
     """Join those samples by their tokens."""
     log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Tokens per such pass."""
+    enable_rollout_routing_replay: bool = False
+    """Have the engine return the experts of every token, so that metrics compare them with the trainer's. Models with
+    experts only; actor.router_replay.mode=R3 always does."""
     logprob_diff_bound: float = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| of 99% of a step's sampled tokens; beyond it
     the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
@@ -443,3 +457,9 @@ class RunConfig:
     def samples_in_slices(self) -> bool:
         """Whether generation goes on from step to step: ahead of training, or with answers that outlive a step."""
         return self.trainer.rollout_ahead > 0 or self.async_training.partial_rollout
+
+    @property
+    def returns_experts(self) -> bool:
+        """Whether the rollout engine returns the experts of every token."""
+        shared = self.actor_rollout_ref
+        return shared.rollout.enable_rollout_routing_replay or shared.actor.router_replay.mode == "R3"

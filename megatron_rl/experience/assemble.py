@@ -22,6 +22,7 @@ def assemble(prompts: Prompts, generations: Generations) -> Experience:
         response_lengths=row_lengths(generations.response_ids),
         rollout_log_probs=generations.rollout_log_probs,
         versions=generations.versions,
+        routed_experts=generations.routed_experts,
         groups=prompts.uid,
         batch_size=prompts.batch_size,
     )

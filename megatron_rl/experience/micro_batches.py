@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.balance import SequenceWork, pack
+from megatron_rl.experience.routed_tokens import RoutedTokens, routed_tokens
 from megatron_rl.parallel.zigzag import ContextShare
 from megatron_rl.records import TokenRows, ragged_from_lengths, row_lengths, to_padded
+
+NO_RESPONSE_FIELDS = ("input_ids", "response_lengths", "routed_experts")
+"""What of a record is not one float per response token."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class MicroBatch:
     prefixes: of the first segments, (first column, columns) of what comes before them and lies elsewhere in the block:
     their prompt but for its last token; 0 columns where a segment is whole.
     share: the part that this rank reads, where context-parallel ranks read one each.
+    tokens: what is known of the rows' tokens, where routers are to be told of them; else None.
     """
 
     input_ids: Tensor
@@ -102,6 +107,7 @@ class MicroBatch:
     segments: tuple[int, ...] | None = None
     prefixes: tuple[tuple[int, int], ...] = ()
     share: ContextShare | None = None
+    tokens: RoutedTokens | None = None
 
     @property
     def targets(self) -> Tensor:
@@ -139,6 +145,7 @@ class MicroBatch:
             {name: field.to(device) for name, field in self.fields.items()},
             self.segments,
             self.prefixes,
+            tokens=self.tokens,
         )
 
     def neutral(self) -> MicroBatch:
@@ -151,17 +158,26 @@ class MicroBatch:
             {name: field[:0] for name, field in self.fields.items()},
             self.segments,
             self.prefixes,
+            tokens=None if self.tokens is None else self.tokens.none(),
         )
 
 
-def prompt_numbers(record: TokenRows) -> list[int]:
-    """For each row a number that it has in common with the rows of the same prompt, and with no other."""
+def prompt_numbers(record: TokenRows, experts: Tensor | None = None) -> list[int]:
+    """For each row a number that it has in common with the rows of the same prompt, and with no other.
+
+    experts: ragged [B, (T), layers, K], to which the tokens will be sent: other ones make it another prompt. Of its
+    last token, which no rows have in common, they do not matter.
+    """
     tokens, lengths = record.input_ids.values().numpy(), row_lengths(record.input_ids)
     starts, num_prompt_tokens = lengths.cumsum(0) - lengths, lengths - record.response_lengths
-    numbers: dict[bytes, int] = {}
+    sent = [b""] * len(lengths)
+    if experts is not None:
+        counts = (num_prompt_tokens - 1).clamp(min=0).tolist()
+        sent = [part[:count].numpy().tobytes() for part, count in zip(experts.unbind(), counts, strict=True)]
+    numbers: dict[tuple[bytes, bytes], int] = {}
     return [
-        numbers.setdefault(tokens[start : start + length].tobytes(), len(numbers))
-        for start, length in zip(starts.tolist(), num_prompt_tokens.tolist(), strict=True)
+        numbers.setdefault((tokens[start : start + length].tobytes(), row), len(numbers))
+        for start, length, row in zip(starts.tolist(), num_prompt_tokens.tolist(), sent, strict=True)
     ]
 
 
@@ -172,16 +188,18 @@ def micro_batches(
     column_multiple: int = 1,
     prompts: Sequence[int] | None = None,
     segment_multiple: int = 1,
+    with_tokens: bool = False,
 ) -> list[MicroBatch]:
     """The blocks of a record with `input_ids`, `response_lengths` and ragged float fields, as `plan` says.
 
     Each is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
     the rows, where those of a packed block are to share prompts. segment_multiple: what the length of every packed row
-    is rounded up to a multiple of, which divides column_multiple.
+    is rounded up to a multiple of, which divides column_multiple. with_tokens: and `MicroBatch.tokens`, with the
+    record's `routed_experts` where it has them.
     """
     # Flat from here on: indexing and slicing a record costs more than a small block's pass.
     order = torch.tensor([row for rows in plan for row in rows])
-    names = [name for name in record.to_dict(retain_none=False) if name not in ("input_ids", "response_lengths")]
+    names = [name for name in record.to_dict(retain_none=False) if name not in NO_RESPONSE_FIELDS]
     lengths, num_tokens = row_lengths(record.input_ids), record.response_lengths
     tokens = record.input_ids.values()[elements_of(order, lengths)]
     of_responses = elements_of(order, num_tokens)
@@ -202,6 +220,9 @@ def micro_batches(
         else:
             input_ids, predicts = padded(of_block, long, answered, column_multiple)
             blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine))
+    if with_tokens:
+        known = routed_tokens(getattr(record, "routed_experts", None), record.input_ids, record.response_lengths, plan)
+        blocks = [replace(block, tokens=tokens) for block, tokens in zip(blocks, known, strict=True)]
     return blocks
 
 
@@ -301,7 +322,11 @@ def in_one_shape(blocks: Sequence[MicroBatch]) -> list[MicroBatch]:
 def in_row_order(values: Tensor, blocks: Sequence[MicroBatch]) -> Tensor:
     """values [tokens of all blocks, ...], block after block -> the same, row after row of the record."""
     rows = torch.cat([block.rows for block in blocks])
-    lengths = torch.cat([block.response_lengths for block in blocks])
+    return rows_in_order(values, rows, torch.cat([block.response_lengths for block in blocks]))
+
+
+def rows_in_order(values: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+    """values [sum(lengths), ...] of rows with these numbers, end to end -> the same in the order of the numbers."""
     place = torch.empty_like(lengths)
     place[rows] = lengths
     starts = place.cumsum(0) - place

@@ -27,6 +27,7 @@ from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_m
 from megatron_rl.planner.option_rules import option_problems
 from megatron_rl.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.planner.recompute_rules import recompute_problems
+from megatron_rl.planner.replay_rules import replay_problems
 from megatron_rl.planner.resume_rules import resume_problems
 from megatron_rl.planner.vocabulary import reading_problems
 
@@ -66,6 +67,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
             *sharing_problems(config, pools),
             *rollout_problems(config, pools, models),
             *engine_problems(config, models),
+            *replay_problems(config, models),
             *_batch_problems(config),
             *_pack_problems(config),
             *_length_problems(config, models),

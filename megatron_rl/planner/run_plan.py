@@ -18,7 +18,8 @@ from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import StageMemory
 from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report, recomputing_everything
 from megatron_rl.planner.model_folder import lacking_files
-from megatron_rl.planner.run_models import PoolModels, RunModels
+from megatron_rl.planner.replay_rules import replay_notes
+from megatron_rl.planner.run_models import PlannedModel, PoolModels, RunModels
 from megatron_rl.planner.step_time import StepTime, generation, step_load, step_time
 from megatron_rl.planner.transition import TransitionPlan
 
@@ -160,6 +161,8 @@ class RunPlan:
         """Sentences to be read after the tables."""
         found = [f"{self.config.actor_rollout_ref.model.path} {rule} before the run can start" for rule in self.lacking]
         found += [*repeat_notes(self.config.data, self.train_rows), *group_notes(self.config)]
+        actor = PlannedModel.read(self.config.actor_rollout_ref.model.path)
+        found += replay_notes(self.config, actor.shape)
         found += [] if self.ahead is None else [self.ahead.advice]
         if not self.memory.fits:
             over = amount(self.memory.peak - self.memory.usable)

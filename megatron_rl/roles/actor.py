@@ -19,19 +19,22 @@ from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
 from megatron_rl.losses.registry import policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
-from megatron_rl.records import ActorBatch, Sequences, TokenScores, ragged_from_lengths
+from megatron_rl.observe.expert_load import expert_load_metrics
+from megatron_rl.records import ActorBatch, Sequences, TokenScores, ragged_from_lengths, row_lengths
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
+    from megatron_rl.roles.expert_routing import ExpertRouting
 
 
 class Actor(TrainedRole):
     """The policy that is trained."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+        from megatron_rl.roles.expert_routing import ExpertRouting
         from megatron_rl.roles.token_scorer import TokenScorer
 
         source = rank.source(spec)
@@ -45,6 +48,10 @@ class Actor(TrainedRole):
         vocab_size = source.hf_config.vocab_size
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, vocab_size, temperature)
         self.rank = rank
+        self.routing: ExpertRouting | None = None
+        if source.family.is_moe:
+            self.routing = ExpertRouting(self.trainable.models, rank.groups, rank.device.torch_device)
+            self.trainable.pipeline.routing = self.routing
         # On rank 0, where the rollout has pools of its own: the bridge's, and those that some ranks may not have left.
         self.bridge_stores: list[BridgeStore] = []
         self.sender: BridgeSender | None = None
@@ -53,10 +60,40 @@ class Actor(TrainedRole):
     def log_probs(self, sequences: Sequences) -> TokenScores | None:
         """Log-prob of each response token, as the trainer computes it; None before the last stage.
 
-        With `sum_pi_squared` where the estimator needs it.
+        With `sum_pi_squared` where the estimator needs it. Tokens go to the experts that the record names, with R3;
+        where it names some it is told how many others the routers would have chosen, and with R2 what they chose.
         """
-        score = self.scorer.score_with_squares if self.scores_squares else self.scorer.score
-        return score(sequences, self.score_cut)
+        return self._scored(sequences, replays=self.config.router_replay.mode == "R3")
+
+    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    def log_probs_without_replay(self, sequences: Sequences) -> TokenScores | None:
+        """The same where routers choose for themselves."""
+        return self._scored(sequences, replays=False)
+
+    def _scored(self, sequences: Sequences, replays: bool) -> TokenScores | None:
+        score, named = self.scorer.score_with_squares if self.scores_squares else self.scorer.score, None
+        keeps = self.config.router_replay.mode == "R2"
+        if self.routing is not None:
+            named = sequences.routed_experts
+            self.routing.begin(replays=replays, records=keeps or named is not None)
+        scores = score(sequences, self.score_cut)
+        return scores if self.routing is None else self._with_choices(scores, sequences, keeps)
+
+    def _with_choices(
+        self, scores: TokenScores | None, read: Sequences | ActorBatch, keeps: bool
+    ) -> TokenScores | None:
+        """The scores of a pass over `read`, with what its routers chose; all ranks must call."""
+        assert self.routing is not None
+        own = self.routing.finish()
+        if own is None:
+            return scores
+        named, lengths = read.routed_experts, row_lengths(read.input_ids)
+        others = None if named is None else self.routing.others(own, named, read.input_ids)
+        whole = self.routing.gathered(own) if keeps else None
+        if scores is not None:
+            scores.num_other_experts = others
+            scores.routed_experts = None if whole is None else ragged_from_lengths(whole, lengths)
+        return scores
 
     @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: ActorBatch) -> dict[str, float]:
@@ -67,14 +104,18 @@ class Actor(TrainedRole):
     def update_on_policy(self, batch: ActorBatch) -> tuple[dict[str, float], TokenScores | None]:
         """The same with a batch whose old log-probs are those of this very pass, and these log-probs as `log_probs`."""
         metrics, own = self._gradients(batch)
-        metrics |= self.trainable.step().metrics("actor")
-        if own is None:
-            return metrics, None
-        return metrics, TokenScores(ragged_from_lengths(own, batch.response_lengths), batch_size=batch.batch_size)
+        scores = None
+        if own is not None:
+            scores = TokenScores(ragged_from_lengths(own, batch.response_lengths), batch_size=batch.batch_size)
+        if self.routing is not None:
+            scores = self._with_choices(scores, batch, keeps=False)
+        return metrics | self.trainable.step().metrics("actor"), scores
 
     @verb(Dispatch.DP, phase="export")
     def response_logits(self, sequences: Sequences) -> Tensor | None:
         """Float32 logits [response tokens, vocab_size], for parity checks; None before the last stage."""
+        if self.routing is not None:
+            self.routing.begin(replays=False, records=False)
         return self.scorer.logits(sequences, self.score_cut)
 
     # Weights for a rollout in another pool
@@ -169,22 +210,32 @@ class Actor(TrainedRole):
 
         Losses among the metrics are aggregated like the loss itself; the others are means over tokens.
         """
-        return self._gradients(batch)[0]
+        metrics = self._gradients(batch)[0]
+        if self.routing is not None:
+            self.routing.finish()
+        return metrics
 
     def _gradients(self, batch: ActorBatch) -> tuple[dict[str, float], Tensor | None]:
         """(metrics, the log-prob of every response token where the batch has no old ones), both on the last stage."""
         own: list[Tensor] = []
+        is_own = batch.old_log_probs is None
+        if self.routing is not None:
+            mode, named = self.config.router_replay.mode, batch.routed_experts is not None
+            # With R2 an update that makes the old log-probs itself chooses for itself.
+            replays = named and (mode == "R3" or (mode == "R2" and not is_own))
+            self.routing.begin(replays=replays, records=named and is_own)
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
         means = self.trainable.compute_gradients(
             blocks, totals, lambda hidden, block: self._loss(hidden, block, totals, own)
         )
+        load = {} if self.routing is None else expert_load_metrics(self.routing.load())
         if means is None:
             return {}, None
-        log_probs = in_row_order(torch.cat(own), blocks) if batch.old_log_probs is None else None
+        log_probs = in_row_order(torch.cat(own), blocks) if is_own else None
         reported = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
         names = (*(f"actor/{name}" for name in reported), *self._further_metrics)
-        metrics = dict(zip(names, means.tolist(), strict=True))
+        metrics = dict(zip(names, means.tolist(), strict=True)) | load
         if self.config.use_kl_loss:
             return metrics | {"actor/kl_coef": self.config.kl_loss_coef}, log_probs
         del metrics["actor/kl_loss"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,8 @@ from megatron_rl.model.segments import Segments
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
-from megatron_rl.records import Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
+from megatron_rl.records import CriticBatch, Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
+from megatron_rl.roles.expert_routing import ExpertRouting
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
 """(model output [b, S, ...], its micro-batch) -> one float32 per response token, [N]."""
@@ -47,33 +49,40 @@ class Pipeline:
         self.chunks: list[Any] = chunks  # Megatron's modules, which have a `config`
         self.groups = groups
         self.device = device
+        self.routing: ExpertRouting | None = None  # where somebody tells or asks the routers
 
     def micro_batches(self, record: TokenRows, cut: MicroBatching) -> list[MicroBatch]:
         """Cut a record into blocks that this pipeline can run; all ranks must call.
 
         Under sequence parallelism the columns spread evenly over TP ranks, and under context parallelism every segment
-        over twice as many chunks as there are ranks. Where data-parallel ranks hold different
-        experts they need each other's answers in every block, so all get as many as the one that has most; dynamic
-        blocks are cut to the same number everywhere, so that no rank waits for another's. Packed rows share prompts
-        where attention can.
+        over twice as many chunks as there are ranks. Where data-parallel ranks hold different experts they need each
+        other's answers in every block, so all get as many as the one that has most; dynamic blocks are cut to the same
+        number everywhere, so that no rank waits for another's. Packed rows share prompts where attention can.
         """
         grid = self.groups.grid
         per_segment = segment_multiple(grid.cp_size)
         lengths = [round_up(length, per_segment) for length in row_lengths(record.input_ids).tolist()]
         per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
         multiples = (math.lcm(per_segment, grid.cp_size * per_share), per_segment)
-        prompts = prompt_numbers(record) if cut.remove_padding and self._shares_prompts else None
+        prompts = self._prompts(record) if cut.remove_padding and self._shares_prompts else None
+        with_tokens = self.routing is not None
         plan = cut.plan(lengths, 1, self._round_size, prompts)
         if not (cut.is_dynamic or grid.experts_join_dp_ranks):
-            return micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1])
+            return micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
         agreed = 0
         # A rank that needs more blocks than were agreed on, which is rare, makes all of them try once more.
         while (most := self._most_blocks(plan)) != agreed:
             agreed = most
             if len(plan) != agreed:
                 plan = cut.plan(lengths, agreed, self._round_size, prompts)
-        blocks = micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1])
+        blocks = micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
         return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
+
+    def _prompts(self, record: TokenRows) -> list[int]:
+        """A prompt is computed once for rows whose tokens go to the same experts."""
+        if self.routing is None or not self.routing.replays or isinstance(record, CriticBatch):
+            return prompt_numbers(record)
+        return prompt_numbers(record, record.routed_experts)
 
     @property
     def _shares_prompts(self) -> bool:
@@ -174,7 +183,9 @@ class Pipeline:
             segments = Segments.of(block.segments, self.device, block.prefixes)
         # Megatron wants positions and does not use them: rotary embeddings go by segments.
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
-        output: Tensor = model(input_ids, positions, None, packed_seq_params=segments)
+        told = nullcontext() if self.routing is None else self.routing.told(self.chunks.index(model), block)
+        with told:
+            output: Tensor = model(input_ids, positions, None, packed_seq_params=segments)
         return output
 
     def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Tensor]:

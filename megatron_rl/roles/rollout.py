@@ -68,6 +68,7 @@ class Rollout(Role):
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
             hf_overrides=full_attention(source.family, source.hf_config.to_dict()) | told(rank.config),
             device=rank.device,
+            returns_experts=rank.config.returns_experts,
         )
         rank.ledger.note("init", self.memory())  # this role is not among the host's yet
         self.generator.sleep()
@@ -124,9 +125,9 @@ class Rollout(Role):
         return ""
 
     @verb(Dispatch.ROLLOUT_DP, phase="gen")
-    def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
-        """One response per row of this replica's prompts; rollout mode only."""
-        return self.generator.generate(prompts, sampling)
+    def generate(self, prompts: Prompts, sampling: Sampling, with_experts: bool = False) -> Generations:
+        """One response per row of this replica's prompts; rollout mode only. with_experts: see `RolloutEngine`."""
+        return self.generator.generate(prompts, sampling, with_experts)
 
     @verb(Dispatch.REPLICAS, phase="gen")
     def advance(self, slices: dict[int, Slice]) -> SliceReport:

@@ -24,6 +24,7 @@ def engine_arguments(
     dtype: str,
     seed: int,
     hf_overrides: dict[str, Any],
+    returns_experts: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the rest as of `RolloutEngine`."""
     arguments: dict[str, Any] = {
@@ -44,6 +45,7 @@ def engine_arguments(
         "async_scheduling": False,
         "seed": seed,
         "hf_overrides": hf_overrides,
+        "enable_return_routed_experts": returns_experts,
     }
     if device_kind == "cpu":
         arguments["block_size"] = CPU_BLOCK_SIZE

@@ -17,7 +17,7 @@ from megatron_rl.device import Device, keep_current_stream
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
-from megatron_rl.records import Generations, Prompts, Sampling, ragged
+from megatron_rl.records import Generations, Prompts, Sampling, ragged, ragged_from_lengths
 from megatron_rl.rollout.addresses import must_stay, places
 from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.kv_cache import KVCache
@@ -51,6 +51,7 @@ class RolloutEngine:
     tensors: vLLM parameter name -> tensor of this rank's shard; must be readable during construction, which captures
     graphs over them where the configuration has any, and must never move again.
     hf_overrides: settings that take the place of those in the folder's config.json.
+    returns_experts: `generate` can say to which experts every token was sent.
     """
 
     def __init__(
@@ -66,12 +67,15 @@ class RolloutEngine:
         seed: int,
         hf_overrides: dict[str, Any],
         device: Device,
+        returns_experts: bool = False,
     ) -> None:
         self.seed = seed
         self.eos_token_ids = eos_token_ids
         inspect_in_process(architecture)
         register_shared_loader(tensors)
-        arguments = engine_arguments(device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides)
+        arguments = engine_arguments(
+            device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides, returns_experts
+        )
         keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)):
             self.llm = LLM(**arguments)
@@ -104,9 +108,10 @@ class RolloutEngine:
                 f"the KV cache cannot go while requests are unfinished: {numbers}; a slice that drops them comes first"
             )
 
-    def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
+    def generate(self, prompts: Prompts, sampling: Sampling, with_experts: bool = False) -> Generations:
         """One response per prompt row, with the engine's own log-prob of each token after temperature and filters.
 
+        with_experts: and the experts of each token, which an engine knows that was built so.
         Raises RuntimeError while requests of slices are unfinished.
         """
         if self.sliced.unfinished:
@@ -123,7 +128,11 @@ class RolloutEngine:
             for index, sample in zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
         ]
         requests = [{"prompt_token_ids": row.tolist()} for row in prompts.prompt_ids.unbind()]
-        return to_record([answer.outputs[0] for answer in self.llm.generate(requests, params, use_tqdm=False)])
+        answers = [answer.outputs[0] for answer in self.llm.generate(requests, params, use_tqdm=False)]
+        generations = to_record(answers)
+        if with_experts:
+            generations.routed_experts = experts_of_tokens(answers)
+        return generations
 
     def advance(self, one: Slice) -> tuple[dict[int, Drawn], int]:
         """One slice: see `SlicedGeneration.advance`. Raises RuntimeError when the ranks of the replica differ in it."""
@@ -143,3 +152,16 @@ def to_record(answers: Sequence[CompletionOutput]) -> Generations:
         truncated=torch.tensor([answer.finish_reason == "length" for answer in answers]),
         batch_size=[len(answers)],
     )
+
+
+def experts_of_tokens(answers: Sequence[CompletionOutput]) -> torch.Tensor:
+    """Of each row the experts of its tokens, prompt and response, but for the last, which the engine has not read.
+
+    uint8 or int16 [B, (T), layers, K]. Raises RuntimeError where an answer comes without them.
+    """
+    rows = [answer.routed_experts for answer in answers]
+    if any(row is None for row in rows):
+        raise RuntimeError("vLLM has returned an answer without the experts of its tokens")
+    # vLLM counts more than 256 experts as uint16, with which torch computes hardly anything.
+    found = [torch.from_numpy(row if row.itemsize == 1 else row.astype("int16")) for row in rows]
+    return ragged_from_lengths(torch.cat(found), torch.tensor([len(row) for row in found]))

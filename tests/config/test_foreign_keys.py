@@ -216,6 +216,8 @@ def test_context_parallelism_in_all_its_spellings():
         ("reward.reward_model.model.input_tokenizer=m", "renamed", {"reward_model.model.input_tokenizer": "m"}),
         ("reward.max_length=64", "renamed", {"reward_model.max_length": 64}),
         ("reward.reward_model.max_length=64", "renamed", {"reward_model.max_length": 64}),
+        (f"{MEGATRON}.router_replay.mode=R3", "renamed", {f"{ROLE_KEY}.router_replay.mode": "R3"}),
+        (f"{ROLE_KEY}.router_replay.record_file=/x", "ignored", {}),
     ],
 )  # fmt: skip
 def test_what_keys_become(override, kind, became):
@@ -243,6 +245,7 @@ def test_graphs_are_left_out_on_cpus_only():
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn rollouts and tools"),
         (f"+{MEGATRON}.override_transformer_config.fp8=hybrid", "FP8 training"),
         ("reward_model.reward_manager=batch", "reward managers of other kinds"),
+        ("actor_rollout_ref.ref.router_replay.mode=R2", "router replay of other roles than the actor"),
         (f"+{MEGATRON}.override_transformer_config.new_thing=3", "Megatron's option new_thing"),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -104,6 +105,19 @@ def save_qwen3_moe(folder: Path, **changes) -> str:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     settings = {**QWEN3, **experts, "tie_word_embeddings": False, **changes}
     return save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)), folder)
+
+
+def tie_routers(path: str) -> str:
+    """Make experts 0, 1 and 2 of a saved Qwen3-MoE equally likely, and 3, 4 and 5, but for noise of rounding's size."""
+    file = Path(path, "model.safetensors")
+    tensors, generator = load_file(file), torch.Generator().manual_seed(5)
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            for expert in (1, 2, 4, 5):
+                noise = 1e-7 * torch.randn(tensor[expert].shape, generator=generator)
+                tensor[expert] = tensor[expert - expert % 3] + noise
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
 
 
 def save_reward_model(folder: Path, family: str) -> str:

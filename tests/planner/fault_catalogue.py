@@ -298,6 +298,20 @@ values("rare weights", RUNS_AHEAD, {SYNC: 2}, (AHEAD, "must be >= "))
 SHARED = {AHEAD: 1, SYNC: 2, PARTIAL: True, IS: "token"}
 values("rare weights of one pool", RUNS_AHEAD, SHARED, (SYNC, "must be 1 where"))
 
+# Experts that are replayed
+MODE, FREQ = f"{ACTOR}.router_replay.mode", f"{ACTOR}.router_replay.compare_freq"
+RETURNS = f"{ROLLOUT}.enable_rollout_routing_replay"
+REPLAYS = f"layout {MODE} {FREQ}"
+values("replay of a dense model", REPLAYS, {MODE: "R2"}, (MODE, "must be disabled"), experts=False)
+DENSE = ((MODE, "has no experts"), (RETURNS, "has no experts"))
+values("the engine's of a dense model", REPLAYS, {MODE: "R3", RETURNS: True, FREQ: 2}, *DENSE, experts=False)
+values("a pass that there is", REPLAYS, {MODE: "R2", FREQ: 3}, (FREQ, "must be 0"), experts=True)
+NO_PASS = {f"{CORRECTION}.bypass_mode": True, MODE: "R2"}
+values("replay of no pass", f"{REPLAYS} correction", NO_PASS, (MODE, "bypass_mode"), experts=True)
+GOES_ON = {AHEAD: 1, PARTIAL: True, IS: "token"}
+SLICED = ((MODE, "hands out no experts"), (RETURNS, "hands out no experts"))
+values("no experts ahead", f"{REPLAYS} {RUNS_AHEAD}", GOES_ON | {MODE: "R3", RETURNS: True}, *SLICED, experts=True)
+
 # Values between keys
 values("learning rates", "critic.lr", {"critic.optim.min_lr": 1.0}, ("critic.optim.min_lr", "must be <= lr"))
 values("betas", "betas", {f"{ACTOR}.optim.betas": (0.9, 1.0)}, (f"{ACTOR}.optim.betas", "must both be"))
@@ -499,7 +513,7 @@ def draw(number: int) -> tuple[bool, list[Fault]]:
     experts = rng.random() < 0.4 if first.experts is None else first.experts
     chosen = [first]
     for other in rng.sample(CATALOGUE, len(CATALOGUE)):
-        if len(chosen) == 1 + number // 60 % 4:
+        if len(chosen) == 1 + number // 65 % 4:
             break
         if other.experts in (None, experts) and not any(other.areas & one.areas for one in chosen):
             chosen.append(other)

@@ -1,0 +1,149 @@
+"""What routers choose: taken down, counted, and made to be the choice of another pass.
+
+Megatron's routers ask an object for their top K where they have one (`router_replay`). Megatron's own keeps one list of
+all routers of the process and pairs a recomputed forward with its first one by a mode that the caller switches; here
+each chunk of the actor has its own, and a router tells a recomputed forward by itself.
+
+Legend: T tokens that the routers of this rank see in one pass, E experts, K of them to a token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the routers of a chunk are told of one forward pass.
+
+    real: bool [T], tokens that count: no filler, and of rows that are trained. trains: a backward pass follows.
+    records: take down the router's own choice. experts: [T, layers, K], where to send the tokens that are `known`,
+    bool [T]; None: as each router chooses.
+    """
+
+    real: Tensor
+    trains: bool
+    records: bool = False
+    experts: Tensor | None = None
+    known: Tensor | None = None
+
+
+class RouterTap:
+    """Stands between one router and its top K. layer: of the router among those of its chunk.
+
+    A forward pass without gradients in a pass that trains will be run again before its backward pass, with them: the
+    k-th of those is the k-th of these, as blocks go backward through a chunk in the order in which they went forward.
+    """
+
+    def __init__(self, layer: int, num_experts: int) -> None:
+        self.layer, self.num_experts = layer, num_experts
+        self.told: Told | None = None
+        self.own: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.again: deque[Told] = deque()
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What Megatron's router calls: scores [T, E] -> (scores of the chosen experts, their numbers), both [T, K].
+
+        Raises RuntimeError where the pass is about another number of tokens.
+        """
+        assert default_compute_topk is not None  # Megatron always gives it
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        told, is_first = self._next()
+        if told is None:
+            return values, own
+        if len(told.real) != len(scores):
+            raise RuntimeError(f"a router sees {len(scores)} tokens where its pass is about {len(told.real)}")
+        chosen = own if told.experts is None else self._replayed(told, own)
+        if is_first:
+            self.own = own if told.records else None
+            self._count(chosen, told.real)
+        return (values, own) if told.experts is None else (scores.gather(1, chosen), chosen)
+
+    def _next(self) -> tuple[Told | None, bool]:
+        """What the pass is told, and whether it is the first of its block."""
+        if self.again and torch.is_grad_enabled():
+            return self.again.popleft(), False
+        if self.told is not None and self.told.trains and not torch.is_grad_enabled():
+            self.again.append(self.told)
+        return self.told, True
+
+    def _replayed(self, told: Told, own: Tensor) -> Tensor:
+        assert told.experts is not None and told.known is not None
+        return torch.where(told.known[:, None], told.experts[:, self.layer].long(), own)
+
+    def _count(self, chosen: Tensor, real: Tensor) -> None:
+        if self.counts is None:
+            self.counts = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
+        # Unlike bincount it waits for no device.
+        self.counts.scatter_add_(0, chosen.flatten(), real.long()[:, None].expand_as(chosen).flatten())
+
+
+class ChunkRouters:
+    """The routers of one chunk of a model. Building it puts a tap into each of them.
+
+    layers: their numbers in the whole model, from 0.
+    """
+
+    def __init__(self, model: Any, num_experts: int) -> None:
+        self.taps: list[RouterTap] = []
+        self.layers: list[int] = []
+        for layer in model.decoder.layers:
+            tap = RouterTap(len(self.taps), num_experts)
+            layer.mlp.router.router_replay = tap
+            self.taps.append(tap)
+            self.layers.append(layer.layer_number - 1)
+
+    @contextmanager
+    def told(self, told: Told) -> Iterator[None]:
+        """Round the forward pass of one block."""
+        for tap in self.taps:
+            tap.told, tap.own = told, None
+        try:
+            yield
+        finally:
+            for tap in self.taps:
+                tap.told = None
+
+    def own_choices(self) -> Tensor:
+        """Of the pass that was last: [T, layers, K] on the CPU. Raises RuntimeError where it was not to be recorded."""
+        found = [tap.own for tap in self.taps if tap.own is not None]
+        if len(found) != len(self.taps):
+            raise RuntimeError("not every router of the chunk has taken down its choice")
+        return torch.stack(found, 1).to(choice_dtype(self.taps[0].num_experts)).cpu()
+
+    def take_counts(self) -> Tensor | None:
+        """int64 [layers, E]: real tokens that were sent to each expert since the last call; None without a pass."""
+        counts = [tap.counts for tap in self.taps if tap.counts is not None]
+        for tap in self.taps:
+            tap.counts = None
+        return torch.stack(counts) if counts else None
+
+    def must_be_done(self) -> None:
+        """Raise RuntimeError where a pass that was to be run again was not."""
+        left = max((len(tap.again) for tap in self.taps), default=0)
+        for tap in self.taps:
+            tap.again.clear()
+        if left:
+            raise RuntimeError(f"{left} passes of a router were not run again before their backward pass")
+
+
+def choice_dtype(num_experts: int) -> torch.dtype:
+    """The type in which the number of an expert is kept and sent."""
+    return torch.uint8 if num_experts <= 256 else torch.int16

@@ -1,0 +1,24 @@
+"""From how many tokens each expert was sent to the `actor/expert_load/*` metrics. Pure."""
+
+from __future__ import annotations
+
+import torch
+
+
+def expert_load_metrics(counts: torch.Tensor) -> dict[str, float]:
+    """counts: int64 [layers, experts], tokens that each expert was sent; {} where none was.
+
+    The load of a layer is what its busiest expert was sent over the mean of its experts: 1 is even, and the number of
+    experts over those to a token is the worst. `max` and `mean` are over layers; `idle`: the share of experts that were
+    sent nothing.
+    """
+    if not counts.any():
+        return {}
+    load = counts.amax(1) / counts.double().mean(1)
+    by_layer = {f"actor/expert_load/layer_{layer}": value for layer, value in enumerate(load.tolist())}
+    return {
+        "actor/expert_load/max": float(load.max()),
+        "actor/expert_load/mean": float(load.mean()),
+        "actor/expert_load/idle": float((counts == 0).double().mean()),
+        **by_layer,
+    }

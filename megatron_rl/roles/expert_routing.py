@@ -1,0 +1,155 @@
+"""The routers of the actor on one rank: told where tokens go, and asked where they went.
+
+    begin -> [told(chunk, block): forward pass] of every chunk and block -> finish -> recorded choices
+
+Each rank tells and asks the layers of its own chunks. Under context parallelism a rank's routers see its share of every
+block's columns, and under sequence parallelism a part of these, which its TP ranks put together again, and then its CP
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order
+from megatron_rl.experience.routed_tokens import is_real, known_tokens, num_others, places, told_experts
+from megatron_rl.model.router_replay import ChunkRouters, Told
+from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.records import row_lengths
+
+
+class ExpertRouting:
+    """Taps in the routers of all chunks; all ranks must build it and call `others` and `gathered`.
+
+    replays: of the pass under way, tokens go where its record says, as far as it does. records: the routers' own
+    choices are kept, for `finish`.
+    """
+
+    def __init__(self, models: list[Any], groups: TrainGroups, device: torch.device) -> None:
+        config = models[0].config
+        self.num_experts, self.num_layers = config.num_moe_experts, config.num_layers
+        self.chunks = [ChunkRouters(model, self.num_experts) for model in models]
+        self.groups, self.device = groups, device
+        self.replays = self.records = False
+        self._is_cut = config.sequence_parallel
+        self._kept: list[list[tuple[MicroBatch, Tensor]]] = [[] for _ in self.chunks]
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of this rank's layers in the whole model, chunk after chunk."""
+        return [layer for chunk in self.chunks for layer in chunk.layers]
+
+    def begin(self, *, replays: bool, records: bool) -> None:
+        """Say what the next pass is to do; counts begin anew."""
+        self.replays, self.records = replays, records
+        for chunk in self.chunks:
+            chunk.take_counts()
+        for kept in self._kept:
+            kept.clear()
+
+    @contextmanager
+    def told(self, chunk: int, block: MicroBatch) -> Iterator[None]:
+        """Round the forward pass of a block through a chunk; blocks of each chunk come in their order."""
+        routers = self.chunks[chunk]
+        found = told_experts(block, routers.layers) if self.replays else None
+        experts, known = (None, None) if found is None else (self._here(part, block) for part in found)
+        told = Told(self._here(is_real(block), block), torch.is_grad_enabled(), self.records, experts, known)
+        with routers.told(told):
+            yield
+        if self.records:
+            self._kept[chunk].append((block, routers.own_choices()))
+
+    def _here(self, places_of_block: Tensor, block: MicroBatch) -> Tensor:
+        """[S * b, ...] -> this rank's part of it, on its device."""
+        if block.share is not None:
+            columns = places_of_block.view(-1, len(block.input_ids), *places_of_block.shape[1:])
+            places_of_block = columns[block.share.columns.cpu()].flatten(0, 1)
+        if self._is_cut:
+            places_of_block = places_of_block.chunk(self.groups.grid.tp_size)[self.groups.tp_rank]
+        return places_of_block.to(self.device)
+
+    def finish(self) -> Tensor | None:
+        """End the pass: [N, this rank's layers, K] of all tokens of the record, row after row, where they are recorded.
+
+        All TP ranks must call. Raises RuntimeError where a pass was not run again that should have been.
+        """
+        for chunk in self.chunks:
+            chunk.must_be_done()
+        if not self.records:
+            return None
+        return torch.cat([self._rows(kept) for kept in self._kept], 1)
+
+    def _rows(self, kept: list[tuple[MicroBatch, Tensor]]) -> Tensor:
+        values = torch.cat([self._whole(own, block)[places(block)] for block, own in kept])
+        rows = torch.cat([block.rows.cpu() for block, _ in kept])
+        return rows_in_order(values, rows, torch.cat([known_tokens(block).lengths for block, _ in kept]))
+
+    def _whole(self, own: Tensor, block: MicroBatch) -> Tensor:
+        """This rank's part of [S * b, ...] -> all of it, on the CPU."""
+        if self._is_cut:
+            own = torch.cat(self._of_all(own, self.groups.tp_group))
+        if block.share is None:
+            return own
+        width, columns = block.input_ids.shape[1], block.share.columns
+        whole = own.new_empty(width, len(block.input_ids), *own.shape[1:])
+        shares = zip(self._of_all(columns, block.share.group), self._of_all(own, block.share.group), strict=True)
+        for where, part in shares:
+            whole[where] = part.view(len(where), *whole.shape[1:])
+        return whole.flatten(0, 1)
+
+    def _of_all(self, own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        """What each rank of the group has, all of one shape; on the CPU."""
+        mine = as_bytes(own).to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(parts, mine, group=group)
+        return [part.cpu().view(own.dtype) for part in parts]
+
+    def others(self, own: Tensor, experts: Tensor, input_ids: Tensor) -> Tensor:
+        """int64 [B]: how many of the experts of each row, over all layers, the routers would not have chosen.
+
+        own: what `finish` gave; experts: ragged [B, (T), L, K]; input_ids: ragged [B, (L)].
+        """
+        mine = experts.values()[:, self.layers]
+        found = num_others(mine, row_lengths(experts), own, row_lengths(input_ids)).to(self.device)
+        dist.all_reduce(found, group=self.groups.pp_group)
+        return found.cpu()
+
+    def gathered(self, own: Tensor) -> Tensor | None:
+        """`finish`'s answer of all stages: [N, L, K] on the last stage's rank that speaks for it; None elsewhere."""
+        stages: list[list[int]] = [[] for _ in range(self.groups.grid.pp_size)]
+        dist.all_gather_object(stages, self.layers, group=self.groups.pp_group)
+        if self.groups.tp_rank != 0 or self.groups.cp_rank != 0:
+            return None
+        ranks, width = dist.get_process_group_ranks(self.groups.pp_group), own.element_size()
+        if not self.groups.is_last_stage:
+            dist.send(as_bytes(own).to(self.device), ranks[-1], group=self.groups.pp_group)
+            return None
+        whole = own.new_empty(len(own), self.num_layers, own.shape[-1])
+        whole[:, self.layers] = own
+        for rank, layers in zip(ranks[:-1], stages[:-1], strict=True):
+            shape = (len(own), len(layers), own.shape[-1] * width)
+            part = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            dist.recv(part, rank, group=self.groups.pp_group)
+            whole[:, layers] = part.cpu().view(own.dtype)
+        return whole
+
+    def load(self) -> Tensor:
+        """int64 [L, E] since the last call: tokens of all ranks that each expert was sent. All ranks must call."""
+        counts = torch.zeros(self.num_layers, self.num_experts, dtype=torch.int64, device=self.device)
+        for chunk in self.chunks:
+            found = chunk.take_counts()
+            if found is not None:
+                counts[chunk.layers] += found
+        dist.all_reduce(counts)
+        return counts.cpu() if self._is_cut else counts.cpu() // self.groups.grid.tp_size
+
+
+def as_bytes(choices: Tensor) -> Tensor:
+    """The same bytes as uint8, which every backend sends; the last dim gets longer."""
+    return choices.contiguous().view(torch.uint8)

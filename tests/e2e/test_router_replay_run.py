@@ -1,0 +1,65 @@
+"""Router replay as a user gets it: by overrides, on a tiny mixture of experts, with several mini-batches and epochs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from lives import MEGATRON, metrics
+from test_several_nodes import tiny_moe
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SHORT = (
+    *("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=4", "trainer.total_training_steps=2"),
+    *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.export_hf=false"),
+    *(f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", f"{ACTOR}.ppo_epochs=2"),
+)
+GRPO = "configs/grpo_cpu.yaml"
+DIFFERENCE, OTHERS = "training/rollout_logprob_diff_max", "training/rollout_experts_diff"
+
+
+def test_the_engines_experts_are_replayed(command_line, tmp_path: Path) -> None:
+    """R3 in one process, with routers that tie: the engine's log-probs are the trainer's, and without replay not.
+
+    Would not catch a replay in the scoring pass alone: `test_router_replay.py` in tests/dist does.
+    """
+    from tiny_models import tie_routers
+
+    model = tie_routers(str(tiny_moe(tmp_path / "model")))
+    replays = (f"{ACTOR}.router_replay.mode=R3", f"{ACTOR}.router_replay.compare_freq=1")
+    layout = ("trainer.n_gpus_per_node=1", f"{MEGATRON}.tensor_model_parallel_size=1", "--local")
+    run = command_line(*SHORT, *replays, *layout, f"actor_rollout_ref.model.path={model}", config=GRPO)
+    assert run.wait(200) == 0, run.text()
+    first, second = metrics(run).values()
+    for step in (first, second):
+        assert 0 < step[DIFFERENCE] < 5e-5
+        assert 1 <= step["actor/expert_load/mean"] <= step["actor/expert_load/max"] <= 3
+        assert step["actor/expert_load/layer_3"] <= step["actor/expert_load/max"]
+    # One update moves the rows of a gate apart by more than rounding.
+    assert first[OTHERS] > 0.01 and first[f"{DIFFERENCE}_without_replay"] > 5e-3
+    assert f"{DIFFERENCE}_without_replay" in second
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
+def test_modes_on_two_ranks(mode, command_line, tmp_path: Path) -> None:
+    """EP2 through Ray, with the engine's experts known in every mode. Would not catch a mode that does nothing."""
+    keys = (f"{ACTOR}.router_replay.mode={mode}", f"{ROLLOUT}.enable_rollout_routing_replay=true")
+    sizes = ("expert_model_parallel_size=2", "tensor_model_parallel_size=1")
+    layout = ("trainer.n_gpus_per_node=2", *(f"{MEGATRON}.{size}" for size in sizes))
+    model = f"actor_rollout_ref.model.path={tiny_moe(tmp_path / 'model')}"
+    run = command_line(*SHORT, *keys, *layout, model, config=GRPO)
+    assert run.wait(200) == 0, run.text()
+    for step in metrics(run).values():
+        assert step[DIFFERENCE] < 5e-5 and step[OTHERS] < 0.01
+    assert json.loads((run.run / "summary.json").read_text())["steps"] == 2
+
+
+def test_a_dense_model_is_refused(command_line) -> None:
+    """The key, the rule and the nearest choice, with code 2. Would not catch what is refused later."""
+    run = command_line(f"{ACTOR}.router_replay.mode=R3")
+    assert run.wait(100) == 2
+    assert "must be disabled" in run.text() and "has no experts" in run.text()

