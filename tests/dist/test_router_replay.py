@@ -132,6 +132,7 @@ def one_update(config) -> dict:
 SP = {"sequence_parallel": True}
 EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 UNEVEN = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}
 LAYOUTS = {
     "TP2": ((2, 2, 1), SP | ETP1),
@@ -140,6 +141,8 @@ LAYOUTS = {
     "PP2, VPP2": ((2, 1, 2), VPP2),
     "TP2, PP2, EP2": ((4, 2, 2), SP | EP2 | ETP1),
     "TP2, PP2, VPP2": ((4, 2, 2), SP | ETP1 | VPP2),
+    "CP2": ((2, 1, 1), CP2),
+    "TP2, CP2, SP": ((4, 2, 1), SP | ETP1 | CP2),
 }
 """Name -> (ranks, tp, pp), further sizes."""
 OPTIMIZER = {"lr": 0.05, "eps": 1.0, "weight_decay": 0.0}
