@@ -147,17 +147,19 @@ class ContextAttention(CausalAttention):
     ) -> Tensor:
         """query [S / C, b, N, D], key and value [S / C, b, K, D] -> [S / C, b, N * D]."""
         assert isinstance(packed_seq_params, ContextSegments)  # the pipeline always makes them
-        heads = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = context_attention(*heads, packed_seq_params, self.config.cp_comm_type)
-        return out.unflatten(0, (query.shape[1], query.shape[0])).transpose(0, 1).flatten(2)
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = context_attention(q, k, v, packed_seq_params, self.config.cp_comm_type)
+        rows: Tensor = out.unflatten(0, (query.shape[1], query.shape[0]))
+        return rows.transpose(0, 1).flatten(2)
 
 
 def context_attention(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, how: str) -> Tensor:
     """query [t, N, D], key and value [t, K, D] -> [t, N, D]; how: one of `cp_comm_type`. All ranks must call."""
     if how == A2A:
         return head_wise(query, key, value, segments)
-    exchange = {P2P: Ring, ALL_GATHER: Gathered}[how]
-    out: Tensor = BlockWise.apply(query, key, value, segments, exchange(segments.group))
+    assert segments.group is not None  # only tests of one process have none
+    exchange = {P2P: Ring, ALL_GATHER: Gathered}[how](segments.group)
+    out: Tensor = BlockWise.apply(query, key, value, segments, exchange)
     return out
 
 
@@ -186,7 +188,8 @@ class BlockWise(torch.autograd.Function):
         merged, rank = Merged(query), segments.group.rank()
         for source, pair in exchange.blocks(torch.stack([key, value])):
             facing, queries, keys = segments.facing(rank, source)
-            merged.add(*block_forward(taken(query, queries), *(taken(x, keys) for x in pair), facing), queries)
+            k, v = (taken(x, keys) for x in pair)
+            merged.add(*block_forward(taken(query, queries), k, v, facing), queries)
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, merged.log_sum)
         ctx.segments, ctx.exchange, ctx.rank = segments, exchange, rank
@@ -199,9 +202,9 @@ class BlockWise(torch.autograd.Function):
 
         def gradients(source: int, pair: Tensor) -> Tensor:
             facing, queries, keys = ctx.segments.facing(ctx.rank, source)
-            of_queries = [taken(x, queries) for x in (query, out, log_sum, grad)]
-            q, o, sums, d_out = of_queries
-            of_query, *of_pair = block_backward(d_out, q, *(taken(x, keys) for x in pair), o, sums, facing)
+            q, o, sums, d_out = (taken(x, queries) for x in (query, out, log_sum, grad))
+            k, v = (taken(x, keys) for x in pair)
+            of_query, *of_pair = block_backward(d_out, q, k, v, o, sums, facing)
             if queries is None:
                 d_query.add_(of_query)
             else:
@@ -306,9 +309,9 @@ def head_wise(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegmen
     parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (query, key, value)]
     counts = [part.shape[2] for part in parts]
     mixed: Tensor = ChangeParts.apply(torch.cat(parts, 2), group)
-    whole = mixed.flatten(0, 1).index_select(0, segments.back)
+    q, k, v = mixed.flatten(0, 1).index_select(0, segments.back).split(counts, 1)
     attend_segments = varlen if has_varlen_attention(query) else bucketed
-    out = attend_segments(*whole.split(counts, 1), segments.whole)
+    out = attend_segments(q, k, v, segments.whole)
     mine: Tensor = ChangeParts.apply(out.index_select(0, segments.order).unflatten(0, (size, -1)), group)
     return mine.transpose(0, 1).flatten(1, 2)
 
