@@ -121,7 +121,7 @@ def plain_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, facing: Facing
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `block_backward`; gradients in float32."""
-    grads = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (query, key, value))
+    d_query, d_key, d_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (query, key, value))
     num_kv, scale = key.shape[1], query.shape[-1] ** -0.5
     for tile in tiles(query, key, facing):
         of_rows = by_groups(log_sum[tile.queries][..., None], num_kv)
@@ -130,11 +130,11 @@ def plain_backward(
         k, v = by_heads(key, tile.keys), by_heads(value, tile.keys)
         d_scores = probs * (d_out @ v.transpose(-1, -2) - (d_out * o).sum(-1, keepdim=True)) * scale
         q = by_groups(query[tile.queries].float(), num_kv)
-        grads[0][tile.queries] = (d_scores @ k).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        d_query[tile.queries] = (d_scores @ k).permute(0, 3, 1, 2, 4).flatten(2, 3)
         # Tiles of the same piece share its keys.
-        for of, through, mixed in ((grads[1], d_scores, q), (grads[2], probs, d_out)):
+        for of, through, mixed in ((d_key, d_scores, q), (d_value, probs, d_out)):
             of[tile.keys] += (through.transpose(-1, -2) @ mixed).sum(2).transpose(1, 2)
-    return grads
+    return d_query, d_key, d_value
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Tile:
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """Float32 [b, K, N / K, s, w], -inf where a key may not be seen."""
         q = by_groups(query[self.queries].float(), key.shape[1]) * query.shape[-1] ** -0.5
-        scores = q @ by_heads(key, self.keys).transpose(-1, -2)
+        scores: Tensor = q @ by_heads(key, self.keys).transpose(-1, -2)
         if self.causal:
             at, of = (torch.arange(x.shape[1], device=query.device) for x in (self.queries, self.keys))
             scores.masked_fill_(of[None] > self.first + at[:, None], -torch.inf)
@@ -169,7 +169,8 @@ def tiles(query: Tensor, key: Tensor, facing: Facing) -> Iterator[Tile]:
 
 def by_groups(x: Tensor, num_kv: int) -> Tensor:
     """[b, s, N, D] -> [b, K, N / K, s, D]."""
-    return x.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
+    grouped: Tensor = x.unflatten(2, (num_kv, -1))
+    return grouped.permute(0, 2, 3, 1, 4)
 
 
 def by_heads(x: Tensor, rows: Tensor) -> Tensor:

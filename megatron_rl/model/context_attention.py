@@ -17,10 +17,9 @@ Legend: t tokens of this rank, N query heads and K key/value heads of this TP ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from torch import Tensor
 from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.attention import CausalAttention, bucketed, varlen
 from megatron_rl.model.block_attention import Facing, Merged, Pieces, block_backward, block_forward
+from megatron_rl.model.key_exchange import ChangeParts, Exchange, Gathered, Ring
 from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.zigzag import zigzag_columns
 
@@ -147,31 +147,20 @@ class ContextAttention(CausalAttention):
     ) -> Tensor:
         """query [S / C, b, N, D], key and value [S / C, b, K, D] -> [S / C, b, N * D]."""
         assert isinstance(packed_seq_params, ContextSegments)  # the pipeline always makes them
-        heads = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = context_attention(*heads, packed_seq_params, self.config.cp_comm_type)
-        return out.unflatten(0, (query.shape[1], query.shape[0])).transpose(0, 1).flatten(2)
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = context_attention(q, k, v, packed_seq_params, self.config.cp_comm_type)
+        rows: Tensor = out.unflatten(0, (query.shape[1], query.shape[0]))
+        return rows.transpose(0, 1).flatten(2)
 
 
 def context_attention(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, how: str) -> Tensor:
     """query [t, N, D], key and value [t, K, D] -> [t, N, D]; how: one of `cp_comm_type`. All ranks must call."""
     if how == A2A:
         return head_wise(query, key, value, segments)
-    exchange = {P2P: Ring, ALL_GATHER: Gathered}[how]
-    out: Tensor = BlockWise.apply(query, key, value, segments, exchange(segments.group))
+    assert segments.group is not None  # only tests of one process have none
+    exchange = {P2P: Ring, ALL_GATHER: Gathered}[how](segments.group)
+    out: Tensor = BlockWise.apply(query, key, value, segments, exchange)
     return out
-
-
-class Exchange(Protocol):
-    """How the keys and values of all ranks, [2, t, K, D] of each, come to every rank."""
-
-    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(rank, its keys and values) of every rank, this one's first."""
-
-    def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Float32: the gradients that all ranks have of `own`, added up.
-
-        gradients: (rank, its keys and values) -> the gradients that this rank has of them.
-        """
 
 
 class BlockWise(torch.autograd.Function):
@@ -186,7 +175,8 @@ class BlockWise(torch.autograd.Function):
         merged, rank = Merged(query), segments.group.rank()
         for source, pair in exchange.blocks(torch.stack([key, value])):
             facing, queries, keys = segments.facing(rank, source)
-            merged.add(*block_forward(taken(query, queries), *(taken(x, keys) for x in pair), facing), queries)
+            k, v = (taken(x, keys) for x in pair)
+            merged.add(*block_forward(taken(query, queries), k, v, facing), queries)
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, merged.log_sum)
         ctx.segments, ctx.exchange, ctx.rank = segments, exchange, rank
@@ -199,9 +189,9 @@ class BlockWise(torch.autograd.Function):
 
         def gradients(source: int, pair: Tensor) -> Tensor:
             facing, queries, keys = ctx.segments.facing(ctx.rank, source)
-            of_queries = [taken(x, queries) for x in (query, out, log_sum, grad)]
-            q, o, sums, d_out = of_queries
-            of_query, *of_pair = block_backward(d_out, q, *(taken(x, keys) for x in pair), o, sums, facing)
+            q, o, sums, d_out = (taken(x, queries) for x in (query, out, log_sum, grad))
+            k, v = (taken(x, keys) for x in pair)
+            of_query, *of_pair = block_backward(d_out, q, k, v, o, sums, facing)
             if queries is None:
                 d_query.add_(of_query)
             else:
@@ -218,75 +208,6 @@ class BlockWise(torch.autograd.Function):
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
     """Some rows of x, or all."""
     return x if rows is None else x.index_select(0, rows)
-
-
-class Gathered:
-    """All at once. Of other ranks' keys nothing is kept: backward brings them together anew."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """See `Exchange`."""
-        size, rank = self.group.size(), self.group.rank()
-        everyones = own.new_empty(size, *own.shape)
-        dist.all_gather_into_tensor(everyones.flatten(0, 1), own, group=self.group)
-        for step in range(size):
-            source = (rank - step) % size
-            yield source, everyones[source]
-
-    def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `Exchange`."""
-        found = {source: gradients(source, pair) for source, pair in self.blocks(own)}
-        everyones = torch.cat([found[source] for source in range(self.group.size())])
-        total = torch.empty(own.shape, dtype=torch.float32, device=own.device)
-        dist.reduce_scatter_tensor(total, everyones, group=self.group)
-        return total
-
-
-class Ring:
-    """One after the other, each on its way to the next rank while this one works with it."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """See `Exchange`."""
-        size, rank = self.group.size(), self.group.rank()
-        held = own
-        for step in range(size):
-            coming = self._pass_on(held) if step < size - 1 else None
-            yield (rank - step) % size, held
-            if coming is not None:
-                held = coming()
-
-    def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `Exchange`. Gradients follow the keys that they are of, one step behind, until they are home."""
-        coming = None
-        for source, pair in self.blocks(own):
-            found = gradients(source, pair)
-            if coming is not None:
-                found += coming()
-            coming = self._pass_on(found)
-        assert coming is not None
-        return coming()
-
-    def _pass_on(self, sent: Tensor) -> Callable[[], Tensor]:
-        """Send to the next rank; call what is returned to wait for that, and for what the rank before sent."""
-        size, rank = self.group.size(), self.group.rank()
-        after, before = (dist.get_global_rank(self.group, (rank + by) % size) for by in (1, -1))
-        received = torch.empty_like(sent)
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, sent, after, self.group), dist.P2POp(dist.irecv, received, before, self.group)]
-        )
-
-        def arrived() -> Tensor:
-            for work in works:
-                work.wait()
-            _ = sent  # it must not be given back before
-            return received
-
-        return arrived
 
 
 # Ulysses
@@ -306,29 +227,8 @@ def head_wise(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegmen
     parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (query, key, value)]
     counts = [part.shape[2] for part in parts]
     mixed: Tensor = ChangeParts.apply(torch.cat(parts, 2), group)
-    whole = mixed.flatten(0, 1).index_select(0, segments.back)
+    q, k, v = mixed.flatten(0, 1).index_select(0, segments.back).split(counts, 1)
     attend_segments = varlen if has_varlen_attention(query) else bucketed
-    out = attend_segments(*whole.split(counts, 1), segments.whole)
+    out = attend_segments(q, k, v, segments.whole)
     mine: Tensor = ChangeParts.apply(out.index_select(0, segments.order).unflatten(0, (size, -1)), group)
     return mine.transpose(0, 1).flatten(1, 2)
-
-
-class ChangeParts(torch.autograd.Function):
-    """x [C, ...] on every rank: its part i becomes part r of rank i. Done twice it changes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return changed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return changed(grad, ctx.group), None
-
-
-def changed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """See `ChangeParts`."""
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
-    return received

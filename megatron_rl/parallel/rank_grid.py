@@ -20,8 +20,8 @@ from megatron_rl.parallel.sharding import Place
 
 
 @dataclass(frozen=True)
-class TrainGrid:
-    """The training layout of `world_size` ranks; raises ValueError when the sizes do not divide it.
+class TrainSizes:
+    """The sizes of a training layout of `world_size` ranks; raises ValueError when they do not divide it.
 
     `etp_size`: tensor parallelism of experts; None: tp_size, as in Megatron.
     """
@@ -67,6 +67,10 @@ class TrainGrid:
     def experts_join_dp_ranks(self) -> bool:
         """Whether data-parallel ranks hold different experts, and so can only run a micro-batch together."""
         return self.tp_size * self.cp_size % (self.expert_tp_size * self.ep_size) != 0
+
+
+class TrainGrid(TrainSizes):
+    """Which rank stands where in a training layout."""
 
     def place(self, rank: int, vocab_multiple: int) -> Place:
         """Where a rank's shards of its stage's tensors lie."""

@@ -128,7 +128,7 @@ LAYOUTS = {
     "PP2, CP2": (4, 1, 2, CP2),
     "CP2, padded, gathered": (2, 1, 1, CP2 | GATHER | {"actor_rollout_ref__model__use_remove_padding": False}),
 }
-RARELY = ("CP2, padded, gathered",)
+RARELY = ("PP2, CP2", "CP2, padded, gathered")
 """Not part of `make test`."""
 
 

@@ -1,5 +1,7 @@
 """Micro-batches: which rows together, and how they lie in a block."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from megatron_rl.experience.micro_batches import (
     micro_batches,
     prompt_numbers,
 )
+from megatron_rl.parallel.zigzag import ContextShare, zigzag_columns
 from megatron_rl.records import ActorBatch, ragged
 
 modest = settings(max_examples=60, deadline=None)
@@ -59,6 +62,30 @@ def test_three_packed_rows_in_another_order():
     assert second.input_ids.tolist() == [[5, 6]] and second.targets.tolist() == [6] and second.segments == (2,)
     values = torch.tensor([30.0, 0.0, 1.0, 20.0])
     assert in_row_order(values, [first, second]).tolist() == [0, 1, 20, 30]
+
+
+def test_packed_rows_of_a_multiple_and_what_each_rank_scores():
+    """Rows filled up to fours, the block to eights, and the parts of two ranks: by hand.
+
+    Would not catch what travels between ranks; tests/dist/test_context_parallel.py does.
+    """
+    (block,) = micro_batches(
+        actor_batch(THREE), [[0, 1, 2]], remove_padding=True, column_multiple=8, segment_multiple=4
+    )
+    assert block.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0, 7, 8, 9, 0, 0, 0, 0, 0]]
+    assert block.segments == (4, 4, 4, 4) and block.rows.tolist() == [0, 1, 2]
+    assert block.predicts_response.int().tolist() == [[0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]]
+    assert block.targets.tolist() == [3, 4, 6, 9]
+    output = torch.arange(16)[None, :, None]
+    for rank, (columns, targets, numbers) in enumerate(
+        [([0, 3, 4, 7, 8, 11, 12, 15], [6], [2]), ([1, 2, 5, 6, 9, 10, 13, 14], [3, 4, 9], [0, 1, 3])]
+    ):
+        mine = zigzag_columns(block.segments, 2, rank)
+        share = ContextShare.of(mine, block.predicts_response, group=None)
+        part = replace(block, share=share)
+        assert mine.tolist() == columns and share.numbers.tolist() == numbers
+        assert part.targets.tolist() == targets
+        assert part.scored(output[:, mine])[:, 0].tolist() == [[1, 2, 4, 9][number] for number in numbers]
 
 
 def test_two_rows_with_one_prompt():

@@ -15,7 +15,6 @@ from fault import (
     ACTOR,
     CATALOGUE,
     CORRECTION,
-    CP,
     EP,
     ETP,
     FIRST,
@@ -31,7 +30,6 @@ from fault import (
     ROLLOUT_TP,
     TP,
     VPP,
-    WAY,
     Case,
     Fault,
     Said,
@@ -61,10 +59,6 @@ values("both ends", "layout", {FIRST: 2, LAST: 3, PP: 2, GPUS: 4}, (PP, "must ad
 values("layers of a run", "layout", {GRANULARITY: "full", METHOD: "uniform", NUMBER: 4}, (NUMBER, "divide the layers"))
 values("parts", "layout", {GRANULARITY: "selective", MODULES: ["layernorm"]}, (MODULES, "must be some of"))
 values("layers of parts", "layout", {GRANULARITY: "selective", METHOD: "block"}, (METHOD, "must be null: whole layers"))
-values("cp", "layout", {CP: 4}, (TP, "must divide the 6 ranks"), experts=False)
-values("heads of a2a", "layout", {CP: 4, GPUS: 24, WAY: "a2a"}, (WAY, "query heads of a TP rank"), experts=False)
-values("way of cp", "layout", {WAY: "ring"}, (WAY, "must be one of p2p, all_gather, a2a"))
-values("no cp", "layout", {CP: 0}, (CP, "must be >= 1"))
 values("no tp", "layout", {TP: 0}, (TP, "must be >= 1"))
 values("negative pp", "layout", {PP: -3}, (PP, "must be >= 1"))
 values("no chunks", "layout", {VPP: 0}, (VPP, "must be >= 1"))

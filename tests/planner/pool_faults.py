@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from fault import GPUS, MEGATRON, MODULES, PP, ROLLOUT, TP, Case, Said, fault, values
+from fault import CP, GPUS, MEGATRON, MODULES, PP, ROLLOUT, TP, WAY, Case, Said, fault, values
 from model_folders import write_model
 
 from megatron_rl.config.load import load_config
@@ -164,3 +164,9 @@ values("late parameters", "ddp", {LATE: True}, (LATE, "needs overlap_grad_reduce
 values("one bucket", "ddp", {BUCKET: 1000}, (BUCKET, "needs overlap_grad_reduce"))
 values("no bucket", "ddp", {BUCKET: 0, OVERLAPS: True}, (BUCKET, "must be >= 1"))
 values("parts of nothing", "layout", {MODULES: ["mlp"]}, (MODULES, "must be null, or"))
+
+# Context parallelism: 6 ranks TP2 x PP3, 12 heads
+values("cp", "layout", {CP: 4}, (TP, "must divide the 6 ranks"), experts=False)
+values("heads of a2a", "layout", {CP: 4, GPUS: 24, WAY: "a2a"}, (WAY, "query heads of a TP rank"), experts=False)
+values("way of cp", "layout", {WAY: "ring"}, (WAY, "must be one of p2p, all_gather, a2a"))
+values("no cp", "layout", {CP: 0}, (CP, "must be >= 1"))
