@@ -110,6 +110,12 @@ class ChunkRouters:
             self.taps.append(tap)
             self.layers.append(layer.layer_number - 1)
 
+    def begin(self) -> None:
+        """Forget what an earlier pass has left, which may have failed half-way."""
+        for tap in self.taps:
+            tap.counts = None
+            tap.again.clear()
+
     @contextmanager
     def told(self, told: Told) -> Iterator[None]:
         """Round the forward pass of one block."""
@@ -128,18 +134,14 @@ class ChunkRouters:
             raise RuntimeError("not every router of the chunk has taken down its choice")
         return torch.stack(found, 1).to(choice_dtype(self.taps[0].num_experts)).cpu()
 
-    def take_counts(self) -> Tensor | None:
-        """int64 [layers, E]: real tokens that were sent to each expert since the last call; None without a pass."""
+    def counts(self) -> Tensor | None:
+        """int64 [layers, E]: real tokens that were sent to each expert since `begin`; None without a pass."""
         counts = [tap.counts for tap in self.taps if tap.counts is not None]
-        for tap in self.taps:
-            tap.counts = None
         return torch.stack(counts) if counts else None
 
     def must_be_done(self) -> None:
         """Raise RuntimeError where a pass that was to be run again was not."""
         left = max((len(tap.again) for tap in self.taps), default=0)
-        for tap in self.taps:
-            tap.again.clear()
         if left:
             raise RuntimeError(f"{left} passes of a router were not run again before their backward pass")
 

@@ -48,7 +48,7 @@ class ExpertRouting:
         """Say what the next pass is to do; counts begin anew."""
         self.replays, self.records = replays, records
         for chunk in self.chunks:
-            chunk.take_counts()
+            chunk.begin()
         for kept in self._kept:
             kept.clear()
 
@@ -124,10 +124,10 @@ class ExpertRouting:
         return whole
 
     def load(self) -> Tensor:
-        """int64 [L, E] since the last call: tokens of all ranks that each expert was sent. All ranks must call."""
+        """int64 [L, E] of the pass: tokens of all ranks that each expert was sent. All ranks must call."""
         counts = torch.zeros(self.num_layers, self.num_experts, dtype=torch.int64, device=self.device)
         for chunk in self.chunks:
-            found = chunk.take_counts()
+            found = chunk.counts()
             if found is not None:
                 counts[chunk.layers] += found
         dist.all_reduce(counts)
