@@ -44,10 +44,15 @@ def test_the_engines_experts_are_replayed(command_line, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("is_on_policy", [False, True])
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
-def test_modes_on_two_ranks(mode, command_line, tmp_path: Path) -> None:
-    """EP2 through Ray, with the engine's experts known in every mode. Would not catch a mode that does nothing."""
+def test_modes_on_two_ranks(mode, is_on_policy, command_line, tmp_path: Path) -> None:
+    """EP2 through Ray, with the engine's experts known in every mode, also where a step's only update makes the old
+    log-probs. Would not catch a mode that does nothing.
+    """
     keys = (f"{ACTOR}.router_replay.mode={mode}", f"{ROLLOUT}.enable_rollout_routing_replay=true")
+    if is_on_policy:
+        keys += (f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=8")
     sizes = ("expert_model_parallel_size=2", "tensor_model_parallel_size=1")
     layout = ("trainer.n_gpus_per_node=2", *(f"{MEGATRON}.{size}" for size in sizes))
     model = f"actor_rollout_ref.model.path={tiny_moe(tmp_path / 'model')}"
