@@ -17,6 +17,8 @@ SHORT = (
     *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.export_hf=false"),
     *(f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", f"{ACTOR}.ppo_epochs=2"),
 )
+SMALL_STEPS = f"{ACTOR}.optim.lr=1e-12"
+"""A larger one moves the rows of a gate apart by more than rounding, and nothing ties any more."""
 GRPO = "configs/grpo_cpu.yaml"
 DIFFERENCE, OTHERS = "training/rollout_logprob_diff_max", "training/rollout_experts_diff"
 
@@ -29,7 +31,7 @@ def test_the_engines_experts_are_replayed(command_line, tmp_path: Path) -> None:
     from tiny_models import tie_routers
 
     model = tie_routers(str(tiny_moe(tmp_path / "model")))
-    replays = (f"{ACTOR}.router_replay.mode=R3", f"{ACTOR}.router_replay.compare_freq=1")
+    replays = (f"{ACTOR}.router_replay.mode=R3", f"{ACTOR}.router_replay.compare_freq=2", SMALL_STEPS)
     layout = ("trainer.n_gpus_per_node=1", f"{MEGATRON}.tensor_model_parallel_size=1", "--local")
     run = command_line(*SHORT, *replays, *layout, f"actor_rollout_ref.model.path={model}", config=GRPO)
     assert run.wait(200) == 0, run.text()
@@ -38,9 +40,8 @@ def test_the_engines_experts_are_replayed(command_line, tmp_path: Path) -> None:
         assert 0 < step[DIFFERENCE] < 5e-5
         assert 1 <= step["actor/expert_load/mean"] <= step["actor/expert_load/max"] <= 3
         assert step["actor/expert_load/layer_3"] <= step["actor/expert_load/max"]
-    # One update moves the rows of a gate apart by more than rounding.
-    assert first[OTHERS] > 0.01 and first[f"{DIFFERENCE}_without_replay"] > 5e-3
-    assert f"{DIFFERENCE}_without_replay" in second
+        assert step[OTHERS] > 0.01
+    assert f"{DIFFERENCE}_without_replay" not in first and second[f"{DIFFERENCE}_without_replay"] > 5e-3
 
 
 @pytest.mark.exhaustive
