@@ -127,9 +127,11 @@ class ChunkRouters:
             for tap in self.taps:
                 tap.told = None
 
-    def own_choices(self) -> Tensor:
-        """Of the pass that was last: [T, layers, K] on the CPU. Raises RuntimeError where it was not to be recorded."""
+    def take_choices(self) -> Tensor:
+        """Of the pass that was last: [T, layers, K] on the CPU, once. Raises RuntimeError where there are none."""
         found = [tap.own for tap in self.taps if tap.own is not None]
+        for tap in self.taps:
+            tap.own = None
         if len(found) != len(self.taps):
             raise RuntimeError("not every router of the chunk has taken down its choice")
         return torch.stack(found, 1).to(choice_dtype(self.taps[0].num_experts)).cpu()

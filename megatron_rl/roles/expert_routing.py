@@ -38,6 +38,8 @@ class ExpertRouting:
         self.replays = self.records = False
         self._is_cut = config.sequence_parallel
         self._kept: list[list[tuple[MicroBatch, Tensor]]] = [[] for _ in self.chunks]
+        self._layers_of_stages: list[list[int]] = [[] for _ in range(groups.grid.pp_size)]
+        dist.all_gather_object(self._layers_of_stages, self.layers, group=groups.pp_group)
 
     @property
     def layers(self) -> list[int]:
@@ -62,7 +64,7 @@ class ExpertRouting:
         with routers.told(told):
             yield
         if self.records:
-            self._kept[chunk].append((block, routers.own_choices()))
+            self._kept[chunk].append((block, routers.take_choices()))
 
     def _here(self, places_of_block: Tensor) -> Tensor:
         """[S * b, ...] -> this rank's part of it, on its device."""
@@ -106,8 +108,6 @@ class ExpertRouting:
 
     def gathered(self, own: Tensor) -> Tensor | None:
         """`finish`'s answer of all stages: [N, L, K] on the last stage's rank that speaks for it; None elsewhere."""
-        stages: list[list[int]] = [[] for _ in range(self.groups.grid.pp_size)]
-        dist.all_gather_object(stages, self.layers, group=self.groups.pp_group)
         if self.groups.tp_rank != 0:
             return None
         ranks, width = dist.get_process_group_ranks(self.groups.pp_group), own.element_size()
@@ -116,7 +116,7 @@ class ExpertRouting:
             return None
         whole = own.new_empty(len(own), self.num_layers, own.shape[-1])
         whole[:, self.layers] = own
-        for rank, layers in zip(ranks[:-1], stages[:-1], strict=True):
+        for rank, layers in zip(ranks[:-1], self._layers_of_stages[:-1], strict=True):
             shape = (len(own), len(layers), own.shape[-1] * width)
             part = torch.empty(shape, dtype=torch.uint8, device=self.device)
             dist.recv(part, rank, group=self.groups.pp_group)
