@@ -67,7 +67,7 @@ def places(block: MicroBatch) -> Tensor:
     given = block.prefixes[: len(lengths)]
     prefixes = torch.tensor([*given, *[(0, 0)] * (len(lengths) - len(given))], dtype=torch.int64).view(-1, 2)
     first, shared = (part.repeat_interleave(lengths) for part in prefixes.T)
-    sizes = torch.tensor(block.segments[: len(lengths)])  # with what rounds them up
+    sizes = torch.tensor(block.segments[: len(lengths)], dtype=torch.int64)  # with what rounds them up
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(lengths)
     return torch.where(column < shared, first + column, starts + column - shared)
 
@@ -79,12 +79,11 @@ def known_tokens(block: MicroBatch) -> RoutedTokens:
     return block.tokens
 
 
-def is_real(block: MicroBatch) -> Tensor:
-    """bool [S * b]: places in which a token of a row with a response lies."""
+def num_rows_at(block: MicroBatch) -> Tensor:
+    """int64 [S * b]: of the rows with a response, how many have their token in each place."""
     tokens = known_tokens(block)
-    found = torch.zeros(block.input_ids.numel(), dtype=torch.bool)
-    found[places(block)[tokens.answered.repeat_interleave(tokens.lengths)]] = True
-    return found
+    found = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
+    return found.bincount(minlength=block.input_ids.numel())
 
 
 def told_experts(block: MicroBatch, layers: Sequence[int]) -> tuple[Tensor, Tensor] | None:

@@ -25,12 +25,12 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class Told:
     """What the routers of a chunk are told of one forward pass.
 
-    real: bool [T], tokens that count: no filler, and of rows that are trained. trains: a backward pass follows.
-    records: take down the router's own choice. experts: [T, layers, K], where to send the tokens that are `known`,
-    bool [T]; None: as each router chooses.
+    num_rows: int64 [T], how many rows that are trained have the token: none has filler, several have a prompt that is
+    computed once for them. trains: a backward pass follows. records: take down the router's own choice. experts:
+    [T, layers, K], where to send the tokens that are `known`, bool [T]; None: as each router chooses.
     """
 
-    real: Tensor
+    num_rows: Tensor
     trains: bool
     records: bool = False
     experts: Tensor | None = None
@@ -68,12 +68,12 @@ class RouterTap:
         told, is_first = self._next()
         if told is None:
             return values, own
-        if len(told.real) != len(scores):
-            raise RuntimeError(f"a router sees {len(scores)} tokens where its pass is about {len(told.real)}")
+        if len(told.num_rows) != len(scores):
+            raise RuntimeError(f"a router sees {len(scores)} tokens where its pass is about {len(told.num_rows)}")
         chosen = own if told.experts is None else self._replayed(told, own)
         if is_first:
             self.own = own if told.records else None
-            self._count(chosen, told.real)
+            self._count(chosen, told.num_rows)
         return (values, own) if told.experts is None else (scores.gather(1, chosen), chosen)
 
     def _next(self) -> tuple[Told | None, bool]:
@@ -88,11 +88,11 @@ class RouterTap:
         assert told.experts is not None and told.known is not None
         return torch.where(told.known[:, None], told.experts[:, self.layer].long(), own)
 
-    def _count(self, chosen: Tensor, real: Tensor) -> None:
+    def _count(self, chosen: Tensor, num_rows: Tensor) -> None:
         if self.counts is None:
             self.counts = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
         # Unlike bincount it waits for no device.
-        self.counts.scatter_add_(0, chosen.flatten(), real.long()[:, None].expand_as(chosen).flatten())
+        self.counts.scatter_add_(0, chosen.flatten(), num_rows[:, None].expand_as(chosen).flatten())
 
 
 class ChunkRouters:
@@ -110,6 +110,12 @@ class ChunkRouters:
             self.taps.append(tap)
             self.layers.append(layer.layer_number - 1)
 
+    def begin(self) -> None:
+        """Forget what an earlier pass has left, which may have failed half-way."""
+        for tap in self.taps:
+            tap.counts = None
+            tap.again.clear()
+
     @contextmanager
     def told(self, told: Told) -> Iterator[None]:
         """Round the forward pass of one block."""
@@ -121,25 +127,23 @@ class ChunkRouters:
             for tap in self.taps:
                 tap.told = None
 
-    def own_choices(self) -> Tensor:
-        """Of the pass that was last: [T, layers, K] on the CPU. Raises RuntimeError where it was not to be recorded."""
+    def take_choices(self) -> Tensor:
+        """Of the pass that was last: [T, layers, K] on the CPU, once. Raises RuntimeError where there are none."""
         found = [tap.own for tap in self.taps if tap.own is not None]
+        for tap in self.taps:
+            tap.own = None
         if len(found) != len(self.taps):
             raise RuntimeError("not every router of the chunk has taken down its choice")
         return torch.stack(found, 1).to(choice_dtype(self.taps[0].num_experts)).cpu()
 
-    def take_counts(self) -> Tensor | None:
-        """int64 [layers, E]: real tokens that were sent to each expert since the last call; None without a pass."""
+    def counts(self) -> Tensor | None:
+        """int64 [layers, E]: tokens of rows that were sent to each expert since `begin`; None without a pass."""
         counts = [tap.counts for tap in self.taps if tap.counts is not None]
-        for tap in self.taps:
-            tap.counts = None
         return torch.stack(counts) if counts else None
 
     def must_be_done(self) -> None:
         """Raise RuntimeError where a pass that was to be run again was not."""
         left = max((len(tap.again) for tap in self.taps), default=0)
-        for tap in self.taps:
-            tap.again.clear()
         if left:
             raise RuntimeError(f"{left} passes of a router were not run again before their backward pass")
 

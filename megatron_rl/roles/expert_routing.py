@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order
-from megatron_rl.experience.routed_tokens import is_real, known_tokens, num_others, places, told_experts
+from megatron_rl.experience.routed_tokens import known_tokens, num_others, num_rows_at, places, told_experts
 from megatron_rl.model.router_replay import ChunkRouters, Told
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.records import row_lengths
@@ -39,6 +39,8 @@ class ExpertRouting:
         self.replays = self.records = False
         self._is_cut = config.sequence_parallel
         self._kept: list[list[tuple[MicroBatch, Tensor]]] = [[] for _ in self.chunks]
+        self._layers_of_stages: list[list[int]] = [[] for _ in range(groups.grid.pp_size)]
+        dist.all_gather_object(self._layers_of_stages, self.layers, group=groups.pp_group)
 
     @property
     def layers(self) -> list[int]:
@@ -49,7 +51,7 @@ class ExpertRouting:
         """Say what the next pass is to do; counts begin anew."""
         self.replays, self.records = replays, records
         for chunk in self.chunks:
-            chunk.take_counts()
+            chunk.begin()
         for kept in self._kept:
             kept.clear()
 
@@ -59,11 +61,11 @@ class ExpertRouting:
         routers = self.chunks[chunk]
         found = told_experts(block, routers.layers) if self.replays else None
         experts, known = (None, None) if found is None else (self._here(part, block) for part in found)
-        told = Told(self._here(is_real(block), block), torch.is_grad_enabled(), self.records, experts, known)
+        told = Told(self._here(num_rows_at(block), block), torch.is_grad_enabled(), self.records, experts, known)
         with routers.told(told):
             yield
         if self.records:
-            self._kept[chunk].append((block, routers.own_choices()))
+            self._kept[chunk].append((block, routers.take_choices()))
 
     def _here(self, places_of_block: Tensor, block: MicroBatch) -> Tensor:
         """[S * b, ...] -> this rank's part of it, on its device."""
@@ -122,8 +124,6 @@ class ExpertRouting:
 
     def gathered(self, own: Tensor) -> Tensor | None:
         """`finish`'s answer of all stages: [N, L, K] on the last stage's rank that speaks for it; None elsewhere."""
-        stages: list[list[int]] = [[] for _ in range(self.groups.grid.pp_size)]
-        dist.all_gather_object(stages, self.layers, group=self.groups.pp_group)
         if self.groups.tp_rank != 0 or self.groups.cp_rank != 0:
             return None
         ranks, width = dist.get_process_group_ranks(self.groups.pp_group), own.element_size()
@@ -132,7 +132,7 @@ class ExpertRouting:
             return None
         whole = own.new_empty(len(own), self.num_layers, own.shape[-1])
         whole[:, self.layers] = own
-        for rank, layers in zip(ranks[:-1], stages[:-1], strict=True):
+        for rank, layers in zip(ranks[:-1], self._layers_of_stages[:-1], strict=True):
             shape = (len(own), len(layers), own.shape[-1] * width)
             part = torch.empty(shape, dtype=torch.uint8, device=self.device)
             dist.recv(part, rank, group=self.groups.pp_group)
@@ -140,10 +140,10 @@ class ExpertRouting:
         return whole
 
     def load(self) -> Tensor:
-        """int64 [L, E] since the last call: tokens of all ranks that each expert was sent. All ranks must call."""
+        """int64 [L, E] of the pass: tokens of all ranks that each expert was sent. All ranks must call."""
         counts = torch.zeros(self.num_layers, self.num_experts, dtype=torch.int64, device=self.device)
         for chunk in self.chunks:
-            found = chunk.take_counts()
+            found = chunk.counts()
             if found is not None:
                 counts[chunk.layers] += found
         dist.all_reduce(counts)

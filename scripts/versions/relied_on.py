@@ -42,6 +42,7 @@ SLICES = "megatron_rl/rollout/sliced.py"
 GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 CUDA_WORKER, CUDA_MEMORY = "megatron_rl/rollout/cuda_worker.py", "megatron_rl/hybrid_engine/cuda_memory.py"
 CUMEM, CONTEXT = "vllm.device_allocator.cumem", "kv_cache_allocation_context"
+AUX_OUTPUT = "vllm.distributed.aux_output_connector.worker"
 
 WRITTEN_DOWN = (
     # The way from an engine to its model and cache
@@ -73,8 +74,30 @@ WRITTEN_DOWN = (
             "model load_format dtype tensor_parallel_size distributed_executor_backend enforce_eager max_model_len "
             "skip_tokenizer_init max_num_seqs max_num_batched_tokens kv_cache_memory_bytes logprobs_mode seed "
             "disable_log_stats async_scheduling hf_overrides gpu_memory_utilization disable_custom_all_reduce "
-            "moe_backend worker_cls".split()
+            "moe_backend worker_cls enable_return_routed_experts".split()
         ),
+    ),
+    # Experts that vLLM returns, and that Megatron's routers are told
+    Need("vllm.outputs.CompletionOutput.routed_experts", "megatron_rl/rollout/engine.py"),
+    *(
+        Need(f"{AUX_OUTPUT}.{name}", "third_party_patches/vllm/cpu_routed_experts.py")
+        for name in ("AuxOutputWorkerConnector.begin_step", "AuxOutputWorkerConnector.prepare_output")
+    ),
+    Need(f"{AUX_OUTPUT}.PendingAuxOutput.process_output", "third_party_patches/vllm/cpu_routed_experts.py"),
+    Need(
+        f"{AUX_OUTPUT}.PendingAuxOutput.enqueue_cpu_copy",
+        "third_party_patches/vllm/cpu_routed_experts.py",
+        at_most=frozenset({"self", "num_sampled", "num_rejected"}),
+    ),
+    Need(
+        "megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function",
+        "megatron_rl/model/router_replay.py",
+        takes=frozenset({"router_replay"}),
+    ),
+    Need(
+        "megatron.core.transformer.moe.router_replay.RouterReplay.get_replay_topk",
+        "megatron_rl/model/router_replay.py",
+        at_most=frozenset("self scores topk num_groups group_topk default_compute_topk".split()),
     ),
     # Modules whose name for shared memory is replaced in a loop
     Need("vllm.distributed.parallel_state.shared_memory", "third_party_patches/vllm/queue_name.py"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.experience.micro_batches import in_one_shape, micro_batches, prompt_numbers, rows_in_order
-from megatron_rl.experience.routed_tokens import first_of_rows, is_real, num_others, places, told_experts
+from megatron_rl.experience.routed_tokens import first_of_rows, num_others, num_rows_at, places, told_experts
 from megatron_rl.records import Sequences, ragged, ragged_from_lengths
 
 LAYERS, TOP_K = 3, 2
@@ -39,16 +39,14 @@ def test_places_by_hand() -> None:
     rows.response_lengths = torch.tensor([2, 1])
     [padded] = micro_batches(rows, [[0, 1]], remove_padding=False, with_tokens=True)
     assert places(padded).tolist() == [0, 2, 4, 6, 1, 3, 5]
-    assert is_real(padded).tolist() == [True] * 7 + [False]
+    assert num_rows_at(padded).tolist() == [1] * 7 + [0]
     [packed] = micro_batches(rows, [[0, 1]], remove_padding=True, column_multiple=4, with_tokens=True)
-    assert places(packed).tolist() == list(range(7)) and not is_real(packed)[7]
-    assert (
-        is_real(micro_batches(without_answer(rows), [[0, 1]], False, with_tokens=True)[0]).tolist() == [True, False] * 4
-    )
+    assert places(packed).tolist() == list(range(7)) and num_rows_at(packed).tolist() == [1] * 7 + [0]
+    assert num_rows_at(micro_batches(without_answer(rows), [[0, 1]], False, with_tokens=True)[0]).tolist() == [1, 0] * 4
     # The second row's first token lies in the first row, the others behind it.
     [shared] = micro_batches(rows, [[0, 1]], True, prompts=prompt_numbers(rows), with_tokens=True)
-    assert places(shared).tolist() == [0, 1, 2, 3, 0, 4, 5]
-    assert places(shared.neutral()).tolist() == [] and not is_real(shared.neutral()).any()
+    assert places(shared).tolist() == [0, 1, 2, 3, 0, 4, 5] and num_rows_at(shared).tolist() == [2, 1, 1, 1, 1, 1]
+    assert places(shared.neutral()).tolist() == [] and not num_rows_at(shared.neutral()).any()
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,10 +20,12 @@ def asked(tap: RouterTap, scores=SCORES):
 
 
 def told(**changes) -> Told:
-    """Of three tokens the first two are real, and the first is to go to experts 3 and 0."""
+    """Of three tokens two rows have the first and one the second, and the first is to go to experts 3 and 0."""
     experts = torch.tensor([[[9, 9], [3, 0]], [[9, 9], [2, 1]], [[9, 9], [2, 1]]], dtype=torch.uint8)
-    known, real = torch.tensor([True, False, False]), torch.tensor([True, True, False])
-    return Told(**({"real": real, "trains": False, "records": True, "experts": experts, "known": known} | changes))
+    known, num_rows = torch.tensor([True, False, False]), torch.tensor([2, 1, 0])
+    return Told(
+        **({"num_rows": num_rows, "trains": False, "records": True, "experts": experts, "known": known} | changes)
+    )
 
 
 def test_a_known_token_goes_where_it_is_told() -> None:
@@ -36,7 +38,7 @@ def test_a_known_token_goes_where_it_is_told() -> None:
     values.sum().backward()
     assert scores.grad.tolist() == [[1, 0, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0]]
     assert tap.own.tolist() == OWN
-    assert tap.counts.tolist() == [2, 0, 1, 1]  # filler does not count
+    assert tap.counts.tolist() == [3, 0, 1, 2]  # filler does not count
 
 
 def test_a_pass_that_is_run_again_is_told_the_same() -> None:
@@ -53,7 +55,7 @@ def test_a_pass_that_is_run_again_is_told_the_same() -> None:
     assert asked(tap)[1].tolist() == [[3, 0], [0, 2], [0, 1]]
     assert asked(tap)[1].tolist() == [[3, 0], [2, 1], [0, 1]]
     assert asked(tap)[1].tolist() == OWN  # nobody tells it anything any more
-    assert tap.counts.sum() == 8 and not tap.again
+    assert tap.counts.sum() == 12 and not tap.again
 
 
 def test_a_score_pass_is_not_run_again() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from operator import attrgetter
 from random import Random
 
-import model_faults  # noqa: F401 - puts its faults into the catalogue
+import ahead_faults  # noqa: F401 - puts its faults into the catalogue
+import model_faults  # noqa: F401 - as well
 import pool_faults  # noqa: F401 - as well
 from fault import (
     ACTOR,
@@ -280,31 +281,6 @@ values(
     },
     (f"{CORRECTION}.rollout_is", "must be one of"),
 )
-
-# Generation that runs ahead
-AHEAD, PARTIAL = "trainer.rollout_ahead", "async_training.partial_rollout"
-SYNC = "async_training.trigger_parameter_sync_step"
-IS = f"{CORRECTION}.rollout_is"
-RUNS_AHEAD = f"correction placement save batch trainer.test_freq {AHEAD} {SYNC}"
-values("ahead in one pool", RUNS_AHEAD, {AHEAD: 1, IS: "token"}, (AHEAD, "a pool of its own"))
-values("stale", RUNS_AHEAD, {AHEAD: 1, PARTIAL: True}, (IS, "must be token or sequence"))
-values("rare weights", RUNS_AHEAD, {SYNC: 2}, (AHEAD, "must be >= "))
-SHARED = {AHEAD: 1, SYNC: 2, PARTIAL: True, IS: "token"}
-values("rare weights of one pool", RUNS_AHEAD, SHARED, (SYNC, "must be 1 where"))
-
-# Experts that are replayed
-MODE, FREQ = f"{ACTOR}.router_replay.mode", f"{ACTOR}.router_replay.compare_freq"
-RETURNS = f"{ROLLOUT}.enable_rollout_routing_replay"
-REPLAYS = f"layout {MODE} {FREQ}"
-values("replay of a dense model", REPLAYS, {MODE: "R2"}, (MODE, "must be disabled"), experts=False)
-DENSE = ((MODE, "has no experts"), (RETURNS, "has no experts"))
-values("the engine's of a dense model", REPLAYS, {MODE: "R3", RETURNS: True, FREQ: 2}, *DENSE, experts=False)
-values("a pass that there is", REPLAYS, {MODE: "R2", FREQ: 3}, (FREQ, "must be 0"), experts=True)
-NO_PASS = {f"{CORRECTION}.bypass_mode": True, MODE: "R2"}
-values("replay of no pass", f"{REPLAYS} correction", NO_PASS, (MODE, "bypass_mode"), experts=True)
-GOES_ON = {AHEAD: 1, PARTIAL: True, IS: "token"}
-SLICED = ((MODE, "hands out no experts"), (RETURNS, "hands out no experts"))
-values("no experts ahead", f"{REPLAYS} {RUNS_AHEAD}", GOES_ON | {MODE: "R3", RETURNS: True}, *SLICED, experts=True)
 
 # Values between keys
 values("learning rates", "critic.lr", {"critic.optim.min_lr": 1.0}, ("critic.optim.min_lr", "must be <= lr"))
