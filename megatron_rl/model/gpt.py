@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -20,6 +21,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.expert_layers import SharedExperts, has_experts, layer_settings
 from megatron_rl.model.experts import StackedExperts, moe_settings
 from megatron_rl.model.families import ModelShape, Routing, family_of, rope_problem, rope_type
 from megatron_rl.model.mlp import gate_sparingly
@@ -41,6 +43,7 @@ def transformer_config(
     dtype = getattr(torch, megatron.dtype)
     family, settings = family_of(hf_config.architectures), hf_config.to_dict()
     stages = StagePlan.from_config(hf_config.num_hidden_layers, megatron)
+    routing = Routing.from_hf(family, settings) if family.is_moe else None
     override = megatron.override_transformer_config
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
@@ -83,7 +86,9 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         batch_p2p_comm=device.batched_p2p,
-        **(moe_settings(Routing.from_hf(family, settings), groups.grid) if family.is_moe else {}),
+        **(
+            moe_settings(routing, groups.grid) | layer_settings(routing, hf_config.num_hidden_layers) if routing else {}
+        ),
     )
 
 
@@ -94,9 +99,17 @@ def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
 
 def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubmodules:
     """One chunk of this rank's stage: Megatron's own layers with our attention, norms and experts in them."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    kinds = {with_experts: one_layer(config, with_experts) for with_experts in (False, True)}
+    specs = [kinds[has_experts(config, layer)] for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def one_layer(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
+    """A layer of either kind; the one with experts means nothing in a model without."""
+    num_experts = config.num_moe_experts if with_experts else None
+    layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.module = StackedQKVSelfAttention
@@ -104,10 +117,11 @@ def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubm
     attention.core_attention = ModuleSpec(module=CausalAttention)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.num_moe_experts:
-        moe_submodules(layer.submodules.mlp).experts = StackedExperts
-    num_layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    if num_experts:
+        block = moe_submodules(layer.submodules.mlp)
+        block.experts = StackedExperts
+        block.shared_experts.module = SharedExperts
+    return layer
 
 
 def moe_submodules(mlp: Any) -> Any:

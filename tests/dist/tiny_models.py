@@ -16,6 +16,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -104,6 +106,20 @@ def save_qwen3_moe(folder: Path, **changes) -> str:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     settings = {**QWEN3, **experts, "tie_word_embeddings": False, **changes}
     return save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)), folder)
+
+
+def save_qwen3_moe_with_dense_layers(folder: Path) -> str:
+    """Experts in layer 3 alone: layer 1 is listed, layers 0 and 2 are not every second."""
+    return save_qwen3_moe(folder, mlp_only_layers=[1], decoder_sparse_step=2)
+
+
+def save_qwen2_moe(folder: Path, **changes) -> str:
+    """A Qwen2-MoE of 6 experts, 2 to a token, a gated shared one beside them, and a dense layer in each half."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False}
+    layers = {"shared_expert_intermediate_size": 80, "mlp_only_layers": [0, 3]}
+    settings = {**SIZES, **experts, **layers, "tie_word_embeddings": False, **changes}
+    return save(Qwen2MoeForCausalLM(Qwen2MoeConfig(**settings)), folder)
 
 
 def save_reward_model(folder: Path, family: str) -> str:

@@ -16,6 +16,19 @@ FIXED_SETTINGS = {
 
 
 @dataclass(frozen=True)
+class SharedExperts:
+    """An MLP beside the experts that every token passes.
+
+    block: its part of the experts' block. gate: the part of the block whose one row, by its sigmoid, scales a token's
+    output; None: nothing does. size_key: the config.json key of its columns.
+    """
+
+    block: str
+    size_key: str
+    gate: str | None = None
+
+
+@dataclass(frozen=True)
 class Experts:
     """How an architecture names its experts, in config.json and in its tensors.
 
@@ -25,6 +38,9 @@ class Experts:
     size_key: the config.json key of one expert's columns.
     norm_topk_prob: whether the weights of a token's experts add up to 1; None: config.json says, and false if it
     does not.
+    dense_keys: the config.json keys that say which layers have a dense MLP instead, each with what its absence means
+    (`layers.py`).
+    shared: an MLP that every token passes beside its experts; None: there is none.
     """
 
     block: str = "mlp"
@@ -34,6 +50,8 @@ class Experts:
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
     size_key: str = "moe_intermediate_size"
     norm_topk_prob: bool | None = None
+    dense_keys: Mapping[str, object] = field(default_factory=dict, hash=False)
+    shared: SharedExperts | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +72,7 @@ class Family:
 
     architecture: the language model. reward_architecture: the same trunk with a classification head, `score.weight`.
     qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head.
-    experts: every MLP is a router over experts; None: all are dense.
+    experts: MLPs are routers over experts, in all layers or those that config.json names; None: all are dense.
     window: sliding-window attention that config.json may ask for; None: the architecture has none.
     fixed: further config.json settings that may have one value only (or be absent).
     """

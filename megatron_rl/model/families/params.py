@@ -38,7 +38,9 @@ def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
         mega, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         params |= _attention_params(family, shape, mega, hf)
         if family.experts is None:
-            params |= _mlp_params(shape, mega, hf)
+            params |= _mlp_params(shape.hidden_size, shape.ffn_size, f"{mega}mlp.", f"{hf}mlp.")
+        elif layer in shape.dense_layers:
+            params |= _mlp_params(shape.hidden_size, shape.dense_ffn_size, f"{mega}mlp.", f"{hf}mlp.")
         else:
             params |= _moe_params(family.experts, shape, mega, hf)
     return params | {
@@ -79,14 +81,13 @@ def _attention_params(family: Family, shape: ModelShape, mega: str, hf: str) -> 
     return params
 
 
-def _mlp_params(shape: ModelShape, mega: str, hf: str) -> dict[str, ParamSpec]:
-    hidden, ffn = shape.hidden_size, shape.ffn_size
+def _mlp_params(hidden: int, ffn: int, mega: str, hf: str) -> dict[str, ParamSpec]:
     gate_up = tuple(Segment(name, (ffn, hidden), ffn) for name in ("gate", "up"))
-    names = tuple(f"{hf}mlp.{part.name}_proj.weight" for part in gate_up)
+    names = tuple(f"{hf}{part.name}_proj.weight" for part in gate_up)
     down = Segment("columns", (hidden, ffn), ffn)
     return {
-        f"{mega}mlp.linear_fc1.weight": ParamSpec(LogicalTensor(f"{hf}mlp.gate_up_proj.weight", gate_up, 0), names),
-        f"{mega}mlp.linear_fc2.weight": _single(f"{hf}mlp.down_proj.weight", down, 1),
+        f"{mega}linear_fc1.weight": ParamSpec(LogicalTensor(f"{hf}gate_up_proj.weight", gate_up, 0), names),
+        f"{mega}linear_fc2.weight": _single(f"{hf}down_proj.weight", down, 1),
     }
 
 
@@ -97,7 +98,7 @@ def _moe_params(names: Experts, shape: ModelShape, mega: str, hf: str) -> dict[s
     stacked, single = f"{block}experts.routed_experts.", f"{block}experts.{{expert}}."
     gate_up = tuple(Segment(name, (experts, ffn, hidden), ffn) for name in ("gate", "up"))
     down = (Segment("columns", (experts, hidden, ffn), ffn),)
-    return {
+    params = {
         f"{mega}mlp.router.weight": _whole(f"{block}gate.weight", (experts, hidden)),
         f"{mega}mlp.experts.w13": ParamSpec(
             LogicalTensor(f"{stacked}w13_weight", gate_up, tp_dim=1, is_expert=True),
@@ -107,6 +108,12 @@ def _moe_params(names: Experts, shape: ModelShape, mega: str, hf: str) -> dict[s
             LogicalTensor(f"{stacked}w2_weight", down, tp_dim=2, is_expert=True), (f"{single}{names.down}.weight",)
         ),
     }
+    if names.shared is not None and shape.shared_size:
+        shared = f"{mega}mlp.shared_experts."
+        if names.shared.gate is not None:
+            params[f"{shared}gate_weight"] = _whole(f"{block}{names.shared.gate}.weight", (1, hidden))
+        params |= _mlp_params(hidden, shape.shared_size, shared, f"{block}{names.shared.block}.")
+    return params
 
 
 def _single(name: str, segment: Segment, tp_dim: int) -> ParamSpec:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.model.families.family import Experts, Family
+from megatron_rl.model.families.layers import dense_layers
 from megatron_rl.model.families.registry import family_of
 
 DEFAULT_NUM_LABELS = 2
@@ -15,23 +16,33 @@ DEFAULT_NUM_LABELS = 2
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens go to experts. `ffn_size`: columns of one expert; `normalised`: a token's weights add up to 1."""
+    """How tokens go to experts. `ffn_size`: columns of one expert; `normalised`: a token's weights add up to 1.
+
+    shared_size: columns of the MLP that every token passes beside them, 0 where there is none; shared_gate: its output
+    is scaled per token. dense_layers: numbers of the layers that have a dense MLP instead.
+    """
 
     num_experts: int
     experts_per_token: int
     ffn_size: int
     normalised: bool
+    shared_size: int = 0
+    shared_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_hf(cls, family: Family, settings: Mapping[str, Any]) -> Routing:
         """From the content of a config.json of a family with experts. Raises KeyError when a number is not there."""
         experts = experts_of(family)
-        normalised = experts.norm_topk_prob
+        normalised, shared = experts.norm_topk_prob, experts.shared
         return cls(
             num_experts=settings[num_experts_key(family, settings)],
             experts_per_token=settings["num_experts_per_tok"],
             ffn_size=settings[experts.size_key],
             normalised=bool(settings.get("norm_topk_prob", False)) if normalised is None else normalised,
+            shared_size=settings[shared.size_key] if shared else 0,
+            shared_gate=shared is not None and shared.gate is not None,
+            dense_layers=dense_layers(family, settings),
         )
 
 
@@ -50,7 +61,9 @@ def num_experts_key(family: Family, settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of one model. `ffn_size` is that of the dense MLP, or of one expert; the last two are 0 when dense."""
+    """The sizes of one model. `ffn_size` is that of the dense MLP, or of one expert; what follows `tied` is of models
+    with experts: `dense_ffn_size` are the columns of the MLPs of `dense_layers`, `shared_size` of the shared experts.
+    """
 
     num_layers: int
     hidden_size: int
@@ -62,6 +75,9 @@ class ModelShape:
     tied: bool
     num_experts: int = 0
     experts_per_token: int = 0
+    shared_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+    dense_ffn_size: int = 0
 
     @property
     def attention_parity(self) -> float:
@@ -70,7 +86,9 @@ class ModelShape:
         A: elements of all heads; P: elements of the matrices that a token passes in a layer.
         """
         queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        mlp = 3 * self.hidden_size * self.ffn_size * max(self.experts_per_token, 1)
+        columns = self.ffn_size * max(self.experts_per_token, 1) + self.shared_size
+        share = len(self.dense_layers) / self.num_layers
+        mlp = 3 * self.hidden_size * ((1 - share) * columns + share * self.dense_ffn_size)
         return (2 * self.hidden_size * (queries + keys) + mlp) / queries
 
     @classmethod
@@ -89,6 +107,9 @@ class ModelShape:
             tied=settings["tie_word_embeddings"],
             num_experts=routing.num_experts if routing else 0,
             experts_per_token=routing.experts_per_token if routing else 0,
+            shared_size=routing.shared_size if routing else 0,
+            dense_layers=routing.dense_layers if routing else (),
+            dense_ffn_size=settings["intermediate_size"] if routing and routing.dense_layers else 0,
         )
 
 
