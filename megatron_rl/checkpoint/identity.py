@@ -44,6 +44,7 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if family.is_moe:
         routing = Routing.from_hf(family, settings)
         found |= {"num_experts_per_tok": routing.experts_per_token, "norm_topk_prob": routing.normalised}
+        found |= {"dense_layers": list(routing.dense_layers)} if routing.dense_layers else {}
     return found
 
 

@@ -16,6 +16,7 @@ from megatron_rl.model.families import (
     VOCAB_PADDING,
     Family,
     Routing,
+    dense_layers_problem,
     experts_of,
     num_experts_key,
     num_labels,
@@ -48,6 +49,8 @@ class ModelSizes:
     `num_experts` and `moe_intermediate_size`, the columns of one expert, are 0 when dense; `expert_size_key` is what
     config.json calls the latter. `padded_vocab_size`: as generation pads it. `sliding_window`: positions that a token
     attends to; None: all before it. `even_heads`: whether `head_size` is told, or the hidden size divides into heads.
+    `has_dense_layers`: some layers of a model with experts have none. `shared_experts`: name and columns of the MLP
+    beside the experts, which TP cuts as it cuts a dense one; None: there is none.
     """
 
     path: str
@@ -64,6 +67,8 @@ class ModelSizes:
     sliding_window: int | None = None
     head_size: int = 1
     even_heads: bool = True
+    has_dense_layers: bool = False
+    shared_experts: tuple[str, int] | None = None
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -74,9 +79,11 @@ class ModelSizes:
     @property
     def tp_divides(self) -> dict[str, int]:
         """Name and value of what is cut into TP parts; experts are cut into ETP parts, and the vocabulary is padded."""
-        mlp = () if self.num_experts else ("intermediate_size",)
+        mlp = () if self.num_experts and not self.has_dense_layers else ("intermediate_size",)
         names = ("num_attention_heads", "num_key_value_heads", *mlp)
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | dict(
+            [self.shared_experts] if self.shared_experts else ()
+        )
 
     @property
     def longest(self) -> dict[str, int]:
@@ -168,6 +175,8 @@ def _read_settings(
     wanted: tuple[str, ...] = SIZES
     if family.experts is not None:
         wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
+        shared = family.experts.shared
+        wanted += () if shared is None else (shared.size_key,)
     lacking = {name: settings.get(name) for name in dict.fromkeys(wanted) if not is_size(settings.get(name))}
     if lacking:
         return None, [*problems, _in_file(file, lacking, "must be whole numbers >= 1")]
@@ -178,6 +187,8 @@ def _read_settings(
     routing = None if family.experts is None else Routing.from_hf(family, settings)
     if routing is not None:
         problems += _routing_problems(file, routing, family)
+        wrong = dense_layers_problem(family, settings)
+        problems += [] if wrong is None else [_in_file(file, *wrong)]
     return _sizes(path, settings, family, routing), problems
 
 
@@ -198,10 +209,13 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
     vocab_size = settings["vocab_size"]
     experts: dict[str, Any] = {}
     if routing is not None:
+        shared = experts_of(family).shared
         experts = {
             "num_experts": routing.num_experts,
             "moe_intermediate_size": routing.ffn_size,
             "expert_size_key": experts_of(family).size_key,
+            "has_dense_layers": bool(routing.dense_layers),
+            "shared_experts": (shared.size_key, routing.shared_size) if shared else None,
         }
     return ModelSizes(
         path=path,

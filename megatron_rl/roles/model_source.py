@@ -137,7 +137,7 @@ def mark_tensor_parallel(parameters: dict[str, torch.nn.Parameter], specs: dict[
     """
     parameter: Any  # Megatron's marks are no attributes of torch's
     for name, parameter in parameters.items():
-        if specs[name].tensor.tp_dim is not None:
+        if specs[name].tensor.is_split:
             parameter.tensor_model_parallel = True
             parameter.partition_dim = specs[name].tensor.tp_dim
             parameter.partition_stride = 1

@@ -22,6 +22,7 @@ from megatron_rl.model.families import (
     sliding_window,
     value_param_map,
 )
+from megatron_rl.model.families.layers import dense_layers
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
 LLAMA, QWEN2 = FAMILIES["LlamaForCausalLM"], FAMILIES["Qwen2ForCausalLM"]
@@ -141,6 +142,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "num_local_experts": 3,
+    "shared_expert_intermediate_size": 40,
 }
 
 
@@ -192,6 +194,7 @@ def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
 def test_mixtral_routes_over_the_chosen_experts_alone():
     """Other keys, and weights that always add up to 1. Would not catch a router that adds noise while training."""
     settings = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 20, "norm_topk_prob": False}
+    settings |= {"num_hidden_layers": 2}
     assert Routing.from_hf(FAMILIES["MixtralForCausalLM"], settings) == Routing(8, 2, 20, normalised=True)
     settings |= {"num_experts": 6, "moe_intermediate_size": 10}
     assert Routing.from_hf(QWEN3_MOE, settings) == Routing(6, 2, 10, normalised=False)
@@ -216,6 +219,23 @@ def test_windows_that_are_in_force(architecture, settings, window):
     without = full_attention(family, settings)
     assert sliding_window(family, settings | without) is None
     assert without.get("layer_types") == (None if window is None else ["full_attention"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dense"),
+    [
+        ({}, ()),
+        ({"mlp_only_layers": None, "decoder_sparse_step": None}, ()),
+        ({"mlp_only_layers": [4, 0]}, (0, 4)),
+        ({"decoder_sparse_step": 2}, (0, 2, 4)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, (0, 1, 2, 3, 4)),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
+def test_dense_layers_by_hand(architecture, settings, dense):
+    """Both of Qwen's keys, of 5 layers. Would not catch a layer that is built otherwise than it is counted."""
+    assert dense_layers(FAMILIES[architecture], settings | {"num_hidden_layers": 5}) == dense
+    assert dense_layers(LLAMA, settings | {"num_hidden_layers": 5}) == ()
 
 
 def test_classifiers_and_their_labels():

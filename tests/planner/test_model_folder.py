@@ -18,8 +18,10 @@ MEGATRON = "actor_rollout_ref.actor.megatron"
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({"mlp_only_layers": [9]}, "mlp_only_layers=[9] of "),
+        ({"mlp_only_layers": "0"}, 'mlp_only_layers="0" of '),
+        ({"decoder_sparse_step": 99}, "must leave experts to at least one of the "),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 of "),
         ({"num_experts": None}, "num_experts=null of "),
         ({"moe_intermediate_size": "20"}, 'moe_intermediate_size="20" of '),
         ({"num_experts_per_tok": 9}, "must be >= 1 and <= num_experts(8); nearest: 8"),

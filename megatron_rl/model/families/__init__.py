@@ -5,6 +5,7 @@ small file here and one name in `registry.py`.
 """
 
 from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.layers import dense_layers_problem
 from megatron_rl.model.families.params import HEAD, VOCAB_PADDING, ParamSpec, param_map, value_param_map
 from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
 from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type
@@ -27,6 +28,7 @@ __all__ = [
     "ModelShape",
     "ParamSpec",
     "Routing",
+    "dense_layers_problem",
     "family_of",
     "full_attention",
     "is_reward_model",
