@@ -27,6 +27,7 @@ from megatron_rl.model.families.shape import (
     num_experts_key,
     num_labels,
     rollout_settings,
+    routing_problem,
     sliding_window,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "LatentAttention",
     "constant_map",
     "rollout_settings",
+    "routing_problem",
     "softmax_growth",
     "FAMILIES",
     "HEAD",

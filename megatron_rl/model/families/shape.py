@@ -66,6 +66,20 @@ def groups_of(scoring: Scoring | None, settings: Mapping[str, Any]) -> tuple[int
     return settings.get("n_group") or 1, settings.get("topk_group") or 1
 
 
+def routing_problem(routing: Routing) -> tuple[dict[str, Any], str] | None:
+    """The settings by which experts cannot be chosen in groups, and what must hold of them; None when they can."""
+    groups, per_token, experts = routing.num_groups, routing.groups_per_token, routing.num_experts
+    if routing.scoring is None or groups == 1:
+        return None
+    if experts % groups or experts // groups < routing.scoring.best:
+        least = f" of at least {routing.scoring.best}" if routing.scoring.best > 1 else ""
+        return {"n_group": groups}, f"must cut {experts} experts into equal groups{least}"
+    if per_token > groups or per_token * (experts // groups) < routing.experts_per_token:
+        rule = f"must be <= n_group({groups}), and leave num_experts_per_tok({routing.experts_per_token}) experts"
+        return {"topk_group": per_token}, rule
+    return None
+
+
 def shared_size(experts: Experts, settings: Mapping[str, Any]) -> int:
     """Columns of the MLP beside the experts, all that lie side by side together; 0 where there is none."""
     shared = experts.shared
