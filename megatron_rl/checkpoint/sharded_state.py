@@ -39,7 +39,7 @@ def written_at(place: Place, specs: dict[str, ParamSpec]) -> set[str]:
     first: dict[str, str] = {}
     for name, spec in specs.items():
         first.setdefault(spec.tensor.name, name)
-    return {name for name in first.values() if specs[name].tensor.tp_dim is not None or place.tp_rank == 0}
+    return {name for name in first.values() if specs[name].tensor.is_split or place.tp_rank == 0}
 
 
 def sharded_state(runs: Iterable[FlatRun], specs: dict[str, ParamSpec], place: Place) -> dict[str, ShardedTensor]:

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -21,6 +22,8 @@ from megatron_rl.device import Device
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
 from megatron_rl.model.context_attention import ContextAttention
+from megatron_rl.model.described_layers import put_attention, put_router
+from megatron_rl.model.expert_layers import SharedExperts, has_experts, layer_settings
 from megatron_rl.model.experts import StackedExperts, moe_settings
 from megatron_rl.model.families import ModelShape, Routing, family_of, rope_problem, rope_type
 from megatron_rl.model.mlp import gate_sparingly
@@ -42,13 +45,16 @@ def transformer_config(
     dtype = getattr(torch, megatron.dtype)
     family, settings = family_of(hf_config.architectures), hf_config.to_dict()
     stages = StagePlan.from_config(hf_config.num_hidden_layers, megatron)
+    routing = Routing.from_hf(family, settings) if family.is_moe else None
+    shape = ModelShape.from_hf(settings)
     override = megatron.override_transformer_config
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
-        num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=ModelShape.from_hf(settings).head_size,
+        num_query_groups=shape.num_kv_heads,
+        # Of latent attention only the part that turns matters to Megatron, which makes the angles.
+        kv_channels=shape.latent.rope if shape.latent else shape.head_size,
         ffn_hidden_size=hf_config.intermediate_size,
         tensor_model_parallel_size=groups.grid.tp_size,
         pipeline_model_parallel_size=groups.grid.pp_size,
@@ -86,7 +92,9 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         batch_p2p_comm=device.batched_p2p,
-        **(moe_settings(Routing.from_hf(family, settings), groups.grid) if family.is_moe else {}),
+        **(
+            moe_settings(routing, groups.grid) | layer_settings(routing, hf_config.num_hidden_layers) if routing else {}
+        ),
     )
 
 
@@ -95,11 +103,19 @@ def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
     return megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, vp_stage: int, hf_config: PretrainedConfig) -> TransformerBlockSubmodules:
     """One chunk of this rank's stage: Megatron's own layers with our attention, norms and experts in them."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    kinds = {with_experts: one_layer(config, with_experts, hf_config) for with_experts in (False, True)}
+    specs = [kinds[has_experts(config, layer)] for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def one_layer(config: TransformerConfig, with_experts: bool, hf_config: PretrainedConfig) -> ModuleSpec:
+    """A layer of either kind; the one with experts means nothing in a model without."""
+    num_experts = config.num_moe_experts if with_experts else None
+    layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.module = StackedQKVSelfAttention
@@ -108,10 +124,13 @@ def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubm
     attention.core_attention = ModuleSpec(module=core_attention)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.num_moe_experts:
-        moe_submodules(layer.submodules.mlp).experts = StackedExperts
-    num_layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    put_attention(layer, hf_config)
+    if num_experts:
+        block = moe_submodules(layer.submodules.mlp)
+        block.experts = StackedExperts
+        block.shared_experts.module = SharedExperts
+        put_router(block, hf_config)
+    return layer
 
 
 def moe_submodules(mlp: Any) -> Any:
@@ -153,7 +172,7 @@ def build_stage(
     chunks = [
         GPTModel(
             config,
-            layer_spec(config, vp_stage),
+            layer_spec(config, vp_stage, hf_config),
             vocab_size=padded_vocab_size(hf_config.vocab_size, vocab_multiple),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=groups.is_first_stage and vp_stage == 0,
@@ -180,7 +199,8 @@ def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Ten
 
     Megatron's own scaling has Llama 3.1's numbers fixed in it. Raises ConfigError for a type that is not supported.
     """
-    problem = rope_problem(hf_config.to_dict())
+    is_latent = family_of(hf_config.architectures).latent_attention if hf_config.architectures else False
+    problem = rope_problem(hf_config.to_dict(), is_latent=is_latent)
     if problem is not None:
         raise ConfigError(problem)
     kind = rope_type(hf_config.to_dict())

@@ -46,6 +46,11 @@ class LogicalTensor:
         """Elements of the whole tensor without padding."""
         return sum(math.prod(segment.shape) for segment in self.segments)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor parallelism cuts it. Segments of one unit each are stacked, and whole on every rank."""
+        return self.tp_dim is not None and any(segment.num_units > 1 for segment in self.segments)
+
 
 @dataclass(frozen=True)
 class Place:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.model.families import Family, ModelShape, Routing
+from megatron_rl.model.families import Family, LatentAttention, ModelShape, Routing
 
 FP32 = 4
 CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
@@ -32,7 +32,9 @@ class Block:
 class LayerSizes:
     """One decoder layer on one rank. Elements per token: hidden, q and kv columns and MLP columns of this rank.
 
-    sequence_share: 1 / TP under sequence parallelism, which splits what lies between the TP regions.
+    sequence_share: 1 / TP under sequence parallelism, which splits what lies between the TP regions. shared: columns
+    of the MLP beside the experts. dense_share: of the layers, those with a dense MLP of `dense_ffn` columns instead;
+    a layer stands for all, so its MLP is the mean of both kinds.
     """
 
     hidden: int
@@ -48,6 +50,11 @@ class LayerSizes:
     routed: float
     """Tokens that this rank's experts get per token of the micro-batch; 0 when dense."""
     num_experts: int
+    shared: int = 0
+    shared_gate: bool = False
+    dense_share: float = 0.0
+    dense_ffn: int = 0
+    latent: LatentAttention | None = None
 
     @classmethod
     def of(
@@ -69,6 +76,11 @@ class LayerSizes:
             qk_norm=family.qk_norm,
             routed=routing.experts_per_token * share * etp if routing else 0.0,
             num_experts=shape.num_experts,
+            shared=shape.shared_size // tp,
+            shared_gate=routing is not None and routing.shared_gate,
+            dense_share=len(shape.dense_layers) / shape.num_layers,
+            dense_ffn=shape.dense_ffn_size // tp,
+            latent=shape.latent,
         )
 
     def saved_bytes(self, block: Block) -> float:
@@ -90,7 +102,19 @@ class LayerSizes:
         rows, what_goes_in = block.slots * 2 * (self.q + self.kv), block.tokens * (self.q + 2 * self.kv)
         return statistics + (rows - what_goes_in) * self.element
 
+    def _latent_bytes(self, latent: LatentAttention, block: Block) -> float:
+        """What latent attention keeps: both latent vectors and their norms, queries, keys, values and the output."""
+        ranks = (latent.q_rank or 0) + latent.kv_rank
+        inner = block.tokens * self.sequence_share * ((2 * ranks + latent.rope) * self.element + 2 * FP32)
+        value, up = self.num_heads * latent.value, self.num_heads * (latent.nope + latent.value)
+        statistics = block.slots * self.num_heads * FP32
+        if self._copies(block):
+            return inner + statistics + (block.slots * (2 * self.q + 2 * value) + block.tokens * value) * self.element
+        return inner + statistics + block.tokens * (2 * self.q + up + 2 * value) * self.element
+
     def _attention_bytes(self, block: Block) -> float:
+        if self.latent is not None:
+            return self._latent_bytes(self.latent, block)
         mixed, own = self.q + 2 * self.kv, 0.0
         statistics = block.slots * self.num_heads * FP32
         if self.qk_norm:
@@ -114,13 +138,17 @@ class LayerSizes:
         rows = block.tokens * self.routed
         own = block.tokens * self.sequence_share
         router = own * self.num_experts * (FP32 + 1) + rows * (8 + 8 + FP32)
-        return rows * (2 * self.hidden + 4 * self.ffn + 1) * self.element + router
+        shared = 3 * self.shared * block.tokens + self.shared_gate * (self.hidden + 1) * own
+        experts = (rows * (2 * self.hidden + 4 * self.ffn + 1) + shared) * self.element + router
+        dense = 3 * self.dense_ffn * block.tokens * self.element
+        return (1 - self.dense_share) * experts + self.dense_share * dense
 
     def transient_bytes(self, block: Block, *, backward: bool) -> float:
         """Bytes that running one layer holds for a moment: the widest step of the MLP or of attention."""
         # A dense gate of our own makes one tensor less than the experts' does.
         ffn = self.ffn * block.tokens * (self.routed or 1)
-        at_gate = ffn * (4 + backward - (not self.routed))
+        dense = max(self.shared, self.dense_ffn) * block.tokens * (3 + backward)
+        at_gate = max(ffn * (4 + backward - (not self.routed)), dense)
         widest = max(at_gate, (self.q + 2 * self.kv) * block.slots * 3)
         return (widest + 2 * self.hidden * block.tokens) * self.element
 

@@ -228,7 +228,7 @@ class MemoryOfStage:
         sequences, gathered, in float32, with a copy for filtering and one for log-probs."""
         rollout, shape = self.config.actor_rollout_ref.rollout, self.models.actor.shape
         tp, routing = rollout.tensor_model_parallel_size, self.models.actor.routing
-        columns = shape.ffn_size * (routing.experts_per_token if routing else 1) // tp
+        columns = (shape.ffn_size * (routing.experts_per_token if routing else 1) + shape.shared_size) // tp
         heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // tp
         # A step takes whole prompts at most, or one token of each sequence.
         tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * self.config.data.max_prompt_length)

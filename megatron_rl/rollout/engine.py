@@ -51,7 +51,8 @@ class RolloutEngine:
     tensors: vLLM parameter name -> tensor of this rank's shard; must be readable during construction, which captures
     graphs over them where the configuration has any, and must never move again.
     hf_overrides: settings that take the place of those in the folder's config.json.
-    returns_experts: `generate` can say to which experts every token was sent.
+    returns_experts: `generate` can say to which experts every token was sent. is_latent: attention is over latent
+    vectors.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class RolloutEngine:
         hf_overrides: dict[str, Any],
         device: Device,
         returns_experts: bool = False,
+        is_latent: bool = False,
     ) -> None:
         self.seed = seed
         self.eos_token_ids = eos_token_ids
         inspect_in_process(architecture)
         register_shared_loader(tensors)
         arguments = engine_arguments(
-            device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides, returns_experts
+            device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides, returns_experts, is_latent
         )
         keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)):

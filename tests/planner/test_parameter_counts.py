@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from transformers import Qwen2MoeConfig
 
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
@@ -18,6 +19,15 @@ from megatron_rl.planner.weights import TrainedWeights
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 pytestmark = pytest.mark.timeout(300)
+
+PUBLISHED = Path(__file__).parents[1] / "port" / "verl_scripts" / "models"
+SP = {"sequence_parallel": True}
+MOONLIGHT = {
+    "expert_model_parallel_size": 4,
+    "expert_tensor_parallel_size": 1,
+    "num_layers_in_first_pipeline_stage": 14,
+    "num_layers_in_last_pipeline_stage": 13,
+}
 
 # (model, ranks, TP, PP, further sizes)
 LAYOUTS = [
@@ -44,6 +54,9 @@ LAYOUTS = [
     ("qwen3-30b-a3b", 16, 4, 2, {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2}),
     ("qwen3-30b-a3b", 16, 2, 4, {"virtual_pipeline_model_parallel_size": 3, "expert_model_parallel_size": 2}),
     ("qwen3-30b-a3b", 4, 2, 2, {"num_layers_in_first_pipeline_stage": 20}),
+    ("qwen2-moe", 8, 2, 2, {"expert_model_parallel_size": 2, "sequence_parallel": True}),
+    ("Moonlight-16B-A3B-Instruct", 8, 4, 2, SP | MOONLIGHT),
+    ("DeepSeek-V3", 8, 2, 2, SP | {"expert_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 30}),
     ("tied", 8, 2, 1, {}),
     ("tied", 8, 2, 4, {}),
 ]
@@ -51,10 +64,22 @@ LAYOUTS = [
 
 def model_folder(name: str, folder: Path) -> Path:
     """One of the shapes that come with the project, or a small one with one matrix at both ends."""
-    if name != "tied":
+    if (PUBLISHED / name).is_dir():
+        return PUBLISHED / name
+    if name not in ("tied", "qwen2-moe"):
         return MODELS / name
+    if name == "qwen2-moe":
+        return qwen2_moe_folder(folder / name)
     settings = json.loads((MODELS / "llama-3-8b" / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True, "num_hidden_layers": 8}))
+    return folder
+
+
+def qwen2_moe_folder(folder: Path) -> Path:
+    """Qwen1.5-MoE-A2.7B's sizes, with dense layers in both halves."""
+    settings = Qwen2MoeConfig(architectures=["Qwen2MoeForCausalLM"], mlp_only_layers=[1, 13]).to_dict()
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -115,7 +140,7 @@ def grid_of(world_size: int, megatron: MegatronConfig) -> TrainGrid:
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_every_rank_has_the_planned_number_of_parameters(tmp_path, every: int):
-    """25 layouts of 6 models, or every other of them: equal to the last one, on every rank, of policy and critic.
+    """28 layouts of 9 models, or every other of them: equal to the last one, on every rank, of policy and critic.
 
     Would not catch a parameter that Megatron adds later than in the constructor.
     """
