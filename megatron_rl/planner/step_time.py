@@ -8,17 +8,24 @@ a step ends when every role is updated. Inside a round the pools work at once, a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from megatron_rl.clock.lanes import Task, Timeline, simulate_tasks
 from megatron_rl.config.algorithms import scores_old_log_probs
-from megatron_rl.config.roles import ACTOR, PassSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, PassSpec, PoolSize, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import GEN, RESHARD, phase_order
 from megatron_rl.planner.memory_report import MemoryReport
 from megatron_rl.planner.recompute import Recompute
 from megatron_rl.planner.run_models import PoolModels, RunModels
-from megatron_rl.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.planner.time import FP32, Estimator, Layout, Load, ModelCost
 from megatron_rl.planner.transition import TransitionPlan
+
+CALL_SECONDS = 1e-3
+"""Of the controller for each rank that it calls directly: the slope of docs/architecture.md's table, on two cores."""
+MOST_DIRECT = 128
+"""Ranks up to which all are called directly, as in `cluster.calls`."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +39,25 @@ class StepTime:
     pools: dict[str, tuple[str, ...]]
     rounds: tuple[tuple[str, ...], ...]
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One step, with a lane for each pool."""
+        tasks: list[Task] = []
+        before: tuple[str, ...] = ()
+        for phases in self.rounds:
+            tasks += [Task(phase, self.seconds[phase], self.pools[phase], before) for phase in phases]
+            before = phases or before
+        return simulate_tasks(tasks)
+
     @property
     def critical_path(self) -> list[str]:
-        """The phases that decide how long a step takes: in every round those of the pool that is the last to end."""
-        return [phase for phases in self.rounds for phase in self._slowest(phases)]
+        """The phases that decide how long a step takes: each waited for the one before it."""
+        return self.timeline.critical_path
 
     @property
     def total(self) -> float:
         """Seconds of a step."""
-        return sum(self.seconds[phase] for phase in self.critical_path)
-
-    def _slowest(self, phases: tuple[str, ...]) -> list[str]:
-        by_pool: dict[tuple[str, ...], list[str]] = {}
-        for phase in phases:
-            by_pool.setdefault(self.pools[phase], []).append(phase)
-        return max(by_pool.values(), key=lambda mine: sum(self.seconds[phase] for phase in mine), default=[])
+        return self.timeline.total
 
 
 def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float, float]) -> Load:
@@ -72,7 +83,10 @@ def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float
 def step_time(models: RunModels, hardware: Hardware, load: Load, transition: TransitionPlan) -> StepTime:
     """Of all phases that this run has. load: the step's, as `step_load` gives it."""
     placement = models.placement
-    seconds = {RESHARD: transition.seconds(hardware), GEN: generation(models, hardware).generate(load)}
+    seconds = {
+        RESHARD: transition.seconds(hardware) + offload_seconds(models, hardware),
+        GEN: generation(models, hardware).generate(load),
+    }
     training, generating = models.training.spec.name, models.generating.spec.name
     pools = {RESHARD: tuple(dict.fromkeys((training, generating))), GEN: (generating,)}
     scores, updates = set(), set()
@@ -87,12 +101,54 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
             updates.add(role.update.phase)
         pools |= {one.phase: (role.pool,) for one in role.passes}
     order = [phase for phase in phase_order(placement.megatron_roles) if phase in seconds]
+    for phase, num_calls in calls(models, load).items():
+        if phase in seconds:
+            seconds[phase] += num_calls * max(dispatch_seconds(models.pools[name].spec.size) for name in pools[phase])
     rounds = ({RESHARD}, {GEN}, scores, updates)
     return StepTime(
         {phase: seconds[phase] for phase in order},
         {phase: pools[phase] for phase in order},
         tuple(tuple(phase for phase in order if phase in one) for one in rounds),
     )
+
+
+def dispatch_seconds(size: PoolSize) -> float:
+    """Of one call of all ranks of a pool, one after the other; of many ranks nodes are called, and pass it on."""
+    num_direct = size.world_size
+    if num_direct > MOST_DIRECT:
+        num_direct = size.num_nodes + size.num_ranks_per_node
+    return CALL_SECONDS * num_direct
+
+
+def calls(models: RunModels, load: Load) -> dict[str, int]:
+    """Phase -> calls of the controller in one step: one for each mini-batch of an update."""
+    found = dict.fromkeys((RESHARD, GEN), 1)
+    for role in models.placement.megatron_roles:
+        if role.score is not None:
+            found[role.score.phase] = 1
+        if role.update is not None:
+            found[role.update.phase] = _updated(load, role, models.pools[role.pool], models.config).num_updates
+    return found
+
+
+def offload_seconds(models: RunModels, hardware: Hardware) -> float:
+    """Of bringing what rests while generating to the host and back, on the rank with most of it."""
+    found = 0.0
+    for role in models.generating.spec.megatron_roles:
+        weights, element = models.generating.weights(role), models.generating.element
+        resting = [0] * models.generating.grid.pp_size
+        for pp_rank in range(len(resting)):
+            if role.megatron.param_offload:
+                resting[pp_rank] += weights.num_params(pp_rank) * element
+            if role.megatron.optimizer_offload and role.is_trained:
+                resting[pp_rank] += weights.optimizer_share(pp_rank) * optimizer_bytes(element)
+        found += 2 * max(resting) / hardware.host_bandwidth
+    return found
+
+
+def optimizer_bytes(element: int) -> int:
+    """Of one parameter: two moments, and a master where the model's own weight is none."""
+    return 2 * FP32 + (0 if element == FP32 else FP32)
 
 
 def generation(models: RunModels, hardware: Hardware) -> Estimator:
@@ -102,6 +158,11 @@ def generation(models: RunModels, hardware: Hardware) -> Estimator:
 
 def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware) -> Estimator:
     """Of one role's model on the grid of a pool."""
+    model, stage_layers = models.pools[role.pool].model(role), None
+    ends = (pool.megatron.num_layers_in_first_pipeline_stage, pool.megatron.num_layers_in_last_pipeline_stage)
+    if ends != (None, None):
+        stages = pool.stages(model)
+        stage_layers = tuple(sum(map(len, stages.layers(pp_rank))) for pp_rank in range(stages.pp_size))
     layout = Layout(
         pool.grid.world_size,
         pool.spec.size.num_ranks_per_node,
@@ -110,8 +171,9 @@ def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Ha
         pool.vpp_size,
         pool.grid.ep_size,
         models.rollout.tp_size,
+        stage_layers,
     )
-    return Estimator(ModelCost.of(models.pools[role.pool].model(role)), layout, hardware, role.megatron.dtype)
+    return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
 
 
 def _block_tokens(load: Load, one: PassSpec) -> int:

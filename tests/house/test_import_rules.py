@@ -39,6 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "balance": set(),
     "dispatch": set(),
+    "clock": set(),
     "device": set(),
     "loading": set(),
     "records": set(),
@@ -52,13 +53,14 @@ ROOMS: dict[str, set[str]] = {
     "roles": PARTS | STAGES | {"model", "hybrid_engine"},
     "cluster": GROUND,
     "generation": PARTS | STAGES | {"hybrid_engine", "roles", "cluster", "stream"},
-    "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts", "stream"},
+    "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts", "stream", "clock"},
+    "mapping": {"errors", "config", "observe", "planner", "clock"},
     **dict.fromkeys(
         LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation"}
     ),
     "port": {"errors", "config", "planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
-    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port"},
+    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port", "mapping"},
     "__main__": {"cli"},
 }
 """Room -> rooms it may import."""
@@ -97,12 +99,12 @@ LIBRARIES: dict[str, set[str]] = {
 """Library -> rooms (or single files) that may import it."""
 
 WITHOUT_TORCH = (
-    *("errors", "balance", "dispatch", "loading", "config", "planner"),
+    *("errors", "balance", "dispatch", "loading", "config", "clock", "planner", "mapping"),
     *("port", "trials", "cli", "__main__"),
 )
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "slices", "stream", "observe"),
-    *("losses", "prompts", "reward", "planner", "experience"),
+    *("losses", "prompts", "reward", "clock", "planner", "mapping", "experience"),
 )
 
 
