@@ -19,7 +19,8 @@ class Hardware:
     """One GPU. Bytes, FLOP/s without sparsity, bytes/s; links and network count one direction, per GPU.
 
     memory_bytes: physical. context_bytes: what CUDA, NCCL and their kernels keep of it, which no allocator sees.
-    host_bandwidth: between a GPU and its host's memory. matmul_efficiency: share of the peak that long training reaches (see `planner.published`); all else is data sheet.
+    host_bandwidth: between a GPU and its host's memory. matmul_efficiency: share of the peak that long training reaches
+    (see `planner.published`); all else is data sheet.
     """
 
     name: str

@@ -37,7 +37,8 @@ class ModelCost:
     """What passes through a model cost.
 
     num_params: all of them, in bytes at BF16 what a whole read takes. matrix_params: those a token is multiplied with.
-    head_params: of these the last stage's, beside its layers; 0 counts them as spread evenly. experts_share: part of `num_params` that is experts', of which a token sees experts_per_token / num_experts.
+    head_params: of these the last stage's, beside its layers; 0 counts them as spread evenly.
+    experts_share: part of `num_params` that is experts', of which a token sees experts_per_token / num_experts.
     """
 
     num_params: int
