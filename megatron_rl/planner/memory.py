@@ -213,7 +213,8 @@ class MemoryOfStage:
     def _rollout_memory(self) -> Held:
         """vLLM's part."""
         rollout = self.config.actor_rollout_ref.rollout
-        activations = engine_bytes(self.config, self.models.actor, self.models.element)
+        tp_size = rollout.tensor_model_parallel_size
+        activations = engine_bytes(self.config, self.models.actor, self.models.element, tp_size)
         foreign = {} if self.is_split else {"foreign stages": self.models.foreign_bytes(self.pp_rank)}
         return {
             **foreign,
@@ -301,12 +302,11 @@ def trained_held(role: RoleSpec, numel: int, share: int, element: int, device: s
     }
 
 
-def engine_bytes(config: RunConfig, model: PlannedModel, element: int) -> int:
+def engine_bytes(config: RunConfig, model: PlannedModel, element: int, tp: int) -> int:
     """What vLLM needs beside weights and cache, an estimate: a step's tokens through one layer, and the logits of all
     sequences, gathered, in float32, with a copy for filtering and one for log-probs.
     """
     rollout, shape, routing = config.actor_rollout_ref.rollout, model.shape, model.routing
-    tp = rollout.tensor_model_parallel_size
     columns = shape.ffn_size * (routing.experts_per_token if routing else 1) // tp
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // tp
     # A step takes whole prompts at most, or one token of each sequence.

@@ -61,13 +61,18 @@ class StepTime:
 
 
 def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float, float]) -> Load:
-    """What one step asks for; its mini-batches and blocks are those of the actor's update."""
+    """What one step asks for, with the configured cache."""
+    return load_with_cache(config, memory.kv_tokens, mean_lengths)
+
+
+def load_with_cache(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, float]) -> Load:
+    """The same where a replica's cache holds so many tokens; mini-batches and blocks are the actor's update's."""
     shared, data = config.actor_rollout_ref, config.data
     actor, rollout = shared.actor, shared.rollout
     prompt, response = mean_lengths
     length = prompt + response
     block = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu * length
-    fitting = int(memory.kv_tokens / (prompt + response / 2))
+    fitting = int(kv_tokens / (prompt + response / 2))
     return Load(
         num_samples=data.train_batch_size * rollout.n,
         prompt=prompt,
@@ -94,10 +99,12 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         pool = models.pools[role.pool]
         estimator = _estimator(models, pool, role, hardware)
         if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
-            seconds[role.score.phase] = estimator.forward(_scored(load, role.score, models.config))
+            seconds[role.score.phase] = estimator.forward(scored_load(load, role.score, models.config))
             scores.add(role.score.phase)
         if role.update is not None:
-            seconds[role.update.phase] = estimator.train(_updated(load, role, pool, models.config))
+            seconds[role.update.phase] = estimator.train(
+                updated_load(load, role, models.config, recomputed_share(pool, role))
+            )
             updates.add(role.update.phase)
         pools |= {one.phase: (role.pool,) for one in role.passes}
     order = [phase for phase in phase_order(placement.megatron_roles) if phase in seconds]
@@ -127,7 +134,7 @@ def calls(models: RunModels, load: Load) -> dict[str, int]:
         if role.score is not None:
             found[role.score.phase] = 1
         if role.update is not None:
-            found[role.update.phase] = _updated(load, role, models.pools[role.pool], models.config).num_updates
+            found[role.update.phase] = updated_load(load, role, models.config).num_updates
     return found
 
 
@@ -181,7 +188,7 @@ def _block_tokens(load: Load, one: PassSpec) -> int:
     return one.max_tokens or int(one.num_rows * load.length)
 
 
-def _scored(load: Load, one: PassSpec, config: RunConfig) -> Load:
+def scored_load(load: Load, one: PassSpec, config: RunConfig) -> Load:
     """With what the role reads. Sequences that are tokenised anew are assumed to fill as much of their limit."""
     share = 1.0
     if one.longest is not None:
@@ -190,8 +197,8 @@ def _scored(load: Load, one: PassSpec, config: RunConfig) -> Load:
     return replace(longer, block_tokens=_block_tokens(longer, one))
 
 
-def _updated(load: Load, role: RoleSpec, pool: PoolModels, config: RunConfig) -> Load:
-    """With the role's own mini-batches, epochs, passes and recomputed layers."""
+def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float = 0.0) -> Load:
+    """With the role's own mini-batches, epochs and passes. recompute: share of its forward pass that runs twice."""
     settings, prompts = role.settings, config.data.train_batch_size
     if role.update is None:
         raise ValueError(f"{role.name} is not trained")
@@ -200,7 +207,7 @@ def _updated(load: Load, role: RoleSpec, pool: PoolModels, config: RunConfig) ->
         mini_batch=min(settings.ppo_mini_batch_size, prompts) * config.actor_rollout_ref.rollout.n,
         epochs=settings.ppo_epochs,
         block_tokens=_block_tokens(load, role.update),
-        recompute=recomputed_share(pool, role),
+        recompute=recompute,
     )
 
 

@@ -54,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
     "cluster": GROUND,
     "generation": PARTS | STAGES | {"hybrid_engine", "roles", "cluster", "stream"},
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts", "stream", "clock"},
-    "mapping": {"errors", "config", "observe", "planner", "clock"},
+    "mapping": {"errors", "config", "observe", "planner", "clock", "parallel", "model"},
     **dict.fromkeys(
         LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation"}
     ),
@@ -129,7 +129,7 @@ def forbidden_imports(path: Path, source: str) -> list[str]:
     for module in imported_modules(source):
         top, *below = module.split(".")
         if top == PACKAGE and below and below[0] != room and below[0] in ROOMS:
-            impure = room == "planner" and below[0] not in GROUND and not module.startswith(PURE_PARTS)
+            impure = room in ("planner", "mapping") and below[0] not in GROUND and not module.startswith(PURE_PARTS)
             if below[0] not in ROOMS[room] or impure:
                 found.append(f"{name}: {room} may not import {module}")
         elif top in LIBRARIES and not {room, name} & LIBRARIES[top]:
