@@ -217,7 +217,8 @@ class Pools:
             fitting = int(cache.num_tokens(kv_bytes) / (work.load.prompt + work.load.response / 2))
             max_seqs = max(1, min(work.load.max_seqs, fitting))
             seconds = work.generation(shape, tp, max_seqs)
-            yield Generation(tp, kv_bytes, seconds, seconds, resting, self._offload_seconds(roles, resting))
+            steady = work.steady_generation(shape, tp, max_seqs) if not in_place and work.may_run_ahead else seconds
+            yield Generation(tp, kv_bytes, seconds, steady, resting, self._offload_seconds(roles, resting))
 
     def _may_rest(self, roles: Sequence[OnGrid], resting: tuple[str, ...]) -> bool:
         return all(work_allows(self.work, role.role.name, resting) for role in roles)
@@ -228,7 +229,8 @@ class Pools:
         """Bytes that are left for the cache on the worst stage, at the start and while generating; below 0: too few."""
         work = self.work
         engine = engine_bytes(work.config, work.actor.model, work.actor.element, tp)
-        slices = work.config.samples_in_slices and work.config.async_training.second_buffer
+        in_slices = work.config.async_training.partial_rollout or work.may_run_ahead
+        slices = in_slices and work.config.async_training.second_buffer
         own = 0 if in_place else self.shard(tp) * (2 if slices else 1)
         rooms = []
         for number in range(len(roles[0].held) if roles else 1):

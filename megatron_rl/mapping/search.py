@@ -79,11 +79,8 @@ class Search:
 
     def aheads(self, partition: Sequence[Block]) -> list[int]:
         """Steps that generation may run ahead: some only on ranks of its own, and where stale tokens are corrected."""
-        correction = self.work.config.algorithm.rollout_correction
-        corrects = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
         together = any(ACTOR in block and ROLLOUT in block for block in partition)
-        may = not together and corrects and not self.work.config.algorithm.filter_groups.enable
-        tried = [0, 1] if may and self.work.config.async_training.trigger_parameter_sync_step <= 2 else [0]
+        tried = [0, 1] if self.work.may_run_ahead and not together else [0]
         return [ahead for ahead in tried if self.work.keeps.allow({"trainer.rollout_ahead": ahead})]
 
     @property

@@ -20,9 +20,11 @@ def in_place_seconds(work: Work, actor: ActorBytes, grid: Grid, shape: Shape, ro
     stage_size = shape.num_ranks // grid.pp
     together = math.lcm(grid.tp, rollout_tp) // rollout_tp
     own = actor.stage(work.actor, grid, min(1, grid.pp - 1))
-    lacking = actor.model / rollout_tp - own / max(grid.tp, rollout_tp)
+    lacking = actor.model / rollout_tp - (own / grid.tp if rollout_tp <= grid.tp else 0.0)
     on_node = max(1, min(grid.pp, shape.per_node // stage_size))
-    shared = together * on_node
+    # Stages of a node want other shards where a rollout TP group spans them.
+    different = min(on_node, rollout_tp // math.gcd(rollout_tp, stage_size))
+    shared = together * on_node / different
     beyond = actor.model - own * on_node if on_node < grid.pp else 0.0
     far = max(0.0, beyond / rollout_tp / shared)
     near = max(0.0, lacking - far)

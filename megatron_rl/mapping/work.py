@@ -119,6 +119,14 @@ class Work:
         """Of one step, with a cache for all."""
         return load_with_cache(self.config, 1 << 50, self.lengths)
 
+    @cached_property
+    def may_run_ahead(self) -> bool:
+        """Whether generation may run ahead of training on ranks of its own: stale tokens are corrected."""
+        config, correction = self.config, self.config.algorithm.rollout_correction
+        corrects = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
+        is_often = config.async_training.trigger_parameter_sync_step <= 2
+        return bool(corrects) and is_often and not config.algorithm.filter_groups.enable
+
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with the longest answer."""
@@ -191,6 +199,13 @@ class Work:
             estimator = self.estimator(self.actor, Grid(), shape, rollout_tp)
             self._generation[key] = estimator.generate(replace(self.load, max_seqs=key[2]))
         return self._generation[key]
+
+    def steady_generation(self, shape: Shape, rollout_tp: int, max_seqs: int) -> float:
+        """Seconds of a batch at least where the next one fills up what ends: all tokens at the best rate."""
+        replicas = shape.num_ranks // rollout_tp
+        together = min(2 * math.ceil(self.load.num_samples / replicas), max_seqs)
+        seconds = self.estimator(self.actor, Grid(), shape, rollout_tp).token_seconds(self.load, together)
+        return self.load.num_samples / replicas * self.load.response * seconds / together
 
 
 def rollout_sizes(work: Work, shape: Shape) -> list[int]:
