@@ -63,9 +63,14 @@ class OnGrid:
                 return option
         return None
 
+    def options(self, kind: str) -> list[Option]:
+        """All of a pass, the fastest first."""
+        return self._options[kind]
+
     @cached_property
     def _options(self) -> dict[str, list[Option]]:
-        return {kind: sorted(self._of_kind(kind), key=lambda option: option.seconds) for kind in self.kinds}
+        # Of equally fast ones the largest micro-batch comes first: fewer passes are never slower.
+        return {kind: sorted(self._of_kind(kind), key=_order) for kind in self.kinds}
 
     def _of_kind(self, kind: str) -> Iterator[Option]:
         work, spec = self.work, self.role.spec
@@ -173,6 +178,10 @@ class OnGrid:
             head,
             optimizer_temporaries(role.spec, on_stage.share, gradients, role.element, self.work.device),
         )
+
+
+def _order(option: Option) -> tuple[float, int]:
+    return (option.seconds, -(option.one.max_tokens or option.one.num_rows))
 
 
 def dispatch(shape: Shape) -> float:

@@ -81,7 +81,8 @@ class Search:
         """Steps that generation may run ahead: some only on ranks of its own, and where stale tokens are corrected."""
         together = any(ACTOR in block and ROLLOUT in block for block in partition)
         tried = [0, 1] if self.work.may_run_ahead and not together else [0]
-        return [ahead for ahead in tried if self.work.keeps.allow({"trainer.rollout_ahead": ahead})]
+        late = self.work.config.async_training.trigger_parameter_sync_step - 1
+        return [ahead for ahead in tried if ahead >= late and self.work.keeps.allow({"trainer.rollout_ahead": ahead})]
 
     @property
     def threshold(self) -> float:

@@ -1,7 +1,7 @@
 """Seconds of each phase of a step, from FLOPs, bytes and what a GPU can do: a roofline with a few calibrated shares.
 
 training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, or reading the
-             weights where that takes longer, for the fullest rank, in micro-batches through stages whose slowest
+             weights or launching kernels where that takes longer, for the fullest rank, in micro-batches through stages whose slowest
              sets the pace (`clock.pipeline`): the last one has the head beside its layers
 generation   every decode step reads the weights and the cache once, or computes if that takes longer, and costs
              the engine a fixed overhead; lengths follow the least-assuming distribution with their mean and bound
@@ -24,6 +24,8 @@ MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that reading weights and cache reaches; assumed."""
 LINK_EFFICIENCY = 0.7
 """Share of a link's or the network's bandwidth that collectives reach; assumed."""
+LAUNCH_SECONDS = 1e-4
+"""Of a layer's kernels in a forward pass, however few tokens it has; assumed. It counts where they compute less."""
 COLLECTIVE_LATENCY = 10e-6
 """Seconds that a collective among the GPUs of a node takes however small; assumed."""
 RL_SHARE = 0.777
@@ -180,8 +182,9 @@ class Estimator:
             layer += passes * 2 * rows * (layout.ep - 1) / layout.ep / self._bandwidth(wide)
         layers = layout.stage_layers or (model.num_layers / layout.pp,) * layout.pp
         read = passes * self._weight_bytes() / layout.pp / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
-        slowest = max(max(layers) * layer, layers[-1] * layer + head, read)
-        total = max(model.num_layers * layer + head, layout.pp * read)
+        launch = passes * LAUNCH_SECONDS * model.num_layers / layout.pp
+        slowest = max(max(layers) * layer, layers[-1] * layer + head, read, launch)
+        total = max(model.num_layers * layer + head, layout.pp * read, layout.pp * launch)
         seconds = pipeline_seconds(max(total, slowest), slowest, blocks, layout.vpp)
         if layout.pp > 1:
             hops = 2 * (passes > 1) + (passes == 1)

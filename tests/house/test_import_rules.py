@@ -54,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
     "cluster": GROUND,
     "generation": PARTS | STAGES | {"hybrid_engine", "roles", "cluster", "stream"},
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts", "stream", "clock"},
-    "mapping": {"errors", "config", "observe", "planner", "clock", "parallel", "model"},
+    "mapping": {"errors", "config", "observe", "planner", "clock", "parallel", "model", "checkpoint"},
     **dict.fromkeys(
         LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation"}
     ),
@@ -78,6 +78,7 @@ PURE_PARTS = (
     f"{PACKAGE}.checkpoint.manifest",
     f"{PACKAGE}.checkpoint.pickles",
     f"{PACKAGE}.checkpoint.resume",
+    f"{PACKAGE}.checkpoint.storage",
     f"{PACKAGE}.checkpoint.weight_files",
     f"{PACKAGE}.model.chunks",
     f"{PACKAGE}.model.families",
