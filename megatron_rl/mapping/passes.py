@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_rl.config.megatron import OverrideTransformerConfig
+from megatron_rl.config.megatron import MegatronConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import PassSpec
 from megatron_rl.mapping.grids import Grid, Shape
 from megatron_rl.mapping.shards import ModelShards, StageHeld, held, looked_at, stage_counts
@@ -24,7 +24,7 @@ from megatron_rl.planner.memory import (
     update_held,
 )
 from megatron_rl.planner.recompute import Recompute
-from megatron_rl.planner.step_time import CALL_SECONDS, MOST_DIRECT, scored_load, updated_load
+from megatron_rl.planner.step_time import CALL_SECONDS, MOST_DIRECT
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 """Samples of the longest length that a micro-batch has room for."""
@@ -73,20 +73,19 @@ class OnGrid:
         return {kind: sorted(self._of_kind(kind), key=_order) for kind in self.kinds}
 
     def _of_kind(self, kind: str) -> Iterator[Option]:
-        work, spec = self.work, self.role.spec
-        configured: PassSpec = getattr(spec, kind)
-        estimator = work.estimator(self.role, self.grid, self.shape)
+        work, role = self.work, self.role
+        configured: PassSpec = getattr(role.spec, kind)
+        estimator = work.estimator(role, self.grid, self.shape)
+        recomputes = [(*one, self._recomputed(one[0])) for one in self._recomputes] if kind == "update" else []
         for one, cut in self._cuts(configured):
             if not work.keeps.allow(cut):
                 continue
             if kind == "score":
-                load = scored_load(work.load, one, work.config)
-                seconds = estimator.forward(load) + dispatch(self.shape) if work.times(self.role, kind) else 0.0
+                load = work.pass_load(role, one, None)
+                seconds = estimator.forward(load) + dispatch(self.shape) if work.times(role, kind) else 0.0
                 yield Option(kind, one, None, seconds, cut)
-                continue
-            for recompute, settings in self._recomputes:
-                share = self._recomputed(recompute)
-                load = updated_load(work.load, replace(spec, update=one), work.config, share)
+            for recompute, settings, share in recomputes:
+                load = work.pass_load(role, one, share)
                 seconds = estimator.train(load) + load.num_updates * dispatch(self.shape)
                 yield Option(kind, one, recompute, seconds, cut | settings)
 
@@ -100,7 +99,7 @@ class OnGrid:
         if given >= (1 if one.max_tokens is None else longest):
             values.append(given)
         for value in values:
-            cut = replace(one, num_rows=value) if one.max_tokens is None else replace(one, max_tokens=value)
+            cut = self.work.cut(one, value)
             passes = self.passes(cut, one)
             if passes not in seen:
                 seen.add(passes)
@@ -110,16 +109,14 @@ class OnGrid:
         """Blocks of a pass. configured: the role's own, which says whether it is an update."""
         spec = self.role.spec
         if configured is spec.update:
-            spec = replace(spec, update=one)
+            spec = self.work.with_update(self.role, one)
         multiple = self.grid.tp if self.grid.sequence_parallel else 1
         return passes_of(self.work.config, spec, one, self.dp, multiple)
 
     @cached_property
     def _recomputes(self) -> list[tuple[OverrideTransformerConfig, dict[str, Any]]]:
         """Nothing, half of the layers, or all; without what is not kept."""
-        chunk = max(
-            len(layers) for stage in range(self.grid.pp) for layers in self.role.stages(self.grid).layers(stage)
-        )
+        chunk = max(map(max, self.role.chunks(self.grid)))
         tried = [OverrideTransformerConfig(), OverrideTransformerConfig("full", "uniform", 1)]
         if chunk > 1:
             tried.insert(1, OverrideTransformerConfig("full", "block", chunk // 2))
@@ -131,12 +128,13 @@ class OnGrid:
         return [(one, settings) for one, settings in found if self.work.keeps.allow(settings)]
 
     def _of(self, recompute: OverrideTransformerConfig) -> Recompute:
-        return Recompute.of(replace(self.grid.megatron, override_transformer_config=recompute))
+        return Recompute.of(MegatronConfig(override_transformer_config=recompute))
 
     def _recomputed(self, recompute: OverrideTransformerConfig) -> float:
-        found, stages = self._of(recompute), self.role.stages(self.grid)
-        sizes = [len(chunk) for pp_rank in range(self.grid.pp) for chunk in stages.layers(pp_rank)]
-        return found.share(sizes) + found.share_of_layer(self.layer)
+        found = self._of(recompute)
+        return found.share([size for stage in self.role.chunks(self.grid) for size in stage]) + found.share_of_layer(
+            self.layer
+        )
 
     @cached_property
     def layer(self) -> LayerSizes:
@@ -172,7 +170,7 @@ class OnGrid:
             self.layer,
             passes.block,
             self._of(option.recompute),
-            max(map(len, role.stages(self.grid).layers(pp_rank))),
+            max(role.chunks(self.grid)[pp_rank]),
             in_flight(self.grid.pp, pp_rank, self.grid.vpp or 1, passes.num_blocks),
             gradients,
             head,

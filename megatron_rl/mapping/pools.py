@@ -9,24 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.mapping.grids import Grid, Room, Shape, grids
 from megatron_rl.mapping.passes import OnGrid, Option, dispatch
-from megatron_rl.mapping.shards import SLACK, ActorBytes, ModelShards, StageHeld, rollout_shard
+from megatron_rl.mapping.shards import SLACK, ActorBytes, ModelShards, StageHeld, looked_at, rollout_shard
 from megatron_rl.mapping.transition import in_place_seconds, received_seconds, sent_seconds
-from megatron_rl.mapping.work import Work, rollout_sizes
+from megatron_rl.mapping.work import LEVELS, Work, rollout_sizes
 from megatron_rl.planner.memory import engine_bytes
-
-LEVELS = (
-    (),
-    ("grad_offload",),
-    ("grad_offload", "optimizer_offload"),
-    ("grad_offload", "optimizer_offload", "param_offload"),
-)
-"""What rests while generating, from the cheapest on."""
-OFFLOADS = LEVELS[-1]
 
 
 @dataclass(frozen=True)
@@ -73,6 +63,7 @@ class Pools:
         self._on_grid: dict[tuple[str, Grid, Shape], OnGrid] = {}
         self._shards: dict[tuple[str, int, int, int], ModelShards] = {}
         self._grids: dict[tuple[tuple[str, ...], Shape], list[Grid]] = {}
+        self._engines: dict[int, int] = {}
 
     def front(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
         """Layouts of the roles `block` on so many units, none of which is beaten by another; empty: nothing fits."""
@@ -221,14 +212,15 @@ class Pools:
             yield Generation(tp, kv_bytes, seconds, steady, resting, self._offload_seconds(roles, resting))
 
     def _may_rest(self, roles: Sequence[OnGrid], resting: tuple[str, ...]) -> bool:
-        return all(work_allows(self.work, role.role.name, resting) for role in roles)
+        keeps = self.work.keeps
+        return not keeps.values or all(keeps.allow(role.role.resting[resting]) for role in roles)
 
     def _room(
         self, tp: int, grid: Grid | None, roles: Sequence[OnGrid], resting: tuple[str, ...], in_place: bool
     ) -> int:
         """Bytes that are left for the cache on the worst stage, at the start and while generating; below 0: too few."""
         work = self.work
-        engine = engine_bytes(work.config, work.actor.model, work.actor.element, tp)
+        engine = self._engine(tp)
         in_slices = work.config.async_training.partial_rollout or work.may_run_ahead
         slices = in_slices and work.config.async_training.second_buffer
         own = 0 if in_place else self.shard(tp) * (2 if slices else 1)
@@ -243,13 +235,19 @@ class Pools:
             rooms.append(int(work.usable / SLACK) - max(start, staying) - own - foreign - engine)
         return min(rooms)
 
+    def _engine(self, tp: int) -> int:
+        if tp not in self._engines:
+            work = self.work
+            self._engines[tp] = engine_bytes(work.config, work.actor.model, work.actor.element, tp)
+        return self._engines[tp]
+
     def _foreign(self, tp: int, grid: Grid, roles: Sequence[OnGrid], number: int) -> int:
         """What a rank needs for generation and does not read in training's own memory."""
         whole = self.shard(tp)
         if tp != grid.tp or (self.work.actor.sizes.num_experts and (grid.ep > 1 or grid.expert_tp != tp)):
             return whole
         actor = next(role for role in roles if role.role.name == ACTOR)
-        layers = sum(map(len, actor.role.stages(grid).layers(looked(grid, number))))
+        layers = sum(actor.role.chunks(grid)[looked_at(grid.pp)[number]])
         return max(0, whole - layers * self.actor_bytes.layer // tp)
 
     def _cache_bytes(self, tp: int, shape: Shape, room: int) -> int | None:
@@ -285,11 +283,6 @@ class Pools:
         return 2 * moved / self.work.hardware.host_bandwidth
 
 
-def looked(grid: Grid, number: int) -> int:
-    """The stage that is number `number` of those that are looked at."""
-    return sorted({0, min(1, grid.pp - 1), grid.pp - 1})[number]
-
-
 def stays(name: str, one: StageHeld, resting: tuple[str, ...]) -> int:
     """What of a role is there while its pool generates."""
     size = one.total
@@ -300,19 +293,6 @@ def stays(name: str, one: StageHeld, resting: tuple[str, ...]) -> int:
     if "param_offload" in resting and name != ACTOR:
         size -= one.params
     return size
-
-
-def offload_settings(work: Work, name: str, resting: tuple[str, ...]) -> dict[str, Any]:
-    """A role's keys of what rests. Only trained roles have gradients and moments; the actor's parameters are read."""
-    role = work.roles[name]
-    allowed = {"param_offload"} if name != ACTOR else set()
-    allowed |= {"grad_offload", "optimizer_offload"} if role.spec.is_trained else set()
-    return {f"{role.group}.{key}": key in resting and key in allowed for key in OFFLOADS}
-
-
-def work_allows(work: Work, name: str, resting: tuple[str, ...]) -> bool:
-    """Whether kept values let this rest."""
-    return work.keeps.allow(offload_settings(work, name, resting))
 
 
 def undominated(choices: Iterator[PoolChoice]) -> list[PoolChoice]:

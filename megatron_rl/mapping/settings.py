@@ -13,7 +13,7 @@ from megatron_rl.config.value_tables import REF
 from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.mapping.partitions import HYBRID, PoolNames
 from megatron_rl.mapping.passes import RECOMPUTE
-from megatron_rl.mapping.pools import PoolChoice, offload_settings
+from megatron_rl.mapping.pools import PoolChoice
 from megatron_rl.mapping.search import Placed
 from megatron_rl.mapping.work import Work
 
@@ -64,7 +64,7 @@ def _of_pool(work: Work, names: PoolNames, choice: PoolChoice) -> dict[str, Any]
         assert choice.grid is not None  # a pool of roles on Megatron's grid
         role = work.roles[name]
         found |= {f"{role.group}.{key}": value for key, value in choice.grid.settings.items()}
-        found |= offload_settings(work, name, resting)
+        found |= role.resting[resting]
         for option in choice.options[name].values():
             found |= option.settings
         if not role.spec.is_trained and role.spec.megatron.override_transformer_config != OverrideTransformerConfig():

@@ -104,9 +104,9 @@ def looked_at(pp_size: int) -> list[int]:
 
 def stage_counts(shards: ModelShards, role: RoleWork, grid: Grid) -> list[Counts]:
     """Of the stages that are looked at."""
-    plan, found = role.stages(grid), []
+    chunks, found = role.chunks(grid), []
     for pp_rank in looked_at(grid.pp):
-        counts = shards.layer.times(sum(map(len, plan.layers(pp_rank))))
+        counts = shards.layer.times(sum(chunks[pp_rank]))
         if pp_rank == 0:
             counts += shards.embedding
         if pp_rank == grid.pp - 1:
@@ -161,7 +161,7 @@ class ActorBytes:
 
     def stage(self, role: RoleWork, grid: Grid, pp_rank: int) -> int:
         """Of a whole stage, over all of its TP ranks."""
-        layers = sum(map(len, role.stages(grid).layers(pp_rank)))
+        layers = sum(role.chunks(grid)[pp_rank])
         ends = (self.embedding if pp_rank == 0 else 0) + (self.tail if pp_rank == grid.pp - 1 else 0)
         return layers * self.layer + ends
 

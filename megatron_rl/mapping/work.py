@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.problems import divisors
-from megatron_rl.config.roles import ACTOR, ROLLOUT, RoleSpec, roles_of
+from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.mapping.grids import Grid, Shape
 from megatron_rl.mapping.keeps import Keeps
@@ -23,6 +23,21 @@ from megatron_rl.planner.preflight import read_models
 from megatron_rl.planner.run_models import ELEMENT_BYTES, PlannedModel
 from megatron_rl.planner.step_time import load_with_cache, scored_load, updated_load
 from megatron_rl.planner.time import Estimator, Layout, Load, ModelCost
+
+LEVELS = (
+    (),
+    ("grad_offload",),
+    ("grad_offload", "optimizer_offload"),
+    ("grad_offload", "optimizer_offload", "param_offload"),
+)
+"""What rests while generating, from the cheapest on."""
+
+
+@cache
+def chunks_of(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[tuple[int, ...], ...]:
+    """Layers of each chunk of each stage."""
+    plan = StagePlan(num_layers, pp, vpp, first, last)
+    return tuple(tuple(map(len, plan.layers(pp_rank))) for pp_rank in range(pp))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +59,18 @@ class RoleWork:
         """The keys of its layout."""
         return f"{self.spec.key}.megatron"
 
-    def stages(self, grid: Grid) -> StagePlan:
-        """Its layers on a grid that they spread over."""
-        return StagePlan(self.sizes.num_hidden_layers, grid.pp, grid.vpp or 1, grid.first, grid.last)
+    def chunks(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
+        """Layers of each chunk of each stage, on a grid that they spread over."""
+        return chunks_of(self.sizes.num_hidden_layers, grid.pp, grid.vpp or 1, grid.first, grid.last)
+
+    @cached_property
+    def resting(self) -> dict[tuple[str, ...], dict[str, bool]]:
+        """What rests -> its keys: only trained roles have gradients and moments; the actor's parameters are read."""
+        allowed = {"param_offload"} if self.name != ACTOR else set()
+        allowed |= {"grad_offload", "optimizer_offload"} if self.spec.is_trained else set()
+        return {
+            level: {f"{self.group}.{key}": key in level and key in allowed for key in LEVELS[-1]} for level in LEVELS
+        }
 
 
 @dataclass(frozen=True)
@@ -106,6 +130,9 @@ class Work:
             for spec in specs
             if spec.kind != ROLLOUT
         }
+        self._cuts: dict[tuple[PassSpec, int], PassSpec] = {}
+        self._specs: dict[tuple[str, PassSpec], RoleSpec] = {}
+        self._loads: dict[tuple[str, PassSpec, float | None], Load] = {}
         self.actor = self.roles[ACTOR]
         self.rollout = next(spec for spec in specs if spec.kind == ROLLOUT)
 
@@ -132,6 +159,33 @@ class Work:
         """Tokens of the longest prompt with the longest answer."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
+    # Passes with other micro-batches, each made once
+
+    def cut(self, one: PassSpec, value: int) -> PassSpec:
+        """A pass with so many rows, or tokens, in a micro-batch."""
+        key = (one, value)
+        if key not in self._cuts:
+            self._cuts[key] = replace(one, num_rows=value) if one.max_tokens is None else replace(one, max_tokens=value)
+        return self._cuts[key]
+
+    def with_update(self, role: RoleWork, one: PassSpec) -> RoleSpec:
+        """A role's row of the table with another update."""
+        key = (role.name, one)
+        if key not in self._specs:
+            self._specs[key] = replace(role.spec, update=one)
+        return self._specs[key]
+
+    def pass_load(self, role: RoleWork, one: PassSpec, recompute: float | None) -> Load:
+        """What a pass asks for. recompute: share of a forward pass that an update runs twice; None: a score."""
+        key = (role.name, one, recompute)
+        if key not in self._loads:
+            self._loads[key] = (
+                scored_load(self.load, one, self.config)
+                if recompute is None
+                else updated_load(self.load, self.with_update(role, one), self.config, recompute)
+            )
+        return self._loads[key]
+
     def times(self, role: RoleWork, kind: str) -> bool:
         """Whether a step runs a pass that the role has: memory is there for the actor's score in any case."""
         return kind == "update" or role.name != ACTOR or scores_old_log_probs(self.config)
@@ -140,8 +194,7 @@ class Work:
         """The clock of one role on one layout."""
         stage_layers = None
         if (grid.first, grid.last) != (None, None):
-            stages = role.stages(grid)
-            stage_layers = tuple(sum(map(len, stages.layers(pp_rank))) for pp_rank in range(grid.pp))
+            stage_layers = tuple(map(sum, role.chunks(grid)))
         layout = Layout(
             shape.num_ranks, shape.per_node, grid.tp, grid.pp, grid.vpp or 1, grid.ep, rollout_tp, stage_layers
         )

@@ -1,8 +1,8 @@
 """Seconds of each phase of a step, from FLOPs, bytes and what a GPU can do: a roofline with a few calibrated shares.
 
 training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, or reading the
-             weights or launching kernels where that takes longer, for the fullest rank, in micro-batches through stages whose slowest
-             sets the pace (`clock.pipeline`): the last one has the head beside its layers
+             weights or launching kernels where that takes longer, for the fullest rank, in micro-batches through
+             stages whose slowest sets the pace (`clock.pipeline`): the last one has the head beside its layers
 generation   every decode step reads the weights and the cache once, or computes if that takes longer, and costs
              the engine a fixed overhead; lengths follow the least-assuming distribution with their mean and bound
 transition   the exact bytes of the hybrid engine's plan, over links inside a node and over the network
