@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.errors import ConfigError, shown
 from megatron_rl.mapping.finalists import Candidate, Finalists
 from megatron_rl.mapping.passes import OnGrid
-from megatron_rl.mapping.request import MOST_GPUS, Request, cluster_of
+from megatron_rl.mapping.request import MOST_GPUS, REFUSED, Request, cluster_of, contradictions
 from megatron_rl.mapping.search import Search
 from megatron_rl.mapping.work import Cluster, Work
 from megatron_rl.planner.memory import engine_bytes
@@ -41,13 +42,14 @@ class Mapped:
 
 
 def find_placements(request: Request, number: int = SHOWN) -> Mapped:
-    """Search and count. Raises ConfigError where nothing fits."""
+    """Search and count. Raises ConfigError where nothing fits, or kept values break a rule."""
     start = time.perf_counter()
     work = request.work
     search = Search(work)
     finalists = Finalists(work, search.names)
     candidates = finalists.best(search.run(), number)
     if not candidates:
+        raise_problems(REFUSED, contradictions(request))
         raise ConfigError(nothing_fits(request))
     return Mapped(
         request,
@@ -103,9 +105,10 @@ def least_bytes(search: Search, block: tuple[str, ...], units: int) -> float:
     return found if names else float(least_cache(search.work))
 
 
-def least_of_passes(role: OnGrid) -> list[int]:
-    """Of each pass the bytes of its smallest option, on the worst stage."""
-    return [min(max(role.bytes_of(option)) for option in role.options(kind)) for kind in role.kinds]
+def least_of_passes(role: OnGrid) -> list[float]:
+    """Of each pass the bytes of its smallest option, on the worst stage; infinity where kept values leave none."""
+    found = ((float(max(role.bytes_of(option))) for option in role.options(kind)) for kind in role.kinds)
+    return [min(sizes, default=math.inf) for sizes in found]
 
 
 def least_cache(work: Work) -> int:

@@ -97,7 +97,7 @@ class OnGrid:
         given = one.num_rows if one.max_tokens is None else one.max_tokens
         values = [number * (1 if one.max_tokens is None else longest) for number in MULTIPLES]
         if given >= (1 if one.max_tokens is None else longest):
-            values.append(given)
+            values = [given, *values] if one.key in work.keeps.values else [*values, given]
         for value in values:
             cut = self.work.cut(one, value)
             passes = self.passes(cut, one)

@@ -18,6 +18,9 @@ from megatron_rl.mapping.transition import in_place_seconds, received_seconds, s
 from megatron_rl.mapping.work import LEVELS, Work, rollout_sizes
 from megatron_rl.planner.memory import engine_bytes
 
+DROP = "actor_rollout_ref.rollout.drop_train_weights"
+"""The key of a choice that is not tried, but may be kept."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -171,6 +174,8 @@ class Pools:
                 continue
             if in_place and grid is not None and grid.tp % tp and tp % grid.tp:
                 continue
+            if self.work.keeps.values.get(DROP) and not (in_place and grid and not grid.tp % tp | grid.expert_tp % tp):
+                continue
             for generation in self._generations(tp, shape, grid, roles, in_place):
                 if in_place and grid is not None:
                     reshard = in_place_seconds(self.work, self.actor_bytes, grid, shape, tp)
@@ -244,7 +249,11 @@ class Pools:
     def _foreign(self, tp: int, grid: Grid, roles: Sequence[OnGrid], number: int) -> int:
         """What a rank needs for generation and does not read in training's own memory."""
         whole = self.shard(tp)
-        if tp != grid.tp or (self.work.actor.sizes.num_experts and (grid.ep > 1 or grid.expert_tp != tp)):
+        if (
+            self.work.keeps.values.get(DROP)
+            or tp != grid.tp
+            or (self.work.actor.sizes.num_experts and (grid.ep > 1 or grid.expert_tp != tp))
+        ):
             return whole
         actor = next(role for role in roles if role.role.name == ACTOR)
         layers = sum(actor.role.chunks(grid)[looked_at(grid.pp)[number]])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.config.keys import put
 from megatron_rl.config.load import read_run
 from megatron_rl.config.problems import raise_problems, refused
 from megatron_rl.config.roles import REWARD_POOL, ROLLOUT_POOL
@@ -18,6 +20,7 @@ from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.hub_cache import with_local_models
 from megatron_rl.planner.preflight import preflight
 
+REFUSED = "this run cannot be placed"
 NODE = 8
 """GPUs of a machine where nothing else is said."""
 MOST_GPUS = 16_384
@@ -56,7 +59,7 @@ class Request:
 def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
     """The configuration with the kept values as overrides, and these.
 
-    Raises ConfigError for what no placement can mend, kept values included.
+    Raises ConfigError for what has nothing to do with placement.
     """
     reading = read_run(path, keep)
     raise_problems(f"cannot use {path}", reading.violations)
@@ -65,16 +68,23 @@ def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
     keeps = Keeps.of(config, keep)
     for pool in set(keeps.pools.values()) - {GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL, *config.pools}:
         config.pools[pool] = PoolConfig()  # the search gives it its size
-    raise_problems(
-        "this run cannot be placed", [one for one in preflight(config, config_only=True) if stays(one, keeps)]
-    )
+    lasting = [one for one in preflight(config, config_only=True) if not any(map(SEARCHED.fullmatch, one.settings))]
+    raise_problems(REFUSED, lasting)
     return config, keeps
 
 
-def stays(violation: Violation, keeps: Keeps) -> bool:
-    """Whether it is there whatever the search decides."""
-    free = [key for key in violation.settings if SEARCHED.fullmatch(key) and key not in keeps.values]
-    return not free
+def contradictions(request: Request) -> list[Violation]:
+    """Rules that kept values break whatever the search decides, on one pool of all ranks; where nothing is found."""
+    config = copy.deepcopy(request.config)
+    cluster, kept = request.cluster, request.keeps.values
+    for key, value in (("trainer.nnodes", cluster.num_nodes), ("trainer.n_gpus_per_node", cluster.per_node)):
+        if key not in kept:
+            put(config, key, value)
+    return [
+        one
+        for one in preflight(config, config_only=True)
+        if all(key in kept for key in one.settings if SEARCHED.fullmatch(key))
+    ]
 
 
 def cluster_of(config: RunConfig, gpus: int, per_node: int | None, keeps: Keeps) -> Cluster:

@@ -13,7 +13,7 @@ from megatron_rl.config.value_tables import REF
 from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.mapping.partitions import HYBRID, PoolNames
 from megatron_rl.mapping.passes import RECOMPUTE
-from megatron_rl.mapping.pools import PoolChoice
+from megatron_rl.mapping.pools import DROP, PoolChoice
 from megatron_rl.mapping.search import Placed
 from megatron_rl.mapping.work import Work
 
@@ -31,14 +31,14 @@ def settings_of_placement(work: Work, names: PoolNames, placed: Placed) -> dict[
         assert grid is not None  # the actor's
         found |= {f"{REF}.pool": GLOBAL_POOL} | {f"{REF}.megatron.{key}": value for key, value in grid.settings.items()}
     generation = next(choice.generation for choice in placed.choices if choice.generation is not None)
-    found |= {
+    decided = {
         f"{ROLLOUT_KEY}.tensor_model_parallel_size": generation.tp,
         f"{ROLLOUT_KEY}.kv_cache_memory_bytes": generation.kv_bytes,
         f"{ROLLOUT_KEY}.gpu_memory_utilization": None,
-        f"{ROLLOUT_KEY}.drop_train_weights": False,
+        DROP: False,
         "trainer.rollout_ahead": placed.ahead,
     }
-    return found
+    return found | decided | {key: work.keeps.values[key] for key in decided if key in work.keeps.values}
 
 
 def _old_ways(work: Work, placed: Placed) -> dict[str, Any]:
@@ -65,6 +65,8 @@ def _of_pool(work: Work, names: PoolNames, choice: PoolChoice) -> dict[str, Any]
         role = work.roles[name]
         found |= {f"{role.group}.{key}": value for key, value in choice.grid.settings.items()}
         found |= role.resting[resting]
+        if choice.generation is None:  # of no effect where nothing is generated, so that a kept value may stay
+            found |= {key: value for key, value in work.keeps.values.items() if key in role.resting[resting]}
         for option in choice.options[name].values():
             found |= option.settings
         if not role.spec.is_trained and role.spec.megatron.override_transformer_config != OverrideTransformerConfig():
