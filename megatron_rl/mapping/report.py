@@ -123,7 +123,7 @@ def _of_generation(work: Work, choice: PoolChoice) -> Iterator[str]:
     elif mine * replicas > (1 + IDLE) * work.load.num_samples:
         yield f"{replicas} replicas for {work.load.num_samples} samples"
     else:
-        yield "the longest answers: weights are read for every token"
+        yield "reads weights for the longest answers"
 
 
 def _of_pass(work: Work, choice: PoolChoice, name: str, kind: str) -> Iterator[str]:
