@@ -231,6 +231,7 @@ def map_command(
     ] = None,
     explain_key: Annotated[str | None, typer.Option("--explain", help="KEY: what another value would change.")] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write the fastest placement to.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG to write: a timeline of each placement.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     prompt_length: Annotated[float | None, typer.Option(help="Mean tokens of a prompt. Default: half.")] = None,
     response_length: Annotated[float | None, typer.Option(help="Mean tokens of an answer. Default: half.")] = None,
@@ -250,6 +251,11 @@ def map_command(
     others = explain(mapped, explain_key) if explain_key is not None else []
     if out is not None:
         write_placement(request, best, out)
+    if picture is not None:
+        from megatron_rl.mapping.picture import draw_placements
+
+        with writing():
+            draw_placements(mapped, picture)
     command = command_of(request, best, out)
     if as_json:
         print_json(placements_as_json(mapped) | {"command": command, "explained": explained(others)})

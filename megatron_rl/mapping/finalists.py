@@ -69,14 +69,12 @@ class Finalists:
         """So many of the fastest by the clock, of placements in the order of their estimates."""
         found: list[Candidate] = []
         for placed in placements:
-            # Closed forms are within a few percent of the clock.
-            if len(found) >= number and placed.seconds > 1.05 * found[-1].seconds:
+            # Estimates that are above the winner's time by the clock do not become less than it.
+            if len(found) >= number and placed.seconds > found[0].seconds:
                 break
             candidate = self.candidate(placed)
             if candidate is not None:
                 found = sorted([*found, candidate], key=lambda one: (one.seconds, len(one.placed.choices)))
-                if len(found) >= number and placed.ahead == 0:
-                    break
         return found[:number]
 
     def candidate(self, placed: Placed) -> Candidate | None:

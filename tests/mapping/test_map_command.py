@@ -184,6 +184,16 @@ def test_explained_values_are_the_best_on_the_same_pools(tmp_path):
         explain(mapped, "trainer.seed")
 
 
+def test_the_picture_has_a_lane_for_every_pool(run, tmp_path):
+    """Would not catch bars of a wrong colour."""
+    found = run("--gpus", "8", "--json", "--picture", str(tmp_path / "new" / "map.png"))
+    assert found.exit_code == 0, found.output
+    lanes = sum(len(one["pools"]) for one in json.loads(found.stdout)["candidates"])
+    picture = (tmp_path / "new" / "map.png").read_bytes()
+    height = int.from_bytes(picture[20:24], "big")
+    assert picture.startswith(b"\x89PNG") and height > 0.34 * 120 * lanes
+
+
 def test_written_paths_are_the_files(tmp_path):
     """Would not catch a file system that is full."""
     asked = request(tmp_path, 2)
