@@ -79,35 +79,52 @@ class Pools:
         shape = self.work.cluster.shape(units)
         names = tuple(name for name in block if name != ROLLOUT)
         if not names:
-            yield from self._generating(block, units, shape, None, [], {}, 0.0, 0.0)
+            yield from self._generating(block, units, None, [], {}, (0.0, 0.0), rollout_sizes(self.work, shape))
             return
         for grid in self.grids(names, shape):
             self.num_layouts += 1
             roles = [self.on_grid(name, grid, shape) for name in names]
             total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
-            room = [int(self.work.usable / SLACK) - size for size in total]
-            if min(room) < 0:
+            sizes = rollout_sizes(self.work, shape) if ROLLOUT in block else [0]
+            if ACTOR in block or ROLLOUT not in block:
+                yield from self._with_passes(block, units, grid, roles, total, sizes)
                 continue
-            options: dict[str, dict[str, Option]] = {}
-            for role in roles:
-                picked = {kind: role.first_fit(kind, room) for kind in role.kinds}
-                options[role.role.name] = {kind: option for kind, option in picked.items() if option is not None}
-            if any(len(options[role.role.name]) < len(role.kinds) for role in roles):
-                continue
-            if not self._saves(roles, room):
-                continue
-            score, update = (
-                sum(found[kind].seconds for found in options.values() if kind in found) for kind in ("score", "update")
-            )
-            if ROLLOUT in block:
-                yield from self._generating(block, units, shape, grid, roles, options, score, update)
-                continue
-            reshard = 0.0
-            if ACTOR in block:
-                if min(room) < self._bucket:
-                    continue
-                reshard = sent_seconds(self.work, self.actor_bytes, grid, shape)
-            yield PoolChoice(block, units, shape, grid, options, None, score, update, 0.0, reshard)
+            for tp in sizes:  # its weights stay beside the other roles of its pool
+                more = [size + self._own(tp) for size in total]
+                yield from self._with_passes(block, units, grid, roles, more, [tp])
+
+    def _with_passes(
+        self,
+        block: tuple[str, ...],
+        units: int,
+        grid: Grid,
+        roles: Sequence[OnGrid],
+        total: Sequence[int],
+        rollout_tps: Sequence[int],
+    ) -> Iterator[PoolChoice]:
+        """One layout with the fastest passes that fit. total: bytes that are always there, of each stage looked at."""
+        shape = self.work.cluster.shape(units)
+        room = [int(self.work.usable / SLACK) - size for size in total]
+        if min(room) < 0:
+            return
+        options: dict[str, dict[str, Option]] = {}
+        for role in roles:
+            picked = {kind: role.first_fit(kind, room) for kind in role.kinds}
+            options[role.role.name] = {kind: option for kind, option in picked.items() if option is not None}
+        if any(len(options[role.role.name]) < len(role.kinds) for role in roles) or not self._saves(roles, room):
+            return
+        score, update = (
+            sum(found[kind].seconds for found in options.values() if kind in found) for kind in ("score", "update")
+        )
+        if ROLLOUT in block:
+            yield from self._generating(block, units, grid, roles, options, (score, update), rollout_tps)
+            return
+        reshard = 0.0
+        if ACTOR in block:
+            if min(room) < self._bucket:
+                return
+            reshard = sent_seconds(self.work, self.actor_bytes, grid, shape)
+        yield PoolChoice(block, units, shape, grid, options, None, score, update, 0.0, reshard)
 
     def grids(self, names: tuple[str, ...], shape: Shape) -> list[Grid]:
         """Layouts of these roles; none where their dtype or vocabulary padding differ."""
@@ -161,15 +178,15 @@ class Pools:
         self,
         block: tuple[str, ...],
         units: int,
-        shape: Shape,
         grid: Grid | None,
         roles: Sequence[OnGrid],
         options: dict[str, dict[str, Option]],
-        score: float,
-        update: float,
+        training: tuple[float, float],
+        rollout_tps: Sequence[int],
     ) -> Iterator[PoolChoice]:
-        in_place = ACTOR in block
-        for tp in rollout_sizes(self.work, shape):
+        """Every way to generate. training: seconds of the pool's scores and updates."""
+        in_place, shape = ACTOR in block, self.work.cluster.shape(units)
+        for tp in rollout_tps:
             if not self.work.keeps.allow({"actor_rollout_ref.rollout.tensor_model_parallel_size": tp}):
                 continue
             if in_place and grid is not None and grid.tp % tp and tp % grid.tp:
@@ -182,7 +199,7 @@ class Pools:
                 else:
                     reshard = received_seconds(self.work, self.shard(tp))
                 gen = generation.seconds + generation.offload + dispatch(shape)
-                yield PoolChoice(block, units, shape, grid, options, generation, score, update, gen, reshard)
+                yield PoolChoice(block, units, shape, grid, options, generation, *training, gen, reshard)
 
     def shard(self, tp: int) -> int:
         """Bytes of the policy on each rank of a rollout."""
@@ -226,9 +243,7 @@ class Pools:
         """Bytes that are left for the cache on the worst stage, at the start and while generating; below 0: too few."""
         work = self.work
         engine = self._engine(tp)
-        in_slices = work.config.async_training.partial_rollout or work.may_run_ahead
-        slices = in_slices and work.config.async_training.second_buffer
-        own = 0 if in_place else self.shard(tp) * (2 if slices else 1)
+        own = 0 if in_place else self._own(tp)
         rooms = []
         for number in range(len(roles[0].held) if roles else 1):
             on_stage = [role.held[number] for role in roles]
@@ -239,6 +254,12 @@ class Pools:
                 return -1
             rooms.append(int(work.usable / SLACK) - max(start, staying) - own - foreign - engine)
         return min(rooms)
+
+    def _own(self, tp: int) -> int:
+        """Weights of a rollout apart from the actor, with those that arrive beside them where it may run ahead."""
+        config = self.work.config.async_training
+        in_slices = config.partial_rollout or self.work.may_run_ahead
+        return self.shard(tp) * (2 if in_slices and config.second_buffer else 1)
 
     def _engine(self, tp: int) -> int:
         if tp not in self._engines:
