@@ -1,4 +1,4 @@
-"""The command line: megatron-rl train | plan | ablate | export | nightly.
+"""The command line: megatron-rl train | plan | map | ablate | export | nightly.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -31,6 +31,14 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Violation
 from megatron_rl.loading import without_collections
+from megatron_rl.mapping.explain import explain, explained
+from megatron_rl.mapping.explain import lines as explain_lines
+from megatron_rl.mapping.mapped import find_placements
+from megatron_rl.mapping.report import as_json as placements_as_json
+from megatron_rl.mapping.report import placement_table, time_table
+from megatron_rl.mapping.report import sentences as placement_sentences
+from megatron_rl.mapping.request import Request, cluster_of, read_base
+from megatron_rl.mapping.written import command_of, write_placement
 from megatron_rl.observe.output import drop_unread_output, lost_output
 from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
@@ -60,6 +68,9 @@ app = typer.Typer(
 
 SOME_POINTS_FAILED = 11
 """Exit code of an ablation some of whose valid points have no result."""
+
+MAP_WIDTH = 150
+"""Columns that the tables of placements need."""
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as configs/demo_cpu.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: trainer.seed=2 data.shuffle=false")]
@@ -204,6 +215,59 @@ def plan_command(
         console.print(layout_table(batch_table(run_config)))
     refuse_to_lose_output()
     raise_problems("this run cannot start", violations)
+
+
+@app.command("map")
+def map_command(
+    config: ConfigPath,
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the cluster, or processes where trainer.device=cpu.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="More of --keep: KEY=VALUE.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="a100 | h100 | h200 | cpu | FILE.yaml. Default: cpu or h100, as trainer.device.")
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of one machine. Default: 8, or fewer.")] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option("--keep", help="KEY=VALUE that must stay, and those after it. May be repeated.")
+    ] = None,
+    explain_key: Annotated[str | None, typer.Option("--explain", help="KEY: what another value would change.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write the fastest placement to.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG to write: a timeline of each placement.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    prompt_length: Annotated[float | None, typer.Option(help="Mean tokens of a prompt. Default: half.")] = None,
+    response_length: Annotated[float | None, typer.Option(help="Mean tokens of an answer. Default: half.")] = None,
+) -> None:
+    """Find the fastest placement of roles on pools and layout of each, by the clock of `plan`. Starts nothing.
+
+    Of models config.json is read alone. Exit code 2 where nothing fits or a kept value breaks a rule.
+    """
+    kept = [*(overrides or []), *(keep or [])]
+    run_config, keeps = read_base(config, kept)
+    gpu = load_hardware(hardware or default_hardware(run_config.trainer.device))
+    cluster = cluster_of(run_config, gpus, gpus_per_node, keeps)
+    lengths = mean_lengths(run_config.data, prompt_length, response_length)
+    request = Request(config, tuple(kept), run_config, gpu, cluster, keeps, lengths, gpus_per_node)
+    mapped = find_placements(request)
+    best = mapped.candidates[0]
+    others = explain(mapped, explain_key) if explain_key is not None else []
+    if out is not None:
+        write_placement(request, best, out)
+    if picture is not None:
+        from megatron_rl.mapping.picture import draw_placements
+
+        with writing():
+            draw_placements(mapped, picture)
+    command = command_of(request, best, out)
+    if as_json:
+        print_json(placements_as_json(mapped) | {"command": command, "explained": explained(others)})
+        refuse_to_lose_output()
+        return
+    console = Console(width=max(Console().width, MAP_WIDTH))
+    for table in (placement_table(mapped), time_table(mapped)):
+        console.print(table)
+    for line in (*placement_sentences(mapped), *explain_lines(others, explain_key or "")):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print(command, soft_wrap=True, highlight=False, markup=False)
+    refuse_to_lose_output()
 
 
 @dataclass(frozen=True)

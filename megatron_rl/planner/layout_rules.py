@@ -138,7 +138,7 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
         return
     key, world_size, in_place = f"{ROLLOUT}.tensor_model_parallel_size", pool.world_size, pool.name == shared.actor.pool
     model = next((model for model in models if model.path == shared.model.path), None)
-    fitting = [size for size in divisors(world_size) if model is None or not _rollout_misfits(model, size)]
+    fitting = [size for size in divisors(world_size) if model is None or not rollout_misfits(model, size)]
     drops = rollout.drop_train_weights and in_place
     etp_size = shared.actor.megatron.expert_tensor_parallel_size
     expert_tp = train_tp if etp_size is None or model is None or not model.num_experts else etp_size
@@ -154,7 +154,7 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
         where = "" if in_place else f" of {pool.name} ({pool.size})"
         yield Violation({key: tp_size}, f"must divide the {world_size} ranks{where}", nearest)
     if model is not None:
-        for name, rule in _rollout_misfits(model, tp_size).items():
+        for name, rule in rollout_misfits(model, tp_size).items():
             if tp_size != train_tp or name not in model.tp_divides:
                 yield Violation({key: tp_size}, f"must {rule} of {model.path}", nearest)
     if drops and train_tp % tp_size:
@@ -170,7 +170,7 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
         yield Violation({key: tp_size}, rule, nearest)
 
 
-def _rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
+def rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
     """What of the model a rollout TP size does not fit, by name; fewer key/value heads than ranks are repeated."""
     heads = model.num_key_value_heads
     found = {

@@ -20,10 +20,11 @@ from megatron_rl.planner.activations import (
     CHUNKS_FORWARD,
     FP32,
     Block,
+    LayerSizes,
     in_flight,
 )
 from megatron_rl.planner.recompute import Recompute
-from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.run_models import PlannedModel, RunModels
 from megatron_rl.planner.weights import TrainedWeights
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
@@ -152,21 +153,7 @@ class MemoryOfStage:
         over data-parallel ranks (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054)."""
         weights = self.pool.weights(role)
         numel, share = weights.numel(self.pp_rank), weights.optimizer_share(self.pp_rank)
-        moments, masters = share * 2 * FP32, 0 if self.pool.element == FP32 else share * FP32
-        offloaded = offloaded_share(role)
-        if self.config.trainer.device == "cpu":
-            # The host is the device: there are copies besides, of gradients from the first step on, and of weights
-            # that are no masters.
-            moments += int(offloaded * share * FP32)
-            masters = masters or int(offloaded * share * FP32)
-        else:
-            moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
-        return {
-            f"{role.name} parameters": numel * self.pool.element,
-            f"{role.name} gradients": numel * FP32,
-            f"{role.name} moments": moments,
-            **({f"{role.name} masters": masters} if masters else {}),
-        }
+        return trained_held(role, numel, share, self.pool.element, self.config.trainer.device)
 
     def _checkpoint_copy(self) -> Held:
         """What a save keeps until it is written. From a GPU it goes to host memory, which is not counted here; on a CPU
@@ -224,45 +211,23 @@ class MemoryOfStage:
         return covers_training(exchange.plans[number], exchange.held[number])
 
     def _rollout_memory(self) -> Held:
-        """vLLM's part. Its activations are an estimate: a step's tokens through one layer, and the logits of all
-        sequences, gathered, in float32, with a copy for filtering and one for log-probs."""
-        rollout, shape = self.config.actor_rollout_ref.rollout, self.models.actor.shape
-        tp, routing = rollout.tensor_model_parallel_size, self.models.actor.routing
-        columns = (shape.ffn_size * (routing.experts_per_token if routing else 1) + shape.shared_size) // tp
-        heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // tp
-        # A step takes whole prompts at most, or one token of each sequence.
-        tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * self.config.data.max_prompt_length)
-        layer = tokens * (4 * shape.hidden_size + heads + 3 * columns) * self.models.element
-        logits = 3 * rollout.max_num_seqs * shape.vocab_size * FP32
+        """vLLM's part."""
+        rollout = self.config.actor_rollout_ref.rollout
+        tp_size = rollout.tensor_model_parallel_size
+        activations = engine_bytes(self.config, self.models.actor, self.models.element, tp_size)
         foreign = {} if self.is_split else {"foreign stages": self.models.foreign_bytes(self.pp_rank)}
         return {
             **foreign,
             "KV cache": rollout.kv_cache_memory_bytes,
-            "vLLM activations": layer + logits,
+            "vLLM activations": activations,
         }
 
     # Passes through the trainer
 
     def _passes(self, role: RoleSpec, one: PassSpec) -> Passes:
-        """The largest block of a rank's share of a step's samples, or of a mini-batch's, all of full length."""
-        data, prompts = self.config.data, self.config.data.train_batch_size
-        if one is role.update:
-            prompts = min(role.settings.ppo_mini_batch_size, prompts)
-        num_samples = prompts * self.config.actor_rollout_ref.rollout.n
-        longest = data.max_prompt_length + data.max_response_length if one.longest is None else one.longest
-        length = longest + one.extra_tokens
+        """As this stage's grid deals samples out."""
         multiple = self.pool.grid.tp_size if self.pool.megatron.sequence_parallel else 1
-        share = max(1, -(-num_samples // self.pool.grid.dp_size))
-        cp_size = self.pool.grid.cp_size
-        if cp_size > 1:
-            length = -(-length // (2 * cp_size)) * 2 * cp_size
-        rows = one.num_rows if one.max_tokens is None else max(1, one.max_tokens * cp_size // length)
-        rows = min(rows, share)
-        tokens = -(-rows * length // cp_size // multiple) * multiple
-        # A rank's chunks are gathered as they are, and filled up nowhere.
-        is_packed = one.remove_padding and cp_size == 1
-        block = Block(tokens, tokens, rows * most_scored(length, data.max_response_length, cp_size), is_packed)
-        return Passes(block, -(-share // rows))
+        return passes_of(self.config, role, one, self.pool.grid.dp_size, multiple, self.pool.grid.cp_size)
 
     def _exchanged_keys(self, role: RoleSpec, block: Block, *, backward: bool) -> float:
         """Bytes of other context-parallel ranks' keys and values that are there while a layer attends to them."""
@@ -281,46 +246,34 @@ class MemoryOfStage:
             return {}
         shape, multiple = self.pool.model(role).shape, self.pool.vocab_multiple
         rows = -(-shape.vocab_size // multiple) * multiple // self.pool.grid.tp_size
-        scored = block.response_tokens * shape.hidden_size * self.pool.element
-        logits = min(chunk_tokens(shape.hidden_size, rows), block.response_tokens) * rows * FP32
-        return {"logits chunk": num_chunks * logits + scored}
+        return head_held(shape.hidden_size, rows, block, num_chunks, self.pool.element)
 
     def _forward(self, role: RoleSpec, passes: Passes) -> Held:
-        """Nothing is kept but the block's hidden states: one layer at a time, then the head."""
         layer, block = self.pool.layer(self.pool.model(role)), passes.block
-        hidden = 2 * block.tokens * layer.hidden * layer.element
-        head = self._head(role, block, CHUNKS_FORWARD)
-        running = layer.transient_bytes(block, backward=False) + self._exchanged_keys(role, block, backward=False)
-        return {"activations": int(max(hidden + running - sum(head.values()), hidden)), **head}
+        exchanged = self._exchanged_keys(role, block, backward=False)
+        return forward_held(layer, block, self._head(role, block, CHUNKS_FORWARD), exchanged)
 
     def _update(self, role: RoleSpec, passes: Passes) -> Held:
-        """The worst of three moments: the head's backward, a layer's backward, the optimizer's step."""
-        model, weights, recompute = self.pool.model(role), self.pool.weights(role), Recompute.of(role.megatron)
-        layer, block, stages = self.pool.layer(model), passes.block, self.pool.stages(model)
-        chunks = stages.layers(self.pp_rank)
+        model, weights = self.pool.model(role), self.pool.weights(role)
+        block, chunks = passes.block, self.pool.stages(model).layers(self.pp_rank)
         alive = in_flight(self.pool.grid.pp_size, self.pp_rank, self.pool.vpp_size, passes.num_blocks)
-        parts = recompute.part_bytes(layer, block)
-        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts)
-        num_layers = max(len(chunk) for chunk in chunks)
-        kept = alive * (recompute.kept_bytes(num_layers, hidden, saved) + 2 * hidden)
-        gradient = self._largest_gradient(weights, lambda name: "layers" in name)
-        made = recompute.made_bytes(num_layers, saved) + max(parts, default=0.0)
-        running = made + layer.transient_bytes(block, backward=True)
-        running += self._exchanged_keys(role, block, backward=True)
-        head = self._head(role, block, CHUNKS_BACKWARD)
-        moments = [{"activations": int(kept + running), "weight gradient": gradient}]
-        if head:
-            at_head = self._largest_gradient(weights, lambda name: "layers" not in name)
-            if layer.element < FP32:  # added up in float32, from products in the model's dtype
-                at_head += at_head // layer.element * FP32
-            moments.append({"activations": int(kept), "weight gradient": at_head, **head})
-        # Adam's temporaries: as many as the foreach form makes of the whole shard on a GPU, else of one parameter.
-        largest = self._largest_gradient(weights, lambda name: True) // layer.element * FP32
-        share = weights.optimizer_share(self.pp_rank) * FP32
-        foreach = int(share * (1 - offloaded_share(role)))
-        temporaries = 2 * (foreach if self.config.trainer.device == "cuda" else min(share, largest))
-        moments.append({"optimizer step": temporaries})
-        return max(moments, key=lambda held: sum(held.values()))
+        gradients = LargestGradients(
+            self._largest_gradient(weights, lambda name: "layers" in name),
+            self._largest_gradient(weights, lambda name: "layers" not in name),
+        )
+        return update_held(
+            self.pool.layer(model),
+            block,
+            Recompute.of(role.megatron),
+            max(len(chunk) for chunk in chunks),
+            alive,
+            gradients,
+            self._head(role, block, CHUNKS_BACKWARD),
+            optimizer_temporaries(
+                role, weights.optimizer_share(self.pp_rank), gradients, self.pool.element, self.config.trainer.device
+            ),
+            self._exchanged_keys(role, block, backward=True),
+        )
 
     def _largest_gradient(self, weights: TrainedWeights, wanted: Callable[[str], bool]) -> int:
         """The largest gradient beside the buffers, in the model's dtype; of stacked experts with its parts."""
@@ -336,6 +289,129 @@ def most_scored(length: int, response: int, cp_size: int) -> int:
     """Of a sequence's response tokens, its last ones, those that the rank with most of them reads."""
     chunk = length // (2 * cp_size)
     return min(chunk, response) + min(chunk, max(0, response - length // 2)) if cp_size > 1 else response
+
+
+# The arithmetic of one role on one stage, from its numbers
+
+
+@dataclass(frozen=True)
+class LargestGradients:
+    """Bytes of the largest gradient beside the buffers in the model's dtype, of layers and of what is beside them."""
+
+    layers: int
+    others: int
+
+
+def trained_held(role: RoleSpec, numel: int, share: int, element: int, device: str) -> Held:
+    """Of `numel` elements of buffers and an optimizer's share of them; without what Adam keeps on the host."""
+    moments, masters = share * 2 * FP32, 0 if element == FP32 else share * FP32
+    offloaded = offloaded_share(role)
+    if device == "cpu":
+        # The host is the device: there are copies besides, of gradients from the first step on, and of weights
+        # that are no masters.
+        moments += int(offloaded * share * FP32)
+        masters = masters or int(offloaded * share * FP32)
+    else:
+        moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
+    return {
+        f"{role.name} parameters": numel * element,
+        f"{role.name} gradients": numel * FP32,
+        f"{role.name} moments": moments,
+        **({f"{role.name} masters": masters} if masters else {}),
+    }
+
+
+def engine_bytes(config: RunConfig, model: PlannedModel, element: int, tp: int) -> int:
+    """What vLLM needs beside weights and cache, an estimate: a step's tokens through one layer, and the logits of all
+    sequences, gathered, in float32, with a copy for filtering and one for log-probs.
+    """
+    rollout, shape, routing = config.actor_rollout_ref.rollout, model.shape, model.routing
+    columns = (shape.ffn_size * (routing.experts_per_token if routing else 1) + shape.shared_size) // tp
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // tp
+    # A step takes whole prompts at most, or one token of each sequence.
+    tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * config.data.max_prompt_length)
+    layer = tokens * (4 * shape.hidden_size + heads + 3 * columns) * element
+    return layer + 3 * rollout.max_num_seqs * shape.vocab_size * FP32
+
+
+def passes_of(
+    config: RunConfig, role: RoleSpec, one: PassSpec, dp_size: int, multiple: int, cp_size: int = 1
+) -> Passes:
+    """The largest block of a rank's share of a step's samples, or of a mini-batch's, all of full length.
+
+    multiple: of tokens, to which a rank's part of a block is padded.
+    """
+    data, prompts = config.data, config.data.train_batch_size
+    if one is role.update:
+        prompts = min(role.settings.ppo_mini_batch_size, prompts)
+    num_samples = prompts * config.actor_rollout_ref.rollout.n
+    longest = data.max_prompt_length + data.max_response_length if one.longest is None else one.longest
+    length = longest + one.extra_tokens
+    share = max(1, -(-num_samples // dp_size))
+    if cp_size > 1:
+        length = -(-length // (2 * cp_size)) * 2 * cp_size
+    rows = one.num_rows if one.max_tokens is None else max(1, one.max_tokens * cp_size // length)
+    rows = min(rows, share)
+    tokens = -(-rows * length // cp_size // multiple) * multiple
+    # A rank's chunks are gathered as they are, and filled up nowhere.
+    is_packed = one.remove_padding and cp_size == 1
+    block = Block(tokens, tokens, rows * most_scored(length, data.max_response_length, cp_size), is_packed)
+    return Passes(block, -(-share // rows))
+
+
+def head_held(hidden: int, rows: int, block: Block, num_chunks: int, element: int) -> Held:
+    """Of a head of so many rows on one rank."""
+    scored = block.response_tokens * hidden * element
+    logits = min(chunk_tokens(hidden, rows), block.response_tokens) * rows * FP32
+    return {"logits chunk": num_chunks * logits + scored}
+
+
+def forward_held(layer: LayerSizes, block: Block, head: Held, exchanged: float = 0.0) -> Held:
+    """Nothing is kept but the block's hidden states: one layer at a time, then the head.
+
+    exchanged: bytes of other ranks' keys and values while a layer attends to them.
+    """
+    hidden = 2 * block.tokens * layer.hidden * layer.element
+    running = layer.transient_bytes(block, backward=False) + exchanged
+    return {"activations": int(max(hidden + running - sum(head.values()), hidden)), **head}
+
+
+def update_held(
+    layer: LayerSizes,
+    block: Block,
+    recompute: Recompute,
+    num_layers: int,
+    alive: int,
+    gradients: LargestGradients,
+    head: Held,
+    temporaries: int,
+    exchanged: float = 0.0,
+) -> Held:
+    """The worst of three moments: the head's backward, a layer's backward, the optimizer's step.
+
+    num_layers: of the largest chunk. alive: passes of which activations are kept. temporaries: Adam's, in bytes.
+    exchanged: as of `forward_held`.
+    """
+    parts = recompute.part_bytes(layer, block)
+    hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts)
+    kept = alive * (recompute.kept_bytes(num_layers, hidden, saved) + 2 * hidden)
+    made = recompute.made_bytes(num_layers, saved) + max(parts, default=0.0)
+    running = made + layer.transient_bytes(block, backward=True) + exchanged
+    moments = [{"activations": int(kept + running), "weight gradient": gradients.layers}]
+    if head:
+        at_head = gradients.others
+        if layer.element < FP32:  # added up in float32, from products in the model's dtype
+            at_head += at_head // layer.element * FP32
+        moments.append({"activations": int(kept), "weight gradient": at_head, **head})
+    moments.append({"optimizer step": temporaries})
+    return max(moments, key=lambda held: sum(held.values()))
+
+
+def optimizer_temporaries(role: RoleSpec, share: int, gradients: LargestGradients, element: int, device: str) -> int:
+    """Adam's: as many as the foreach form makes of the whole shard on a GPU, else of one parameter."""
+    largest = max(gradients.layers, gradients.others) // element * FP32
+    foreach = int(share * FP32 * (1 - offloaded_share(role)))
+    return 2 * (foreach if device == "cuda" else min(share * FP32, largest))
 
 
 def offloaded_share(role: RoleSpec) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import shard_of, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.activations import LayerSizes
+from megatron_rl.planner.alike_layers import AlikeLayers, one_layer_of_each
 from megatron_rl.planner.weights import TrainedWeights, bucket_numel, tensors_of
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -149,8 +150,9 @@ class RunModels:
         self.actor_role = self.placement.roles[ACTOR]
         self.actor = self.training.model(self.actor_role)
         self._scratch: dict[tuple[int, int], int] = {}
-        if alike is not None and self.placement.is_colocated:
-            self.exchange, self._scratch = alike.exchange, alike._scratch
+        self._alike = alike if self.placement.is_colocated else None
+        if self._alike is not None:
+            self._scratch = self._alike._scratch
 
     @property
     def actor_weights(self) -> TrainedWeights:
@@ -166,13 +168,12 @@ class RunModels:
 
     def members_of_stage(self, pp_rank: int) -> list[int]:
         """Numbers of a stage's ranks in the exchange group."""
-        members = self.exchange.members
+        members = self.alike_layers.plan.members
         return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
 
     def foreign_bytes(self, pp_rank: int) -> int:
         """The largest foreign buffer of a stage's ranks."""
-        plans = self.exchange.plans
-        return max(plans[i].foreign_numel for i in self.members_of_stage(pp_rank)) * self.element
+        return max(map(self.alike_layers.foreign_numel, self.members_of_stage(pp_rank))) * self.element
 
     def scratch_bytes(self, pp_rank: int) -> int:
         """Room for packed messages of a transition; what lies as it travels needs none."""
@@ -187,11 +188,22 @@ class RunModels:
     @cached_property
     def exchange(self) -> ExchangePlan:
         """The transition of the first exchange group, as the hybrid engine plans it; all groups' are alike."""
+        return self._alike.exchange if self._alike is not None else self._exchange(self.actor_weights)
+
+    @cached_property
+    def alike_layers(self) -> AlikeLayers:
+        """The same by one layer of each stage."""
+        if self._alike is not None:
+            return self._alike.alike_layers
+        specs, counts = one_layer_of_each(self.actor.specs, self.training.stages(self.actor))
+        return AlikeLayers(self._exchange(replace(self.actor_weights, specs=specs)), counts)
+
+    def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
         group = self.grid.exchange_group(0)
         per_node = self.training.spec.size.num_ranks_per_node
-        members = self.actor_weights.members(group, self.rollout, per_node, VOCAB_PADDING)
+        members = weights.members(group, self.rollout, per_node, VOCAB_PADDING)
         drop = self.config.actor_rollout_ref.rollout.drop_train_weights
-        return plan_memory(tensors_of(self.actor.specs), members, 0, drop)[0]
+        return plan_memory(tensors_of(weights.specs), members, 0, drop)[0]
 
     # A rollout in another pool
 

@@ -8,17 +8,24 @@ a step ends when every role is updated. Inside a round the pools work at once, a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from megatron_rl.clock.lanes import Task, Timeline, simulate_tasks
 from megatron_rl.config.algorithms import scores_old_log_probs
-from megatron_rl.config.roles import ACTOR, PassSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, PassSpec, PoolSize, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import GEN, RESHARD, phase_order
 from megatron_rl.planner.memory_report import MemoryReport
 from megatron_rl.planner.recompute import Recompute
 from megatron_rl.planner.run_models import PoolModels, RunModels
-from megatron_rl.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.planner.time import FP32, Estimator, Layout, Load, ModelCost
 from megatron_rl.planner.transition import TransitionPlan
+
+CALL_SECONDS = 1e-3
+"""Of the controller for each rank that it calls directly: the slope of docs/architecture.md's table, on two cores."""
+MOST_DIRECT = 128
+"""Ranks up to which all are called directly, as in `cluster.calls`."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +39,40 @@ class StepTime:
     pools: dict[str, tuple[str, ...]]
     rounds: tuple[tuple[str, ...], ...]
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One step, with a lane for each pool."""
+        tasks: list[Task] = []
+        before: tuple[str, ...] = ()
+        for phases in self.rounds:
+            tasks += [Task(phase, self.seconds[phase], self.pools[phase], before) for phase in phases]
+            before = phases or before
+        return simulate_tasks(tasks)
+
     @property
     def critical_path(self) -> list[str]:
-        """The phases that decide how long a step takes: in every round those of the pool that is the last to end."""
-        return [phase for phases in self.rounds for phase in self._slowest(phases)]
+        """The phases that decide how long a step takes: each waited for the one before it."""
+        return self.timeline.critical_path
 
     @property
     def total(self) -> float:
         """Seconds of a step."""
-        return sum(self.seconds[phase] for phase in self.critical_path)
-
-    def _slowest(self, phases: tuple[str, ...]) -> list[str]:
-        by_pool: dict[tuple[str, ...], list[str]] = {}
-        for phase in phases:
-            by_pool.setdefault(self.pools[phase], []).append(phase)
-        return max(by_pool.values(), key=lambda mine: sum(self.seconds[phase] for phase in mine), default=[])
+        return self.timeline.total
 
 
 def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float, float]) -> Load:
-    """What one step asks for; its mini-batches and blocks are those of the actor's update."""
+    """What one step asks for, with the configured cache."""
+    return load_with_cache(config, memory.kv_tokens, mean_lengths)
+
+
+def load_with_cache(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, float]) -> Load:
+    """The same where a replica's cache holds so many tokens; mini-batches and blocks are the actor's update's."""
     shared, data = config.actor_rollout_ref, config.data
     actor, rollout = shared.actor, shared.rollout
     prompt, response = mean_lengths
     length = prompt + response
     block = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu * length
-    fitting = int(memory.kv_tokens / (prompt + response / 2))
+    fitting = int(kv_tokens / (prompt + response / 2))
     return Load(
         num_samples=data.train_batch_size * rollout.n,
         prompt=prompt,
@@ -72,7 +88,10 @@ def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float
 def step_time(models: RunModels, hardware: Hardware, load: Load, transition: TransitionPlan) -> StepTime:
     """Of all phases that this run has. load: the step's, as `step_load` gives it."""
     placement = models.placement
-    seconds = {RESHARD: transition.seconds(hardware), GEN: generation(models, hardware).generate(load)}
+    seconds = {
+        RESHARD: transition.seconds(hardware) + offload_seconds(models, hardware),
+        GEN: generation(models, hardware).generate(load),
+    }
     training, generating = models.training.spec.name, models.generating.spec.name
     pools = {RESHARD: tuple(dict.fromkeys((training, generating))), GEN: (generating,)}
     scores, updates = set(), set()
@@ -80,19 +99,65 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         pool = models.pools[role.pool]
         estimator = _estimator(models, pool, role, hardware)
         if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
-            seconds[role.score.phase] = estimator.forward(_scored(load, role.score, models.config, pool.grid.cp_size))
+            seconds[role.score.phase] = estimator.forward(
+                scored_load(load, role.score, models.config, pool.grid.cp_size)
+            )
             scores.add(role.score.phase)
         if role.update is not None:
-            seconds[role.update.phase] = estimator.train(_updated(load, role, pool, models.config))
+            seconds[role.update.phase] = estimator.train(
+                updated_load(load, role, models.config, recomputed_share(pool, role), pool.grid.cp_size)
+            )
             updates.add(role.update.phase)
         pools |= {one.phase: (role.pool,) for one in role.passes}
     order = [phase for phase in phase_order(placement.megatron_roles) if phase in seconds]
+    for phase, num_calls in calls(models, load).items():
+        if phase in seconds:
+            seconds[phase] += num_calls * max(dispatch_seconds(models.pools[name].spec.size) for name in pools[phase])
     rounds = ({RESHARD}, {GEN}, scores, updates)
     return StepTime(
         {phase: seconds[phase] for phase in order},
         {phase: pools[phase] for phase in order},
         tuple(tuple(phase for phase in order if phase in one) for one in rounds),
     )
+
+
+def dispatch_seconds(size: PoolSize) -> float:
+    """Of one call of all ranks of a pool, one after the other; of many ranks nodes are called, and pass it on."""
+    num_direct = size.world_size
+    if num_direct > MOST_DIRECT:
+        num_direct = size.num_nodes + size.num_ranks_per_node
+    return CALL_SECONDS * num_direct
+
+
+def calls(models: RunModels, load: Load) -> dict[str, int]:
+    """Phase -> calls of the controller in one step: one for each mini-batch of an update."""
+    found = dict.fromkeys((RESHARD, GEN), 1)
+    for role in models.placement.megatron_roles:
+        if role.score is not None:
+            found[role.score.phase] = 1
+        if role.update is not None:
+            found[role.update.phase] = updated_load(load, role, models.config).num_updates
+    return found
+
+
+def offload_seconds(models: RunModels, hardware: Hardware) -> float:
+    """Of bringing what rests while generating to the host and back, on the rank with most of it."""
+    found = 0.0
+    for role in models.generating.spec.megatron_roles:
+        weights, element = models.generating.weights(role), models.generating.element
+        resting = [0] * models.generating.grid.pp_size
+        for pp_rank in range(len(resting)):
+            if role.megatron.param_offload:
+                resting[pp_rank] += weights.num_params(pp_rank) * element
+            if role.megatron.optimizer_offload and role.is_trained:
+                resting[pp_rank] += weights.optimizer_share(pp_rank) * optimizer_bytes(element)
+        found += 2 * max(resting) / hardware.host_bandwidth
+    return found
+
+
+def optimizer_bytes(element: int) -> int:
+    """Of one parameter: two moments, and a master where the model's own weight is none."""
+    return 2 * FP32 + (0 if element == FP32 else FP32)
 
 
 def generation(models: RunModels, hardware: Hardware) -> Estimator:
@@ -102,6 +167,11 @@ def generation(models: RunModels, hardware: Hardware) -> Estimator:
 
 def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware) -> Estimator:
     """Of one role's model on the grid of a pool."""
+    model, stage_layers = models.pools[role.pool].model(role), None
+    ends = (pool.megatron.num_layers_in_first_pipeline_stage, pool.megatron.num_layers_in_last_pipeline_stage)
+    if ends != (None, None):
+        stages = pool.stages(model)
+        stage_layers = tuple(sum(map(len, stages.layers(pp_rank))) for pp_rank in range(stages.pp_size))
     layout = Layout(
         pool.grid.world_size,
         pool.spec.size.num_ranks_per_node,
@@ -112,8 +182,9 @@ def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Ha
         models.rollout.tp_size,
         pool.grid.cp_size,
         role.megatron.override_transformer_config.cp_comm_type,
+        stage_layers,
     )
-    return Estimator(ModelCost.of(models.pools[role.pool].model(role)), layout, hardware, role.megatron.dtype)
+    return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
 
 
 def _block_tokens(load: Load, one: PassSpec, cp_size: int) -> int:
@@ -121,7 +192,7 @@ def _block_tokens(load: Load, one: PassSpec, cp_size: int) -> int:
     return one.max_tokens or int(one.num_rows * load.length / cp_size)
 
 
-def _scored(load: Load, one: PassSpec, config: RunConfig, cp_size: int) -> Load:
+def scored_load(load: Load, one: PassSpec, config: RunConfig, cp_size: int = 1) -> Load:
     """With what the role reads. Sequences that are tokenised anew are assumed to fill as much of their limit."""
     share = 1.0
     if one.longest is not None:
@@ -130,8 +201,8 @@ def _scored(load: Load, one: PassSpec, config: RunConfig, cp_size: int) -> Load:
     return replace(longer, block_tokens=_block_tokens(longer, one, cp_size))
 
 
-def _updated(load: Load, role: RoleSpec, pool: PoolModels, config: RunConfig) -> Load:
-    """With the role's own mini-batches, epochs, passes and recomputed layers."""
+def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float = 0.0, cp_size: int = 1) -> Load:
+    """With the role's own mini-batches, epochs and passes. recompute: share of its forward pass that runs twice."""
     settings, prompts = role.settings, config.data.train_batch_size
     if role.update is None:
         raise ValueError(f"{role.name} is not trained")
@@ -139,8 +210,8 @@ def _updated(load: Load, role: RoleSpec, pool: PoolModels, config: RunConfig) ->
         load,
         mini_batch=min(settings.ppo_mini_batch_size, prompts) * config.actor_rollout_ref.rollout.n,
         epochs=settings.ppo_epochs,
-        block_tokens=_block_tokens(load, role.update, pool.grid.cp_size),
-        recompute=recomputed_share(pool, role),
+        block_tokens=_block_tokens(load, role.update, cp_size),
+        recompute=recompute,
     )
 
 

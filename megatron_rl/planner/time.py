@@ -1,8 +1,9 @@
 """Seconds of each phase of a step, from FLOPs, bytes and what a GPU can do: a roofline with a few calibrated shares.
 
 Legend: t, p, d: TP, PP, copies of the model (DP x CP); P matrix parameters; L layers; H hidden size.
-    training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, stretched by the
-                 pipeline's bubble, (m + (p - 1) / v) / m for m micro-batches (Narayanan et al., arXiv:2104.04473)
+    training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, or reading the
+                 weights or launching kernels where that takes longer, for the fullest rank, in micro-batches through
+                 stages whose slowest sets the pace (`clock.pipeline`): the last one has the head beside its layers
     generation   every decode step reads the weights and the cache once, or computes if that takes longer, and costs
                  the engine a fixed overhead; lengths follow the least-assuming distribution with their mean and bound
     transition   the exact bytes of the hybrid engine's plan, over links inside a node and over the network
@@ -13,6 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_rl.clock.pipeline import pipeline_seconds
+from megatron_rl.model.families import HEAD
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.run_models import PlannedModel
 from megatron_rl.planner.weights import EMBEDDING, is_tied
@@ -22,9 +25,11 @@ MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that reading weights and cache reaches; assumed."""
 LINK_EFFICIENCY = 0.7
 """Share of a link's or the network's bandwidth that collectives reach; assumed."""
+LAUNCH_SECONDS = 1e-4
+"""Of a layer's kernels in a forward pass, however few tokens it has; assumed. It counts where they compute less."""
 COLLECTIVE_LATENCY = 10e-6
 """Seconds that a collective among the GPUs of a node takes however small; assumed."""
-RL_SHARE = 0.73
+RL_SHARE = 0.777
 """What passes over short sequences of many lengths reach of the efficiency of long training; calibrated."""
 DECODE_OVERHEAD = 6.35e-3
 """Seconds that the engine spends on a decode step beside the GPU's work; calibrated."""
@@ -35,6 +40,7 @@ class ModelCost:
     """What passes through a model cost.
 
     num_params: all of them, in bytes at BF16 what a whole read takes. matrix_params: those a token is multiplied with.
+    head_params: of these the last stage's, beside its layers; 0 counts them as spread evenly.
     experts_share: part of `num_params` that is experts', of which a token sees experts_per_token / num_experts.
     """
 
@@ -47,6 +53,7 @@ class ModelCost:
     num_experts: int = 0
     experts_per_token: int = 0
     experts_share: float = 0.0
+    head_params: int = 0
 
     @classmethod
     def of(cls, model: PlannedModel) -> ModelCost:
@@ -65,6 +72,7 @@ class ModelCost:
             num_experts=routing.num_experts if routing else 0,
             experts_per_token=routing.experts_per_token if routing else 0,
             experts_share=experts / model.num_params,
+            head_params=model.specs[HEAD].tensor.numel,
         )
 
     def forward_flops(self, length: float) -> float:
@@ -81,7 +89,7 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class Layout:
-    """GPUs and how training and generation share them."""
+    """GPUs and how training and generation share them. stage_layers: of each stage; None: as many on each."""
 
     num_gpus: int
     gpus_per_node: int
@@ -92,6 +100,7 @@ class Layout:
     rollout_tp: int = 1
     cp: int = 1
     cp_comm_type: str = "p2p"
+    stage_layers: tuple[int, ...] | None = None
 
     @property
     def dp(self) -> int:
@@ -133,6 +142,11 @@ class Load:
     def num_tokens(self) -> float:
         return self.num_samples * self.length
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of a step."""
+        return self.epochs * max(1, round(self.num_samples / self.mini_batch))
+
 
 @dataclass(frozen=True)
 class Estimator:
@@ -145,36 +159,53 @@ class Estimator:
 
     def train(self, load: Load) -> float:
         """Seconds of all forward and backward passes and optimizer steps of a step."""
-        steps = load.epochs * max(1, round(load.num_samples / load.mini_batch))
-        tokens = load.num_tokens * load.epochs / steps
-        seconds = self._passes(load, tokens, passes=3 + load.recompute, all_reduces=4 + 2 * load.recompute)
+        steps = load.num_updates
+        samples = load.num_samples * load.epochs / steps
+        seconds = self._passes(load, samples, passes=3 + load.recompute, all_reduces=4 + 2 * load.recompute)
         return steps * (seconds + self._optimizer_step(load))
 
     def forward(self, load: Load) -> float:
         """Seconds of one forward pass over all tokens: log-probs, or values."""
-        return self._passes(load, load.num_tokens, passes=1, all_reduces=2)
+        return self._passes(load, load.num_samples, passes=1, all_reduces=2)
 
-    def _passes(self, load: Load, tokens: float, passes: float, all_reduces: float) -> float:
-        """Work of `passes` forward passes, tensor- and expert-parallel traffic in it, stretched by the bubble."""
-        layout, gpu = self.layout, self.hardware
+    def _passes(self, load: Load, samples: float, passes: float, all_reduces: float) -> float:
+        """Work of `passes` forward passes of so many samples, with tensor- and expert-parallel traffic, by stages."""
+        layout, gpu, model = self.layout, self.hardware, self.model
         rate = gpu.flops(self.dtype) * gpu.matmul_efficiency * load.efficiency_share
-        compute = passes * self.model.forward_flops(load.length) * tokens / (layout.num_gpus * rate)
-        mine = tokens / layout.dp
-        layers = self.model.num_layers / layout.pp
-        traffic = all_reduces * self._all_reduce(mine * self.model.hidden * BF16, layout.tp) * layers
-        if layout.ep > 1:
-            rows = mine / layout.tp * self.model.experts_per_token * self.model.hidden * BF16
-            wide = layout.ep * layout.tp > layout.gpus_per_node
-            traffic += passes * 2 * layers * rows * (layout.ep - 1) / layout.ep / self._bandwidth(wide)
-        traffic += layers * self._key_exchange(mine, passes)
+        # Samples are dealt out whole: where they are fewer than the ranks, some have none.
+        mine = math.ceil(samples * layout.cp / layout.dp - 1e-9) * load.length / layout.cp
         blocks = max(1, math.ceil(mine / max(load.block_tokens, load.length / layout.cp)))
-        bubble = (layout.pp - 1) / layout.vpp / blocks
-        hops = 2 * (passes > 1) + (passes == 1)
-        wide = layout.tp * layout.dp >= layout.gpus_per_node
-        sends = 0.0
+        if layout.vpp > 1:
+            blocks = math.ceil(blocks / layout.pp) * layout.pp
+        tokens = mine / blocks
+        head = passes * tokens * 2 * model.head_params / (layout.tp * rate)
+        layer = passes * tokens * (model.forward_flops(load.length) - 2 * model.head_params) / model.num_layers
+        layer = layer / (layout.tp * rate) + all_reduces * self._all_reduce(tokens * model.hidden * BF16, layout.tp)
+        if layout.ep > 1:
+            rows = tokens / layout.tp * model.experts_per_token * model.hidden * BF16
+            wide = layout.ep * layout.tp > layout.gpus_per_node
+            layer += passes * 2 * rows * (layout.ep - 1) / layout.ep / self._bandwidth(wide)
+        layer += self._key_exchange(tokens, passes)
+        layers = layout.stage_layers or (model.num_layers / layout.pp,) * layout.pp
+        read = passes * self._weight_bytes() / layout.pp / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
+        launch = passes * LAUNCH_SECONDS * model.num_layers / layout.pp
+        slowest = max(max(layers) * layer, layers[-1] * layer + head, read, launch)
+        total = max(model.num_layers * layer + head, layout.pp * read, layout.pp * launch)
+        seconds = pipeline_seconds(max(total, slowest), slowest, blocks, layout.vpp)
         if layout.pp > 1:
-            sends = hops * layout.vpp * mine / layout.tp * self.model.hidden * BF16 / self._bandwidth(wide)
-        return (compute + traffic) * (1 + bubble) + sends
+            hops = 2 * (passes > 1) + (passes == 1)
+            wide = layout.tp * layout.dp >= layout.gpus_per_node
+            seconds += hops * layout.vpp * mine / layout.tp * model.hidden * BF16 / self._bandwidth(wide)
+        return seconds
+
+    def _weight_bytes(self) -> float:
+        """That one rank of TP and EP would hold of all stages."""
+        shares = 1 - self.model.experts_share + self.model.experts_share * self.layout.tp / self._expert_ranks
+        return self.model.num_params * (FP32 if self.dtype == "float32" else BF16) / self.layout.tp * shares
+
+    @property
+    def _expert_ranks(self) -> int:
+        return max(self.layout.tp, self.layout.ep)
 
     def _key_exchange(self, tokens: float, passes: float) -> float:
         """Seconds of one layer's attention across context-parallel ranks, taken not to be hidden behind its work.
@@ -198,7 +229,7 @@ class Estimator:
         layout = self.layout
         mine = self.model.num_params / (layout.tp * layout.pp)
         if self.model.num_experts:
-            mine *= 1 - self.model.experts_share + self.model.experts_share * layout.tp / max(layout.tp, layout.ep)
+            mine *= 1 - self.model.experts_share + self.model.experts_share * layout.tp / self._expert_ranks
         wide = layout.tp * layout.dp > layout.gpus_per_node
         exchanged = mine * (FP32 + BF16) * (layout.dp - 1) / layout.dp / self._bandwidth(wide)
         adam = 40 * mine / layout.dp / (self.hardware.memory_bandwidth * MEMORY_EFFICIENCY)
@@ -217,7 +248,7 @@ class Estimator:
 
     def generate(self, load: Load) -> float:
         """Seconds until the last replica has its last answer: prefill, then decoding with ever fewer sequences."""
-        mine = load.num_samples / self.layout.replicas
+        mine = math.ceil(load.num_samples / self.layout.replicas)
         together = min(mine, load.max_seqs)
         lengths = Lengths.with_mean(load.response, load.max_response)
         longest = lengths.quantile(load.num_samples / (load.num_samples + 1))

@@ -38,11 +38,11 @@ class TransitionPlan:
 
     @classmethod
     def _in_place(cls, models: RunModels) -> TransitionPlan:
-        exchange, element = models.exchange, models.element
+        layers, element = models.alike_layers, models.element
         network, link = [], []
-        for number, plan in enumerate(exchange.plans):
-            network.append(exchange.numel_over_network(number) * element)
-            link.append(sum(piece.numel for piece in plan.received) * element - network[-1])
+        for number in range(len(layers.plan.members)):
+            network.append(layers.over_network(number) * element)
+            link.append(layers.received(number) * element - network[-1])
         model_bytes = models.actor.num_params * element
         grid, rollout_tp = models.grid, models.rollout.tp_size
         held = grid.tp_size * grid.pp_size

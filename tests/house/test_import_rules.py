@@ -39,6 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "balance": set(),
     "dispatch": set(),
+    "clock": set(),
     "device": set(),
     "loading": set(),
     "records": set(),
@@ -52,13 +53,14 @@ ROOMS: dict[str, set[str]] = {
     "roles": PARTS | STAGES | {"model", "hybrid_engine"},
     "cluster": GROUND,
     "generation": PARTS | STAGES | {"hybrid_engine", "roles", "cluster", "stream"},
-    "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts", "stream"},
+    "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts", "stream", "clock"},
+    "mapping": {"errors", "config", "observe", "planner", "clock", "parallel", "model", "checkpoint"},
     **dict.fromkeys(
         LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation"}
     ),
     "port": {"errors", "config", "planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
-    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port"},
+    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port", "mapping"},
     "__main__": {"cli"},
 }
 """Room -> rooms it may import."""
@@ -76,6 +78,7 @@ PURE_PARTS = (
     f"{PACKAGE}.checkpoint.manifest",
     f"{PACKAGE}.checkpoint.pickles",
     f"{PACKAGE}.checkpoint.resume",
+    f"{PACKAGE}.checkpoint.storage",
     f"{PACKAGE}.checkpoint.weight_files",
     f"{PACKAGE}.model.chunks",
     f"{PACKAGE}.model.families",
@@ -86,7 +89,9 @@ PURE_PARTS = (
     f"{PACKAGE}.stream.scheduler",
     f"{PACKAGE}.stream.simulate",
 )
-"""All that the planner may import of those rooms."""
+"""All that planner and mapping may import of those rooms."""
+PURE_ROOMS = GROUND | {"clock", "planner"}
+"""Rooms of which they may import everything, as far as the table lets them."""
 
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"cluster"},
@@ -97,12 +102,12 @@ LIBRARIES: dict[str, set[str]] = {
 """Library -> rooms (or single files) that may import it."""
 
 WITHOUT_TORCH = (
-    *("errors", "balance", "dispatch", "loading", "config", "planner"),
+    *("errors", "balance", "dispatch", "loading", "config", "clock", "planner", "mapping"),
     *("port", "trials", "cli", "__main__"),
 )
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "slices", "stream", "observe"),
-    *("losses", "prompts", "reward", "planner", "experience"),
+    *("losses", "prompts", "reward", "clock", "planner", "mapping", "experience"),
 )
 
 
@@ -127,7 +132,8 @@ def forbidden_imports(path: Path, source: str) -> list[str]:
     for module in imported_modules(source):
         top, *below = module.split(".")
         if top == PACKAGE and below and below[0] != room and below[0] in ROOMS:
-            impure = room == "planner" and below[0] not in GROUND and not module.startswith(PURE_PARTS)
+            is_pure = below[0] in PURE_ROOMS or module.startswith(PURE_PARTS)
+            impure = room in ("planner", "mapping") and not is_pure
             if below[0] not in ROOMS[room] or impure:
                 found.append(f"{name}: {room} may not import {module}")
         elif top in LIBRARIES and not {room, name} & LIBRARIES[top]:
@@ -157,6 +163,9 @@ def test_every_import_is_allowed():
         ("rollout/x.py", "from megatron_rl.experience.micro_batches import MicroBatch"),
         ("planner/x.py", "from megatron_rl.parallel.mpu import TrainGroups"),
         ("planner/x.py", "from megatron_rl.model.gpt import transformer_config"),
+        ("mapping/x.py", "from megatron_rl.model.gpt import transformer_config"),
+        ("planner/x.py", "from megatron_rl.mapping.search import Search"),
+        ("clock/x.py", "from megatron_rl.planner.time import Estimator"),
         ("roles/x.py", "from megatron_rl.cli import app"),
     ],
 )

@@ -25,7 +25,7 @@ from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.planner.run_plan import RunPlan
 from megatron_rl.planner.stall import PHASES, SHORTEST_S, stall_timeout_s
-from megatron_rl.planner.step_time import StepTime
+from megatron_rl.planner.step_time import CALL_SECONDS, StepTime
 from megatron_rl.planner.time import LINK_EFFICIENCY, Estimator, Layout, Load, ModelCost
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -177,12 +177,14 @@ def test_phases_take_what_their_pools_ranks_take(config):
     plan = RunPlan.of(config(*SPLIT), hardware, (512.0, 512.0))
     cost = ModelCost.of(RunModels(plan.config).actor)
     load = Load(64, 512.0, 512.0, 1024, mini_batch=32, block_tokens=4 * 1024, max_seqs=256)
-    seconds = plan.seconds
+    of_calls = {"gen": 8, "update_critic": 2 * 4, "values": 4, "update_actor": 2 * 16}
+    seconds = plan.seconds | {phase: plan.seconds[phase] - CALL_SECONDS * num for phase, num in of_calls.items()}
     assert seconds["gen"] == pytest.approx(Estimator(cost, Layout(8, 8, rollout_tp=2), hardware).generate(load))
     on_critic = Estimator(cost, Layout(4, 4, tp=4), hardware)
     assert seconds["update_critic"] == pytest.approx(on_critic.train(load))
     assert seconds["values"] == pytest.approx(on_critic.forward(load))
     assert seconds["update_actor"] == pytest.approx(Estimator(cost, Layout(16, 8, tp=4, pp=2), hardware).train(load))
+    seconds = plan.seconds
     scores = max(seconds["old_log_prob"] + seconds["ref"], seconds["values"])
     updates = max(seconds["update_actor"], seconds["update_critic"])
     assert plan.step_seconds == pytest.approx(seconds["reshard"] + seconds["gen"] + scores + updates)
@@ -261,7 +263,7 @@ def test_reward_models_read_one_token_more(config, tmp_path):
     assert {"rm_scores", "rm_scores_helpful"} <= seconds.keys()
     load = Load(64, 9.0, 24.0, 48, mini_batch=32, block_tokens=66)
     judged = Estimator(ModelCost.of(models.actor), Layout(1, 1), load_hardware("h100"), "float32").forward(load)
-    assert seconds["rm_scores"] == pytest.approx(judged)
+    assert seconds["rm_scores"] == pytest.approx(judged + CALL_SECONDS)
 
 
 def test_reward_models_that_read_text_have_lengths_of_their_own(config, tmp_path):
@@ -285,7 +287,8 @@ def test_reward_models_that_read_text_have_lengths_of_their_own(config, tmp_path
     [role] = [role for role in models.placement.megatron_roles if role.name == "reward_model"]
     cost = ModelCost.of(models.pools["global_pool"].model(role))
     judged = Estimator(cost, Layout(1, 1), load_hardware("h100"), "float32").forward(load)
-    assert RunPlan.of(given, load_hardware("h100"), (8.0, 24.0)).seconds["rm_scores"] == pytest.approx(judged)
+    seconds = RunPlan.of(given, load_hardware("h100"), (8.0, 24.0)).seconds
+    assert seconds["rm_scores"] == pytest.approx(judged + CALL_SECONDS)
 
 
 def test_advice_is_for_the_pool_that_does_not_fit(config):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.hardware import known_hardware, load_hardware
 from megatron_rl.planner.published import calibrated, cost, held_out_error, points
-from megatron_rl.planner.time import DECODE_OVERHEAD, RL_SHARE, Estimator, Layout, Lengths, Load
+from megatron_rl.planner.time import DECODE_OVERHEAD, LAUNCH_SECONDS, RL_SHARE, Estimator, Layout, Lengths, Load
 
 REPOSITORY = Path(__file__).parents[2]
 GPU = dataclasses.replace(load_hardware("h100"), matmul_efficiency=1.0)
@@ -37,7 +37,7 @@ def test_lengths_have_their_mean_and_their_bound(share, bound):
 
 def test_training_is_work_over_peak_and_the_bubble():
     """One GPU, then four stages of eight micro-batches. Would not catch a wrong peak in a hardware file."""
-    model = dataclasses.replace(cost("llama-3-8b"), num_params=0)  # no optimizer
+    model = dataclasses.replace(cost("llama-3-8b"), num_params=0, head_params=0)  # no optimizer, no heavier stage
     flops = 3 * 64 * 200 * (2 * model.matrix_params + 2 * 32 * 4096 * 200)
     alone = Estimator(model, Layout(1, 8), GPU).train(LOAD)
     assert alone == pytest.approx(flops / 989e12)
@@ -48,6 +48,40 @@ def test_training_is_work_over_peak_and_the_bubble():
     again = Estimator(model, Layout(1, 8), GPU).train(dataclasses.replace(LOAD, recompute=True))
     assert again == pytest.approx(alone * 4 / 3)
     assert Estimator(model, Layout(1, 8), GPU).forward(LOAD) == pytest.approx(alone / 3)
+
+
+def test_the_head_and_uneven_stages_set_the_pace():
+    """Four stages of 8 micro-batches, by hand: the last one has the head, and 5 layers are not 8. Would not catch a
+    stage whose layers differ.
+    """
+    model = dataclasses.replace(cost("llama-3-8b"), num_params=0)
+    gpu = dataclasses.replace(GPU, link_bandwidth=math.inf)
+    token = 2 * 32 * 4096 * 200 / 32 + 2 * (model.matrix_params - model.head_params) / 32
+    layer, head = (3 * 1600 * flops / 989e12 for flops in (token, 2 * model.head_params))
+    load = dataclasses.replace(LOAD, block_tokens=1600)
+    even = Estimator(model, Layout(4, 8, pp=4), gpu).train(load)
+    assert even == pytest.approx(8 * (8 * layer + head) + 24 * layer)
+    uneven = Estimator(model, Layout(4, 8, pp=4, stage_layers=(9, 9, 9, 5)), gpu).train(load)
+    assert head < 4 * layer and uneven == pytest.approx(8 * 9 * layer + 23 * layer + head)
+
+
+def test_samples_are_dealt_out_whole():
+    """64 samples over 48 ranks take as long as over 32. Would not catch ranks that wait for prompts."""
+    model = dataclasses.replace(cost("llama-3-8b"), num_params=0)
+    load = dataclasses.replace(LOAD, prompt=2000, block_tokens=8000)
+    seconds = [Estimator(model, Layout(ranks, 8), GPU).train(load) for ranks in (32, 48, 64, 128)]
+    assert seconds[0] == seconds[1] == pytest.approx(2 * seconds[2]) and seconds[2] == seconds[3]
+    drawn = [Estimator(model, Layout(ranks, 8), GPU).generate(LOAD) for ranks in (32, 48, 64, 128)]
+    assert drawn[0] == drawn[1] > drawn[2] == drawn[3]
+
+
+def test_short_passes_take_what_launching_takes():
+    """One sample of 200 tokens on 32 layers, and 8 at once. Would not catch graphs, which launch faster."""
+    model = dataclasses.replace(cost("llama-3-8b"), num_params=0)
+    gpu = dataclasses.replace(GPU, bfloat16_flops=1e20)
+    found = Estimator(model, Layout(1, 8), gpu).forward(dataclasses.replace(LOAD, block_tokens=200))
+    assert found == pytest.approx(64 * 32 * LAUNCH_SECONDS)
+    assert Estimator(model, Layout(1, 8), gpu).forward(dataclasses.replace(LOAD, block_tokens=1600)) == found / 8
 
 
 def test_decoding_reads_the_weights_once_a_token():

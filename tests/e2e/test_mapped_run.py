@@ -1,0 +1,36 @@
+"""The fastest placement that `map` finds for the demo, started by the one command that it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+from command_line import REPOSITORY
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
+
+MAP = (sys.executable, "-m", "megatron_rl", "map", "--config", "configs/demo_cpu.yaml", "--hardware", "cpu")
+
+
+def test_the_printed_command_starts_the_winner(tmp_path, command_line, few_prompts):
+    """On four processes: the run ends well, and its ranks are those of the placement. Would not catch a placement that
+    is slow.
+    """
+    kept = ["trainer.total_training_steps=1", "trainer.test_freq=0", f"data.val_files={few_prompts}"]
+    kept += ["trainer.val_before_train=false", "trainer.export_hf=false", f"trainer.default_local_dir={tmp_path}/0/run"]
+    options = ["--gpus", "4", "--out", str(tmp_path / "best.yaml"), "--keep", *kept]
+    finished = subprocess.run(
+        [*MAP, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False, env=os.environ
+    )
+    assert finished.returncode == 0, finished.stderr
+    program, *arguments = shlex.split(finished.stdout.splitlines()[-1])
+    assert program == "megatron-rl" and arguments == ["train", "--config", str(tmp_path / "best.yaml")]
+    run = command_line(command=(sys.executable, "-m", "megatron_rl", *arguments), names_folder=False)
+    assert run.wait(400) == 0, run.output.read_text()
+    summary = json.loads((run.run / "summary.json").read_text())
+    assert summary["steps"] == 1 if "steps" in summary else summary
+    assert run.family() == []
