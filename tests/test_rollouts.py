@@ -42,7 +42,7 @@ class OneToken:
     def exit(self) -> Future:
         return Future.done([])
 
-    def generate(self, prompts: Prompts, sampling: Sampling) -> Future:
+    def generate(self, prompts: Prompts, sampling: Sampling, with_experts: bool = False) -> Future:
         self.salts.append(sampling.salt)
         answers = Generations(
             response_ids=ragged([torch.tensor([int(i)]) for i in prompts.index]),
