@@ -134,8 +134,8 @@ class Generations(TensorClass):
     rollout_log_probs: float32 [B, (R)], the engine's own log-probability of each sampled token.
     truncated: bool [B], the response hit `max_response_length` before its end.
     versions: int64 [B, (R)], of the weights that drew each token, in training steps; None where all are the newest.
-    routed_experts: uint8 or int16 [B, (T), layers, K], the K experts of every layer to which the engine has sent each
-    of the T = L - 1 tokens that it has read, all but the last; None where it does not say.
+    routed_experts: uint8 or int16 [B, (T), layers, K], the K experts of every layer that has experts to which the
+    engine has sent each of the T = L - 1 tokens that it has read, all but the last; None where it does not say.
     """
 
     response_ids: torch.Tensor

@@ -10,7 +10,7 @@ Legend: T tokens that the routers of this rank see in one pass, E experts, K of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -98,17 +98,22 @@ class RouterTap:
 class ChunkRouters:
     """The routers of one chunk of a model. Building it puts a tap into each of them.
 
-    layers: their numbers in the whole model, from 0.
+    routed: numbers of the layers of the whole model that have experts, from 0. layers: this chunk's places among them;
+    there may be none.
     """
 
-    def __init__(self, model: Any, num_experts: int) -> None:
+    def __init__(self, model: Any, num_experts: int, routed: Sequence[int]) -> None:
         self.taps: list[RouterTap] = []
         self.layers: list[int] = []
+        self._none = torch.empty(0, 0, model.config.moe_router_topk, dtype=choice_dtype(num_experts))
         for layer in model.decoder.layers:
+            number = layer.layer_number - 1
+            if number not in routed:
+                continue
             tap = RouterTap(len(self.taps), num_experts)
             layer.mlp.router.router_replay = tap
             self.taps.append(tap)
-            self.layers.append(layer.layer_number - 1)
+            self.layers.append(routed.index(number))
 
     def begin(self) -> None:
         """Forget what an earlier pass has left, which may have failed half-way."""
@@ -119,6 +124,7 @@ class ChunkRouters:
     @contextmanager
     def told(self, told: Told) -> Iterator[None]:
         """Round the forward pass of one block."""
+        self._none = self._none.new_empty(len(told.num_rows), *self._none.shape[1:])
         for tap in self.taps:
             tap.told, tap.own = told, None
         try:
@@ -134,6 +140,8 @@ class ChunkRouters:
             tap.own = None
         if len(found) != len(self.taps):
             raise RuntimeError("not every router of the chunk has taken down its choice")
+        if not self.taps:
+            return self._none
         return torch.stack(found, 1).to(choice_dtype(self.taps[0].num_experts)).cpu()
 
     def counts(self) -> Tensor | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
-def expert_load_metrics(counts: torch.Tensor) -> dict[str, float]:
-    """counts: int64 [layers, experts], tokens that each expert was sent; {} where none was.
+def expert_load_metrics(counts: torch.Tensor, layers: Sequence[int]) -> dict[str, float]:
+    """counts: int64 [layers, experts], tokens that each expert was sent; {} where none was. layers: their numbers.
 
     The load of a layer is what its busiest expert was sent over the mean of its experts: 1 is even, and the number of
     experts over those to a token is the worst. `max` and `mean` are over layers; `idle`: the share of experts that were
@@ -15,7 +17,7 @@ def expert_load_metrics(counts: torch.Tensor) -> dict[str, float]:
     if not counts.any():
         return {}
     load = counts.amax(1) / counts.double().mean(1)
-    by_layer = {f"actor/expert_load/layer_{layer}": value for layer, value in enumerate(load.tolist())}
+    by_layer = {f"actor/expert_load/layer_{layer}": value for layer, value in zip(layers, load.tolist(), strict=True)}
     return {
         "actor/expert_load/max": float(load.max()),
         "actor/expert_load/mean": float(load.mean()),

@@ -54,7 +54,7 @@ def replay_notes(config: RunConfig, shape: ModelShape) -> list[str]:
     data, shared = config.data, config.actor_rollout_ref
     if shape.num_experts == 0 or not (config.returns_experts or shared.actor.router_replay.mode == RECORDED):
         return []
-    per_token = shape.num_layers * shape.experts_per_token * (1 if shape.num_experts <= 256 else 2)
+    per_token = shape.num_routed_layers * shape.experts_per_token * (1 if shape.num_experts <= 256 else 2)
     longest = data.max_prompt_length + data.max_response_length
     total = data.train_batch_size * shared.rollout.n * longest * per_token
     if total < LARGE:

@@ -229,7 +229,7 @@ class Actor(TrainedRole):
         means = self.trainable.compute_gradients(
             blocks, totals, lambda hidden, block: self._loss(hidden, block, totals, own)
         )
-        load = {} if self.routing is None else expert_load_metrics(self.routing.load())
+        load = {} if self.routing is None else expert_load_metrics(self.routing.load(), self.routing.routed)
         if means is None:
             return {}, None
         log_probs = in_row_order(torch.cat(own), blocks) if is_own else None

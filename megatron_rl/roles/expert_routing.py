@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order
 from megatron_rl.experience.routed_tokens import known_tokens, num_others, num_rows_at, places, told_experts
+from megatron_rl.model.expert_layers import has_experts
 from megatron_rl.model.router_replay import ChunkRouters, Told
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.records import row_lengths
@@ -28,13 +29,15 @@ class ExpertRouting:
     """Taps in the routers of all chunks; all ranks must build it and call `others` and `gathered`.
 
     replays: of the pass under way, tokens go where its record says, as far as it does. records: the routers' own
-    choices are kept, for `finish`.
+    choices are kept, for `finish`. routed: numbers of the layers of the whole model that have experts; where experts
+    are spoken of here, and in records, these are the layers.
     """
 
     def __init__(self, models: list[Any], groups: TrainGroups, device: torch.device) -> None:
         config = models[0].config
-        self.num_experts, self.num_layers = config.num_moe_experts, config.num_layers
-        self.chunks = [ChunkRouters(model, self.num_experts) for model in models]
+        self.num_experts = config.num_moe_experts
+        self.routed = [layer for layer in range(config.num_layers) if has_experts(config, layer)]
+        self.chunks = [ChunkRouters(model, self.num_experts, self.routed) for model in models]
         self.groups, self.device = groups, device
         self.replays = self.records = False
         self._is_cut = config.sequence_parallel
@@ -44,7 +47,7 @@ class ExpertRouting:
 
     @property
     def layers(self) -> list[int]:
-        """Numbers of this rank's layers in the whole model, chunk after chunk."""
+        """Places of this rank's layers among all that have experts, chunk after chunk."""
         return [layer for chunk in self.chunks for layer in chunk.layers]
 
     def begin(self, *, replays: bool, records: bool) -> None:
@@ -128,11 +131,14 @@ class ExpertRouting:
             return None
         ranks, width = dist.get_process_group_ranks(self.groups.pp_group), own.element_size()
         if not self.groups.is_last_stage:
-            dist.send(as_bytes(own).to(self.device), ranks[-1], group=self.groups.pp_group)
+            if self.layers:
+                dist.send(as_bytes(own).to(self.device), ranks[-1], group=self.groups.pp_group)
             return None
-        whole = own.new_empty(len(own), self.num_layers, own.shape[-1])
+        whole = own.new_empty(len(own), len(self.routed), own.shape[-1])
         whole[:, self.layers] = own
         for rank, layers in zip(ranks[:-1], self._layers_of_stages[:-1], strict=True):
+            if not layers:
+                continue
             shape = (len(own), len(layers), own.shape[-1] * width)
             part = torch.empty(shape, dtype=torch.uint8, device=self.device)
             dist.recv(part, rank, group=self.groups.pp_group)
@@ -141,7 +147,7 @@ class ExpertRouting:
 
     def load(self) -> Tensor:
         """int64 [L, E] of the pass: tokens of all ranks that each expert was sent. All ranks must call."""
-        counts = torch.zeros(self.num_layers, self.num_experts, dtype=torch.int64, device=self.device)
+        counts = torch.zeros(len(self.routed), self.num_experts, dtype=torch.int64, device=self.device)
         for chunk in self.chunks:
             found = chunk.counts()
             if found is not None:

@@ -15,7 +15,7 @@ from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
 from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.rng import swap
-from megatron_rl.model.families import VOCAB_PADDING, rollout_settings
+from megatron_rl.model.families import VOCAB_PADDING, rollout_settings, routed_layers
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.records import Generations, Prompts, Sampling
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
@@ -43,6 +43,7 @@ class Rollout(Role):
 
         super().__init__(spec)
         source = rank.source(spec)
+        settings = source.hf_config.to_dict()
         self._held: int | None = None  # the version that this stay in rollout mode reads in the actor's memory
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
         self.weights: AllGatherPPModel | ReceivedWeights
@@ -68,9 +69,9 @@ class Rollout(Role):
             | read_constants(source.constants.values(), source.path, rank.device.torch_device),
             seed=rank.config.trainer.seed,
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
-            hf_overrides=rollout_settings(source.family, source.hf_config.to_dict()) | told(rank.config),
+            hf_overrides=rollout_settings(source.family, settings) | told(rank.config),
             device=rank.device,
-            returns_experts=rank.config.returns_experts,
+            routed_layers=routed_layers(source.family, settings) if rank.config.returns_experts else None,
             is_latent=source.family.latent_attention,
         )
         rank.ledger.note("init", self.memory())  # this role is not among the host's yet

@@ -17,7 +17,7 @@ from megatron_rl.device import Device, keep_current_stream
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
-from megatron_rl.records import Generations, Prompts, Sampling, ragged, ragged_from_lengths
+from megatron_rl.records import Generations, Prompts, Sampling, known, ragged, ragged_from_lengths
 from megatron_rl.rollout.addresses import must_stay, places
 from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.kv_cache import KVCache
@@ -51,8 +51,8 @@ class RolloutEngine:
     tensors: vLLM parameter name -> tensor of this rank's shard; must be readable during construction, which captures
     graphs over them where the configuration has any, and must never move again.
     hf_overrides: settings that take the place of those in the folder's config.json.
-    returns_experts: `generate` can say to which experts every token was sent. is_latent: attention is over latent
-    vectors.
+    routed_layers: the layers that have experts, where `generate` is to be able to say to which of them every token was
+    sent; else None. is_latent: attention is over latent vectors.
     """
 
     def __init__(
@@ -68,15 +68,23 @@ class RolloutEngine:
         seed: int,
         hf_overrides: dict[str, Any],
         device: Device,
-        returns_experts: bool = False,
+        routed_layers: Sequence[int] | None = None,
         is_latent: bool = False,
     ) -> None:
-        self.seed = seed
+        self.seed, self.routed_layers = seed, routed_layers
         self.eos_token_ids = eos_token_ids
         inspect_in_process(architecture)
         register_shared_loader(tensors)
         arguments = engine_arguments(
-            device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides, returns_experts, is_latent
+            device.kind,
+            model_path,
+            config,
+            max_model_len,
+            dtype,
+            seed,
+            hf_overrides,
+            routed_layers is not None,
+            is_latent,
         )
         keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)):
@@ -133,7 +141,7 @@ class RolloutEngine:
         answers = [answer.outputs[0] for answer in self.llm.generate(requests, params, use_tqdm=False)]
         generations = to_record(answers)
         if with_experts:
-            generations.routed_experts = experts_of_tokens(answers)
+            generations.routed_experts = experts_of_tokens(answers, known(self.routed_layers))
         return generations
 
     def advance(self, one: Slice) -> tuple[dict[int, Drawn], int]:
@@ -156,9 +164,10 @@ def to_record(answers: Sequence[CompletionOutput]) -> Generations:
     )
 
 
-def experts_of_tokens(answers: Sequence[CompletionOutput]) -> torch.Tensor:
+def experts_of_tokens(answers: Sequence[CompletionOutput], layers: Sequence[int]) -> torch.Tensor:
     """Of each row the experts of its tokens, prompt and response, but for the last, which the engine has not read.
 
+    layers: those of the model that have experts, of which alone there are any here.
     uint8 or int16 [B, (T), layers, K]. Raises RuntimeError where an answer comes without them.
     """
     rows = [answer.routed_experts for answer in answers]
@@ -166,4 +175,4 @@ def experts_of_tokens(answers: Sequence[CompletionOutput]) -> torch.Tensor:
         raise RuntimeError("vLLM has returned an answer without the experts of its tokens")
     # vLLM counts more than 256 experts as uint16, with which torch computes hardly anything.
     found = [torch.from_numpy(row if row.itemsize == 1 else row.astype("int16")) for row in rows]
-    return ragged_from_lengths(torch.cat(found), torch.tensor([len(row) for row in found]))
+    return ragged_from_lengths(torch.cat(found)[:, list(layers)], torch.tensor([len(row) for row in found]))

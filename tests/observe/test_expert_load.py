@@ -10,7 +10,7 @@ from megatron_rl.observe.expert_load import expert_load_metrics
 
 def test_loads_by_hand() -> None:
     """Two layers of four experts, one even and one not. Would not catch counts that are wrong before."""
-    found = expert_load_metrics(torch.tensor([[5, 5, 5, 5], [10, 6, 4, 0]]))
+    found = expert_load_metrics(torch.tensor([[5, 5, 5, 5], [10, 6, 4, 0]]), [0, 1])
     assert found == pytest.approx(
         {
             "actor/expert_load/max": 2.0,
@@ -24,4 +24,4 @@ def test_loads_by_hand() -> None:
 
 def test_no_token_says_nothing() -> None:
     """Would not catch a layer without tokens among others."""
-    assert expert_load_metrics(torch.zeros(2, 4, dtype=torch.int64)) == {}
+    assert expert_load_metrics(torch.zeros(2, 4, dtype=torch.int64), [0, 1]) == {}

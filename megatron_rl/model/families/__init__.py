@@ -6,7 +6,7 @@ small file here and one name in `registry.py`.
 
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.families.latent import LatentAttention
-from megatron_rl.model.families.layers import dense_layers_problem
+from megatron_rl.model.families.layers import dense_layers_problem, routed_layers
 from megatron_rl.model.families.params import (
     CORRECTION,
     HEAD,
@@ -37,6 +37,7 @@ __all__ = [
     "LatentAttention",
     "constant_map",
     "rollout_settings",
+    "routed_layers",
     "routing_problem",
     "softmax_growth",
     "FAMILIES",

@@ -28,6 +28,13 @@ def dense_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...]
     return tuple(layer for layer in layers if layer in listed or (layer + 1) % step or layer < first)
 
 
+def routed_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of the layers with experts, ascending."""
+    dense = dense_layers(family, settings)
+    layers = range(0 if family.experts is None else settings["num_hidden_layers"])
+    return tuple(layer for layer in layers if layer not in dense)
+
+
 def dense_layers_problem(family: Family, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
     """The settings that say it and what must hold of them; None when they are right. Sizes must be right already."""
     if family.experts is None:

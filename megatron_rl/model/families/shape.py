@@ -125,6 +125,11 @@ class ModelShape:
     latent: LatentAttention | None = None
 
     @property
+    def num_routed_layers(self) -> int:
+        """Layers that have experts; 0 of a dense model."""
+        return self.num_layers - len(self.dense_layers) if self.num_experts else 0
+
+    @property
     def attention_parity(self) -> float:
         """The length at which causal attention, 2 L A FLOPs a token and layer, costs as much as the matrices, 2 P.
 
