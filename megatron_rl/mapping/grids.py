@@ -100,18 +100,20 @@ def pipeline_axis(grid: Grid, room: Room) -> Iterator[Grid]:
         tried = [replace(grid, pp=pp)]
         tried += [replace(grid, pp=pp, vpp=vpp) for vpp in CHUNKS if pp > 1]
         if len(num_layers) == 1:
-            tried += [replace(grid, pp=pp, **ends) for ends in shorter_ends(*num_layers, pp)]
+            tried += [replace(grid, pp=pp, first=first, last=last) for first, last in shorter_ends(max(num_layers), pp)]
         yield from (one for one in tried if spreads(room.models, one.megatron))
 
 
-def shorter_ends(num_layers: int, pp: int) -> Iterator[dict[str, int]]:
-    """The longest last stage, and the longest ends, that are shorter than an even share and leave even ones."""
-    for num_ends, names in ((1, ("last",)), (2, ("first", "last"))):
+def shorter_ends(num_layers: int, pp: int) -> Iterator[tuple[int | None, int]]:
+    """The longest last stage, and the longest ends, that are shorter than an even share and leave even ones: layers of
+    the first, where it is not even, and of the last.
+    """
+    for num_ends in (1, 2):
         if pp <= num_ends:
             continue
         for size in range((num_layers - 1) // pp, 0, -1):
             if (num_layers - num_ends * size) % (pp - num_ends) == 0:
-                yield dict.fromkeys(names, size)
+                yield (size if num_ends == 2 else None), size
                 break
 
 

@@ -73,8 +73,8 @@ class ModelShards:
         """Of a role's model: one that ends in a value has no vocabulary in its tail."""
         specs = role.model.value_specs if role.spec.has_value_head else role.model.specs
         place = Place(0, tp, vocab_multiple(role.spec.megatron.make_vocab_size_divisible_by, tp), 0, ep, 0, expert_tp)
-        layer, embedding, tail, largest = [], [], [], [0, 0]
-        head_numel = 0
+        layer, embedding, tail = list[tuple[int, bool]](), list[tuple[int, bool]](), list[tuple[int, bool]]()
+        largest, head_numel = [0, 0], 0
         for name, spec in specs.items():
             found = LAYER.match(name)
             if found and int(found[1]):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from command_line import REPOSITORY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -30,7 +31,9 @@ def test_the_printed_command_starts_the_winner(tmp_path, command_line, few_promp
     program, *arguments = shlex.split(finished.stdout.splitlines()[-1])
     assert program == "megatron-rl" and arguments == ["train", "--config", str(tmp_path / "best.yaml")]
     run = command_line(command=(sys.executable, "-m", "megatron_rl", *arguments), names_folder=False)
-    assert run.wait(400) == 0, run.output.read_text()
-    summary = json.loads((run.run / "summary.json").read_text())
-    assert summary["steps"] == 1 if "steps" in summary else summary
+    assert run.wait(400) == 0, run.text()
+    assert json.loads((run.run / "summary.json").read_text())["steps"] == 1
+    placed = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    lanes = {one["lane"] for one in json.loads((run.run / "timeline.json").read_text())}
+    assert {"global_pool", *placed.get("pools", {})} <= lanes
     assert run.family() == []
