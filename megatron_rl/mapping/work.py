@@ -13,7 +13,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.mapping.grids import Grid, Shape
 from megatron_rl.mapping.keeps import Keeps
 from megatron_rl.parallel.stages import StagePlan
-from megatron_rl.planner.cache_rules import BLOCK_SIZES, KVCacheSize
+from megatron_rl.planner.cache_rules import KVCacheSize
 from megatron_rl.planner.engine_rules import engine_tp_sizes
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.layout_rules import rollout_misfits
@@ -209,10 +209,7 @@ class Work:
 
     def cache(self, rollout_tp: int) -> KVCacheSize:
         """Of generation at a TP size."""
-        sizes = self.actor.sizes
-        heads = max(1, sizes.num_key_value_heads // rollout_tp)
-        bytes_per_token = 2 * sizes.num_hidden_layers * heads * sizes.head_size * self.actor.element
-        return KVCacheSize(BLOCK_SIZES[self.device], bytes_per_token)
+        return KVCacheSize.at(self.actor.sizes, rollout_tp, self.actor.element, self.device)
 
     # Lower bounds of any layout: FLOPs at the rate of the clock, on ranks that never wait
 

@@ -27,17 +27,21 @@ class KVCacheSize:
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelSizes) -> KVCacheSize:
-        """Keys and values of all layers, for this rank's share of the key/value heads; at least one head each.
+        """As a configuration has it."""
+        shared = config.actor_rollout_ref
+        element = ELEMENT_BYTES[shared.actor.megatron.dtype]
+        return cls.at(model, shared.rollout.tensor_model_parallel_size, element, config.trainer.device)
 
-        Of latent attention one latent vector for all heads, on every rank.
+    @classmethod
+    def at(cls, model: ModelSizes, tp_size: int, element: int, device: str) -> KVCacheSize:
+        """Keys and values of all layers, for a rank's share of the key/value heads; at least one head each.
+
+        Of latent attention one latent vector for all heads, on every rank. element: bytes.
         """
-        element = ELEMENT_BYTES[config.actor_rollout_ref.actor.megatron.dtype]
         if model.latent is not None:
-            size = LATENT_BLOCK_SIZES[config.trainer.device]
-            return cls(size, model.num_hidden_layers * model.latent.cached * element)
-        tp_size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            return cls(LATENT_BLOCK_SIZES[device], model.num_hidden_layers * model.latent.cached * element)
         heads = max(1, model.num_key_value_heads // tp_size)
-        return cls(BLOCK_SIZES[config.trainer.device], 2 * model.num_hidden_layers * heads * model.head_size * element)
+        return cls(BLOCK_SIZES[device], 2 * model.num_hidden_layers * heads * model.head_size * element)
 
     @property
     def block_bytes(self) -> int:

@@ -28,6 +28,11 @@ def _role_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violati
     if how not in WAYS:
         yield Violation({key: how}, f"must be one of {', '.join(WAYS)}", {key: nearest_name(str(how), WAYS)})
     cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
+    if model is not None and model.latent is not None and cp_size > 1:
+        size_key = f"{role.key}.megatron.context_parallel_size"
+        rule = f"must be 1: latent attention, as of {model.path}, is not cut over context-parallel ranks"
+        yield Violation({size_key: cp_size}, rule, {size_key: 1})
+        return
     if how != "a2a" or model is None or min(cp_size, tp_size) < 1 or model.num_attention_heads % tp_size:
         return
     heads = model.num_attention_heads // tp_size
