@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from megatron_rl.checkpoint.constants import read_constants
 from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
@@ -14,7 +15,7 @@ from megatron_rl.checkpoint.keys import checkpoint_key
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.checkpoint.storage import free_space, writing
 from megatron_rl.errors import StorageError
-from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
+from megatron_rl.model.families import ModelShape, constant_map, family_of, param_map, value_param_map
 
 
 def export_saved(checkpoint: Path, role: str, target: Path) -> None:
@@ -33,10 +34,16 @@ def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     dtype = reader.saved.dtype(reader.saved.weights[0])
     description = Description(source, family.reward_architecture if is_critic else family.architecture, dtype)
     sizes = {name: tensor.numel * dtype.itemsize for name, tensor in tensors.items()}
+    constants = read_constants(constant_map(family, shape).values(), source, torch.device("cpu"), dtype=None)
+    sizes |= {name: tensor.nbytes for name, tensor in constants.items()}
+
+    def read(name: str) -> torch.Tensor:
+        return constants[name] if name in constants else reader.read(tensors[name])
+
     with removing_unfinished(target):
         try:
             with writing():
-                write_hf_folder(target, sizes, lambda name: reader.read(tensors[name]), description)
+                write_hf_folder(target, sizes, read, description)
         except StorageError as error:
             raise StorageError(f"{target} could not be written: {error}; {free_space(target)}") from error
 

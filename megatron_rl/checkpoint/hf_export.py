@@ -8,8 +8,10 @@ Phase 3: rank 0 writes index, config and tokenizer, and renames the folder.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,11 +81,13 @@ def export_hf(
     vocab_multiple: int,
     architecture: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    constants: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
     """Write the model to `target`, with config and tokenizer from `source`; every rank must call.
 
     named_parameters: this rank's parameters under global Megatron names. All ranks must see the same file system.
     architecture: what the folder's config.json calls the model. An existing `target` is replaced.
+    constants: whole tensors that lie beside those of the model, the same on all ranks; rank 0 writes them.
     """
     # Phase 1
     rank = dist.get_rank()
@@ -96,6 +100,8 @@ def export_hf(
     holders = {name: by_parameter[tensor.parameter] for name, tensor in tensors.items()}
     dtypes = {name: held[holders[name][0]][tensor.parameter] for name, tensor in tensors.items()}
     sizes = {name: tensor.numel * dtypes[name].itemsize for name, tensor in tensors.items()}
+    sizes |= {name: tensor.nbytes for name, tensor in constants.items()}
+    holders |= dict.fromkeys(constants, (0,))
     files = plan_export(sizes, holders, max_shard_bytes)
     # Phase 2
     unfinished = unfinished_folder(target)
@@ -104,8 +110,10 @@ def export_hf(
     dist.barrier()
     for file in files:
         if rank == file.writer:
-            # Not kept in a variable: the next file is gathered when this one is gone.
-            save_tensors(gather_file(file, tensors, places, named_parameters, dtypes), unfinished / file.name)
+            beside = {name: tensor for name, tensor in constants.items() if name in file.holders}
+            gathered = gather_file(file, tensors, places, named_parameters, dtypes)
+            save_tensors(gathered | beside, unfinished / file.name)
+            del gathered  # the next file is gathered when this one is gone
         elif rank in file.ranks:
             gather_file(file, tensors, places, named_parameters, dtypes)
     dist.barrier()
@@ -150,6 +158,8 @@ def gather_file(
         return received
 
     for name in file.tensors:
+        if name not in tensors:
+            continue  # a constant, which its writer has
         made_progress()
         tensor = tensors[name]
         parts = pieces(tensor, file.holders[name], places)

@@ -65,6 +65,13 @@ class HFFolder:
             made_progress()
             self._account((last - first) * row)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Of one tensor. Raises ConfigError when there is none of that name."""
+        if name not in self.files:
+            raise ConfigError(f"tensor {name!r} is not in {self.path}")
+        first: torch.Tensor = self._slice(name)[:1]
+        return first.dtype
+
     def _slice(self, name: str) -> Any:
         """The tensor, of which nothing is read yet."""
         file = self.files[name]

@@ -20,7 +20,7 @@ SAMPLED_TENSORS, BLOCK = 256, 4096
 """Tensors of which bytes are compared, and how many bytes of each."""
 SHOWN = 12
 """Hexadecimal digits of a digest, of 64."""
-EPS, THETA, END = 1e-6, 1e4, 2
+EPS, THETA, END, DEEPSEEK_V3_END = 1e-6, 1e4, 2, 1
 MIXTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
 """transformers' values where config.json has none; Mixtral's are others."""
 
@@ -45,6 +45,8 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         routing = Routing.from_hf(family, settings)
         found |= {"num_experts_per_tok": routing.experts_per_token, "norm_topk_prob": routing.normalised}
         found |= {"dense_layers": list(routing.dense_layers)} if routing.dense_layers else {}
+        if routing.scoring is not None:
+            found |= {"groups": [routing.num_groups, routing.groups_per_token], "routed_scaling_factor": routing.scale}
     return found
 
 
@@ -108,5 +110,8 @@ def _defaults(family: Family) -> dict[str, float]:
 
 
 def _end(settings: Mapping[str, Any]) -> int | None:
-    """transformers' end token where config.json names none: Llama's and Mistral's have one."""
-    return None if family_of(settings["architectures"]).architecture.startswith("Qwen") else END
+    """transformers' end token where config.json names none: most have one, Qwen's have none."""
+    architecture = family_of(settings["architectures"]).architecture
+    if architecture.startswith("DeepseekV3"):
+        return DEEPSEEK_V3_END
+    return None if architecture.startswith("Qwen") else END

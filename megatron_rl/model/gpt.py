@@ -21,6 +21,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.described_layers import put_attention, put_router
 from megatron_rl.model.expert_layers import SharedExperts, has_experts, layer_settings
 from megatron_rl.model.experts import StackedExperts, moe_settings
 from megatron_rl.model.families import ModelShape, Routing, family_of, rope_problem, rope_type
@@ -44,13 +45,15 @@ def transformer_config(
     family, settings = family_of(hf_config.architectures), hf_config.to_dict()
     stages = StagePlan.from_config(hf_config.num_hidden_layers, megatron)
     routing = Routing.from_hf(family, settings) if family.is_moe else None
+    shape = ModelShape.from_hf(settings)
     override = megatron.override_transformer_config
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
-        num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=ModelShape.from_hf(settings).head_size,
+        num_query_groups=shape.num_kv_heads,
+        # Of latent attention only the part that turns matters to Megatron, which makes the angles.
+        kv_channels=shape.latent.rope if shape.latent else shape.head_size,
         ffn_hidden_size=hf_config.intermediate_size,
         tensor_model_parallel_size=groups.grid.tp_size,
         pipeline_model_parallel_size=groups.grid.pp_size,
@@ -97,16 +100,16 @@ def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
     return megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int) -> TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, vp_stage: int, hf_config: PretrainedConfig) -> TransformerBlockSubmodules:
     """One chunk of this rank's stage: Megatron's own layers with our attention, norms and experts in them."""
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    kinds = {with_experts: one_layer(config, with_experts) for with_experts in (False, True)}
+    kinds = {with_experts: one_layer(config, with_experts, hf_config) for with_experts in (False, True)}
     specs = [kinds[has_experts(config, layer)] for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def one_layer(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
+def one_layer(config: TransformerConfig, with_experts: bool, hf_config: PretrainedConfig) -> ModuleSpec:
     """A layer of either kind; the one with experts means nothing in a model without."""
     num_experts = config.num_moe_experts if with_experts else None
     layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
@@ -117,10 +120,12 @@ def one_layer(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
     attention.core_attention = ModuleSpec(module=CausalAttention)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    put_attention(layer, hf_config)
     if num_experts:
         block = moe_submodules(layer.submodules.mlp)
         block.experts = StackedExperts
         block.shared_experts.module = SharedExperts
+        put_router(block, hf_config)
     return layer
 
 
@@ -163,7 +168,7 @@ def build_stage(
     chunks = [
         GPTModel(
             config,
-            layer_spec(config, vp_stage),
+            layer_spec(config, vp_stage, hf_config),
             vocab_size=padded_vocab_size(hf_config.vocab_size, vocab_multiple),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=groups.is_first_stage and vp_stage == 0,
@@ -188,7 +193,8 @@ def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Ten
 
     Megatron's own scaling has Llama 3.1's numbers fixed in it. Raises ConfigError for a type that is not supported.
     """
-    problem = rope_problem(hf_config.to_dict())
+    is_latent = family_of(hf_config.architectures).latent_attention if hf_config.architectures else False
+    problem = rope_problem(hf_config.to_dict(), is_latent=is_latent)
     if problem is not None:
         raise ConfigError(problem)
     kind = rope_type(hf_config.to_dict())

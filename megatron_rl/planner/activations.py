@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.model.families import Family, ModelShape, Routing
+from megatron_rl.model.families import Family, LatentAttention, ModelShape, Routing
 
 FP32 = 4
 CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
@@ -54,6 +54,7 @@ class LayerSizes:
     shared_gate: bool = False
     dense_share: float = 0.0
     dense_ffn: int = 0
+    latent: LatentAttention | None = None
 
     @classmethod
     def of(
@@ -79,6 +80,7 @@ class LayerSizes:
             shared_gate=routing is not None and routing.shared_gate,
             dense_share=len(shape.dense_layers) / shape.num_layers,
             dense_ffn=shape.dense_ffn_size // tp,
+            latent=shape.latent,
         )
 
     def saved_bytes(self, block: Block) -> float:
@@ -100,7 +102,19 @@ class LayerSizes:
         rows, what_goes_in = block.slots * 2 * (self.q + self.kv), block.tokens * (self.q + 2 * self.kv)
         return statistics + (rows - what_goes_in) * self.element
 
+    def _latent_bytes(self, latent: LatentAttention, block: Block) -> float:
+        """What latent attention keeps: both latent vectors and their norms, queries, keys, values and the output."""
+        ranks = (latent.q_rank or 0) + latent.kv_rank
+        inner = block.tokens * self.sequence_share * ((2 * ranks + latent.rope) * self.element + 2 * FP32)
+        value, up = self.num_heads * latent.value, self.num_heads * (latent.nope + latent.value)
+        statistics = block.slots * self.num_heads * FP32
+        if self._copies(block):
+            return inner + statistics + (block.slots * (2 * self.q + 2 * value) + block.tokens * value) * self.element
+        return inner + statistics + block.tokens * (2 * self.q + up + 2 * value) * self.element
+
     def _attention_bytes(self, block: Block) -> float:
+        if self.latent is not None:
+            return self._latent_bytes(self.latent, block)
         mixed, own = self.q + 2 * self.kv, 0.0
         statistics = block.slots * self.num_heads * FP32
         if self.qk_norm:

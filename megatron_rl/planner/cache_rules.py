@@ -13,6 +13,8 @@ from megatron_rl.planner.run_models import ELEMENT_BYTES
 
 BLOCK_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of one block of vLLM's cache, by device."""
+LATENT_BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+"""The same for latent attention. On CUDA its kernels take 16 to 128, by the GPU: 64 is that of most."""
 DTYPE = f"{ACTOR}.megatron.dtype"
 
 
@@ -25,10 +27,16 @@ class KVCacheSize:
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelSizes) -> KVCacheSize:
-        """Keys and values of all layers, for this rank's share of the key/value heads; at least one head each."""
+        """Keys and values of all layers, for this rank's share of the key/value heads; at least one head each.
+
+        Of latent attention one latent vector for all heads, on every rank.
+        """
+        element = ELEMENT_BYTES[config.actor_rollout_ref.actor.megatron.dtype]
+        if model.latent is not None:
+            size = LATENT_BLOCK_SIZES[config.trainer.device]
+            return cls(size, model.num_hidden_layers * model.latent.cached * element)
         tp_size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         heads = max(1, model.num_key_value_heads // tp_size)
-        element = ELEMENT_BYTES[config.actor_rollout_ref.actor.megatron.dtype]
         return cls(BLOCK_SIZES[config.trainer.device], 2 * model.num_hidden_layers * heads * model.head_size * element)
 
     @property

@@ -12,7 +12,10 @@ LARGEST_FILE = 16 << 20
 """Bytes; real ones have a few thousand."""
 LARGEST_NUMBER = 2**31 - 1
 LARGEST = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 10_000)
-LARGEST |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 10_000)
+LARGEST |= dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group"),
+    10_000,
+)
 LARGEST |= dict.fromkeys(
     (
         "hidden_size",
@@ -20,6 +23,11 @@ LARGEST |= dict.fromkeys(
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
         "head_dim",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
         "vocab_size",
     ),
     1 << 24,
@@ -72,6 +80,11 @@ def _is_token_numbers(value: object) -> bool:
     return len(numbers) > 0 and all(type(number) is int and number >= 0 for number in numbers)
 
 
+def _is_count(value: object) -> bool:
+    """Whether it is a whole number >= 0."""
+    return type(value) is int and value >= 0
+
+
 def _are_numbers(value: object) -> bool:
     """Whether it is a list of whole numbers >= 0, which may be empty."""
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
@@ -94,6 +107,9 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("rope_parameters", "rope_scaling", "id2label"), (_is_object, "an object in braces")),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("num_labels", "decoder_sparse_step"), (is_size, "a whole number >= 1")),
+    **dict.fromkeys(("q_lora_rank", "n_group", "topk_group"), (is_size, "a whole number >= 1")),
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts"), (_is_count, "a whole number >= 0")),
+    "routed_scaling_factor": (_is_above_0, "a finite number > 0"),
     "mlp_only_layers": (_are_numbers, "a list of whole numbers >= 0"),
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), (_is_above_0, "a finite number > 0")),
     "eos_token_id": (_is_token_numbers, "the number of a token, or a list of some"),

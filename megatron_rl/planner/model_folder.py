@@ -15,14 +15,17 @@ from megatron_rl.model.families import (
     REWARD_FAMILIES,
     VOCAB_PADDING,
     Family,
+    LatentAttention,
     Routing,
     dense_layers_problem,
     experts_of,
     num_experts_key,
     num_labels,
     rope_problem,
+    routing_problem,
     sliding_window,
 )
+from megatron_rl.model.families.latent import SIZE_KEYS
 from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.planner.config_json import ConfigJsonError, is_size, read_config_json, too_large, wrong_types
 from megatron_rl.planner.folder_files import damaged_files
@@ -50,7 +53,8 @@ class ModelSizes:
     config.json calls the latter. `padded_vocab_size`: as generation pads it. `sliding_window`: positions that a token
     attends to; None: all before it. `even_heads`: whether `head_size` is told, or the hidden size divides into heads.
     `has_dense_layers`: some layers of a model with experts have none. `shared_experts`: name and columns of the MLP
-    beside the experts, which TP cuts as it cuts a dense one; None: there is none.
+    beside the experts, which TP cuts as it cuts a dense one; None: there is none. `latent`: sizes of latent attention,
+    in which `head_size` is a query's; None: attention is another.
     """
 
     path: str
@@ -69,6 +73,7 @@ class ModelSizes:
     even_heads: bool = True
     has_dense_layers: bool = False
     shared_experts: tuple[str, int] | None = None
+    latent: LatentAttention | None = None
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -177,13 +182,14 @@ def _read_settings(
         wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
         shared = family.experts.shared
         wanted += () if shared is None else (shared.size_key,)
+    wanted += SIZE_KEYS if family.latent_attention else ()
     lacking = {name: settings.get(name) for name in dict.fromkeys(wanted) if not is_size(settings.get(name))}
     if lacking:
         return None, [*problems, _in_file(file, lacking, "must be whole numbers >= 1")]
     beyond = too_large(settings, (*wanted, "num_key_value_heads", "head_dim"))
     if beyond:
         return None, [*problems, *(_in_file(file, {k: settings[k]}, f"must be <= {beyond[k]}") for k in beyond)]
-    problems += _head_problems(file, settings)
+    problems += [] if family.latent_attention else _head_problems(file, settings)
     routing = None if family.experts is None else Routing.from_hf(family, settings)
     if routing is not None:
         problems += _routing_problems(file, routing, family)
@@ -215,20 +221,25 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
             "moe_intermediate_size": routing.ffn_size,
             "expert_size_key": experts_of(family).size_key,
             "has_dense_layers": bool(routing.dense_layers),
-            "shared_experts": (shared.size_key, routing.shared_size) if shared else None,
+            "shared_experts": (shared.size_key, routing.shared_size) if shared and routing.shared_size else None,
         }
+    heads, latent = settings["num_attention_heads"], None
+    head_size = settings.get("head_dim") or settings["hidden_size"] // heads
+    if family.latent_attention:
+        latent = LatentAttention.from_hf(settings)
     return ModelSizes(
         path=path,
-        num_attention_heads=settings["num_attention_heads"],
-        num_key_value_heads=settings.get("num_key_value_heads") or settings["num_attention_heads"],
+        num_attention_heads=heads,
+        num_key_value_heads=heads if latent else settings.get("num_key_value_heads") or heads,
         intermediate_size=settings["intermediate_size"],
         padded_vocab_size=padded_vocab_size(vocab_size, VOCAB_PADDING),
         num_hidden_layers=settings["num_hidden_layers"],
         max_position_embeddings=settings["max_position_embeddings"],
         vocab_size=vocab_size,
         sliding_window=sliding_window(family, settings),
-        head_size=settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"],
-        even_heads=bool(settings.get("head_dim")) or settings["hidden_size"] % settings["num_attention_heads"] == 0,
+        head_size=latent.query if latent else head_size,
+        even_heads=bool(latent or settings.get("head_dim")) or settings["hidden_size"] % heads == 0,
+        latent=latent,
         **experts,
     )
 
@@ -245,11 +256,11 @@ def _routing_problems(file: Path, routing: Routing, family: Family) -> list[Viol
             settings, nearest = {key: 1}, {key: 2}
         rule = "leaves the router without a gradient, because the only weight, of a sum of 1, is always 1"
         return [_in_file(file, settings, rule, nearest)]
-    return []
+    return [_in_file(file, *wrong) for wrong in [routing_problem(routing)] if wrong is not None]
 
 
 def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
-    problem = rope_problem(settings)
+    problem = rope_problem(settings, is_latent=family.latent_attention)
     if problem is not None:
         key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
         yield _in_file(file, {key: settings.get(key)}, f"cannot be used: {problem}")

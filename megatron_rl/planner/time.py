@@ -54,13 +54,14 @@ class ModelCost:
         shape, routing = model.shape, model.routing
         embedding = 0 if is_tied(model.specs) else model.specs[EMBEDDING].tensor.numel
         experts = sum(spec.tensor.numel for spec in model.specs.values() if spec.tensor.is_expert)
+        cached = 2 * shape.num_kv_heads * shape.head_size if shape.latent is None else shape.latent.cached
         return cls(
             num_params=model.num_params,
             matrix_params=model.num_active_params - embedding,
             num_layers=shape.num_layers,
             hidden=shape.hidden_size,
             q_size=shape.num_heads * shape.head_size,
-            kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_size * BF16,
+            kv_bytes_per_token=shape.num_layers * cached * BF16,
             num_experts=routing.num_experts if routing else 0,
             experts_per_token=routing.experts_per_token if routing else 0,
             experts_share=experts / model.num_params,

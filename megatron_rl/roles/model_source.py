@@ -14,14 +14,17 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from transformers import AutoConfig, PretrainedConfig
 
+from megatron_rl.checkpoint.constants import load_constants
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.model.families import (
     HEAD,
+    Constant,
     Family,
     ModelShape,
     ParamSpec,
+    constant_map,
     family_of,
     is_reward_model,
     param_map,
@@ -49,7 +52,9 @@ class UnloadedModel:
     def load(self) -> None:
         """Read this rank's shards from the folder. Raises ConfigError when a tensor is missing or misshapen."""
         parameters = {name: p for name, p in named_parameters(self.chunks).items() if name not in self.drawn}
-        load_hf_weights(parameters, self.specs, HFFolder(self.source.path), self.source.place)
+        folder = HFFolder(self.source.path)
+        load_hf_weights(parameters, self.specs, folder, self.source.place)
+        load_constants(named_buffers(self.chunks), self.source.constants, folder)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,11 @@ class ModelSource:
     def value_specs(self) -> dict[str, ParamSpec]:
         """The same for the value model: the trunk and a head of one value."""
         return value_param_map(self.family, self.shape)
+
+    @cached_property
+    def constants(self) -> dict[str, Constant]:
+        """Global Megatron name -> what training reads and never changes."""
+        return constant_map(self.family, self.shape)
 
     @property
     def vocab_multiple(self) -> int:
@@ -126,6 +136,15 @@ def named_parameters(chunks: list[GPTModel]) -> dict[str, torch.nn.Parameter]:
         global_name(name, chunk.decoder.layers[0].layer_number - 1): parameter
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
+    }
+
+
+def named_buffers(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
+    """The buffers of all chunks, likewise."""
+    return {
+        global_name(name, chunk.decoder.layers[0].layer_number - 1): buffer
+        for chunk in chunks
+        for name, buffer in chunk.named_buffers()
     }
 
 

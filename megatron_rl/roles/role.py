@@ -103,6 +103,9 @@ class TrainedRole(Role):
         A critic becomes a classifier with one label, which a critic can start from. Raises StorageError when a file of
         this rank could not be written.
         """
+        import torch
+
+        from megatron_rl.checkpoint.constants import read_constants
         from megatron_rl.checkpoint.hf_export import export_hf
         from megatron_rl.roles.model_source import named_parameters
 
@@ -117,4 +120,5 @@ class TrainedRole(Role):
                 source.vocab_multiple,
                 self.architecture,
                 max_shard_bytes,
+                read_constants(source.constants.values(), source.path, torch.device("cpu"), dtype=None),
             )

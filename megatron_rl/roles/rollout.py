@@ -15,7 +15,7 @@ from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
 from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.rng import swap
-from megatron_rl.model.families import VOCAB_PADDING, full_attention
+from megatron_rl.model.families import VOCAB_PADDING, rollout_settings
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.records import Generations, Prompts, Sampling
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
@@ -38,6 +38,7 @@ class Rollout(Role):
         """neighbours: the other roles of this rank. bridge: where the actor's pool is another one, which this one must
         then join; None: the actor is one of the neighbours.
         """
+        from megatron_rl.checkpoint.constants import read_constants
         from megatron_rl.rollout.engine import RolloutEngine
 
         super().__init__(spec)
@@ -63,11 +64,13 @@ class Rollout(Role):
             max_model_len=data.max_prompt_length + data.max_response_length,
             dtype=spec.megatron.dtype,
             grid=grid,
-            tensors=self.weights.tensors,
+            tensors=self.weights.tensors
+            | read_constants(source.constants.values(), source.path, rank.device.torch_device),
             seed=rank.config.trainer.seed,
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
-            hf_overrides=full_attention(source.family, source.hf_config.to_dict()) | told(rank.config),
+            hf_overrides=rollout_settings(source.family, source.hf_config.to_dict()) | told(rank.config),
             device=rank.device,
+            is_latent=source.family.latent_attention,
         )
         rank.ledger.note("init", self.memory())  # this role is not among the host's yet
         self.generator.sleep()

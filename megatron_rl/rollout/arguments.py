@@ -16,6 +16,10 @@ the samples of a group share whole blocks of their prompt. The kernel takes mult
 """
 
 
+LATENT_CPU_BLOCK_SIZE = 16
+"""The same for latent attention, whose kernel on CPU takes no other."""
+
+
 def engine_arguments(
     device_kind: str,
     model_path: str,
@@ -24,6 +28,7 @@ def engine_arguments(
     dtype: str,
     seed: int,
     hf_overrides: dict[str, Any],
+    is_latent: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the rest as of `RolloutEngine`."""
     arguments: dict[str, Any] = {
@@ -46,7 +51,10 @@ def engine_arguments(
         "hf_overrides": hf_overrides,
     }
     if device_kind == "cpu":
-        arguments["block_size"] = CPU_BLOCK_SIZE
+        arguments["block_size"] = LATENT_CPU_BLOCK_SIZE if is_latent else CPU_BLOCK_SIZE
+        if is_latent:
+            # Where the CPU has matrix tiles, another backend would pack copies of the weights and drop the trainer's.
+            arguments["attention_backend"] = "CPU_MLA"
     else:
         arguments |= {
             # Compared with what is free even where the size of the cache is given, and the trainer holds much already.

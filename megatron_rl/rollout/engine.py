@@ -50,7 +50,8 @@ class RolloutEngine:
 
     tensors: vLLM parameter name -> tensor of this rank's shard; must be readable during construction, which captures
     graphs over them where the configuration has any, and must never move again.
-    hf_overrides: settings that take the place of those in the folder's config.json.
+    hf_overrides: settings that take the place of those in the folder's config.json. is_latent: attention is over
+    latent vectors.
     """
 
     def __init__(
@@ -66,12 +67,15 @@ class RolloutEngine:
         seed: int,
         hf_overrides: dict[str, Any],
         device: Device,
+        is_latent: bool = False,
     ) -> None:
         self.seed = seed
         self.eos_token_ids = eos_token_ids
         inspect_in_process(architecture)
         register_shared_loader(tensors)
-        arguments = engine_arguments(device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides)
+        arguments = engine_arguments(
+            device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides, is_latent
+        )
         keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)):
             self.llm = LLM(**arguments)

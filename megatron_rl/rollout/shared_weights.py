@@ -19,6 +19,10 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 LOAD_FORMAT = "megatron_rl_shared"
 
 
+HELD_ELSEWHERE = ("e_score_correction_bias",)
+"""Parameters that objects other than modules hold, too (routers of experts): these objects become the given tensors."""
+
+
 class EmptyOnMeta(TorchFunctionMode):
     """While active, `torch.empty` allocates nothing. Layers create weights with it, computed buffers otherwise."""
 
@@ -59,6 +63,9 @@ def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) ->
                 new = torch.nn.Parameter(tensor, requires_grad=False)
                 # vLLM hangs its loading hooks on the parameter object.
                 new.__dict__.update(old.__dict__)
+                if local_name in HELD_ELSEWHERE:
+                    torch.utils.swap_tensors(old, new)
+                    new = old
                 replacements[id(old)] = new
             module._parameters[local_name] = replacements[id(old)]
 

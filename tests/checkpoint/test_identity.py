@@ -88,7 +88,7 @@ def test_what_is_left_out_has_the_librarys_value(tmp_path, architecture):
     """transformers' own reading of the same config.json. Would not catch a default that a later version changes."""
     settings = {"architectures": [architecture], "num_local_experts": 8, "num_experts": 8, "num_hidden_layers": 2}
     settings |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "intermediate_size": 8}
-    settings |= {"shared_expert_intermediate_size": 8}
+    settings |= {"shared_expert_intermediate_size": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
     kind = getattr(transformers, architecture).config_class.model_type
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
     read, found = AutoConfig.from_pretrained(tmp_path), computed_settings(settings)

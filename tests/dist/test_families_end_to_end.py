@@ -18,10 +18,13 @@ from safetensors.torch import load_file
 from tiny_models import (
     random_experience,
     run_config,
+    save_deepseek_v2,
+    save_deepseek_v3,
     save_llama,
     save_llama31,
     save_mistral,
     save_mixtral,
+    save_moonlight,
     save_qwen2,
     save_qwen2_moe,
     save_qwen2_with_windows,
@@ -39,7 +42,8 @@ MAX_SHARD_BYTES = 400_000
 """About a third of a tiny model, and less than a pipeline stage."""
 
 DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral)
-WITH_EXPERTS = (save_qwen3_moe, save_mixtral, save_qwen2_moe, save_qwen3_moe_with_dense_layers)
+LATENT = (save_deepseek_v2, save_deepseek_v3, save_moonlight)
+WITH_EXPERTS = (save_qwen3_moe, save_mixtral, save_qwen2_moe, save_qwen3_moe_with_dense_layers, *LATENT)
 LAYOUTS = {"one process": (1, 1, 1, {}), "TP2": (2, 2, 1, {}), "PP2": (2, 1, 2, {}), "TP2xPP2": (4, 2, 2, {})}
 EP2 = {"EP2": (2, 1, 1, {"expert_model_parallel_size": 2})}
 ALL = [(save, layout) for save in (*DENSE, *WITH_EXPERTS) for layout in LAYOUTS]
@@ -53,7 +57,9 @@ OFTEN = {
     (save_mistral, "TP2"),
     (save_qwen3_moe, "EP2"),
     (save_mixtral, "TP2"),
-    (save_qwen2_moe, "TP2xPP2"),
+    (save_qwen2_moe, "EP2"),
+    (save_deepseek_v2, "PP2"),
+    (save_deepseek_v3, "TP2"),
     (save_qwen2_with_windows, "PP2"),
 }
 """What `make test` goes through: every family once, every layout at least once, TP2 with and without experts."""

@@ -8,6 +8,10 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -120,6 +124,60 @@ def save_qwen2_moe(folder: Path, **changes) -> str:
     layers = {"shared_expert_intermediate_size": 80, "mlp_only_layers": [0, 3]}
     settings = {**SIZES, **experts, **layers, "tie_word_embeddings": False, **changes}
     return save(Qwen2MoeForCausalLM(Qwen2MoeConfig(**settings)), folder)
+
+
+# Latent vectors have the only size for which vLLM has a kernel on CPU; of two layers, because they are large.
+LATENT = SIZES | {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+
+
+def save_deepseek_v2(folder: Path, **changes) -> str:
+    """A DeepSeek-V2: queries from a latent vector, yarn, experts of 2 out of 4 groups by softmax scores."""
+    torch.manual_seed(0)
+    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    settings = {**LATENT, **groups, "q_lora_rank": 96, "rope_parameters": YARN, **changes}
+    return save(DeepseekV2ForCausalLM(DeepseekV2Config(**settings)), folder)
+
+
+def save_deepseek_v3(folder: Path, **changes) -> str:
+    """A DeepSeek-V3: the same attention, experts by sigmoid scores and a bias large enough to change the choice."""
+    torch.manual_seed(0)
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
+    settings = {**LATENT, **groups, "q_lora_rank": 96, "rope_parameters": YARN, **changes}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**settings))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
+    return save(model, folder)
+
+
+def save_moonlight(folder: Path, **changes) -> str:
+    """The same without a latent vector of queries, without yarn, and with one group, as Moonlight has it."""
+    return save_deepseek_v3(
+        folder, **{"q_lora_rank": None, "rope_parameters": None, "n_group": 1, "topk_group": 1} | changes
+    )
 
 
 def save_reward_model(folder: Path, family: str) -> str:

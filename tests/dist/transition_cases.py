@@ -6,7 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from tiny_models import run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
+from tiny_models import (
+    run_config,
+    save_deepseek_v2,
+    save_deepseek_v3,
+    save_llama,
+    save_moonlight,
+    save_qwen2,
+    save_qwen2_moe,
+    save_qwen3,
+    save_qwen3_moe,
+)
 
 LR = 1e-2
 
@@ -63,12 +73,18 @@ CASES = [
     Case("TP2EP2ETP1-TP2", 2, 1, 2, save=save_qwen3_moe, options=SP | EP2 | ETP1),
     Case("TP2PP2ETP2-TP1", 2, 2, 1, save=save_qwen3_moe, options=SP),
     Case("TP2DP2EP2ETP2-TP1", 2, 1, 1, dp=2, save=save_qwen3_moe, options=SP | EP2),
+    Case("TP2PP2ETP2-TP1-qwen2-moe", 2, 2, 1, save=save_qwen2_moe, options=SP),
+    Case("TP2ETP2-TP1-deepseek-v3", 2, 1, 1, save=save_deepseek_v3, options=SP),
+    Case("TP2PP2ETP2-TP2-deepseek-v2", 2, 2, 2, save=save_deepseek_v2, options=SP),
+    Case("PP2DP2EP2-TP1-moonlight", 1, 2, 1, dp=2, save=save_moonlight, options=EP2),
 ]
 OFTEN = (
     "PP2-TP2",
     "TP2DP2EP2ETP2-TP1",
+    "TP2ETP2-TP1-deepseek-v3",
 )
-"""What `make test` goes through: TP wholly merged and spread, stages, and experts on all axes.
+"""What `make test` goes through: TP wholly merged and spread, stages, experts on all axes, and tensors that vLLM
+derives from weights.
 
 The others differ in the size of an axis or combine what is here; plans are checked for all layouts in
 tests/hybrid_engine.

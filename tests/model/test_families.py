@@ -1,5 +1,8 @@
 """The map between Megatron's parameters and Hugging Face's tensors."""
 
+from dataclasses import replace
+from unittest.mock import ANY
+
 import pytest
 import torch
 import transformers
@@ -14,16 +17,19 @@ from megatron_rl.model.families import (
     ModelShape,
     ParamSpec,
     Routing,
+    constant_map,
     family_of,
     full_attention,
     is_reward_model,
     num_labels,
     param_map,
+    rollout_settings,
+    routing_problem,
     sliding_window,
     value_param_map,
 )
 from megatron_rl.model.families.layers import dense_layers
-from megatron_rl.parallel.sharding import LogicalTensor, Segment
+from megatron_rl.parallel.sharding import LogicalTensor, Place, Segment, shard_of
 
 LLAMA, QWEN2 = FAMILIES["LlamaForCausalLM"], FAMILIES["Qwen2ForCausalLM"]
 QWEN3_MOE = FAMILIES["Qwen3MoeForCausalLM"]
@@ -115,7 +121,7 @@ def test_family_of_takes_the_first_known_and_lists_the_known():
     assert family_of(["Other", "Qwen2ForCausalLM"]) is QWEN2 and QWEN2.qkv_bias and not LLAMA.qkv_bias
     for architectures in (["GPT2LMHeadModel"], [], None):
         with pytest.raises(
-            ConfigError, match="known: LlamaForCausalLM, LlamaForSequence.*Qwen3MoeForCausalLM"
+            ConfigError, match="known: DeepseekV2.*LlamaForCausalLM, LlamaForSequence.*Qwen3MoeForCausalLM"
         ) as raised:
             family_of(architectures)
         assert str(architectures) in str(raised.value)
@@ -143,6 +149,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "num_local_experts": 3,
     "shared_expert_intermediate_size": 40,
+    "n_routed_experts": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
 }
 
 
@@ -187,8 +201,10 @@ def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
         del expected["lm_head.weight"]
     specs = (value_param_map if is_classifier else param_map)(family, ModelShape.from_hf(config.to_dict()))
     claimed = hf_tensors(specs)
-    assert {tensor.name: tensor.shape for tensor in claimed} == expected
-    assert len(claimed) == len(expected)
+    constants = constant_map(family, ModelShape.from_hf(config.to_dict()))
+    found = {tensor.name: tensor.shape for tensor in claimed}
+    assert found | {constant.name: constant.shape for constant in constants.values()} == expected
+    assert len(claimed) + len(constants) == len(expected)
 
 
 def test_mixtral_routes_over_the_chosen_experts_alone():
@@ -236,6 +252,58 @@ def test_dense_layers_by_hand(architecture, settings, dense):
     """Both of Qwen's keys, of 5 layers. Would not catch a layer that is built otherwise than it is counted."""
     assert dense_layers(FAMILIES[architecture], settings | {"num_hidden_layers": 5}) == dense
     assert dense_layers(LLAMA, settings | {"num_hidden_layers": 5}) == ()
+
+
+def test_a_latent_layer_by_hand():
+    """What TP cuts and what it leaves whole, with and without a latent vector of queries. Would not catch the rows of
+    one head in the place of another's.
+    """
+    sizes = {"num_attention_heads": 4, "hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 20}
+    sizes |= {name: SIZES[name] for name in SIZES if name.startswith(("qk_", "v_", "kv_"))}
+    sizes |= {"vocab_size": 70, "tie_word_embeddings": False, "architectures": ["DeepseekV2ForCausalLM"]}
+    sizes |= {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 2}
+    family, attention = FAMILIES["DeepseekV2ForCausalLM"], "decoder.layers.0.self_attention."
+    for q_rank, fused, query in ((12, "fused_qkv_a_proj", "linear_q_up"), (None, "kv_a_proj_with_mqa", "linear_q")):
+        params = param_map(family, ModelShape.from_hf(sizes | {"q_lora_rank": q_rank}))
+        down, up = (params[f"{attention}{name}.weight"].tensor for name in ("linear_down", query))
+        assert down.name == f"model.layers.0.self_attn.{fused}.weight" and not down.is_split
+        for rank in range(2):
+            place = Place(rank, 2, 64)
+            assert shard_of(down, place).shape == ((q_rank or 0) + 10 + 4, 24)
+            assert shard_of(up, place).shape == (2 * 12, q_rank or 24)
+            assert shard_of(params[f"{attention}linear_kv_up.weight"].tensor, place).shape == (2 * (8 + 6), 10)
+            assert shard_of(params[f"{attention}linear_proj.weight"].tensor, place).shape == (24, 2 * 6)
+        assert params["decoder.layers.0.mlp.shared_experts.linear_fc2.weight"].tensor.segments[0].shape == (24, 16)
+
+
+def test_groups_and_scales_of_experts():
+    """Where one key makes groups of another's numbers. Would not catch a key that transformers renames."""
+    settings = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    settings |= {"n_group": 4, "topk_group": 2, "n_shared_experts": None}
+    for method, groups in (("greedy", (1, 1)), ("group_limited_greedy", (4, 2))):
+        v2 = Routing.from_hf(FAMILIES["DeepseekV2ForCausalLM"], settings | {"topk_method": method})
+        assert (v2.num_groups, v2.groups_per_token) == groups and (v2.scale, v2.normalised) == (1.0, False)
+        assert v2.shared_size == 0 and v2.dense_layers == ()
+        told = rollout_settings(FAMILIES["DeepseekV2ForCausalLM"], settings | {"topk_method": method})
+        assert (told["n_group"], told["topk_group"]) == groups
+    v3 = Routing.from_hf(FAMILIES["DeepseekV3ForCausalLM"], settings | {"n_shared_experts": 2})
+    assert (v3.num_groups, v3.groups_per_token, v3.scale, v3.normalised) == (4, 2, 2.5, True)
+    assert v3.shared_size == 16 and v3.dense_layers == (0, 1)
+    assert routing_problem(v3) is None
+    assert routing_problem(replace(v3, num_groups=3)) == ({"n_group": 3}, ANY)
+    assert routing_problem(replace(v3, num_groups=8)) == ({"n_group": 8}, ANY)
+    assert routing_problem(replace(v3, groups_per_token=5)) == ({"topk_group": 5}, ANY)
+
+
+def test_best_groups_by_hand():
+    """Two of three groups, by their two largest and by their largest. Would not catch a tie."""
+    from megatron_rl.model.grouped_router import in_best_groups
+
+    scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.1, 0.6]])
+    out = float("-inf")
+    assert in_best_groups(scores, 3, 1, 2).tolist() == [[out, out, 0.5, 0.5, out, out]]
+    assert in_best_groups(scores, 3, 2, 1)[0, [2, 3]].tolist() == [out, out]
+    assert in_best_groups(scores, 3, 3, 1) is scores
 
 
 def test_classifiers_and_their_labels():

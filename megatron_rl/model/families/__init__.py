@@ -5,10 +5,20 @@ small file here and one name in `registry.py`.
 """
 
 from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.latent import LatentAttention
 from megatron_rl.model.families.layers import dense_layers_problem
-from megatron_rl.model.families.params import HEAD, VOCAB_PADDING, ParamSpec, param_map, value_param_map
+from megatron_rl.model.families.params import (
+    CORRECTION,
+    HEAD,
+    VOCAB_PADDING,
+    Constant,
+    ParamSpec,
+    constant_map,
+    param_map,
+    value_param_map,
+)
 from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
-from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type
+from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, softmax_growth
 from megatron_rl.model.families.shape import (
     ModelShape,
     Routing,
@@ -16,10 +26,19 @@ from megatron_rl.model.families.shape import (
     full_attention,
     num_experts_key,
     num_labels,
+    rollout_settings,
+    routing_problem,
     sliding_window,
 )
 
 __all__ = [
+    "CORRECTION",
+    "Constant",
+    "LatentAttention",
+    "constant_map",
+    "rollout_settings",
+    "routing_problem",
+    "softmax_growth",
     "FAMILIES",
     "HEAD",
     "REWARD_FAMILIES",

@@ -20,12 +20,33 @@ class SharedExperts:
     """An MLP beside the experts that every token passes.
 
     block: its part of the experts' block. gate: the part of the block whose one row, by its sigmoid, scales a token's
-    output; None: nothing does. size_key: the config.json key of its columns.
+    output; None: nothing does. size_key: the config.json key of its columns. count_key: the key of how many such MLPs
+    lie side by side as one; None: one.
     """
 
     block: str
     size_key: str
     gate: str | None = None
+    count_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How experts are chosen by scores in groups: those of the best groups alone, and of them the best.
+
+    function: "softmax" or "sigmoid", which makes scores of logits. best: so many of a group's experts, by the sum of
+    their scores, stand for it. method: a config.json key and the value without which all experts are one group; None:
+    groups are always in force. bias: a tensor of the experts' block that is added to scores for the choice alone, and
+    that training leaves as it is; None: there is none. scale, normalised: routed_scaling_factor and norm_topk_prob
+    where config.json has none.
+    """
+
+    function: str
+    best: int
+    method: tuple[str, str] | None = None
+    bias: str | None = None
+    scale: float = 1.0
+    normalised: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,7 @@ class Experts:
     dense_keys: the config.json keys that say which layers have a dense MLP instead, each with what its absence means
     (`layers.py`).
     shared: an MLP that every token passes beside its experts; None: there is none.
+    scoring: how experts are chosen; None: the largest of a softmax over all.
     """
 
     block: str = "mlp"
@@ -52,6 +74,7 @@ class Experts:
     norm_topk_prob: bool | None = None
     dense_keys: Mapping[str, object] = field(default_factory=dict, hash=False)
     shared: SharedExperts | None = None
+    scoring: Scoring | None = None
 
 
 @dataclass(frozen=True)
@@ -72,18 +95,22 @@ class Family:
 
     architecture: the language model. reward_architecture: the same trunk with a classification head, `score.weight`.
     qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head.
+    latent_attention: keys and values are made of a short latent vector (`latent.py`).
     experts: MLPs are routers over experts, in all layers or those that config.json names; None: all are dense.
     window: sliding-window attention that config.json may ask for; None: the architecture has none.
     fixed: further config.json settings that may have one value only (or be absent).
+    rollout: settings that vLLM reads from config.json and that transformers takes for granted.
     """
 
     architecture: str
     reward_architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    latent_attention: bool = False
     experts: Experts | None = None
     window: Window | None = None
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
+    rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     @property
     def is_moe(self) -> bool:

@@ -7,9 +7,14 @@ from typing import Any
 
 from megatron_rl.model.families.family import Family
 
-LISTED, STEP = "mlp_only_layers", "decoder_sparse_step"
+LISTED, STEP, FIRST = "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"
 STEP_RULE = {LISTED: (), STEP: 1}
 """Qwen's keys: layers by number, and experts in every n-th layer only. Absent: experts are everywhere."""
+
+
+def first_rule(absent: int) -> dict[str, object]:
+    """DeepSeek's key: how many of the first layers are dense. absent: how many where config.json does not say."""
+    return {FIRST: absent}
 
 
 def dense_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...]:
@@ -18,8 +23,9 @@ def dense_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...]
         return ()
     given = {key: settings.get(key) for key in family.experts.dense_keys}
     rules = {key: family.experts.dense_keys[key] if value is None else value for key, value in given.items()}
-    listed, step = rules.get(LISTED, ()), rules.get(STEP, 1)
-    return tuple(layer for layer in range(settings["num_hidden_layers"]) if layer in listed or (layer + 1) % step)
+    listed, step, first = rules.get(LISTED, ()), rules.get(STEP, 1), rules.get(FIRST, 0)
+    layers = range(settings["num_hidden_layers"])
+    return tuple(layer for layer in layers if layer in listed or (layer + 1) % step or layer < first)
 
 
 def dense_layers_problem(family: Family, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_rl.model.families.family import Experts, Family
+from megatron_rl.model.families.latent import LatentAttention
 from megatron_rl.model.families.shape import ModelShape
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
@@ -13,6 +14,18 @@ VOCAB_PADDING = 64
 
 HEAD = "output_layer.weight"
 """Megatron's name of the last layer's weight, of a vocabulary head and of a value head."""
+
+
+CORRECTION = "correction_bias"
+"""Our router's name of what is added to scores for the choice of experts alone."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor of the folder, of this shape, that no update changes; vLLM has it under the same name, in float32."""
+
+    name: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,11 @@ def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     params = {"embedding.word_embeddings.weight": embedding}
     for layer in range(shape.num_layers):
         mega, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        params |= _attention_params(family, shape, mega, hf)
+        params |= _norm_params(shape.hidden_size, mega, hf)
+        if shape.latent is not None:
+            params |= _latent_params(shape, shape.latent, f"{mega}self_attention.", f"{hf}self_attn.")
+        else:
+            params |= _attention_params(family, shape, mega, hf)
         if family.experts is None:
             params |= _mlp_params(shape.hidden_size, shape.ffn_size, f"{mega}mlp.", f"{hf}mlp.")
         elif layer in shape.dense_layers:
@@ -55,6 +72,54 @@ def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     return trunk | {HEAD: _whole("score.weight", (1, shape.hidden_size))}
 
 
+def constant_map(family: Family, shape: ModelShape) -> dict[str, Constant]:
+    """Megatron name -> what training reads and never changes; {} in most families."""
+    experts = family.experts
+    if experts is None or experts.scoring is None or experts.scoring.bias is None:
+        return {}
+    return {
+        f"decoder.layers.{layer}.mlp.router.{CORRECTION}": Constant(
+            f"model.layers.{layer}.{experts.block}.{experts.scoring.bias}", (shape.num_experts,)
+        )
+        for layer in range(shape.num_layers)
+        if layer not in shape.dense_layers
+    }
+
+
+def _norm_params(hidden: int, mega: str, hf: str) -> dict[str, ParamSpec]:
+    return {
+        f"{mega}input_layernorm.weight": _whole(f"{hf}input_layernorm.weight", (hidden,)),
+        f"{mega}pre_mlp_layernorm.weight": _whole(f"{hf}post_attention_layernorm.weight", (hidden,)),
+    }
+
+
+def _latent_params(shape: ModelShape, latent: LatentAttention, mega: str, hf: str) -> dict[str, ParamSpec]:
+    """The projections to latent vectors are whole on every TP rank, as vLLM has them, and those from them are cut."""
+    hidden, heads = shape.hidden_size, shape.num_heads
+    kv_a = Segment("kv_a", (latent.cached, hidden), 1)
+    if latent.q_rank is None:
+        params = {
+            f"{mega}linear_down.weight": _single(f"{hf}kv_a_proj_with_mqa.weight", kv_a, 0),
+            f"{mega}linear_q.weight": _heads(f"{hf}q_proj.weight", heads, latent.query, hidden),
+        }
+    else:
+        both = (Segment("q_a", (latent.q_rank, hidden), 1), kv_a)
+        names = (f"{hf}q_a_proj.weight", f"{hf}kv_a_proj_with_mqa.weight")
+        params = {
+            f"{mega}linear_down.weight": ParamSpec(LogicalTensor(f"{hf}fused_qkv_a_proj.weight", both, 0), names),
+            f"{mega}q_layernorm.weight": _whole(f"{hf}q_a_layernorm.weight", (latent.q_rank,)),
+            f"{mega}linear_q_up.weight": _heads(f"{hf}q_b_proj.weight", heads, latent.query, latent.q_rank),
+        }
+    o_proj = Segment("columns", (hidden, heads * latent.value), heads)
+    return params | {
+        f"{mega}kv_layernorm.weight": _whole(f"{hf}kv_a_layernorm.weight", (latent.kv_rank,)),
+        f"{mega}linear_kv_up.weight": _heads(
+            f"{hf}kv_b_proj.weight", heads, latent.nope + latent.value, latent.kv_rank
+        ),
+        f"{mega}linear_proj.weight": _single(f"{hf}o_proj.weight", o_proj, 1),
+    }
+
+
 def _attention_params(family: Family, shape: ModelShape, mega: str, hf: str) -> dict[str, ParamSpec]:
     hidden, heads, kv_heads, size = shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_size
 
@@ -67,10 +132,8 @@ def _attention_params(family: Family, shape: ModelShape, mega: str, hf: str) -> 
 
     o_proj = Segment("columns", (hidden, heads * size), heads)
     params = {
-        f"{mega}input_layernorm.weight": _whole(f"{hf}input_layernorm.weight", (hidden,)),
         f"{mega}self_attention.linear_qkv.weight": qkv("weight", hidden),
         f"{mega}self_attention.linear_proj.weight": _single(f"{hf}self_attn.o_proj.weight", o_proj, 1),
-        f"{mega}pre_mlp_layernorm.weight": _whole(f"{hf}post_attention_layernorm.weight", (hidden,)),
     }
     if family.qkv_bias:
         params[f"{mega}self_attention.linear_qkv.bias"] = qkv("bias")
@@ -119,6 +182,11 @@ def _moe_params(names: Experts, shape: ModelShape, mega: str, hf: str) -> dict[s
 def _single(name: str, segment: Segment, tp_dim: int) -> ParamSpec:
     """A tensor of one segment, under the same name in Hugging Face and the rollout engine."""
     return ParamSpec(LogicalTensor(name, (segment,), tp_dim), (name,))
+
+
+def _heads(name: str, heads: int, size: int, columns: int) -> ParamSpec:
+    """A matrix with `size` rows for each head."""
+    return _single(name, Segment("heads", (heads * size, columns), heads), 0)
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> ParamSpec:

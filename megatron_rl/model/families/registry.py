@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from megatron_rl.model.families import (
+    deepseek_v2,
+    deepseek_v3,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from megatron_rl.model.families.family import Family
 
-_ALL = tuple(module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe))
+MODULES = (deepseek_v2, deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
+_ALL = tuple(module.FAMILY for module in MODULES)
 
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 """Language models: what an actor, a reference or a critic can start from."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.model.families.family import Experts, Family
+from megatron_rl.model.families.family import Experts, Family, Scoring
+from megatron_rl.model.families.latent import LatentAttention
 from megatron_rl.model.families.layers import dense_layers
 from megatron_rl.model.families.registry import family_of
 
@@ -19,7 +20,8 @@ class Routing:
     """How tokens go to experts. `ffn_size`: columns of one expert; `normalised`: a token's weights add up to 1.
 
     shared_size: columns of the MLP that every token passes beside them, 0 where there is none; shared_gate: its output
-    is scaled per token. dense_layers: numbers of the layers that have a dense MLP instead.
+    is scaled per token. dense_layers: numbers of the layers that have a dense MLP instead. scoring: how experts are
+    chosen, of `num_groups` groups `groups_per_token` at most; None: by a softmax over all. scale: of the weights.
     """
 
     num_experts: int
@@ -29,21 +31,62 @@ class Routing:
     shared_size: int = 0
     shared_gate: bool = False
     dense_layers: tuple[int, ...] = ()
+    scoring: Scoring | None = None
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
 
     @classmethod
     def from_hf(cls, family: Family, settings: Mapping[str, Any]) -> Routing:
         """From the content of a config.json of a family with experts. Raises KeyError when a number is not there."""
         experts = experts_of(family)
-        normalised, shared = experts.norm_topk_prob, experts.shared
+        normalised, scoring = experts.norm_topk_prob, experts.scoring
+        if normalised is None:
+            normalised = bool(settings.get("norm_topk_prob", scoring is not None and scoring.normalised))
+        groups = groups_of(scoring, settings)
         return cls(
             num_experts=settings[num_experts_key(family, settings)],
             experts_per_token=settings["num_experts_per_tok"],
             ffn_size=settings[experts.size_key],
-            normalised=bool(settings.get("norm_topk_prob", False)) if normalised is None else normalised,
-            shared_size=settings[shared.size_key] if shared else 0,
-            shared_gate=shared is not None and shared.gate is not None,
+            normalised=normalised,
+            shared_size=shared_size(experts, settings),
+            shared_gate=experts.shared is not None and experts.shared.gate is not None,
             dense_layers=dense_layers(family, settings),
+            scoring=scoring,
+            num_groups=groups[0],
+            groups_per_token=groups[1],
+            scale=settings.get("routed_scaling_factor", scoring.scale) if scoring else 1.0,
         )
+
+
+def groups_of(scoring: Scoring | None, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """(groups of experts, groups of which a token's experts are); (1, 1) where they are one group."""
+    if scoring is None or (scoring.method and settings.get(scoring.method[0]) != scoring.method[1]):
+        return 1, 1
+    return settings.get("n_group") or 1, settings.get("topk_group") or 1
+
+
+def routing_problem(routing: Routing) -> tuple[dict[str, Any], str] | None:
+    """The settings by which experts cannot be chosen in groups, and what must hold of them; None when they can."""
+    groups, per_token, experts = routing.num_groups, routing.groups_per_token, routing.num_experts
+    if routing.scoring is None or groups == 1:
+        return None
+    if experts % groups or experts // groups < routing.scoring.best:
+        least = f" of at least {routing.scoring.best}" if routing.scoring.best > 1 else ""
+        return {"n_group": groups}, f"must cut {experts} experts into equal groups{least}"
+    if per_token > groups or per_token * (experts // groups) < routing.experts_per_token:
+        rule = f"must be <= n_group({groups}), and leave num_experts_per_tok({routing.experts_per_token}) experts"
+        return {"topk_group": per_token}, rule
+    return None
+
+
+def shared_size(experts: Experts, settings: Mapping[str, Any]) -> int:
+    """Columns of the MLP beside the experts, all that lie side by side together; 0 where there is none."""
+    shared = experts.shared
+    if shared is None:
+        return 0
+    count = 1 if shared.count_key is None else settings.get(shared.count_key) or 0
+    return int(count * settings[shared.size_key])
 
 
 def experts_of(family: Family) -> Experts:
@@ -63,6 +106,7 @@ def num_experts_key(family: Family, settings: Mapping[str, Any]) -> str:
 class ModelShape:
     """The sizes of one model. `ffn_size` is that of the dense MLP, or of one expert; what follows `tied` is of models
     with experts: `dense_ffn_size` are the columns of the MLPs of `dense_layers`, `shared_size` of the shared experts.
+    latent: sizes of latent attention, in which `head_size` is that of a query; None: attention is another.
     """
 
     num_layers: int
@@ -78,6 +122,7 @@ class ModelShape:
     shared_size: int = 0
     dense_layers: tuple[int, ...] = ()
     dense_ffn_size: int = 0
+    latent: LatentAttention | None = None
 
     @property
     def attention_parity(self) -> float:
@@ -96,12 +141,14 @@ class ModelShape:
         """From the content of a config.json, as a plain dict. Raises ConfigError for an unknown architecture."""
         heads, family = settings["num_attention_heads"], family_of(settings["architectures"])
         routing = Routing.from_hf(family, settings) if family.is_moe else None
+        latent = LatentAttention.from_hf(settings) if family.latent_attention else None
+        head_size = settings.get("head_dim") or settings["hidden_size"] // heads
         return cls(
             num_layers=settings["num_hidden_layers"],
             hidden_size=settings["hidden_size"],
             num_heads=heads,
-            num_kv_heads=settings.get("num_key_value_heads") or heads,
-            head_size=settings.get("head_dim") or settings["hidden_size"] // heads,
+            num_kv_heads=heads if latent else settings.get("num_key_value_heads") or heads,
+            head_size=latent.query if latent else head_size,
             ffn_size=routing.ffn_size if routing else settings["intermediate_size"],
             vocab_size=settings["vocab_size"],
             tied=settings["tie_word_embeddings"],
@@ -110,6 +157,7 @@ class ModelShape:
             shared_size=routing.shared_size if routing else 0,
             dense_layers=routing.dense_layers if routing else (),
             dense_ffn_size=settings["intermediate_size"] if routing and routing.dense_layers else 0,
+            latent=latent,
         )
 
 
@@ -128,6 +176,15 @@ def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any
         return {}
     switch = {} if family.window.switch is None else {family.window.switch: False}
     return {"sliding_window": None, "layer_types": ["full_attention"] * settings["num_hidden_layers"], **switch}
+
+
+def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM must be told beside config.json, so that it computes what transformers does."""
+    told = full_attention(family, settings) | dict(family.rollout)
+    if family.experts is not None and family.experts.scoring is not None:
+        groups, per_token = groups_of(family.experts.scoring, settings)
+        told |= {"n_group": groups, "topk_group": per_token}
+    return told
 
 
 def num_labels(settings: Mapping[str, Any]) -> int:

@@ -1,0 +1,67 @@
+"""Tensors of a Hugging Face folder that training reads and leaves as they are: from the folder, and into the next one.
+
+They are no parameters: no optimizer, no exchange of weights and no saved state knows them. Every process that needs
+one reads it from the folder that its role starts from, or from the file that lies beside a checkpoint's config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.checkpoint.hf_import import HFFolder
+from megatron_rl.model.families import Constant, ModelShape, constant_map, family_of
+
+FILE = "constants.safetensors"
+"""Their file beside a checkpoint's config.json, which has no other tensors."""
+
+
+def constants_of(settings: Mapping[str, Any]) -> dict[str, Constant]:
+    """Megatron name -> constant, of a config.json's model."""
+    return constant_map(family_of(settings["architectures"]), ModelShape.from_hf(settings))
+
+
+@torch.no_grad()
+def load_constants(buffers: Mapping[str, torch.Tensor], constants: Mapping[str, Constant], folder: HFFolder) -> None:
+    """Fill those of a model's buffers (global Megatron names) that are constants.
+
+    Raises ConfigError when one is missing in the folder or has another shape.
+    """
+    for name, constant in constants.items():
+        if name in buffers:
+            _copy(folder, constant, buffers[name])
+
+
+def read_constants(
+    constants: Iterable[Constant], folder: Path, device: torch.device, dtype: torch.dtype | None = torch.float32
+) -> dict[str, torch.Tensor]:
+    """All constants by their names, {} where there are none. dtype: None leaves each as it is in the folder."""
+    found: dict[str, torch.Tensor] = {}
+    wanted = list(constants)
+    if not wanted:
+        return found
+    source = HFFolder(folder)
+    for constant in wanted:
+        own = source.dtype(constant.name) if dtype is None else dtype
+        found[constant.name] = torch.empty(constant.shape, dtype=own, device=device)
+        _copy(source, constant, found[constant.name])
+    return found
+
+
+def _copy(folder: HFFolder, constant: Constant, into: torch.Tensor) -> None:
+    folder.copy_box(constant.name, tuple((0, size) for size in constant.shape), constant.shape, into)
+
+
+def keep_constants(source: Path, target: Path) -> str | None:
+    """Write a folder's constants as `FILE` into `target`; its name, None where there are none."""
+    constants = constants_of(json.loads((source / "config.json").read_text())).values()
+    kept = read_constants(constants, source, torch.device("cpu"), dtype=None)
+    if not kept:
+        return None
+    save_file(kept, target / FILE)
+    return FILE

@@ -1,0 +1,172 @@
+"""Multi-head latent attention for training (DeepSeek-V2, arXiv:2405.04434), with the rollout engine's weight layout.
+
+Legend: S sequence, S' this rank's part of it under sequence parallelism (else S), B batch, N heads of this TP rank.
+Sizes of a head and of the latent vectors are those of `LatentAttention`.
+
+The projections to latent vectors are whole on every TP rank, as vLLM has them: its parameters are the trainer's memory,
+and under sequence parallelism only latent vectors, which are short, are gathered. Keys and values are made for every
+head, as transformers makes them; that they need not be is for generation, which keeps the latent vectors alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_rl.device import has_varlen_attention
+from megatron_rl.model.attention import CausalAttention, Turn
+from megatron_rl.model.families import LatentAttention
+from megatron_rl.model.norm import RMSNorm
+from megatron_rl.model.segments import Segments
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer whose weight every TP rank holds; under sequence parallelism its gradient is summed over them."""
+
+    def __init__(self, config: TransformerConfig, num_in: int, num_out: int) -> None:
+        super().__init__()
+        weight: Any = torch.nn.Parameter(torch.empty(num_out, num_in, dtype=config.params_dtype))
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return F.linear(x, self.weight)
+
+
+class LatentSelfAttention(MegatronModule):
+    """Stands in the place of Megatron's self-attention.
+
+    growth: what the usual scale of the softmax is multiplied with. turn_scale: what cosine and sine are.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        latent: LatentAttention,
+        growth: float,
+        turn_scale: float,
+        pg_collection: ProcessGroupCollection,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.latent, self.growth, self.turn_scale, self.tp_group = latent, growth, turn_scale, pg_collection.tp
+        hidden, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
+        self.linear_down = WholeLinear(config, hidden, (latent.q_rank or 0) + latent.cached)
+        if latent.q_rank is None:
+            self.linear_q = self._columns(hidden, heads * latent.query)
+        else:
+            self.q_layernorm = RMSNorm(config, latent.q_rank, eps)
+            self.linear_q_up = self._columns(latent.q_rank, heads * latent.query)
+        self.kv_layernorm = RMSNorm(config, latent.kv_rank, eps)
+        self.linear_kv_up = self._columns(latent.kv_rank, heads * (latent.nope + latent.value))
+        self.linear_proj = RowParallelLinear(
+            heads * latent.value,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+        )
+        self.core_attention = CausalAttention(config, layer_number, AttnMaskType.causal, "self")
+        parts = config.recompute_modules if config.recompute_granularity == "selective" else None
+        self.makes_core_again = "core_attn" in (parts or ())
+
+    def _columns(self, num_in: int, num_out: int) -> ColumnParallelLinear:
+        """A linear layer cut by heads, whose input under sequence parallelism is gathered."""
+        config = self.config
+        return ColumnParallelLinear(
+            num_in, num_out, config=config, init_method=config.init_method, bias=False, tp_group=self.tp_group
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: Segments | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [S', B, H] -> (the same shape, None: no bias). rotary_pos_emb [longest, 1, 1, D]: angles."""
+        if packed_seq_params is None:
+            angles = rotary_pos_emb[..., : rotary_pos_emb.shape[-1] // 2]
+            turns = (angles.cos(), angles.sin())
+        else:
+            turns = packed_seq_params.turns_of(rotary_pos_emb)
+        query, key, value = self._heads(hidden_states, turns)
+        attend = self._checkpointed if self.makes_core_again and self.training else self._attend
+        out, _ = self.linear_proj(attend(query, key, value, packed_seq_params))
+        return out, None
+
+    def _heads(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states [S', B, H] -> query and key [S, B, N, nope + rope], value [S, B, N, value]."""
+        latent = self.latent
+        q_latent, kv_latent, k_turning = self.linear_down(hidden_states).split(
+            [latent.q_rank or 0, latent.kv_rank, latent.rope], dim=-1
+        )
+        if latent.q_rank is None:
+            query, _ = self.linear_q(hidden_states)
+        else:
+            query, _ = self.linear_q_up(self.q_layernorm(q_latent))
+        up, _ = self.linear_kv_up(self.kv_layernorm(kv_latent))
+        k_still, value = _by_head(up, latent.nope + latent.value).split([latent.nope, latent.value], dim=-1)
+        q_still, q_turning = _by_head(query, latent.query).split([latent.nope, latent.rope], dim=-1)
+        cosine, sine = (self.turn_scale * turn for turn in turns)
+        k_turned = _turned(self._for_all_heads(k_turning).unsqueeze(2), cosine, sine)
+        key = torch.cat([k_still, k_turned.expand(*k_still.shape[:3], latent.rope)], dim=-1)
+        query = torch.cat([q_still, _turned(q_turning, cosine, sine)], dim=-1)
+        return (query if self.growth == 1.0 else query * self.growth), key, value
+
+    def _for_all_heads(self, k_turning: Tensor) -> Tensor:
+        """[S', B, rope] -> [S, B, rope]; its gradient comes from the heads of all TP ranks."""
+        if self.config.sequence_parallel:
+            gathered: Tensor = gather_from_sequence_parallel_region(k_turning, group=self.tp_group)
+            return gathered
+        copied: Tensor = copy_to_tensor_model_parallel_region(k_turning, group=self.tp_group)
+        return copied
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments | None) -> Tensor:
+        """Causal attention, [S, B, N * value]. The kernel for CUDA wants values as wide as keys."""
+        if segments is None or not has_varlen_attention(query):
+            return self.core_attention(query, key, value, None, packed_seq_params=segments)
+        wide = F.pad(value, (0, self.latent.query - self.latent.value))
+        out: Tensor = self.core_attention(query, key, wide, None, packed_seq_params=segments)
+        return _by_head(out, self.latent.query)[..., : self.latent.value].flatten(2)
+
+    def _checkpointed(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments | None) -> Tensor:
+        """The same, made again in backward."""
+        out: Tensor = tensor_parallel.checkpoint(
+            lambda *heads: self._attend(*heads, segments), False, query, key, value
+        )
+        return out
+
+
+def _by_head(x: Tensor, size: int) -> Tensor:
+    """[S, B, N * size] -> [S, B, N, size]."""
+    return x.unflatten(-1, (-1, size))
+
+
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [S, B, N, rope] turned, of which elements 2i and 2i + 1 are a pair: the pairs' first elements come first then,
+    which changes no product of a query with a key.
+    """
+    halves = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+    turned: Tensor = Turn.apply(halves, cosine.to(x.dtype), sine.to(x.dtype))
+    return turned
