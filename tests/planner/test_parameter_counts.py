@@ -20,6 +20,15 @@ from megatron_rl.planner.weights import TrainedWeights
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 pytestmark = pytest.mark.timeout(300)
 
+PUBLISHED = Path(__file__).parents[1] / "port" / "verl_scripts" / "models"
+SP = {"sequence_parallel": True}
+MOONLIGHT = {
+    "expert_model_parallel_size": 4,
+    "expert_tensor_parallel_size": 1,
+    "num_layers_in_first_pipeline_stage": 14,
+    "num_layers_in_last_pipeline_stage": 13,
+}
+
 # (model, ranks, TP, PP, further sizes)
 LAYOUTS = [
     ("llama-2-7b", 1, 1, 1, {}),
@@ -46,6 +55,8 @@ LAYOUTS = [
     ("qwen3-30b-a3b", 16, 2, 4, {"virtual_pipeline_model_parallel_size": 3, "expert_model_parallel_size": 2}),
     ("qwen3-30b-a3b", 4, 2, 2, {"num_layers_in_first_pipeline_stage": 20}),
     ("qwen2-moe", 8, 2, 2, {"expert_model_parallel_size": 2, "sequence_parallel": True}),
+    ("Moonlight-16B-A3B-Instruct", 8, 4, 2, SP | MOONLIGHT),
+    ("DeepSeek-V3", 8, 2, 2, SP | {"expert_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 30}),
     ("tied", 8, 2, 1, {}),
     ("tied", 8, 2, 4, {}),
 ]
@@ -53,6 +64,8 @@ LAYOUTS = [
 
 def model_folder(name: str, folder: Path) -> Path:
     """One of the shapes that come with the project, or a small one with one matrix at both ends."""
+    if (PUBLISHED / name).is_dir():
+        return PUBLISHED / name
     if name not in ("tied", "qwen2-moe"):
         return MODELS / name
     if name == "qwen2-moe":
@@ -127,7 +140,7 @@ def grid_of(world_size: int, megatron: MegatronConfig) -> TrainGrid:
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_every_rank_has_the_planned_number_of_parameters(tmp_path, every: int):
-    """26 layouts of 7 models, or every other of them: equal to the last one, on every rank, of policy and critic.
+    """28 layouts of 9 models, or every other of them: equal to the last one, on every rank, of policy and critic.
 
     Would not catch a parameter that Megatron adds later than in the constructor.
     """

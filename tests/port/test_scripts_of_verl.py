@@ -19,10 +19,8 @@ from megatron_rl.port.port import port
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "verl_scripts"
 FEATURES = {
-    "examples_grpo_trainer_run_deepseek671b_math_megatron_96gb": ["multi-head latent attention (MLA)"],
     "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["vision-language models"],
     "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["context parallelism", "vision-language models"],
-    "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # its model is not among the published ones
     "examples_router_replay_run_qwen30_a3b_megatron_vllm": ["router replay"],
     "examples_sglang_multiturn_run_qwen2.5-3b_megatron_gsm8k_multiturn": [
         "context parallelism",
