@@ -25,6 +25,7 @@ from megatron_rl.model.families import (
     routing_problem,
     sliding_window,
 )
+from megatron_rl.model.families.family import SharedExperts
 from megatron_rl.model.families.latent import SIZE_KEYS
 from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.planner.config_json import ConfigJsonError, is_size, read_config_json, too_large, wrong_types
@@ -221,7 +222,7 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
             "moe_intermediate_size": routing.ffn_size,
             "expert_size_key": experts_of(family).size_key,
             "has_dense_layers": bool(routing.dense_layers),
-            "shared_experts": (shared.size_key, routing.shared_size) if shared and routing.shared_size else None,
+            "shared_experts": (name_of_size(shared), routing.shared_size) if shared and routing.shared_size else None,
         }
     heads, latent = settings["num_attention_heads"], None
     head_size = settings.get("head_dim") or settings["hidden_size"] // heads
@@ -242,6 +243,11 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
         latent=latent,
         **experts,
     )
+
+
+def name_of_size(shared: SharedExperts) -> str:
+    """What config.json calls the columns of shared experts."""
+    return shared.size_key if shared.count_key is None else f"{shared.count_key} * {shared.size_key}"
 
 
 def _routing_problems(file: Path, routing: Routing, family: Family) -> list[Violation]:

@@ -13,6 +13,23 @@ from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 from megatron_rl.planner.model_folder import read_model_folder
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 20,
+    "n_group": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "topk_group": 2,
+    "v_head_dim": 48,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +64,7 @@ def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
     [
         (
             {"architectures": ["GemmaForCausalLM"]},
-            "must be one of LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM,",
+            "must be one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM, MistralForCausalLM,",
         ),
         ({"architectures": None}, "architectures=[]"),
         (
@@ -265,3 +282,40 @@ def test_another_critic_is_checked_too(config, tmp_path):
     config.critic.model.path = str(tmp_path / "absent")
     (problem,) = problems(config)
     assert problem.startswith("critic.model.path=")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"kv_lora_rank": 256}, "kv_lora_rank(256) and qk_rope_head_dim(64) of "),
+        ({"v_head_dim": None}, "v_head_dim=null of "),
+        ({"q_lora_rank": "none"}, 'q_lora_rank="none" of '),
+        ({"n_group": 3}, "must cut 8 experts into equal groups of at least 2"),
+        ({"topk_group": 8}, "topk_group=8 of "),
+        ({"first_k_dense_replace": 6}, "must leave experts to at least one of the 6 layers"),
+        ({"scoring_func": "softmax"}, 'scoring_func="softmax" of '),
+        ({"rope_interleave": False}, "rope_interleave=false of "),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 of "),
+        ({"rope_parameters": YARN | {"mscale": 0.7}}, "both of mscale and mscale_all_dim, or neither"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "yarn with attention_factor is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "known: default, yarn"),
+    ],
+)
+def test_latent_attention_that_cannot_be_trained(moe_config, tmp_path, changes, expected):
+    """Its settings and those of experts in groups. Would not catch one that transformers invents later."""
+    write_model(tmp_path / "model", **LATENT | changes)
+    (problem,) = problems(moe_config)
+    assert expected in problem
+
+
+def test_latent_attention_that_can_be_trained(moe_config, tmp_path):
+    """With and without a latent vector of queries, mscales that differ. Would not catch a missing kernel."""
+    for changes in ({}, {"q_lora_rank": None}, {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}):
+        write_model(tmp_path / "model", **LATENT | changes)
+        assert problems(moe_config) == []
+    sizes, _ = read_model_folder("model", write_model(tmp_path / "model", **LATENT))
+    assert (sizes.head_size, sizes.latent.cached, sizes.num_key_value_heads) == (96, 576, 12)
+    assert (
+        sizes.tp_divides["n_shared_experts * moe_intermediate_size"] == 40
+        and sizes.tp_divides["intermediate_size"] == 192
+    )
