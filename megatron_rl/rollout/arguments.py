@@ -55,6 +55,8 @@ def engine_arguments(
         if is_latent:
             # Where the CPU has matrix tiles, another backend would pack copies of the weights and drop the trainer's.
             arguments["attention_backend"] = "CPU_MLA"
+            # Its kernel on CPU turns other elements than it should where pairs lie side by side in several heads.
+            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     else:
         arguments |= {
             # Compared with what is free even where the size of the cache is given, and the trainer holds much already.

@@ -59,7 +59,7 @@ OFTEN = {
     (save_mixtral, "TP2"),
     (save_qwen2_moe, "EP2"),
     (save_deepseek_v2, "PP2"),
-    (save_deepseek_v3, "TP2"),
+    (save_moonlight, "EP2"),
     (save_qwen2_with_windows, "PP2"),
 }
 """What `make test` goes through: every family once, every layout at least once, TP2 with and without experts."""
