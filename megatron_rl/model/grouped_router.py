@@ -61,7 +61,8 @@ def in_best_groups(scores: Tensor, num_groups: int, per_token: int, best: int) -
     grouped = scores.unflatten(-1, (num_groups, -1))
     best_groups = grouped.topk(best, dim=-1).values.sum(-1).topk(per_token, dim=-1).indices
     is_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best_groups, False)
-    return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(1)
+    limited: Tensor = grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(1)
+    return limited
 
 
 def _largest(scores: Tensor, topk: int, **unused: Any) -> tuple[Tensor, Tensor]:

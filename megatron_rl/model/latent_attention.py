@@ -145,22 +145,27 @@ class LatentSelfAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments | None) -> Tensor:
         """Causal attention, [S, B, N * value]. The kernel for CUDA wants values as wide as keys."""
         if segments is None or not has_varlen_attention(query):
-            return self.core_attention(query, key, value, None, packed_seq_params=segments)
+            usual: Tensor = self.core_attention(query, key, value, None, packed_seq_params=segments)
+            return usual
         wide = F.pad(value, (0, self.latent.query - self.latent.value))
         out: Tensor = self.core_attention(query, key, wide, None, packed_seq_params=segments)
-        return _by_head(out, self.latent.query)[..., : self.latent.value].flatten(2)
+        narrow: Tensor = _by_head(out, self.latent.query)[..., : self.latent.value].flatten(2)
+        return narrow
 
     def _checkpointed(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments | None) -> Tensor:
         """The same, made again in backward."""
-        out: Tensor = tensor_parallel.checkpoint(
-            lambda *heads: self._attend(*heads, segments), False, query, key, value
-        )
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self._attend(query, key, value, segments)
+
+        out: Tensor = tensor_parallel.checkpoint(attend, False, query, key, value)
         return out
 
 
 def _by_head(x: Tensor, size: int) -> Tensor:
     """[S, B, N * size] -> [S, B, N, size]."""
-    return x.unflatten(-1, (-1, size))
+    by_head: Tensor = x.unflatten(-1, (-1, size))
+    return by_head
 
 
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ def dense_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...]
     if family.experts is None:
         return ()
     given = {key: settings.get(key) for key in family.experts.dense_keys}
-    rules = {key: family.experts.dense_keys[key] if value is None else value for key, value in given.items()}
+    rules: dict[str, Any] = {
+        key: family.experts.dense_keys[key] if value is None else value for key, value in given.items()
+    }
     listed, step, first = rules.get(LISTED, ()), rules.get(STEP, 1), rules.get(FIRST, 0)
     layers = range(settings["num_hidden_layers"])
     return tuple(layer for layer in layers if layer in listed or (layer + 1) % step or layer < first)
