@@ -19,13 +19,18 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("save", [save_qwen2_moe, save_deepseek_v2, save_deepseek_v3, save_moonlight])
 def test_gradients_equal_hugging_face(save, tmp_path) -> None:
-    """Every parameter's, before clipping, in one process. Would not catch errors of splitting: layouts do."""
+    """Every parameter's, before clipping, in one process. Would not catch errors of splitting: layouts do.
+
+    The bias leaves an expert to no token in one of the models: its gradient is zero in both.
+    """
     path = save(tmp_path)
     ours = whole_weights(run_ranks(1, policy_gradients, run_config(path, 1, 1)), "actor", path)
     expected = hugging_face_gradients(path)
     assert ours.keys() == expected.keys()
+    idle = [name for name, gradient in expected.items() if not gradient.any()]
+    assert len({name.rpartition(".experts.")[2].split(".")[0] for name in idle}) <= 1
     for name, gradient in expected.items():
-        assert gradient.abs().max() > 0 and relative(ours[name], gradient) < 1e-4, name
+        assert not ours[name].any() if name in idle else relative(ours[name], gradient) < 1e-4, name
 
 
 @pytest.mark.parametrize("save", [save_qwen2_moe, save_deepseek_v3])
