@@ -22,8 +22,11 @@ FILE = "constants.safetensors"
 
 
 def constants_of(settings: Mapping[str, Any]) -> dict[str, Constant]:
-    """Megatron name -> constant, of a config.json's model."""
-    return constant_map(family_of(settings["architectures"]), ModelShape.from_hf(settings))
+    """Megatron name -> constant, of a config.json's model, which may leave out what has a default."""
+    family = family_of(settings["architectures"])
+    if family.experts is None:
+        return {}
+    return constant_map(family, ModelShape.from_hf({"tie_word_embeddings": False} | dict(settings)))
 
 
 @torch.no_grad()

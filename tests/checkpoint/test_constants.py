@@ -27,7 +27,6 @@ SETTINGS = {
     "q_lora_rank": None,
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 4,
-    "tie_word_embeddings": False,
     "v_head_dim": 4,
     "vocab_size": 10,
 }
@@ -69,6 +68,6 @@ def test_a_folder_without_them_is_named(folder, tmp_path):
     save_file({"another": torch.zeros(2)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="layers.1.mlp.gate.e_score_correction_bias' is not in "):
         keep_constants(folder, tmp_path)
-    llama = SETTINGS | {"architectures": ["LlamaForCausalLM"]}
+    llama = {"architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(llama))
     assert keep_constants(folder, tmp_path) is None and read_constants([], folder, CPU) == {}
