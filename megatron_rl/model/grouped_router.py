@@ -65,6 +65,6 @@ def in_best_groups(scores: Tensor, num_groups: int, per_token: int, best: int) -
     return limited
 
 
-def _largest(scores: Tensor, topk: int, **unused: Any) -> tuple[Tensor, Tensor]:
+def _largest(scores: Tensor, topk: int, *unused: Any) -> tuple[Tensor, Tensor]:
     values, indices = scores.topk(topk, dim=-1)
     return values, indices

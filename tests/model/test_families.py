@@ -306,6 +306,30 @@ def test_best_groups_by_hand():
     assert in_best_groups(scores, 3, 3, 1) is scores
 
 
+def test_a_replayed_choice_gets_its_own_weights():
+    """What stands between the router and its top K is asked as Megatron's router asks it, and its choice counts.
+
+    Would not catch a replay of other tokens.
+    """
+    from megatron_rl.model.grouped_router import GroupedRouter
+
+    class Replay:
+        def get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk):
+            _, own = default_compute_topk(scores, topk, num_groups, group_topk)
+            assert own.sort().values.tolist() == [[0, 3]]
+            return None, torch.tensor([[1, 2]])
+
+    settings = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    router = GroupedRouter.__new__(GroupedRouter)
+    torch.nn.Module.__init__(router)
+    router.groups = Routing.from_hf(FAMILIES["DeepseekV3ForCausalLM"], settings)
+    router.scoring, router.topk, router.router_replay = router.groups.scoring, 2, Replay()
+    router.register_buffer("correction_bias", torch.tensor([9.0, 0.0, 0.0, 9.0]))
+    weights, chosen = router.routing(torch.tensor([[[0.0, 0.0, 100.0, 1.0]]]))
+    assert chosen.tolist() == [[False, True, True, False]]
+    assert weights[0].tolist() == pytest.approx([0.0, 2.5 / 3, 5 / 3, 0.0])
+
+
 def test_classifiers_and_their_labels():
     """transformers leaves out the labels when there are two. Would not catch a head with a bias."""
     assert is_reward_model(["LlamaForSequenceClassification"]) and not is_reward_model(["LlamaForCausalLM"])
