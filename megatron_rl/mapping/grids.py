@@ -48,6 +48,7 @@ class Grid:
         """Names of `MegatronConfig` -> values."""
         return {
             "tensor_model_parallel_size": self.tp,
+            "context_parallel_size": 1,
             "pipeline_model_parallel_size": self.pp,
             "virtual_pipeline_model_parallel_size": self.vpp,
             "num_layers_in_first_pipeline_stage": self.first,

@@ -75,16 +75,9 @@ class RolloutEngine:
         self.eos_token_ids = eos_token_ids
         inspect_in_process(architecture)
         register_shared_loader(tensors)
+        returns_experts = routed_layers is not None
         arguments = engine_arguments(
-            device.kind,
-            model_path,
-            config,
-            max_model_len,
-            dtype,
-            seed,
-            hf_overrides,
-            routed_layers is not None,
-            is_latent,
+            device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides, returns_experts, is_latent
         )
         keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)):
