@@ -17,7 +17,7 @@ from megatron_rl.device import Device, keep_current_stream
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
-from megatron_rl.records import Generations, Prompts, Sampling, known, ragged, ragged_from_lengths
+from megatron_rl.records import Generations, Prompts, Sampling, ragged, ragged_from_lengths
 from megatron_rl.rollout.addresses import must_stay, places
 from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.kv_cache import KVCache
@@ -71,7 +71,7 @@ class RolloutEngine:
         routed_layers: Sequence[int] | None = None,
         is_latent: bool = False,
     ) -> None:
-        self.seed, self.routed_layers = seed, routed_layers
+        self.seed, self.routed_layers = seed, routed_layers or ()
         self.eos_token_ids = eos_token_ids
         inspect_in_process(architecture)
         register_shared_loader(tensors)
@@ -134,7 +134,7 @@ class RolloutEngine:
         answers = [answer.outputs[0] for answer in self.llm.generate(requests, params, use_tqdm=False)]
         generations = to_record(answers)
         if with_experts:
-            generations.routed_experts = experts_of_tokens(answers, known(self.routed_layers))
+            generations.routed_experts = experts_of_tokens(answers, self.routed_layers)
         return generations
 
     def advance(self, one: Slice) -> tuple[dict[int, Drawn], int]:
