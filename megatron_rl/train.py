@@ -40,8 +40,7 @@ def take_step(run: Run, step: int) -> dict[str, float]:
     """One step of the loop; its metrics."""
     batch = run.rollouts.next(step)
     experience = score(run, batch, step)
-    metrics = run.algorithm.add_advantages(experience, step)
-    metrics |= update(run, experience, step)
+    metrics = run.algorithm.add_advantages(experience, step) | update(run, experience, step)
     run.rollouts.load_weights(step)
     metrics |= run.describe(batch, experience, step)
     return metrics | run.validation.after(step)
@@ -52,17 +51,15 @@ def score(run: Run, batch: Batch, step: int) -> Experience:
     roles, rewards, algorithm = run.roles, run.rewards, run.algorithm
     prompts, generations, greedy = batch.prompts, batch.generations, batch.greedy
     experience = batch.experience()
-    sequences = experience.sequences()
 
-    scores_old = scores_old_log_probs(run.config)
-    old_log_probs = roles.actor.log_probs(experience.sequences(with_experts=True)) if scores_old else None
+    sequences, told = experience.sequences(), experience.sequences(with_experts=True)
+    old_log_probs = roles.actor.log_probs(told) if scores_old_log_probs(run.config) else None
     unreplayed = roles.actor.log_probs_without_replay(sequences) if algorithm.compares_replay(step) else None
     ref_log_probs = roles.reference.log_probs(sequences) if roles.reference is not None else None
     old_values = roles.critic.values(sequences) if roles.critic is not None else None
     # The last, as conversations may have to be tokenised for reward models first.
     pending = rewards.start(prompts, generations) if batch.scored is None else []
     greedy_pending = rewards.start(prompts.one_per_group(), greedy) if greedy is not None else []
-
     if batch.scored is None:
         batch.scored = rewards.training_scores(prompts, generations, pending)
     experience.scores = batch.scored.scores
