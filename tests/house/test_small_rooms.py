@@ -40,6 +40,11 @@ def test_files_are_short():
     assert not long
 
 
+def test_the_loop_is_a_page():
+    """The algorithm is read in one sitting. Would not catch a loop that hides its order in the verbs it calls."""
+    assert len((REPOSITORY / "megatron_rl/train.py").read_text().splitlines()) <= 100
+
+
 def test_functions_are_short():
     """Would not catch a short function that does two things."""
     long = {
