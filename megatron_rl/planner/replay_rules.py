@@ -35,6 +35,12 @@ def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         if returns:
             yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
         return
+    if actor is not None and actor.latent is not None and config.trainer.device == "cpu":
+        why = "on trainer.device=cpu vLLM keeps no prefixes of latent attention, without which it hands out no experts"
+        if replay.mode == ENGINES:
+            yield Violation({MODE: ENGINES}, f"must be {OFF} or {RECORDED}: {why}", _without(config, RECORDED))
+        if returns:
+            yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
     if replay.mode == RECORDED and bypasses(config):
         rule = f"must be {OFF} or {ENGINES} with {CORRECTION}.bypass_mode=true: no pass makes old log-probs"
         nearest = OFF if config.samples_in_slices else ENGINES

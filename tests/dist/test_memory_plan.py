@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_llama, save_qwen3_moe, save_reward_model
+from tiny_models import (
+    random_experience,
+    run_config,
+    save_deepseek_v3,
+    save_llama,
+    save_qwen2_moe,
+    save_qwen3_moe,
+    save_reward_model,
+)
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.planner.memory import StageMemory, plan_stages
@@ -127,14 +135,17 @@ LAYOUTS = {
     "experts, EP2, DP2, router again": (2, 1, 1, EP2 | MOE_AGAIN | BUCKETS),
     "PP2, CP2": (4, 1, 2, CP2),
     "CP2, padded, gathered": (2, 1, 1, CP2 | GATHER | {"actor_rollout_ref__model__use_remove_padding": False}),
+    "shared experts, EP2, DP2": (2, 1, 1, EP2),
+    "latent attention, EP2, DP2": (2, 1, 1, EP2),
 }
-RARELY = ("PP2, CP2", "CP2, padded, gathered")
+MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
+"""By what a layout's name begins with; a Llama where it is none of these."""
+RARELY = ("PP2, CP2", "CP2, padded, gathered", "shared experts, EP2, DP2", "latent attention, EP2, DP2")
 """Not part of `make test`."""
+CASES = [pytest.param(name, marks=pytest.mark.exhaustive if name in RARELY else []) for name in LAYOUTS]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in RARELY else []) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_measured_peaks_are_near_the_plan(name, tmp_path):
     """Within 15% in every phase on every rank.
 
@@ -143,7 +154,7 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
     world_size, tp_size, pp_size, changes = LAYOUTS[name]
     is_recomputed = changes == RECOMPUTED
     (tmp_path / "model").mkdir()
-    path = (save_qwen3_moe if "experts" in name else save_llama)(tmp_path / "model", **SIZES)
+    path = MODELS.get(name.partition(",")[0], save_llama)(tmp_path / "model", **SIZES)
     if name == "one rank, packed":
         (tmp_path / "reward").mkdir()
         changes = {

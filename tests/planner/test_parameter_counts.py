@@ -55,7 +55,7 @@ LAYOUTS = [
     ("qwen3-30b-a3b", 16, 2, 4, {"virtual_pipeline_model_parallel_size": 3, "expert_model_parallel_size": 2}),
     ("qwen3-30b-a3b", 4, 2, 2, {"num_layers_in_first_pipeline_stage": 20}),
     ("qwen2-moe", 8, 2, 2, {"expert_model_parallel_size": 2, "sequence_parallel": True}),
-    ("Moonlight-16B-A3B-Instruct", 8, 4, 2, SP | MOONLIGHT),
+    ("moonlight", 8, 4, 2, SP | MOONLIGHT),
     ("DeepSeek-V3", 8, 2, 2, SP | {"expert_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 30}),
     ("tied", 8, 2, 1, {}),
     ("tied", 8, 2, 4, {}),
@@ -66,10 +66,12 @@ def model_folder(name: str, folder: Path) -> Path:
     """One of the shapes that come with the project, or a small one with one matrix at both ends."""
     if (PUBLISHED / name).is_dir():
         return PUBLISHED / name
-    if name not in ("tied", "qwen2-moe"):
-        return MODELS / name
+    if name == "moonlight":
+        return moonlight_folder(folder / name)
     if name == "qwen2-moe":
         return qwen2_moe_folder(folder / name)
+    if name != "tied":
+        return MODELS / name
     settings = json.loads((MODELS / "llama-3-8b" / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True, "num_hidden_layers": 8}))
     return folder
@@ -80,6 +82,17 @@ def qwen2_moe_folder(folder: Path) -> Path:
     settings = Qwen2MoeConfig(architectures=["Qwen2MoeForCausalLM"], mlp_only_layers=[1, 13]).to_dict()
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def moonlight_folder(folder: Path) -> Path:
+    """Moonlight-16B-A3B's sizes: a DeepSeek-V3 whose queries come straight from the hidden state."""
+    settings = json.loads((PUBLISHED / "DeepSeek-V3" / "config.json").read_text())
+    settings |= {"hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16}
+    settings |= {"intermediate_size": 11264, "moe_intermediate_size": 1408, "q_lora_rank": None, "vocab_size": 163840}
+    settings |= {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings | {"first_k_dense_replace": 1}))
     return folder
 
 
