@@ -319,3 +319,21 @@ def test_latent_attention_that_can_be_trained(moe_config, tmp_path):
         sizes.tp_divides["n_shared_experts * moe_intermediate_size"] == 40
         and sizes.tp_divides["intermediate_size"] == 192
     )
+
+
+def test_what_latent_attention_is_not_combined_with(moe_config, tmp_path):
+    """Context-parallel ranks, and on a CPU the engine's experts. Would not catch a GPU on which these fail, too."""
+    write_model(tmp_path / "model", **LATENT)
+    actor, rollout = moe_config.actor_rollout_ref.actor, moe_config.actor_rollout_ref.rollout
+    actor.router_replay.mode, rollout.enable_rollout_routing_replay = "R3", True
+    mode, returns = problems(moe_config)
+    assert mode.endswith("without which it hands out no experts; nearest: R2")
+    assert returns.endswith("nearest: false")
+    actor.router_replay.mode, rollout.enable_rollout_routing_replay = "R2", False
+    assert problems(moe_config) == []
+    moe_config.trainer.n_gpus_per_node *= 2
+    for role in (actor, moe_config.actor_rollout_ref.ref, moe_config.critic):
+        role.megatron.context_parallel_size = 2
+    found = problems(moe_config)
+    assert len(found) == 3 and all("latent attention, as of" in problem for problem in found)
+    assert found[0].startswith(f"{MEGATRON}.context_parallel_size=2 must be 1") and found[0].endswith("nearest: 1")

@@ -111,7 +111,7 @@ def test_names_of_the_hub_are_looked_up_in_the_local_cache(config, tmp_path, mon
     ("architecture", "feature"),
     [
         ("Qwen2_5_VLForConditionalGeneration", "vision-language models"),
-        ("DeepseekV3ForCausalLM", "multi-head latent attention (MLA)"),
+        ("DeepseekV32ForCausalLM", "sparse attention"),
         ("Gemma3ForCausalLM", "models of this architecture"),
     ],
 )
