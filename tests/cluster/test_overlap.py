@@ -40,7 +40,7 @@ class Intervals(Nobody):
         self.all.append(interval)
 
 
-def sequences() -> Sequences:
+def sequences(with_experts: bool = False) -> Sequences:
     return Sequences(ragged([torch.arange(3), torch.arange(3)]), torch.ones(2, dtype=torch.int64), batch_size=[2])
 
 
@@ -49,6 +49,7 @@ class OneBatch:
 
     def __init__(self) -> None:
         self.prompts = self.generations = self.greedy = self.scored = None
+        self.metrics: dict[str, float] = {}
 
     def experience(self) -> SimpleNamespace:
         return SimpleNamespace(sequences=sequences)
@@ -94,13 +95,15 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
         algorithm = SimpleNamespace(
             actor_batches=lambda experience, step: [sequences()] * 2,
             critic_batches=lambda experience, step: [sequences()] * 2,
+            compares_replay=lambda step: False,
+            take_scores=lambda experience, scores: {},
         )
         book = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
         run = SimpleNamespace(config=RunConfig(), roles=roles, rewards=SleepingRule(), algorithm=algorithm, book=book)
         seconds = []
         for step in range(NUM_STEPS):
             start = time.monotonic()
-            update(run, score(run, OneBatch()), step)
+            update(run, score(run, OneBatch(), step), step)
             seconds.append(time.monotonic() - start)
     print(f"steps of {[round(one, 3) for one in seconds]} s; slowest chain {SLOWEST_CHAIN_S} s, sum {SUM_S} s")
     assert SLOWEST_CHAIN_S <= min(seconds) <= 1.10 * SLOWEST_CHAIN_S < SUM_S

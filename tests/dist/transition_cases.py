@@ -79,13 +79,8 @@ CASES = [
     Case("TP2PP2ETP2-TP2-deepseek-v2", 2, 2, 2, save=save_deepseek_v2, options=SP),
     Case("PP2DP2EP2-TP1-moonlight", 1, 2, 1, dp=2, save=save_moonlight, options=EP2),
 ]
-OFTEN = (
-    "PP2-TP2",
-    "TP2DP2EP2ETP2-TP1",
-    "TP2ETP2-TP1-deepseek-v3",
-)
-"""What `make test` goes through: TP wholly merged and spread, stages, experts on all axes, and tensors that vLLM
-derives from weights.
+OFTEN = ("PP2-TP2", "TP2DP2EP2ETP2-TP1")
+"""What `make test` goes through: TP wholly merged and spread, stages, experts on all axes.
 
 The others differ in the size of an axis or combine what is here; plans are checked for all layouts in
 tests/hybrid_engine.

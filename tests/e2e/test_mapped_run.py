@@ -12,7 +12,7 @@ import pytest
 import yaml
 from command_line import REPOSITORY
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(480)]
 
 MAP = (sys.executable, "-m", "megatron_rl", "map", "--config", "configs/demo_cpu.yaml", "--hardware", "cpu")
 

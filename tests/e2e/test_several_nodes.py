@@ -144,7 +144,8 @@ def test_the_demo_trains_on_two_nodes(command_line, tmp_path) -> None:
     Would not catch what only a real network does: the nodes are raylets on this machine.
     """
     _, summary = run_on_nodes(DEMOS_OWN, DEMOS_OWN.overrides(tmp_path), command_line)
-    assert summary["layout"] == {"world_size": 4, "tp": 2, "pp": 2, "dp": 1, "rollout_tp": 2} and summary["steps"] == 2
+    assert summary["layout"] == {"world_size": 4, "tp": 2, "pp": 2, "cp": 1, "dp": 1, "rollout_tp": 2}
+    assert summary["steps"] == 2
     assert 0 < summary["rollout_logprob_diff_max"] < 5e-5
     assert summary["hf_export_logit_diff_max"] < 1e-4
 
