@@ -55,6 +55,12 @@ class OneBatch:
         return SimpleNamespace(sequences=sequences)
 
 
+def take_scores(experience: SimpleNamespace, scores) -> dict[str, float]:
+    """What `score` asks of the algorithm once log-probs are there."""
+    experience.old_log_probs = scores.scores
+    return {}
+
+
 class SleepingRule:
     """What `score` asks of rewards."""
 
@@ -96,7 +102,7 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
             actor_batches=lambda experience, step: [sequences()] * 2,
             critic_batches=lambda experience, step: [sequences()] * 2,
             compares_replay=lambda step: False,
-            take_scores=lambda experience, scores: {},
+            take_scores=take_scores,
         )
         book = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
         run = SimpleNamespace(config=RunConfig(), roles=roles, rewards=SleepingRule(), algorithm=algorithm, book=book)
