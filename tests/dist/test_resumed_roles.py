@@ -120,6 +120,7 @@ def test_same_layout_is_bit_equal(save_model, world_size: int, tp_size: int, pp_
             assert all(torch.equal(data, theirs["state"][role][name]) for name, data in ours["state"][role].items())
 
 
+@pytest.mark.exhaustive
 def test_other_layouts_go_on_alike(tmp_path) -> None:
     """TP2xPP2 for 2 steps, PP2xDP2 for 5, one process for 5, against TP2xPP2 for all 12: within 1e-5 throughout.
 

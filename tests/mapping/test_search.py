@@ -120,6 +120,7 @@ def blocks(placed: Placed) -> list[tuple[str, ...]]:
     return [choice.block for choice in placed.choices]
 
 
+@pytest.mark.exhaustive
 def test_equal_models_share_all_ranks_at_small_scale_and_split_at_large(equal):
     """As HybridFlow found: colocated is best on 16 to 64 GPUs, and at 128 actor and reference apart from the critic.
     Would not catch a crossing at another scale.
@@ -130,6 +131,7 @@ def test_equal_models_share_all_ranks_at_small_scale_and_split_at_large(equal):
     assert len(split) == 2 and not any("actor" in block and "critic" in block for block in split)
 
 
+@pytest.mark.exhaustive
 def test_batches_short_of_ranks_stand_alone(equal):
     """Optimizer steps of 16 samples on 128 GPUs: every model but the rollout's has ranks of its own. Would not catch
     samples that could be cut.
