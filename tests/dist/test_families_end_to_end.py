@@ -61,7 +61,9 @@ OFTEN = {
     (save_deepseek_v2, "PP2"),
     (save_qwen2_with_windows, "PP2"),
 }
-"""What `make test` goes through: every family once, of those with latent attention one, every layout at least once, TP2 with and without experts."""
+"""What `make test` goes through: every family once, of those with latent attention one; every layout at least once, TP2
+with and without experts.
+"""
 CASES = [
     pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.exhaustive, id=f"{case[0].__name__}-{case[1]}")
     for case in ALL
