@@ -29,7 +29,7 @@ SEARCHED = re.compile(
     r"|actor_rollout_ref\.(hybrid_engine|rollout\.(nnodes|n_gpus_per_node|tensor_model_parallel_size"
     r"|kv_cache_memory_bytes|gpu_memory_utilization|drop_train_weights))"
     r"|reward_model\.(nnodes|n_gpus_per_node|enable_resource_pool)"
-    r"|.*\.megatron\.(tensor|pipeline|virtual_pipeline|expert|expert_tensor)_(model_)?parallel_size"
+    r"|.*\.megatron\.(tensor|context|pipeline|virtual_pipeline|expert|expert_tensor)_(model_)?parallel_size"
     r"|.*\.megatron\.(virtual_pipeline_model_parallel_size|num_layers_in_(first|last)_pipeline_stage|sequence_parallel)"
     r"|.*\.megatron\.(param|grad|optimizer)_offload|.*\.recompute_(granularity|method|num_layers|modules)"
     r"|.*_per_gpu"
@@ -66,6 +66,9 @@ def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
     assert reading.config is not None  # it has no violations
     config = with_local_models(reading.config)
     keeps = Keeps.of(config, keep)
+    cut = [key for key, value in keeps.values.items() if key.endswith(".context_parallel_size") and value != 1]
+    rule = "must be 1: map does not search context parallelism"
+    raise_problems(REFUSED, [Violation({key: keeps.values[key]}, rule, {key: 1}) for key in cut])
     for pool in set(keeps.pools.values()) - {GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL, *config.pools}:
         config.pools[pool] = PoolConfig()  # the search gives it its size
     lasting = [one for one in preflight(config, config_only=True) if not any(map(SEARCHED.fullmatch, one.settings))]
