@@ -24,8 +24,10 @@ from megatron_rl.records import Sequences
 if TYPE_CHECKING:
     from megatron_rl.run import Run
 
-EXPORT_LOGIT_BOUND = 1e-4
-"""Largest allowed difference between the exported model's logits and the trainer's, in float32."""
+EXPORT_LOGIT_BOUND, EXPORT_LOGIT_SHARE = 1e-4, 1e-5
+"""Largest allowed difference between the exported model's logits and the trainer's, in float32: the larger one of this
+number and this share of the largest logit, which rounding grows with.
+"""
 
 
 def finish_run(run: Run) -> dict[str, Any]:
@@ -115,8 +117,8 @@ def before_and_after(name: str, validations: list[float], val_before_train: bool
 def export_and_compare(run: Run) -> float:
     """Export the actor; largest logit difference to the trainer on held-out answers, 0 where those have no token.
 
-    Raises ParityError when a float32 model differs by more than EXPORT_LOGIT_BOUND, StorageError when it cannot be
-    written, and then nothing of it is left.
+    Raises ParityError when a float32 model differs by more than `export_bound`, StorageError when it cannot be written,
+    and then nothing of it is left.
     """
     target, rows = run.book.folder.path / "hf_model", run.validation.parity_rows
     if rows is None:
@@ -128,12 +130,19 @@ def export_and_compare(run: Run) -> float:
         trainer_logits = torch.cat(answers)
     differences = (hf_response_logits(target, rows) - trainer_logits).abs()
     largest = float(differences.max()) if differences.numel() else 0.0
-    if run.config.actor_rollout_ref.actor.megatron.dtype == "float32" and not largest <= EXPORT_LOGIT_BOUND:
+    bound = export_bound(trainer_logits)
+    if run.config.actor_rollout_ref.actor.megatron.dtype == "float32" and not largest <= bound:
         raise ParityError(
             f"logits of the exported model in {target} differ from the trainer's by {largest:.3g}; "
-            f"the bound is {EXPORT_LOGIT_BOUND:.0e}"
+            f"the bound is {bound:.2g}"
         )
     return largest
+
+
+def export_bound(logits: torch.Tensor) -> float:
+    """How far an export's logits may be from these, the trainer's, float32 of any shape."""
+    largest = float(logits.abs().max()) if logits.numel() else 0.0
+    return max(EXPORT_LOGIT_BOUND, EXPORT_LOGIT_SHARE * largest)
 
 
 @torch.no_grad()

@@ -75,9 +75,12 @@ class ModelShards:
         place = Place(0, tp, vocab_multiple(role.spec.megatron.make_vocab_size_divisible_by, tp), 0, ep, 0, expert_tp)
         layer, embedding, tail = list[tuple[int, bool]](), list[tuple[int, bool]](), list[tuple[int, bool]]()
         largest, head_numel = [0, 0], 0
+        # Where some layers have experts, those without are smaller.
+        with_experts = (LAYER.match(name) for name, spec in specs.items() if spec.tensor.is_expert)
+        largest_layer = next((int(found[1]) for found in with_experts if found), 0)
         for name, spec in specs.items():
             found = LAYER.match(name)
-            if found and int(found[1]):
+            if found and int(found[1]) != largest_layer:
                 continue
             numel, is_expert = shard_of(spec.tensor, place).numel, spec.tensor.is_expert
             (layer if found else embedding if name == EMBEDDING else tail).append((numel, is_expert))

@@ -1,4 +1,4 @@
-"""The exchange plan of one layer of each stage, counted for all: layers of a stage lie and travel alike.
+"""The exchange plan of one layer of each kind and stage, counted for all: such layers lie and travel alike.
 
 A plan of every tensor of a large model takes seconds; pieces are planned tensor by tensor, so that those of one layer
 times the layers of its stage are those of all, to the byte.
@@ -17,7 +17,7 @@ from megatron_rl.planner.weights import LAYER
 
 @dataclass(frozen=True)
 class AlikeLayers:
-    """plan: of the tensors of one layer of each stage, and of all that is no layer's. counts: tensor -> how many."""
+    """plan: of one layer of each kind and stage, and of all that is no layer's. counts: tensor -> how many."""
 
     plan: ExchangePlan
     counts: Mapping[str, int]
@@ -47,12 +47,30 @@ def _aligned(numel: int) -> int:
 
 
 def one_layer_of_each(specs: Mapping[str, ParamSpec], stages: StagePlan) -> tuple[dict[str, ParamSpec], dict[str, int]]:
-    """The parameters of the first layer of every stage and of no layer, and how many of each tensor there are."""
+    """The parameters of no layer, and of the first layer of every kind of every stage: with experts, or without.
+
+    And how many of each tensor there are.
+    """
+    kinds = kinds_of(specs)
+    first: dict[int, int] = {}
+    for rank in range(stages.pp_size):
+        here: dict[tuple[str, ...], list[int]] = {}
+        for layer in sorted(layer for chunk in stages.layers(rank) for layer in chunk):
+            here.setdefault(kinds[layer], []).append(layer)
+        first |= {layers[0]: len(layers) for layers in here.values()}
     kept, counts = {}, {}
-    first = {min(map(min, stages.layers(rank))): sum(map(len, stages.layers(rank))) for rank in range(stages.pp_size)}
     for name, spec in specs.items():
-        layer = LAYER.match(name)
-        if layer is None or int(layer[1]) in first:
+        found = LAYER.match(name)
+        if found is None or int(found[1]) in first:
             kept[name] = spec
-            counts[spec.tensor.name] = 1 if layer is None else first[int(layer[1])]
+            counts[spec.tensor.name] = 1 if found is None else first[int(found[1])]
     return kept, counts
+
+
+def kinds_of(specs: Mapping[str, ParamSpec]) -> dict[int, tuple[str, ...]]:
+    """Layer -> the names of its parameters without its number: layers with the same ones are of one kind."""
+    names: dict[int, list[str]] = {}
+    for name in specs:
+        if found := LAYER.match(name):
+            names.setdefault(int(found[1]), []).append(name[found.end() :])
+    return {layer: tuple(own) for layer, own in names.items()}

@@ -10,6 +10,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.planner.run_models import RunModels
 
 REPOSITORY = Path(__file__).parents[2]
+DEEPSEEK, LAST = "../../tests/port/verl_scripts/models/DeepSeek-V3", "num_layers_in_last_pipeline_stage"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
@@ -30,11 +31,12 @@ def layout(model: str, ranks: int, tp: int, pp: int, rollout_tp: int, *more: str
         lambda: layout("llama-3-8b", 24, 4, 3, 2, f"{ACTOR}.num_layers_in_last_pipeline_stage=10"),
         lambda: layout("llama-3-8b", 8, 4, 2, 2, "actor_rollout_ref.rollout.drop_train_weights=true"),
         lambda: layout("qwen3-30b-a3b", 8, 2, 2, 4, f"{ACTOR}.expert_model_parallel_size=2"),
+        lambda: layout(DEEPSEEK, 8, 2, 2, 4, f"{ACTOR}.expert_model_parallel_size=2", f"{ACTOR}.{LAST}=30"),
     ],
-    ids=["two nodes", "one node", "chunks", "uneven", "dropped", "experts"],
+    ids=["two nodes", "one node", "chunks", "uneven", "dropped", "experts", "dense first"],
 )
 def test_one_layer_of_each_stage_counts_for_all(models):
-    """To the element, on every rank of the group. Would not catch a model whose layers differ."""
+    """To the element, on every rank of the group. Would not catch layers whose tensors differ in size alone."""
     found = models()
     whole, few = found.exchange, found.alike_layers
     assert sum(few.counts.values()) > len(few.counts)
