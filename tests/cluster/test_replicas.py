@@ -108,7 +108,7 @@ def test_a_failing_verb_names_replica_and_peers_and_a_slow_start_fails(cluster: 
     slow.touch()
     began = time.monotonic()
     starting = second.restart(timeout_s=3)
-    with pytest.raises(WorkerFailure, match=r"^\d of \d \w+ of pool rollout_pool/1 .* in 3 s; does another"):
+    with pytest.raises(WorkerFailure, match=r"^\d of \d [\w ]+ of pool rollout_pool/1 .* in 3 s; does another"):
         starting.get()
     assert 3 <= time.monotonic() - began < 7
     slow.unlink()
