@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 # A shell starts background jobs with Ctrl-C ignored, which every process below would inherit; some tests send one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Several tests share the cores: a thread that waits for its siblings must not spin, or a model of a few kilobytes takes
+# a hundred times as long as alone. Read by OpenMP when torch is loaded, here and in every process that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
