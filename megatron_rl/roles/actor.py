@@ -155,7 +155,7 @@ class Actor(TrainedRole):
         self.sender = BridgeSender(
             flat_parameters(self.trainable, source.specs, source.place, None, self.rank.node),
             {one.tensor.name: one.tensor for one in source.specs.values()},
-            join_bridge(address, self.rank.groups.rank, self.rank),
+            join_bridge(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,
         )

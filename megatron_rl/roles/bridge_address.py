@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import DistError
 
+from megatron_rl.device import Device
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.rendezvous import listen, tcp_store
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.transport import Transport
 
 
+Result = TypeVar("Result")
 NO_MORE_CALLS = "null"
 MEET_S = 30.0
 """Ranks that are called to a bridge have nothing else to do: whoever is later is lost."""
@@ -113,17 +116,24 @@ def call_key(number: int) -> str:
     return f"call/{number}"
 
 
-def join_bridge(address: BridgeAddress, number: int, rank: Rank) -> Transport:
-    """The way between the two pools; collective over both. number: this rank's among all of both.
+def here_key(number: int) -> str:
+    """What a rank sets when it comes."""
+    return f"here/{number}"
 
-    Raises BrokenBridgeError when a rank does not come within MEET_S, and when one is lost while they meet.
+
+def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: timedelta) -> Transport:
+    """The way between the two pools; collective over both.
+
+    number: this rank's among all of both. timeout: of a message.
+    Raises BrokenBridgeError when a rank does not come within MEET_S, when it comes and the ways to it cannot be opened
+    within MEET_S, and when one is lost while they meet.
     """
     from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
     from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
 
     try:
-        store = tcp_store(address.host, address.port, address.size, rank.timeout, wait=False)
-        keys = [f"here/{one}" for one in range(address.size)]
+        store = tcp_store(address.host, address.port, address.size, timeout, wait=False)
+        keys = list(map(here_key, range(address.size)))
         store.set(keys[number], "")
         deadline = time.monotonic() + MEET_S
         while not store.check(keys):
@@ -132,7 +142,33 @@ def join_bridge(address: BridgeAddress, number: int, rank: Rank) -> Transport:
                 raise BrokenBridgeError(f"ranks {missing} of {address.size} did not come to a bridge in {MEET_S} s")
             made_progress()
             time.sleep(LOOK_S)
-        group = open_joint_group(store, number, address.size, rank.device, rank.timeout)
-    except DistError as error:
+        # A message may wait for its other end as long as any; whoever has come here has nothing to wait for.
+        group = within(MEET_S, lambda: open_joint_group(store, number, address.size, device, timeout))
+    except TimeoutError as error:
+        raise BrokenBridgeError(f"a rank that came to a bridge was lost before it stood: {error}") from error
+    except RuntimeError as error:  # of the store, or of gloo, whose own is no DistError
         raise BrokenBridgeError(f"a bridge was not built: {type(error).__name__}: {error}") from error
     return Transport(group, is_own=True)
+
+
+def within(seconds: float, call: Callable[[], Result]) -> Result:
+    """What `call` returns or raises; TimeoutError when it takes longer, and is left to itself in its own thread."""
+    results, errors = list[Result](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="opens a bridge", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + seconds
+    while thread.is_alive() and time.monotonic() < deadline:
+        made_progress()
+        thread.join(LOOK_S)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer after {seconds:g} s")
+    return results[0]

@@ -187,7 +187,7 @@ class ReceivedWeights:
         """
         self.arrivals.leave()
         number = self._rank.groups.rank
-        transport = join_bridge(address, address.receiver(number), self._rank)
+        transport = join_bridge(address, address.receiver(number), self._rank.device, self._rank.timeout)
         member = Member(
             rank=address.first_receiver + number,
             node=self._rank.node,

@@ -293,3 +293,35 @@ def missing_rank() -> float:
 def test_a_group_with_a_missing_rank_does_not_open() -> None:
     """On every rank, at its own time-out and not the store's. Would not catch a rank that joins too late."""
     assert max(run_ranks(2, missing_rank)) < 5
+
+
+def met_by_two_of_three(timeout: timedelta) -> tuple[str, float]:
+    """All three come, and the last does no more, as a process that is stopped; of the others what they are told, after
+    how many seconds.
+    """
+    from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+    from megatron_rl.roles import bridge_address
+
+    bridge_address.MEET_S = 2.0
+    number, host = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    address = bridge_address.BridgeAddress(host, port, num_senders=1, num_receivers=2)
+    store = dist.TCPStore(host, port, is_master=number == 0, timeout=timeout)
+    if number == 2:
+        store.set(bridge_address.here_key(number), "")
+        store.wait(["over/0", "over/1"])
+        return "", 0.0
+    begin = time.monotonic()
+    with pytest.raises(BrokenBridgeError) as error:
+        bridge_address.join_bridge(address, number, Device("cpu"), timeout)
+    seconds = time.monotonic() - begin
+    store.set(f"over/{number}", "")
+    time.sleep(1 if number == 0 else 0)
+    return str(error.value), seconds
+
+
+def test_a_rank_that_stops_when_all_have_come_keeps_nobody_for_long() -> None:
+    """Whoever has come is expected at once, however long a message may take. Would not catch one that stops later."""
+    *others, _ = run_ranks(3, met_by_two_of_three, timedelta(seconds=60))
+    for told, seconds in others:
+        assert "was lost before it stood" in told and seconds < 10
