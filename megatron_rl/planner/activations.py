@@ -34,7 +34,7 @@ class LayerSizes:
 
     sequence_share: 1 / TP under sequence parallelism, which splits what lies between the TP regions. shared: columns
     of the MLP beside the experts. dense_share: of the layers, those with a dense MLP of `dense_ffn` columns instead;
-    a layer stands for all, so its MLP is the mean of both kinds.
+    a layer stands for all, so its MLP is the mean of both kinds. norms_after: of what attention and MLP give.
     """
 
     hidden: int
@@ -55,6 +55,7 @@ class LayerSizes:
     dense_share: float = 0.0
     dense_ffn: int = 0
     latent: LatentAttention | None = None
+    norms_after: bool = False
 
     @classmethod
     def of(
@@ -73,7 +74,7 @@ class LayerSizes:
             ffn=shape.ffn_size // (etp if routing else tp),
             element=element,
             sequence_share=share,
-            qk_norm=family.qk_norm,
+            qk_norm=family.qk_norm or shape.qk_norm,
             routed=routing.experts_per_token * share * etp if routing else 0.0,
             num_experts=shape.num_experts,
             shared=shape.shared_size // tp,
@@ -81,11 +82,14 @@ class LayerSizes:
             dense_share=len(shape.dense_layers) / shape.num_layers,
             dense_ffn=shape.dense_ffn_size // tp,
             latent=shape.latent,
+            norms_after=family.style.norms_after,
         )
 
     def saved_bytes(self, block: Block) -> float:
         """Bytes that one layer keeps between forward and backward."""
-        residual = block.tokens * self.sequence_share * (6 * self.hidden * self.element + 2 * FP32)
+        # What is normalised after a part is kept for that alone.
+        norms = 2 if self.norms_after else 0
+        residual = block.tokens * self.sequence_share * ((6 + norms) * self.hidden * self.element + (2 + norms) * FP32)
         return residual + self._attention_bytes(block) + self._mlp_bytes(block)
 
     def input_bytes(self, block: Block) -> float:

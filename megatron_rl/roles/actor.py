@@ -45,8 +45,8 @@ class Actor(TrainedRole):
         self._further_metrics: tuple[str, ...] = ()  # of the losses that were computed last
         self.score_cut = rank.micro_batching(spec.score)
         temperature = rank.config.actor_rollout_ref.rollout.temperature
-        vocab_size = source.hf_config.vocab_size
-        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, vocab_size, temperature)
+        settings = source.hf_config.to_dict()
+        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature)
         self.rank = rank
         self.routing: ExpertRouting | None = None
         if source.family.is_moe:

@@ -64,7 +64,7 @@ def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
     [
         (
             {"architectures": ["GemmaForCausalLM"]},
-            "must be one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM, MistralForCausalLM,",
+            "must be one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM,",
         ),
         ({"architectures": None}, "architectures=[]"),
         (
