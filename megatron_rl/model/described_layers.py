@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.balance import BalancedRouter
 from megatron_rl.model.families import (
     LatentAttention,
     ModelShape,
@@ -58,10 +59,11 @@ def put_attention(layer: ModuleSpec, hf_config: PretrainedConfig) -> None:
 
 
 def put_router(block: Any, hf_config: PretrainedConfig) -> None:
-    """A router that scores in groups, where the family has it. block: the submodules of a layer's experts."""
+    """A router that can be balanced, and that scores in groups where the family has it. block: the submodules of a
+    layer's experts.
+    """
     routing = Routing.from_hf(family_of(hf_config.architectures), hf_config.to_dict())
-    if routing.scoring is not None:
-        block.router = partial(GroupedRouter, routing=routing)
+    block.router = BalancedRouter if routing.scoring is None else partial(GroupedRouter, routing=routing)
 
 
 def scale_embedding(model: GPTModel, style: Style) -> None:

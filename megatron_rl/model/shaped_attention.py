@@ -34,7 +34,7 @@ class ShapedAttention(torch.autograd.Function):
         out = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:3], dtype=torch.float32)
         for rows, keys in tiles(query, key, window):
-            _, scores = products(query[:, rows], key[:, keys], rows, keys, soft_cap, window)
+            scores = products(query[:, rows], key[:, keys], rows, keys, soft_cap, window)
             sums = scores.logsumexp(-1)
             probs = scores.sub_(sums[..., None]).exp_()
             out[:, rows] = by_token(probs @ by_head(value[:, keys])).to(out.dtype)
@@ -50,7 +50,9 @@ class ShapedAttention(torch.autograd.Function):
         d_query = torch.empty_like(query)
         d_key, d_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
         for rows, keys in tiles(query, key, ctx.window):
-            slope, scores = products(query[:, rows], key[:, keys], rows, keys, ctx.soft_cap, ctx.window)
+            scores = products(query[:, rows], key[:, keys], rows, keys, ctx.soft_cap, ctx.window)
+            # d c tanh(x / c) / dx = 1 - tanh(x / c)^2; what is not seen has no gradient at all.
+            slope = None if ctx.soft_cap is None else (scores / ctx.soft_cap).square_().neg_().add_(1.0).clamp_(min=0.0)
             probs = scores.sub_(by_group(log_sum[:, rows, :, None], num_kv)).exp_()
             d_out, o = (by_group(x[:, rows].float(), num_kv) for x in (grad, out))
             d_scores = d_out @ by_head(value[:, keys]).transpose(-1, -2)
@@ -77,20 +79,18 @@ def tiles(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slic
 
 def products(
     query: Tensor, key: Tensor, rows: slice, keys: slice, soft_cap: float | None, window: int | None
-) -> tuple[Tensor | None, Tensor]:
-    """(what the cap multiplies gradients with, None without one; products [B, K, G, s, w], -inf where a key is not
-    seen), float32. query [B, s, N, D] and key [B, w, K, D] are those at `rows` and `keys`.
+) -> Tensor:
+    """Float32 products [B, K, G, s, w], -inf where a key is not seen. query [B, s, N, D] and key [B, w, K, D] are those
+    at `rows` and `keys`.
     """
     q = by_group(query.float(), key.shape[2]) * query.shape[-1] ** -0.5
-    scores, slope = q @ by_head(key).transpose(-1, -2), None
+    scores: Tensor = q @ by_head(key).transpose(-1, -2)
     if soft_cap is not None:
-        bounded = scores.div_(soft_cap).tanh_()
-        slope = bounded.square().neg_().add_(1.0)
-        scores = bounded.mul_(soft_cap)
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
     at = torch.arange(rows.start, rows.stop, device=query.device)[:, None]
     of = torch.arange(keys.start, keys.stop, device=query.device)[None]
     unseen = of > at if window is None else (of > at) | (of <= at - window)
-    return slope, scores.masked_fill_(unseen, -torch.inf)
+    return scores.masked_fill_(unseen, -torch.inf)
 
 
 def by_group(x: Tensor, num_kv: int) -> Tensor:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.model.families import Family, LatentAttention, ModelShape, Routing
+from megatron_rl.model.families import AttentionShape, Family, LatentAttention, ModelShape, Routing
 
 FP32 = 4
+LARGEST_TILE = 1 << 24
+"""Products that `model/shaped_attention.py` holds at once."""
 CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
 """Tensors as large as a chunk of logits in float32 that the head's forward and backward hold at once."""
 
@@ -19,13 +21,15 @@ CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
 @dataclass(frozen=True)
 class Block:
     """A micro-batch: `tokens` laid end to end or padded, in attention filled up to `slots` where no kernel takes
-    segments of any length. `response_tokens`: those that are scored, whose logits are needed.
+    segments of any length. `response_tokens`: those that are scored, whose logits are needed. `longest`: tokens of its
+    longest segment.
     """
 
     tokens: int
     slots: int
     response_tokens: int
     is_packed: bool
+    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class LayerSizes:
     dense_ffn: int = 0
     latent: LatentAttention | None = None
     norms_after: bool = False
+    attention: AttentionShape | None = None
 
     @classmethod
     def of(
@@ -83,6 +88,7 @@ class LayerSizes:
             dense_ffn=shape.dense_ffn_size // tp,
             latent=shape.latent,
             norms_after=family.style.norms_after,
+            attention=shape.attention,
         )
 
     def saved_bytes(self, block: Block) -> float:
@@ -154,7 +160,15 @@ class LayerSizes:
         dense = max(self.shared, self.dense_ffn) * block.tokens * (3 + backward)
         at_gate = max(ffn * (4 + backward - (not self.routed)), dense)
         widest = max(at_gate, (self.q + 2 * self.kv) * block.slots * 3)
-        return (widest + 2 * self.hidden * block.tokens) * self.element
+        return (widest + 2 * self.hidden * block.tokens) * self.element + self._products_bytes(block, backward)
+
+    def _products_bytes(self, block: Block, backward: bool) -> float:
+        """Products of queries and keys, where no kernel makes them: their number, and in backward their gradients."""
+        shape = self.attention
+        if shape is None or shape.is_whole or (shape.soft_cap is None and self.element != FP32):
+            return 0.0
+        sizes = (block.longest if window is None else min(window, block.longest) for window in shape.windows)
+        return min(LARGEST_TILE, block.slots * self.num_heads * max(sizes)) * FP32 * (1 + backward)
 
 
 def in_flight(pp_size: int, pp_rank: int, vpp_size: int, num_micro_batches: int) -> int:

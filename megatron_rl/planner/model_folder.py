@@ -59,6 +59,7 @@ class ModelSizes:
     `has_dense_layers`: some layers of a model with experts have none. `shared_experts`: name and columns of the MLP
     beside the experts, which TP cuts as it cuts a dense one; None: there is none. `latent`: sizes of latent attention,
     in which `head_size` is a query's; None: attention is another. `attention`: the choices of the usual one.
+    `has_expert_bias`: experts are chosen by scores and a bias.
     """
 
     path: str
@@ -79,6 +80,7 @@ class ModelSizes:
     shared_experts: tuple[str, int] | None = None
     latent: LatentAttention | None = None
     attention: AttentionShape | None = None
+    has_expert_bias: bool = False
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -232,6 +234,7 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
             "moe_intermediate_size": routing.ffn_size,
             "expert_size_key": experts_of(family).size_key,
             "has_dense_layers": bool(routing.dense_layers),
+            "has_expert_bias": routing.scoring is not None and routing.scoring.bias is not None,
             "shared_experts": (name_of_size(shared), routing.shared_size) if shared and routing.shared_size else None,
         }
     heads, latent = settings["num_attention_heads"], None
