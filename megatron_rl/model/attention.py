@@ -44,10 +44,10 @@ class StackedQKVSelfAttention(SelfAttention):
         head_size = self.hidden_size_per_attention_head
         self.turned = head_size if shape is None else shape.turned
         # The angles of two rotary embeddings lie side by side: those of layers without a window come first.
-        self.number_of_rope = None
+        self.number_of_rope: int | None = None
         if shape is not None and shape.two_ropes:
             self.number_of_rope = int(shape.window(self.layer_number - 1) is not None)
-        self.post_layernorm = None
+        self.post_layernorm: RMSNorm | None = None
         if norm_after is not None:
             self.post_layernorm = norm_after(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
 
@@ -157,7 +157,9 @@ class CausalAttention(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
-        self.soft_cap, self.window, self.growth = None, None, 1.0
+        self.soft_cap: float | None = None
+        self.window: int | None = None
+        self.growth = 1.0
         if shape is not None:
             self.soft_cap, self.window = shape.soft_cap, shape.window(layer_number - 1)
             # Kernels scale by the head's size.

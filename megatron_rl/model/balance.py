@@ -67,7 +67,7 @@ class BalancedRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (weights [T, E], 0 where an expert is not the token's; bool [T, E])."""
         weights, is_chosen = self.choose(logits, padding_mask)
-        tap = self.router_replay
+        tap: Any = self.router_replay
         balance = None if tap is None else tap.balance()
         if balance is None:
             return weights, is_chosen

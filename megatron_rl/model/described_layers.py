@@ -93,7 +93,9 @@ def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Ten
     turned = head_size
     if not family.latent_attention:
         turned = int(head_size * rotary_share(family.attention, settings))
-    ropes = ropes_of(family.attention, settings) or {None: hf_config.rope_parameters}
+    ropes = ropes_of(family.attention, settings)
+    if not ropes:
+        return _frequencies(hf_config, hf_config.rope_parameters, turned, None)
     return torch.cat([_frequencies(hf_config, rope, turned, kind) for kind, rope in ropes.items()])
 
 

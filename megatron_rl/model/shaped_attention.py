@@ -95,7 +95,8 @@ def products(
 
 def by_group(x: Tensor, num_kv: int) -> Tensor:
     """[B, s, N, D] -> [B, K, G, s, D]."""
-    return x.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
+    grouped: Tensor = x.unflatten(2, (num_kv, -1))
+    return grouped.permute(0, 2, 3, 1, 4)
 
 
 def by_head(x: Tensor) -> Tensor:

@@ -178,7 +178,8 @@ def _draw_phases(axes: Axes, series: Series, phases: Sequence[str]) -> None:
 def _draw_loads(axes: Axes, series: Series, layers: Sequence[int]) -> None:
     """One row for each layer that has experts, one column for each step; a step without a number is white."""
     columns = sorted({step for layer in layers for step in series[f"{LOAD_OF_LAYER}{layer}"][0]})
-    loads = [dict(zip(*series[f"{LOAD_OF_LAYER}{layer}"], strict=True)) for layer in layers]
+    rows_of = [series[f"{LOAD_OF_LAYER}{layer}"] for layer in layers]
+    loads = [dict(zip(steps, values, strict=True)) for steps, values in rows_of]
     table = [[row.get(step, math.nan) for step in columns] for row in loads]
     edges = [column - 0.5 for column in columns] + [columns[-1] + 0.5]
     rows = [number - 0.5 for number in range(len(layers) + 1)]

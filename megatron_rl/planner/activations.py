@@ -167,7 +167,7 @@ class LayerSizes:
         shape = self.attention
         if shape is None or shape.is_whole or (shape.soft_cap is None and self.element != FP32):
             return 0.0
-        sizes = (block.longest if window is None else min(window, block.longest) for window in shape.windows)
+        sizes = (block.longest if window is None else min(window, block.longest) for window in shape.windows or (None,))
         return min(LARGEST_TILE, block.slots * self.num_heads * max(sizes)) * FP32 * (1 + backward)
 
 

@@ -219,6 +219,8 @@ def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iter
         yield _in_file(file, {"num_attention_heads": heads}, rule, nearest)
         return
     size, share = settings.get("head_dim") or hidden // heads, rotary_share(family.attention, settings)
+    if not isinstance(share, int | float):
+        return  # the rotary embedding's rule says so
     if not 0 < share <= 1 or int(size * share) % 2 or int(size * share) == 0:
         rule = f"must be a share of head_dim({size}) that is a whole even number of elements"
         yield _in_file(file, {"partial_rotary_factor": share}, rule, {"partial_rotary_factor": 1.0})
@@ -294,6 +296,9 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
         yield Violation(
             {"layer_types": layer_types}, f"with {rule} ({file})", nearest, file=str(file), subject="layer_types"
         )
+    num_layers = settings.get("num_hidden_layers")
+    if family.attention.local and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
+        yield _in_file(file, {"layer_types": layer_types}, f"must name the kind of each of the {num_layers} layers")
     for name, required in family.fixed_settings.items():
         value = settings.get(name, required)
         if value != required and (value or required):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
+from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens
 from test_layout_parity import NUM_ROWS, assert_same, relative, run_layout, whole_weights
 from test_moe_parity import EP2, ETP1, SP, hugging_face_gradients, policy_gradients
 from tiny_models import random_experience, run_config, save_gemma2, save_gemma3, save_glm4_moe
@@ -82,3 +82,26 @@ def test_generation_before_and_after_an_update(save, tmp_path) -> None:
     before, after = hugging_face_greedy(path), hugging_face_greedy(str(tmp_path / "exported"))
     assert all(rank == [before, after] for rank in ranks)
     assert before != after
+
+
+def difference(config) -> float | None:
+    """Largest log-prob difference of engine and trainer over samples."""
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("rollout")
+    generations, _ = round_trip(worker, RANDOM)
+    return logprob_difference(worker, generations)
+
+
+@pytest.mark.exhaustive
+def test_routers_that_the_engine_would_keep_in_float32(tmp_path) -> None:
+    """GLM-4.5 in bfloat16: the engine reads the trainer's routers, and agrees with it as bfloat16 does.
+
+    Would not catch what only a GPU's kernels do.
+    """
+    # vLLM's kernels for bfloat16 on CPUs want sizes that are multiples of 32.
+    path = save_glm4_moe(tmp_path, head_dim=64, moe_intermediate_size=64)
+    (found,) = run_ranks(1, difference, run_config(path, 1, 1, actor_rollout_ref__actor__megatron__dtype="bfloat16"))
+    assert found is not None and 1e-5 < found < 0.3

@@ -316,6 +316,9 @@ def test_a_replayed_choice_gets_its_own_weights():
     from megatron_rl.model.grouped_router import GroupedRouter
 
     class Replay:
+        def balance(self):
+            return None
+
         def get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk):
             _, own = default_compute_topk(scores, topk, num_groups, group_topk)
             assert own.sort().values.tolist() == [[0, 3]]

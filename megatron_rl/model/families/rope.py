@@ -56,6 +56,9 @@ def rope_problem(
     is_latent: it turns keys and queries of latent attention. keys: of the family; None: its attention is the usual.
     """
     keys = keys or AttentionKeys()
+    odd = [kind for kind in (GLOBAL, LOCAL) if not isinstance(rope_of(settings).get(kind) or {}, Mapping)]
+    if odd and keys.thetas is not None:
+        return f"{odd[0]} must be an object in braces"
     for kind, own in ropes_of(keys, settings).items():
         problem = rope_problem({"rope_parameters": own})
         if problem is not None:
@@ -69,6 +72,8 @@ def rope_problem(
     if lacking:
         return f"rope_type={kind!r} needs numbers for {', '.join(lacking)}; it has {dict(rope)}"
     fraction = rope.get("partial_rotary_factor", 1.0)
+    if not isinstance(fraction, int | float):
+        return f"partial_rotary_factor={fraction!r} must be a number"
     if keys.partial_rotary is None and fraction != 1.0:
         return f"partial_rotary_factor={fraction} is not supported; nearest: 1.0"
     if kind == YARN:
