@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
@@ -145,9 +145,20 @@ def export_bound(logits: torch.Tensor) -> float:
     return max(EXPORT_LOGIT_BOUND, EXPORT_LOGIT_SHARE * largest)
 
 
+def hf_model(folder: Path | str) -> Any:
+    """A Hugging Face folder's language model as transformers builds it, in float32.
+
+    Where products of attention are bounded it must be its slow attention: the other one leaves the bound out.
+    """
+    settings = AutoConfig.from_pretrained(folder)
+    capped = getattr(settings, "attn_logit_softcapping", None) is not None
+    options = {"attn_implementation": "eager"} if capped else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+
+
 @torch.no_grad()
 def hf_response_logits(folder: Path, sequences: Sequences) -> torch.Tensor:
     """Float32 logits [response tokens, vocab_size] of a Hugging Face folder, row after row."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = hf_model(folder)
     rows = zip(sequences.input_ids.unbind(), sequences.response_lengths.tolist(), strict=True)
     return torch.cat([model(ids[None]).logits[0, len(ids) - length - 1 : -1] for ids, length in rows])

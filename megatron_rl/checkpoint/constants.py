@@ -26,7 +26,7 @@ def constants_of(settings: Mapping[str, Any]) -> dict[str, Constant]:
     family = family_of(settings["architectures"])
     if family.experts is None:
         return {}
-    return constant_map(family, ModelShape.from_hf({"tie_word_embeddings": False} | dict(settings)))
+    return constant_map(family, ModelShape.from_hf(settings))
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from megatron_rl.checkpoint.constants import read_constants
 from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
-from megatron_rl.checkpoint.keys import checkpoint_key
+from megatron_rl.checkpoint.keys import BIAS, OPTIMIZER_PREFIX, checkpoint_key
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.checkpoint.storage import free_space, writing
 from megatron_rl.errors import StorageError
@@ -35,6 +35,9 @@ def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     description = Description(source, family.reward_architecture if is_critic else family.architecture, dtype)
     sizes = {name: tensor.numel * dtype.itemsize for name, tensor in tensors.items()}
     constants = read_constants(constant_map(family, shape).values(), source, torch.device("cpu"), dtype=None)
+    biases = {name: f"{OPTIMIZER_PREFIX}{BIAS}.{name}" for name in constants}
+    if set(biases.values()) <= set(reader.saved.names):
+        constants = {name: reader.saved.read([key])[key] for name, key in biases.items()}
     sizes |= {name: tensor.nbytes for name, tensor in constants.items()}
 
     def read(name: str) -> torch.Tensor:

@@ -9,10 +9,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files
-from megatron_rl.model.families import REWARD_FAMILIES, Family, Routing, family_of, rope_of, rope_type, sliding_window
+from megatron_rl.model.families import (
+    REWARD_FAMILIES,
+    Family,
+    Routing,
+    attention_shape,
+    family_of,
+    head_cap,
+    rope_of,
+    rope_type,
+    ropes_of,
+    rotary_share,
+    sliding_window,
+)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 """Files that say which number each token has. What else lies beside them is seen in the prompts' tokens."""
@@ -31,6 +43,7 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     What is left out there has transformers' value, and either spelling of the rotary embedding is the same.
     """
     family = family_of(settings["architectures"])
+    settings = family.given(settings)
     rope, defaults = rope_of(settings), _defaults(family)
     theta = rope.get("rope_theta", settings.get("rope_theta"))
     spelling = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -41,6 +54,9 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": {name: rope[name] for name in sorted(rope) if name not in spelling},
         "sliding_window": sliding_window(family, settings),
     }
+    if ropes := ropes_of(family.attention, settings):
+        found |= {"rope_theta": None, "rope_type": None, "rope_scaling": ropes}
+    found |= _attention_choices(family, settings)
     if family.is_moe:
         routing = Routing.from_hf(family, settings)
         found |= {"num_experts_per_tok": routing.experts_per_token, "norm_topk_prob": routing.normalised}
@@ -48,6 +64,18 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         if routing.scoring is not None:
             found |= {"groups": [routing.num_groups, routing.groups_per_token], "routed_scaling_factor": routing.scale}
     return found
+
+
+def _attention_choices(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Where attention or the head differ from the usual."""
+    keys, found = family.attention, dict[str, Any]()
+    if keys.partial_rotary is not None:
+        found["partial_rotary_factor"] = rotary_share(keys, settings)
+    if keys.scale is not None:
+        shape = attention_shape(keys, settings, settings["head_dim"])
+        found |= {"attention_scale": shape.scale, "attention_soft_cap": shape.soft_cap, "windows": list(shape.windows)}
+    cap = head_cap(settings)
+    return found if cap is None else found | {"final_logit_softcapping": cap}
 
 
 def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
@@ -111,7 +139,10 @@ def _defaults(family: Family) -> dict[str, float]:
 
 def _end(settings: Mapping[str, Any]) -> int | None:
     """transformers' end token where config.json names none: most have one, Qwen's have none."""
-    architecture = family_of(settings["architectures"]).architecture
+    family = family_of(settings["architectures"])
+    architecture = family.architecture
+    if "eos_token_id" in family.defaults:
+        return cast("int | None", family.defaults["eos_token_id"])
     if architecture.startswith("DeepseekV3"):
         return DEEPSEEK_V3_END
     return None if architecture.startswith("Qwen") else END

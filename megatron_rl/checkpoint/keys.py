@@ -11,6 +11,8 @@ from megatron_rl.model.families import ParamSpec
 
 WEIGHT = "weight"
 """The kind of the parameters themselves; other kinds are the optimizer's names for its state."""
+BIAS = "expert_bias"
+"""The kind of what experts are chosen by beside their scores, where training has moved it."""
 OPTIMIZER_PREFIX = "optimizer.state."
 
 

@@ -62,6 +62,18 @@ class OverrideTransformerConfig:
     cp_comm_type: str = "p2p"
     """How attention reaches the keys of other context-parallel ranks. p2p: they go round in a ring | all_gather: all at
     once | a2a: ranks change tokens for heads and back, where their number divides the query heads of a TP rank."""
+    moe_router_load_balancing_type: str = "none"
+    """What keeps the load of the actor's experts even: none | seq_aux_loss, a loss of every layer's router over the
+    tokens of each row, whose gradient does not depend on how a mini-batch is cut."""
+    moe_aux_loss_coeff: float = 0.0
+    """What that loss is multiplied with, where seq_aux_loss."""
+    moe_z_loss_coeff: float | None = None
+    """What the mean square of the logarithm of a router's sum of exponentials is multiplied with; null: no loss."""
+    moe_router_enable_expert_bias: bool = False
+    """After every update of the actor move the biases by which its experts are chosen against their load; of models
+    that have such biases."""
+    moe_router_bias_update_rate: float = 0.001
+    """How far each of them is moved."""
 
 
 @dataclass

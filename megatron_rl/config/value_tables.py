@@ -134,6 +134,8 @@ class Interval:
 
 
 NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
+OPTIONS = tuple(f"{role}.megatron.override_transformer_config" for role in (ACTOR, REF, CRITIC, "reward_model"))
+"""Megatron's own options of every role's model."""
 RANGES_OR_NULL: dict[str, Interval] = {
     **dict.fromkeys(AT_LEAST_ONE_OR_NULL, Interval(1)),
     "trainer.stall_timeout_s": Interval(0, nearest_low=1800.0),
@@ -141,6 +143,7 @@ RANGES_OR_NULL: dict[str, Interval] = {
     f"{CORRECTION}.rollout_rs_threshold_lower": UNIT,
     f"{ACTOR}.policy_loss.dro_beta": Interval(0, nearest_low=0.1),
     f"{CORRECTION}.rollout_token_veto_threshold": Interval(0, 1, nearest_low=1e-4),
+    **{f"{group}.moe_z_loss_coeff": NOT_NEGATIVE for group in OPTIONS},
 }
 """Keys whose value is a number in an interval, or null."""
 
@@ -211,6 +214,8 @@ RANGES: dict[str, Interval] = {
             ("override_optimizer_config.optimizer_offload_fraction", UNIT),
         )
     },
+    **{f"{group}.moe_aux_loss_coeff": NOT_NEGATIVE for group in OPTIONS},
+    **{f"{group}.moe_router_bias_update_rate": Interval(0, nearest_low=0.001) for group in OPTIONS},
 }
 """Keys whose value is a number in an interval; none of them may be infinite or NaN."""
 
@@ -227,6 +232,6 @@ FINITE: dict[str, float] = {
 LAYOUT_RANGES = {
     key.rpartition(".")[2]: interval
     for key, interval in (RANGES | RANGES_OR_NULL).items()
-    if key.startswith(f"{ACTOR}.megatron.")
+    if key.rpartition(".")[0] == f"{ACTOR}.megatron"
 }
 """Sizes of a layout."""

@@ -86,6 +86,14 @@ def num_rows_at(block: MicroBatch) -> Tensor:
     return found.bincount(minlength=block.input_ids.numel())
 
 
+def places_of_rows(block: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """(place [n], row [n], lengths [rows]), int64, of every token of the rows with a response, row after row."""
+    tokens = known_tokens(block)
+    found = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
+    lengths = tokens.lengths[tokens.answered]
+    return found, torch.arange(len(lengths)).repeat_interleave(lengths), lengths
+
+
 def told_experts(block: MicroBatch, layers: Sequence[int]) -> tuple[Tensor, Tensor] | None:
     """Of some layers (experts [S * b, layers, K], whether they are known, bool [S * b]); None where none are."""
     tokens = known_tokens(block)

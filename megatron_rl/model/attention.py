@@ -18,7 +18,10 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.device import has_varlen_attention
+from megatron_rl.model.families import AttentionShape
+from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.segments import Segments, to_slots, to_tokens
+from megatron_rl.model.shaped_attention import ShapedAttention
 
 
 class StackedQKVSelfAttention(SelfAttention):
@@ -26,7 +29,27 @@ class StackedQKVSelfAttention(SelfAttention):
 
     Megatron interleaves q, k and v per query group; vLLM and Hugging Face stack them. Stacking here lets the rollout
     engine read the very same memory.
+
+    shape: the model's choices; None: the usual. norm_after: the norm of what attention gives, `post_layernorm`.
     """
+
+    def __init__(
+        self,
+        *args: Any,
+        shape: AttentionShape | None = None,
+        norm_after: type[RMSNorm] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        head_size = self.hidden_size_per_attention_head
+        self.turned = head_size if shape is None else shape.turned
+        # The angles of two rotary embeddings lie side by side: those of layers without a window come first.
+        self.number_of_rope: int | None = None
+        if shape is not None and shape.two_ropes:
+            self.number_of_rope = int(shape.window(self.layer_number - 1) is not None)
+        self.post_layernorm: RMSNorm | None = None
+        if norm_after is not None:
+            self.post_layernorm = norm_after(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
 
     def forward(
         self,
@@ -47,10 +70,15 @@ class StackedQKVSelfAttention(SelfAttention):
             self._turns = (angles.cos(), angles.sin())
         else:
             self._turns = packed_seq_params.turns_of(rotary_pos_emb)
+        if self.number_of_rope is not None:
+            cosine, sine = (turn.chunk(2, -1)[self.number_of_rope] for turn in self._turns)
+            self._turns = (cosine, sine)
         out: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **options
         )
-        return out
+        if self.post_layernorm is None:
+            return out
+        return self.post_layernorm(out[0]), out[1]
 
     def get_query_key_value_tensors(
         self,
@@ -74,7 +102,15 @@ class StackedQKVSelfAttention(SelfAttention):
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
         cosine, sine = (turn.to(query.dtype) for turn in self._turns)
-        return Turn.apply(query, cosine, sine), Turn.apply(key, cosine, sine), value
+        return self._turn(query, cosine, sine), self._turn(key, cosine, sine), value
+
+    def _turn(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """x [S, B, N, D], of which the first elements turn."""
+        if self.turned == x.shape[-1]:
+            whole: Tensor = Turn.apply(x, cosine, sine)
+            return whole
+        turning, still = x.split([self.turned, x.shape[-1] - self.turned], dim=-1)
+        return torch.cat([Turn.apply(turning, cosine, sine), still], dim=-1)
 
 
 class Turn(torch.autograd.Function):
@@ -108,10 +144,26 @@ class CausalAttention(MegatronModule):
     """Causal core attention on torch's own kernels; the same code on CPU and CUDA.
 
     Padded rows are aligned left, so the causal mask alone keeps padding on the right out of every real position.
+    shape: the model's choices; None: the usual.
     """
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: Any, **unused: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: Any,
+        shape: AttentionShape | None = None,
+        **unused: Any,
+    ) -> None:
         super().__init__(config=config)
+        self.soft_cap: float | None = None
+        self.window: int | None = None
+        self.growth = 1.0
+        if shape is not None:
+            self.soft_cap, self.window = shape.soft_cap, shape.window(layer_number - 1)
+            # Kernels scale by the head's size.
+            self.growth = shape.scale * config.kv_channels**0.5
 
     def forward(
         self,
@@ -123,35 +175,55 @@ class CausalAttention(MegatronModule):
         **unused: Any,
     ) -> Tensor:
         """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N * D]."""
+        query = query if self.growth == 1.0 else query * self.growth
         if packed_seq_params is None:
             q_BSND, k_BSKD, v_BSKD = (x.transpose(0, 1) for x in (query, key, value))
-            out_SBND = attend(q_BSND, k_BSKD, v_BSKD).transpose(0, 1)
+            out_SBND = attend(q_BSND, k_BSKD, v_BSKD, self.soft_cap, self.window).transpose(0, 1)
         else:
-            attend_segments = varlen if has_varlen_attention(query) else bucketed
             heads = (query.squeeze(1), key.squeeze(1), value.squeeze(1))
-            out_SBND = attend_segments(*heads, packed_seq_params)[:, None]
+            if has_varlen_attention(query) and self.soft_cap is None:
+                out = varlen(*heads, packed_seq_params, self.window)
+            else:
+                out = bucketed(*heads, packed_seq_params, self.soft_cap, self.window)
+            out_SBND = out[:, None]
         return out_SBND.flatten(2)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention within each of B rows: query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D]."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None = None, window: int | None = None
+) -> Tensor:
+    """Causal attention within each of B rows: query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
+
+    soft_cap, window: see `ShapedAttention`.
+    """
+    window = None if window is None or window >= query.shape[1] else window
+    if soft_cap is not None or window is not None:
+        shaped: Tensor = ShapedAttention.apply(query, key, value, soft_cap, window)
+        return shaped
     q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (query, key, value))
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
     return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
-def bucketed(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+def bucketed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    soft_cap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Causal attention within each segment, a bucket at a time: [T, N, D], [T, K, D] twice -> [T, N, D]."""
     rows = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
-    return to_tokens([attend(*bucket) for bucket in rows], segments)
+    return to_tokens([attend(*bucket, soft_cap, window) for bucket in rows], segments)
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:
     """The same on torch's variable-length flash attention, which CUDA has for half precision."""
     longest = segments.max_seqlen_q
     grouped = query.shape[1] != key.shape[1]
     boundaries = (segments.cu_seqlens_q, segments.cu_seqlens_kv, longest, longest)
-    options: dict[str, Any] = {"window_size": (-1, 0)}
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if grouped and takes_groups(varlen_attn):
         options["enable_gqa"] = True
     elif grouped:

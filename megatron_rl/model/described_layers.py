@@ -1,23 +1,51 @@
-"""What a family's description puts into a layer in the place of the usual attention and the usual router."""
+"""What a family's description puts into a model in the place of the usual attention, norms, embedding and router."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.model.families import LatentAttention, Routing, family_of, rope_type, softmax_growth
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.balance import BalancedRouter
+from megatron_rl.model.families import (
+    LatentAttention,
+    ModelShape,
+    Routing,
+    family_of,
+    rope_problem,
+    rope_type,
+    ropes_of,
+    rotary_share,
+    softmax_growth,
+)
+from megatron_rl.model.families.family import Style
 from megatron_rl.model.grouped_router import GroupedRouter
 from megatron_rl.model.latent_attention import LatentSelfAttention
+from megatron_rl.model.norm import RMSNorm, ZeroCentredNorm
+
+
+def norm_of(style: Style) -> type[RMSNorm]:
+    """The norm of a family's layers."""
+    return ZeroCentredNorm if style.zero_centred_norms else RMSNorm
 
 
 def put_attention(layer: ModuleSpec, hf_config: PretrainedConfig) -> None:
-    """Latent attention, where the family has it. The rotary embedding must be a supported one."""
-    settings = hf_config.to_dict()
-    if not family_of(hf_config.architectures).latent_attention:
+    """The model's own attention: latent attention where the family has it, else the usual with the model's choices.
+
+    The rotary embedding must be a supported one.
+    """
+    settings, family = hf_config.to_dict(), family_of(hf_config.architectures)
+    if not family.latent_attention:
+        attention, shape = layer.submodules.self_attention, ModelShape.from_hf(settings).attention
+        norm_after = norm_of(family.style) if family.style.norms_after else None
+        attention.params = {**attention.params, "shape": shape, "norm_after": norm_after}
+        attention.submodules.core_attention.params = {"shape": shape}
         return
     kind, turn_scale = rope_type(settings), 1.0
     if kind != "default":
@@ -31,7 +59,54 @@ def put_attention(layer: ModuleSpec, hf_config: PretrainedConfig) -> None:
 
 
 def put_router(block: Any, hf_config: PretrainedConfig) -> None:
-    """A router that scores in groups, where the family has it. block: the submodules of a layer's experts."""
+    """A router that can be balanced, and that scores in groups where the family has it. block: the submodules of a
+    layer's experts.
+    """
     routing = Routing.from_hf(family_of(hf_config.architectures), hf_config.to_dict())
-    if routing.scoring is not None:
-        block.router = partial(GroupedRouter, routing=routing)
+    block.router = BalancedRouter if routing.scoring is None else partial(GroupedRouter, routing=routing)
+
+
+def scale_embedding(model: GPTModel, style: Style) -> None:
+    """Multiply embeddings by the square root of the hidden size, in the model's dtype, where the family does."""
+    if not style.scaled_embedding or not model.pre_process:
+        return
+    scale = torch.tensor(model.config.hidden_size**0.5, dtype=model.config.params_dtype).item()
+
+    def scaled(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * scale
+
+    model.embedding.register_forward_hook(scaled)
+
+
+def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Tensor:
+    """Inverse frequencies of the rotary embedding, float32 [turned / 2], as transformers computes them; where layers
+    with a window have their own, those of the others come first.
+
+    Megatron's own scaling has Llama 3.1's numbers fixed in it. head_size: of what turns in latent attention; else a
+    part of it may. Raises ConfigError for a type that is not supported.
+    """
+    settings = hf_config.to_dict()
+    family = family_of(hf_config.architectures or ["LlamaForCausalLM"])
+    problem = rope_problem(settings, is_latent=family.latent_attention, keys=family.attention)
+    if problem is not None:
+        raise ConfigError(problem)
+    turned = head_size
+    if not family.latent_attention:
+        turned = int(head_size * rotary_share(family.attention, settings))
+    ropes = ropes_of(family.attention, settings)
+    if not ropes:
+        return _frequencies(hf_config, hf_config.rope_parameters, turned, None)
+    return torch.cat([_frequencies(hf_config, rope, turned, kind) for kind, rope in ropes.items()])
+
+
+def _frequencies(hf_config: PretrainedConfig, rope: Any, turned: int, kind: str | None) -> torch.Tensor:
+    """Of one rotary embedding; kind: of the layers that have it, where others have another."""
+    name = rope_type({"rope_parameters": rope})
+    if name == "default":
+        exponents = torch.arange(0, turned, 2, dtype=torch.float32) / turned
+        theta: float = rope["rope_theta"]
+        return 1.0 / theta**exponents
+    layers = {} if kind is None else {"layer_type": kind}
+    frequencies: torch.Tensor
+    frequencies, _ = ROPE_INIT_FUNCTIONS[name](hf_config, device="cpu", **layers)
+    return frequencies

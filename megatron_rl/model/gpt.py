@@ -15,19 +15,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
-from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
 from megatron_rl.model.context_attention import ContextAttention
-from megatron_rl.model.described_layers import put_attention, put_router
+from megatron_rl.model.described_layers import norm_of, put_attention, put_router, rotary_frequencies, scale_embedding
 from megatron_rl.model.expert_layers import SharedExperts, has_experts, layer_settings
 from megatron_rl.model.experts import StackedExperts, moe_settings
-from megatron_rl.model.families import ModelShape, Routing, family_of, rope_problem, rope_type
+from megatron_rl.model.families import ModelShape, Routing, family_of
 from megatron_rl.model.mlp import gate_sparingly
-from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.value_head import ValueHead
 from megatron_rl.model.vocab_head import pass_hidden_states
 from megatron_rl.parallel.mpu import TrainGroups
@@ -73,8 +70,8 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=family.qkv_bias,
-        qk_layernorm=family.qk_norm,
+        add_qkv_bias=family.qkv_bias or shape.qkv_bias,
+        qk_layernorm=family.qk_norm or shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         recompute_granularity=override.recompute_granularity,
@@ -109,21 +106,22 @@ def layer_spec(config: TransformerConfig, vp_stage: int, hf_config: PretrainedCo
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     kinds = {with_experts: one_layer(config, with_experts, hf_config) for with_experts in (False, True)}
     specs = [kinds[has_experts(config, layer)] for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_of(family_of(hf_config.architectures).style))
 
 
 def one_layer(config: TransformerConfig, with_experts: bool, hf_config: PretrainedConfig) -> ModuleSpec:
     """A layer of either kind; the one with experts means nothing in a model without."""
     num_experts = config.num_moe_experts if with_experts else None
+    norm = norm_of(family_of(hf_config.architectures).style)
     layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = StackedQKVSelfAttention
     attention = layer.submodules.self_attention.submodules
     core_attention = ContextAttention if config.context_parallel_size > 1 else CausalAttention
     attention.core_attention = ModuleSpec(module=core_attention)
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     put_attention(layer, hf_config)
     if num_experts:
         block = moe_submodules(layer.submodules.mlp)
@@ -183,31 +181,15 @@ def build_stage(
         )
         for vp_stage in range(num_chunks)
     ]
-    frequencies = rotary_frequencies(hf_config, config.kv_channels)
+    frequencies, style = rotary_frequencies(hf_config, config.kv_channels), family_of(hf_config.architectures).style
     for chunk in chunks:
         chunk.rotary_pos_emb.inv_freq = frequencies
         # The angles of all positions: which of them a context-parallel rank needs, its segments say.
         chunk.rotary_pos_emb.cp_group = None
+        scale_embedding(chunk, style)
         for layer in chunk.decoder.layers:
             if isinstance(layer.mlp, MLP):
-                gate_sparingly(layer.mlp)
+                eps, norm = config.layernorm_epsilon, norm_of(style)
+                norm_after = norm(config, config.hidden_size, eps) if style.norms_after else None
+                gate_sparingly(layer.mlp, style.activation, norm_after)
     return chunks
-
-
-def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Tensor:
-    """Inverse frequencies of the rotary embedding, float32 [head_size / 2], as transformers computes them.
-
-    Megatron's own scaling has Llama 3.1's numbers fixed in it. Raises ConfigError for a type that is not supported.
-    """
-    is_latent = family_of(hf_config.architectures).latent_attention if hf_config.architectures else False
-    problem = rope_problem(hf_config.to_dict(), is_latent=is_latent)
-    if problem is not None:
-        raise ConfigError(problem)
-    kind = rope_type(hf_config.to_dict())
-    if kind == "default":
-        exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
-        theta: float = hf_config.rope_parameters["rope_theta"]
-        return 1.0 / theta**exponents
-    frequencies: torch.Tensor
-    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
-    return frequencies

@@ -11,16 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_rl.model.balance import BalancedRouter
 from megatron_rl.model.families import CORRECTION, Routing
 
 
-class GroupedRouter(TopKRouter):
+class GroupedRouter(BalancedRouter):
     """Megatron's router with the choice and the weights of `Routing.scoring`.
 
-    `correction_bias` [E], float32, is added to scores for the choice alone. It is no parameter: no loss moves it.
+    `correction_bias` [E], float32, is added to scores for the choice alone. It is no parameter: no loss moves it, only
+    what experts were sent, where the run says so (`roles/expert_bias.py`).
     """
 
     def __init__(self, *args: Any, routing: Routing, **options: Any) -> None:
@@ -31,11 +32,18 @@ class GroupedRouter(TopKRouter):
         bias = None if self.scoring.bias is None else torch.zeros(routing.num_experts, dtype=torch.float32)
         self.register_buffer(CORRECTION, bias)
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def shares(self, logits: Tensor) -> Tensor:
+        """float32 [T, E] -> scores that add up to 1."""
+        scores = self._scores(logits)
+        return scores if self.scoring.function == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) if self.scoring.function == "softmax" else logits.sigmoid()
+
+    def choose(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (weights [T, E], 0 where an expert is not the token's; bool [T, E])."""
         logits = logits.flatten(0, 1)
-        floats = logits.float()
-        scores = floats.softmax(-1) if self.scoring.function == "softmax" else floats.sigmoid()
+        scores = self._scores(logits.float())
         bias = getattr(self, CORRECTION)
         ranked = scores.detach() if bias is None else scores.detach() + bias
         ranked = in_best_groups(ranked, self.groups.num_groups, self.groups.groups_per_token, self.scoring.best)

@@ -30,12 +30,13 @@ class HeadLogProb(torch.autograd.Function):
         vocab_size: int,
         temperature: float,
         tp_group: dist.ProcessGroup,
+        soft_cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         """See `head_log_probs`."""
-        rows = LocalRows(weight, vocab_size, temperature, tp_group.rank())
+        rows = LocalRows(weight, vocab_size, temperature, tp_group.rank(), soft_cap)
         log_z, log_prob, entropy, _ = combine(*local_sums(hidden, rows, targets), tp_group)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.rows = (vocab_size, temperature, tp_group.rank())
+        ctx.rows = (vocab_size, temperature, tp_group.rank(), soft_cap)
         return log_prob, entropy
 
     @staticmethod
@@ -50,18 +51,21 @@ class HeadLogProb(torch.autograd.Function):
         # 16 bits would lose most of what the later chunks add.
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for chunk in chunks(len(hidden), hidden.shape[1], len(weight)):
-            log_probs = rows.logits(hidden[chunk]).sub_(log_z[chunk, None])
+            logits = rows.logits(hidden[chunk])
+            slope = rows.slope(logits)
+            log_probs = logits.sub_(log_z[chunk, None])
             probs = log_probs.exp()
             grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
             grad.mul_(-grad_entropy[chunk, None]).sub_(grad_log_prob[chunk, None]).mul_(probs)
             rows.add(grad, targets[chunk], grad_log_prob[chunk])
+            grad = grad if slope is None else grad.mul_(slope)
             grad = grad.div_(rows.temperature).to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.t(), hidden[chunk])
             else:
                 grad_weight.add_(torch.mm(grad.t(), hidden[chunk]))
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def local_sums(hidden: Tensor, rows: LocalRows, targets: Tensor, squares: bool = False) -> tuple[Tensor, Tensor]:
@@ -85,21 +89,33 @@ def local_sums(hidden: Tensor, rows: LocalRows, targets: Tensor, squares: bool =
 
 
 class LocalRows:
-    """The rows of the vocabulary that one rank holds; the last ones may only pad it."""
+    """The rows of the vocabulary that one rank holds; the last ones may only pad it. soft_cap: c of logits that are
+    c tanh(W h / c); None: they are W h.
+    """
 
-    def __init__(self, weight: Tensor, vocab_size: int, temperature: float, tp_rank: int) -> None:
+    def __init__(
+        self, weight: Tensor, vocab_size: int, temperature: float, tp_rank: int, soft_cap: float | None = None
+    ) -> None:
         self.weight = weight
-        self.temperature = temperature
+        self.temperature, self.soft_cap = temperature, soft_cap
         self.first = tp_rank * len(weight)
         self.num_real = min(max(vocab_size - self.first, 0), len(weight))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, v] of hidden [n, H]; padding, which vLLM drops, is -inf."""
-        logits = torch.mm(hidden, self.weight.t()).float()
+        logits = capped_logits(torch.mm(hidden, self.weight.t()).float(), self.soft_cap)
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
         logits[:, self.num_real :] = -torch.inf
         return logits
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Of soft caps, d c tanh(x / c) / dx = 1 - tanh(x / c)^2 [n, v] from the logits of `logits`; None without."""
+        if self.soft_cap is None:
+            return None
+        slope = (logits * (self.temperature / self.soft_cap)).square_().neg_().add_(1.0)
+        slope[:, self.num_real :] = 0.0
+        return slope
 
     def take(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The targets' logits [n]; 0 for a target of another rank."""
@@ -114,6 +130,11 @@ class LocalRows:
     def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         local = targets - self.first
         return local.clamp(0, len(self.weight) - 1), (local >= 0) & (local < len(self.weight))
+
+
+def capped_logits(logits: Tensor, soft_cap: float | None) -> Tensor:
+    """c tanh(x / c) in the place of x, for a cap c."""
+    return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
 def chunks(num_tokens: int, hidden_size: int, num_rows: int) -> Iterator[slice]:
@@ -144,27 +165,41 @@ def combine(largest: Tensor, sums: Tensor, tp_group: dist.ProcessGroup) -> tuple
 
 
 def head_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    temperature: float,
+    tp_group: dist.ProcessGroup,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, both float32 [N] and the same on every TP rank.
 
     hidden [N, H], the same on every TP rank, which must have passed Megatron's copy into the TP region, whose backward
     adds up the ranks' gradients; weight [v, H], this rank's rows; targets int64 [N] < vocab_size. temperature: logits
-    are divided by it. All ranks of `tp_group` must call.
+    are divided by it. soft_cap: see `LocalRows`. All ranks of `tp_group` must call.
     """
-    found: tuple[Tensor, Tensor] = HeadLogProb.apply(hidden, weight, targets, vocab_size, temperature, tp_group)
+    found: tuple[Tensor, Tensor] = HeadLogProb.apply(
+        hidden, weight, targets, vocab_size, temperature, tp_group, soft_cap
+    )
     return found
 
 
 @torch.no_grad()
 def head_log_probs_and_squares(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    temperature: float,
+    tp_group: dist.ProcessGroup,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and the sum over the vocabulary of p^2, both float32 [N]; without gradients.
 
     Arguments as of `head_log_probs`. All ranks of `tp_group` must call.
     """
-    rows = LocalRows(weight, vocab_size, temperature, tp_group.rank())
+    rows = LocalRows(weight, vocab_size, temperature, tp_group.rank(), soft_cap)
     _, log_prob, _, sum_pi_squared = combine(*local_sums(hidden, rows, targets, squares=True), tp_group)
     if sum_pi_squared is None:
         raise RuntimeError("sums of squares were asked for and not computed")

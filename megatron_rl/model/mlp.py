@@ -33,16 +33,46 @@ class SiluGate(torch.autograd.Function):
         return grad_x
 
 
-def gate_sparingly(mlp: MLP) -> None:
-    """Let a gated MLP without biases, which is what all dense families have, use `SiluGate`.
+class GeluGate(torch.autograd.Function):
+    """The same with gelu, by its approximation with tanh, in the place of silu."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        a, b = x.chunk(2, dim=-1)
+        return F.gelu(a, approximate="tanh").mul_(b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        a, b = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_a, grad_b = grad_x.chunk(2, dim=-1)
+        torch.ops.aten.gelu_backward.grad_input(grad * b, a, approximate="tanh", grad_input=grad_a)
+        torch.mul(grad, F.gelu(a, approximate="tanh"), out=grad_b)
+        return grad_x
+
+
+GATES: dict[str, type[torch.autograd.Function]] = {"silu": SiluGate, "gelu_pytorch_tanh": GeluGate}
+"""By config.json's name of the activation."""
+
+
+def gate_sparingly(mlp: MLP, activation: str = "silu", norm_after: torch.nn.Module | None = None) -> None:
+    """Let a gated MLP without biases, which is what all dense families have, use one of `GATES`.
+
+    norm_after: of what it gives; it becomes a part of the MLP, `post_layernorm`.
 
     Megatron's own gate adds an offset of 0 to one half, and keeps five tensors of the intermediate size for backward
     where this keeps three.
     """
 
+    gate = GATES[activation]
+    if norm_after is not None:
+        mlp.post_layernorm = norm_after
+
     def forward(hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         mixed, _ = mlp.linear_fc1(hidden_states)
-        out, _ = mlp.linear_fc2(SiluGate.apply(mixed))
-        return out, None
+        out, _ = mlp.linear_fc2(gate.apply(mixed))
+        return out if norm_after is None else norm_after(out), None
 
     mlp.forward = forward

@@ -56,3 +56,15 @@ class RMSNorm(torch.nn.Module):
             out: torch.Tensor = CpuNorm.apply(x, self.weight, self.eps)
             return out
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class ZeroCentredNorm(RMSNorm):
+    """The same with a weight w that stands for 1 + w, which is made in float32, as transformers and vLLM make it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden_size] -> same shape."""
+        weight, wide = self.weight.float() + 1.0, x.float()
+        if has_fused_norm(x):
+            return F.rms_norm(wide, (x.shape[-1],), weight, self.eps).type_as(x)
+        out: torch.Tensor = CpuNorm.apply(wide, weight, self.eps)
+        return out.type_as(x)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.model.balance import Balance
+
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -27,7 +29,8 @@ class Told:
 
     num_rows: int64 [T], how many rows that are trained have the token: none has filler, several have a prompt that is
     computed once for them. trains: a backward pass follows. records: take down the router's own choice. experts:
-    [T, layers, K], where to send the tokens that are `known`, bool [T]; None: as each router chooses.
+    [T, layers, K], where to send the tokens that are `known`, bool [T]; None: as each router chooses. balance: of the
+    rows, where losses keep the load of experts even.
     """
 
     num_rows: Tensor
@@ -35,6 +38,7 @@ class Told:
     records: bool = False
     experts: Tensor | None = None
     known: Tensor | None = None
+    balance: Balance | None = None
 
 
 class RouterTap:
@@ -49,7 +53,9 @@ class RouterTap:
         self.told: Told | None = None
         self.own: Tensor | None = None
         self.counts: Tensor | None = None
+        self.losses: Tensor | None = None
         self.again: deque[Told] = deque()
+        self._current: Told | None = None
 
     def get_replay_topk(
         self,
@@ -66,6 +72,7 @@ class RouterTap:
         assert default_compute_topk is not None  # Megatron always gives it
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         told, is_first = self._next()
+        self._current = told
         if told is None:
             return values, own
         if len(told.num_rows) != len(scores):
@@ -75,6 +82,14 @@ class RouterTap:
             self.own = own if told.records else None
             self._count(chosen, told.num_rows)
         return (values, own) if told.experts is None else (scores.gather(1, chosen), chosen)
+
+    def balance(self) -> Balance | None:
+        """Of the pass in which the router was asked last, where its gradients will flow."""
+        return self._current.balance if self._current is not None and torch.is_grad_enabled() else None
+
+    def note_losses(self, losses: Tensor) -> None:
+        """Add up this rank's share of the losses, float32 [2], of all passes."""
+        self.losses = losses if self.losses is None else self.losses + losses
 
     def _next(self) -> tuple[Told | None, bool]:
         """What the pass is told, and whether it is the first of its block."""
@@ -118,7 +133,7 @@ class ChunkRouters:
     def begin(self) -> None:
         """Forget what an earlier pass has left, which may have failed half-way."""
         for tap in self.taps:
-            tap.counts = None
+            tap.counts = tap.losses = None
             tap.again.clear()
 
     @contextmanager
@@ -148,6 +163,11 @@ class ChunkRouters:
         """int64 [layers, E]: tokens of rows that were sent to each expert since `begin`; None without a pass."""
         counts = [tap.counts for tap in self.taps if tap.counts is not None]
         return torch.stack(counts) if counts else None
+
+    def losses(self) -> Tensor | None:
+        """float32 [layers, 2]: this rank's share of the balancing losses since `begin`; None without a pass."""
+        losses = [tap.losses for tap in self.taps if tap.losses is not None]
+        return torch.stack(losses) if losses else None
 
     def must_be_done(self) -> None:
         """Raise RuntimeError where a pass that was to be run again was not."""

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_rl.model.log_probs import head_log_probs, head_log_probs_and_squares
+from megatron_rl.model.log_probs import capped_logits, head_log_probs, head_log_probs_and_squares
 
 
 def pass_hidden_states(output_layer: ColumnParallelLinear, tp_group: dist.ProcessGroup) -> None:
@@ -33,13 +33,23 @@ def pass_hidden_states(output_layer: ColumnParallelLinear, tp_group: dist.Proces
 
 
 class VocabHead:
-    """The head of a rank's last chunk. vocab_size: real rows. temperature: of sampling, by which logits are divided."""
+    """The head of a rank's last chunk. vocab_size: real rows. temperature: of sampling, by which logits are divided.
+    soft_cap: bound on logits; None: there is none.
+    """
 
-    def __init__(self, model: GPTModel, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        model: GPTModel,
+        vocab_size: int,
+        temperature: float,
+        tp_group: dist.ProcessGroup,
+        soft_cap: float | None = None,
+    ) -> None:
         self.model = model
         self.vocab_size = vocab_size
         self.temperature = temperature
         self.tp_group = tp_group
+        self.soft_cap = soft_cap
 
     @property
     def weight(self) -> Tensor:
@@ -54,20 +64,22 @@ class VocabHead:
         In backward the parts of the gradient that go through each rank's rows are added up.
         """
         hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return head_log_probs(hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group)
+        return head_log_probs(
+            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group, self.soft_cap
+        )
 
     def log_probs_and_squares(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [N, H], targets int64 [N] -> (log-prob [N], sum of p^2 over the vocabulary [N]), float32, without
         gradients. All TP ranks must call.
         """
         return head_log_probs_and_squares(
-            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group
+            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group, self.soft_cap
         )
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, vocab_size], before the temperature. All TP ranks must call."""
-        mine = torch.mm(hidden, self.weight.t()).float()
+        mine = capped_logits(torch.mm(hidden, self.weight.t()).float(), self.soft_cap)
         shards = [torch.empty_like(mine) for _ in range(self.tp_group.size())]
         dist.all_gather(shards, mine, group=self.tp_group)
         return torch.cat(shards, -1)[:, : self.vocab_size]

@@ -42,7 +42,14 @@ LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
     ),
     ("Entropy (nats per token)", {"actor/entropy": "policy"}, "linear"),
     ("Gradient norm", {"actor/grad_norm": "actor", "critic/grad_norm": "critic"}, "log"),
+    (
+        "Load of experts: busiest over mean",
+        {"actor/expert_load/max": "worst layer", "actor/expert_load/mean": "mean of layers"},
+        "linear",
+    ),
+    ("Balancing losses", {"actor/moe_aux_loss/mean": "load", "actor/moe_z_loss/mean": "logits"}, "linear"),
 )
+LOAD_OF_LAYER = "actor/expert_load/layer_"
 
 
 def plot_curves(metrics_jsonl: Path, output_png: Path) -> None:
@@ -100,6 +107,9 @@ def _panels(series: Series) -> list[Callable[[Axes], None]]:
         present = {name: label for name, label in names.items() if name in series}
         if present:
             panels.append(partial(_draw_lines, series=series, title=title, names=present, scale=scale))
+    loads = sorted(int(name.removeprefix(LOAD_OF_LAYER)) for name in series if name.startswith(LOAD_OF_LAYER))
+    if len(loads) > 1:
+        panels.append(lambda axes: _draw_loads(axes, series, loads))
     timed = [name.removeprefix("timing_s/") for name in series if name.startswith("timing_s/")]
     phases = [phase for phase in PHASES if phase in timed]
     if phases:
@@ -163,6 +173,21 @@ def _draw_phases(axes: Axes, series: Series, phases: Sequence[str]) -> None:
         axes.bar(steps, heights, width=1.0, bottom=bottoms, color=color, label=phase, linewidth=0)
         floor.update({step: low + high for step, low, high in zip(steps, bottoms, heights, strict=True)})
     axes.set_title("Seconds per step, by phase (without validation)", **TITLE)
+
+
+def _draw_loads(axes: Axes, series: Series, layers: Sequence[int]) -> None:
+    """One row for each layer that has experts, one column for each step; a step without a number is white."""
+    columns = sorted({step for layer in layers for step in series[f"{LOAD_OF_LAYER}{layer}"][0]})
+    rows_of = [series[f"{LOAD_OF_LAYER}{layer}"] for layer in layers]
+    loads = [dict(zip(steps, values, strict=True)) for steps, values in rows_of]
+    table = [[row.get(step, math.nan) for step in columns] for row in loads]
+    edges = [column - 0.5 for column in columns] + [columns[-1] + 0.5]
+    rows = [number - 0.5 for number in range(len(layers) + 1)]
+    picture = axes.pcolormesh(edges, rows, table, cmap="viridis", vmin=1.0)
+    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers] if len(layers) <= 12 else [""] * len(layers))
+    axes.set_ylabel("layer", color=FAINT)
+    axes.figure.colorbar(picture, ax=axes)
+    axes.set_title("Load of experts by layer: busiest over mean", **TITLE)
 
 
 def _dress(axes: Axes) -> None:

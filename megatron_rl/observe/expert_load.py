@@ -1,4 +1,4 @@
-"""From how many tokens each expert was sent to the `actor/expert_load/*` metrics. Pure."""
+"""From how many tokens each expert was sent to the `actor/expert_load/*` metrics, and of routers' losses. Pure."""
 
 from __future__ import annotations
 
@@ -24,3 +24,16 @@ def expert_load_metrics(counts: torch.Tensor, layers: Sequence[int]) -> dict[str
         "actor/expert_load/idle": float((counts == 0).double().mean()),
         **by_layer,
     }
+
+
+def balance_metrics(losses: torch.Tensor, layers: Sequence[int]) -> dict[str, float]:
+    """losses: float [layers, 2], the aux loss and the z loss of each, before coefficients. layers: their numbers.
+
+    An aux loss of 1 is even, or a router that says nothing; the number of experts over those to a token is the worst.
+    """
+    found = {}
+    for column, name in enumerate(("aux", "z")):
+        values = losses[:, column].tolist()
+        found |= {f"actor/moe_{name}_loss/layer_{layer}": value for layer, value in zip(layers, values, strict=True)}
+        found[f"actor/moe_{name}_loss/mean"] = sum(values) / len(values)
+    return found

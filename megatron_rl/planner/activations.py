@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.model.families import Family, LatentAttention, ModelShape, Routing
+from megatron_rl.model.families import AttentionShape, Family, LatentAttention, ModelShape, Routing
 
 FP32 = 4
+LARGEST_TILE = 1 << 24
+"""Products that `model/shaped_attention.py` holds at once."""
 CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
 """Tensors as large as a chunk of logits in float32 that the head's forward and backward hold at once."""
 
@@ -19,13 +21,15 @@ CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
 @dataclass(frozen=True)
 class Block:
     """A micro-batch: `tokens` laid end to end or padded, in attention filled up to `slots` where no kernel takes
-    segments of any length. `response_tokens`: those that are scored, whose logits are needed.
+    segments of any length. `response_tokens`: those that are scored, whose logits are needed. `longest`: tokens of its
+    longest segment.
     """
 
     tokens: int
     slots: int
     response_tokens: int
     is_packed: bool
+    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class LayerSizes:
 
     sequence_share: 1 / TP under sequence parallelism, which splits what lies between the TP regions. shared: columns
     of the MLP beside the experts. dense_share: of the layers, those with a dense MLP of `dense_ffn` columns instead;
-    a layer stands for all, so its MLP is the mean of both kinds.
+    a layer stands for all, so its MLP is the mean of both kinds. norms_after: of what attention and MLP give.
     """
 
     hidden: int
@@ -55,6 +59,8 @@ class LayerSizes:
     dense_share: float = 0.0
     dense_ffn: int = 0
     latent: LatentAttention | None = None
+    norms_after: bool = False
+    attention: AttentionShape | None = None
 
     @classmethod
     def of(
@@ -73,7 +79,7 @@ class LayerSizes:
             ffn=shape.ffn_size // (etp if routing else tp),
             element=element,
             sequence_share=share,
-            qk_norm=family.qk_norm,
+            qk_norm=family.qk_norm or shape.qk_norm,
             routed=routing.experts_per_token * share * etp if routing else 0.0,
             num_experts=shape.num_experts,
             shared=shape.shared_size // tp,
@@ -81,11 +87,15 @@ class LayerSizes:
             dense_share=len(shape.dense_layers) / shape.num_layers,
             dense_ffn=shape.dense_ffn_size // tp,
             latent=shape.latent,
+            norms_after=family.style.norms_after,
+            attention=shape.attention,
         )
 
     def saved_bytes(self, block: Block) -> float:
         """Bytes that one layer keeps between forward and backward."""
-        residual = block.tokens * self.sequence_share * (6 * self.hidden * self.element + 2 * FP32)
+        # What is normalised after a part is kept for that alone.
+        norms = 2 if self.norms_after else 0
+        residual = block.tokens * self.sequence_share * ((6 + norms) * self.hidden * self.element + (2 + norms) * FP32)
         return residual + self._attention_bytes(block) + self._mlp_bytes(block)
 
     def input_bytes(self, block: Block) -> float:
@@ -150,7 +160,15 @@ class LayerSizes:
         dense = max(self.shared, self.dense_ffn) * block.tokens * (3 + backward)
         at_gate = max(ffn * (4 + backward - (not self.routed)), dense)
         widest = max(at_gate, (self.q + 2 * self.kv) * block.slots * 3)
-        return (widest + 2 * self.hidden * block.tokens) * self.element
+        return (widest + 2 * self.hidden * block.tokens) * self.element + self._products_bytes(block, backward)
+
+    def _products_bytes(self, block: Block, backward: bool) -> float:
+        """Products of queries and keys, where no kernel makes them: their number, and in backward their gradients."""
+        shape = self.attention
+        if shape is None or shape.is_whole or (shape.soft_cap is None and self.element != FP32):
+            return 0.0
+        sizes = (block.longest if window is None else min(window, block.longest) for window in shape.windows or (None,))
+        return min(LARGEST_TILE, block.slots * self.num_heads * max(sizes)) * FP32 * (1 + backward)
 
 
 def in_flight(pp_size: int, pp_rank: int, vpp_size: int, num_micro_batches: int) -> int:

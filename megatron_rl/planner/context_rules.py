@@ -28,9 +28,10 @@ def _role_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violati
     if how not in WAYS:
         yield Violation({key: how}, f"must be one of {', '.join(WAYS)}", {key: nearest_name(str(how), WAYS)})
     cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
-    if model is not None and model.latent is not None and cp_size > 1:
+    whole = None if model is None else _what_is_not_cut(model)
+    if model is not None and whole and cp_size > 1:
         size_key = f"{role.key}.megatron.context_parallel_size"
-        rule = f"must be 1: latent attention, as of {model.path}, is not cut over context-parallel ranks"
+        rule = f"must be 1: {whole}, as of {model.path}, is not cut over context-parallel ranks"
         yield Violation({size_key: cp_size}, rule, {size_key: 1})
         return
     if how != "a2a" or model is None or min(cp_size, tp_size) < 1 or model.num_attention_heads % tp_size:
@@ -45,3 +46,12 @@ def _role_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violati
         fitting = ", ".join(map(str, divisors(heads)))
         hint = f"a2a goes with context_parallel_size of {fitting}"
         yield Violation({key: how}, rule, {key: "p2p"}, hint, subject=subject)
+
+
+def _what_is_not_cut(model: ModelSizes) -> str | None:
+    """The kind of attention for which every rank needs whole sequences; None where a model has another."""
+    if model.latent is not None:
+        return "latent attention"
+    if model.attention is None or model.attention.is_whole:
+        return None
+    return "attention with windows or bounded products"

@@ -355,7 +355,7 @@ def passes_of(
     tokens = -(-rows * length // cp_size // multiple) * multiple
     # A rank's chunks are gathered as they are, and filled up nowhere.
     is_packed = one.remove_padding and cp_size == 1
-    block = Block(tokens, tokens, rows * most_scored(length, data.max_response_length, cp_size), is_packed)
+    block = Block(tokens, tokens, rows * most_scored(length, data.max_response_length, cp_size), is_packed, length)
     return Passes(block, -(-share // rows))
 
 

@@ -14,14 +14,17 @@ from megatron_rl.model.families import (
     FAMILIES,
     REWARD_FAMILIES,
     VOCAB_PADDING,
+    AttentionShape,
     Family,
     LatentAttention,
     Routing,
+    attention_shape,
     dense_layers_problem,
     experts_of,
     num_experts_key,
     num_labels,
     rope_problem,
+    rotary_share,
     routing_problem,
     sliding_window,
 )
@@ -55,7 +58,8 @@ class ModelSizes:
     attends to; None: all before it. `even_heads`: whether `head_size` is told, or the hidden size divides into heads.
     `has_dense_layers`: some layers of a model with experts have none. `shared_experts`: name and columns of the MLP
     beside the experts, which TP cuts as it cuts a dense one; None: there is none. `latent`: sizes of latent attention,
-    in which `head_size` is a query's; None: attention is another.
+    in which `head_size` is a query's; None: attention is another. `attention`: the choices of the usual one.
+    `has_expert_bias`: experts are chosen by scores and a bias.
     """
 
     path: str
@@ -75,6 +79,8 @@ class ModelSizes:
     has_dense_layers: bool = False
     shared_experts: tuple[str, int] | None = None
     latent: LatentAttention | None = None
+    attention: AttentionShape | None = None
+    has_expert_bias: bool = False
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -178,6 +184,7 @@ def _read_settings(
     path: str, file: Path, settings: dict[str, Any], family: Family
 ) -> tuple[ModelSizes | None, list[Violation]]:
     problems = list(_unsupported(file, settings, family))
+    settings = family.given(settings)
     wanted: tuple[str, ...] = SIZES
     if family.experts is not None:
         wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
@@ -190,7 +197,7 @@ def _read_settings(
     beyond = too_large(settings, (*wanted, "num_key_value_heads", "head_dim"))
     if beyond:
         return None, [*problems, *(_in_file(file, {k: settings[k]}, f"must be <= {beyond[k]}") for k in beyond)]
-    problems += [] if family.latent_attention else _head_problems(file, settings)
+    problems += [] if family.latent_attention else _head_problems(file, settings, family)
     routing = None if family.experts is None else Routing.from_hf(family, settings)
     if routing is not None:
         problems += _routing_problems(file, routing, family)
@@ -199,8 +206,8 @@ def _read_settings(
     return _sizes(path, settings, family, routing), problems
 
 
-def _head_problems(file: Path, settings: dict[str, Any]) -> Iterable[Violation]:
-    """How the hidden size, heads and key/value heads go together."""
+def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
+    """How the hidden size, heads and key/value heads go together, and how much of a head turns."""
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     kv_heads = settings.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -210,6 +217,13 @@ def _head_problems(file: Path, settings: dict[str, Any]) -> Iterable[Violation]:
         rule = f"must divide hidden_size({hidden}) where there is no head_dim"
         nearest = {"head_dim": hidden // heads // 2 * 2 or 2}
         yield _in_file(file, {"num_attention_heads": heads}, rule, nearest)
+        return
+    size, share = settings.get("head_dim") or hidden // heads, rotary_share(family.attention, settings)
+    if not isinstance(share, int | float):
+        return  # the rotary embedding's rule says so
+    if not 0 < share <= 1 or int(size * share) % 2 or int(size * share) == 0:
+        rule = f"must be a share of head_dim({size}) that is a whole even number of elements"
+        yield _in_file(file, {"partial_rotary_factor": share}, rule, {"partial_rotary_factor": 1.0})
 
 
 def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing | None) -> ModelSizes:
@@ -222,6 +236,7 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
             "moe_intermediate_size": routing.ffn_size,
             "expert_size_key": experts_of(family).size_key,
             "has_dense_layers": bool(routing.dense_layers),
+            "has_expert_bias": routing.scoring is not None and routing.scoring.bias is not None,
             "shared_experts": (name_of_size(shared), routing.shared_size) if shared and routing.shared_size else None,
         }
     heads, latent = settings["num_attention_heads"], None
@@ -241,6 +256,7 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
         head_size=latent.query if latent else head_size,
         even_heads=bool(latent or settings.get("head_dim")) or settings["hidden_size"] % heads == 0,
         latent=latent,
+        attention=None if latent else attention_shape(family.attention, settings, head_size),
         **experts,
     )
 
@@ -266,11 +282,12 @@ def _routing_problems(file: Path, routing: Routing, family: Family) -> list[Viol
 
 
 def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
-    problem = rope_problem(settings, is_latent=family.latent_attention)
+    problem = rope_problem(settings, is_latent=family.latent_attention, keys=family.attention)
     if problem is not None:
         key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
         yield _in_file(file, {key: settings.get(key)}, f"cannot be used: {problem}")
-    kinds = {"full_attention"} if sliding_window(family, settings) is None else {"full_attention", "sliding_attention"}
+    has_windows = family.attention.local or sliding_window(family, settings) is not None
+    kinds = {"full_attention", "sliding_attention"} if has_windows else {"full_attention"}
     layer_types = settings.get("layer_types") or ()
     unknown = set(layer_types) - kinds
     if unknown:
@@ -279,9 +296,12 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
         yield Violation(
             {"layer_types": layer_types}, f"with {rule} ({file})", nearest, file=str(file), subject="layer_types"
         )
+    num_layers = settings.get("num_hidden_layers")
+    if family.attention.local and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
+        yield _in_file(file, {"layer_types": layer_types}, f"must name the kind of each of the {num_layers} layers")
     for name, required in family.fixed_settings.items():
         value = settings.get(name, required)
-        if value != required:
+        if value != required and (value or required):
             yield _in_file(file, {name: value}, "is not supported", {name: required})
 
 

@@ -17,6 +17,7 @@ from megatron_rl.errors import Violation
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 from megatron_rl.planner.algorithm_rules import algorithm_problems
 from megatron_rl.planner.async_rules import async_problems
+from megatron_rl.planner.balance_rules import balance_problems
 from megatron_rl.planner.cache_rules import cache_problems
 from megatron_rl.planner.context_rules import context_problems
 from megatron_rl.planner.engine_rules import engine_problems
@@ -64,6 +65,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
             *recompute_problems(config, models),
             *context_problems(config, models),
             *option_problems(config),
+            *balance_problems(config, models),
             *sharing_problems(config, pools),
             *rollout_problems(config, pools, models),
             *engine_problems(config, models),

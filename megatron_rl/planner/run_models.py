@@ -47,8 +47,8 @@ class PlannedModel:
     def read(cls, path: str) -> PlannedModel:
         """From a folder's config.json, which preflight has accepted; settings it leaves out have their defaults."""
         settings: Mapping[str, Any] = json.loads((Path(path).expanduser() / "config.json").read_text())
-        settings = {"tie_word_embeddings": False} | dict(settings)
         family = family_of(settings["architectures"])
+        settings = family.given(settings)
         routing = Routing.from_hf(family, settings) if family.is_moe else None
         return cls(family, ModelShape.from_hf(settings), routing)
 

@@ -19,7 +19,7 @@ from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
 from megatron_rl.losses.registry import policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
-from megatron_rl.observe.expert_load import expert_load_metrics
+from megatron_rl.observe.expert_load import balance_metrics, expert_load_metrics
 from megatron_rl.records import ActorBatch, Sequences, TokenScores, ragged_from_lengths, row_lengths
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
@@ -34,7 +34,9 @@ class Actor(TrainedRole):
     """The policy that is trained."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+        from megatron_rl.roles.expert_bias import ExpertBias
         from megatron_rl.roles.expert_routing import ExpertRouting
+        from megatron_rl.roles.model_source import named_buffers
         from megatron_rl.roles.token_scorer import TokenScorer
 
         source = rank.source(spec)
@@ -45,13 +47,19 @@ class Actor(TrainedRole):
         self._further_metrics: tuple[str, ...] = ()  # of the losses that were computed last
         self.score_cut = rank.micro_batching(spec.score)
         temperature = rank.config.actor_rollout_ref.rollout.temperature
-        vocab_size = source.hf_config.vocab_size
-        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, vocab_size, temperature)
+        settings = source.hf_config.to_dict()
+        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature)
         self.rank = rank
         self.routing: ExpertRouting | None = None
         if source.family.is_moe:
-            self.routing = ExpertRouting(self.trainable.models, rank.groups, rank.device.torch_device)
+            options = spec.megatron.override_transformer_config
+            self.routing = ExpertRouting(self.trainable.models, rank.groups, rank.device.torch_device, options)
             self.trainable.pipeline.routing = self.routing
+        if source.constants:
+            buffers = named_buffers(self.trainable.models)
+            device = rank.device.torch_device
+            self.checkpoint.bias = ExpertBias(buffers, source.constants, rank.groups, device)
+        self._load: Tensor | None = None  # of experts, in the pass that was last
         # On rank 0, where the rollout has pools of its own: the bridge's, and those that some ranks may not have left.
         self.bridge_stores: list[BridgeStore] = []
         self.sender: BridgeSender | None = None
@@ -98,7 +106,7 @@ class Actor(TrainedRole):
     @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: ActorBatch) -> dict[str, float]:
         """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage)."""
-        return self.compute_gradients(batch) | self.trainable.step().metrics("actor")
+        return self.compute_gradients(batch) | self._step()
 
     @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update_on_policy(self, batch: ActorBatch) -> tuple[dict[str, float], TokenScores | None]:
@@ -109,7 +117,15 @@ class Actor(TrainedRole):
             scores = TokenScores(ragged_from_lengths(own, batch.response_lengths), batch_size=batch.batch_size)
         if self.routing is not None:
             scores = self._with_choices(scores, batch, keeps=False)
-        return metrics | self.trainable.step().metrics("actor"), scores
+        return metrics | self._step(), scores
+
+    def _step(self) -> dict[str, float]:
+        """An optimizer step, and one of the experts' biases where they are to follow the load; its metrics."""
+        update, options = self.trainable.step(), self.spec.megatron.override_transformer_config
+        bias, moves = self.checkpoint.bias, not (update.skipped or update.empty)
+        if options.moe_router_enable_expert_bias and bias is not None and self._load is not None and moves:
+            bias.move(self._load, options.moe_router_bias_update_rate)
+        return update.metrics("actor")
 
     @verb(Dispatch.DP, phase="export")
     def response_logits(self, sequences: Sequences) -> Tensor | None:
@@ -203,6 +219,11 @@ class Actor(TrainedRole):
     def _send(self, version: int) -> SendReport:
         if self.sender is None:
             raise RuntimeError("there is no bridge: join_bridge() comes first")
+        if self.checkpoint.bias is not None and self.checkpoint.bias.has_moved:
+            raise ConfigError(
+                "the checkpoint's biases of experts are not the model folder's, and only weights go to another pool: "
+                "start from an export of it, or generate in the actor's pool"
+            )
         return self.sender.send(version)
 
     def compute_gradients(self, batch: ActorBatch) -> dict[str, float]:
@@ -226,10 +247,12 @@ class Actor(TrainedRole):
             self.routing.begin(replays=replays, records=named and is_own)
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
+        if self.routing is not None and self.routing.is_balanced:
+            self.routing.count_rows(blocks)
         means = self.trainable.compute_gradients(
             blocks, totals, lambda hidden, block: self._loss(hidden, block, totals, own)
         )
-        load = {} if self.routing is None else expert_load_metrics(self.routing.load(), self.routing.routed)
+        load = {} if self.routing is None else self._expert_metrics(self.routing)
         if means is None:
             return {}, None
         log_probs = in_row_order(torch.cat(own), blocks) if is_own else None
@@ -240,6 +263,12 @@ class Actor(TrainedRole):
             return metrics | {"actor/kl_coef": self.config.kl_loss_coef}, log_probs
         del metrics["actor/kl_loss"]
         return metrics, log_probs
+
+    def _expert_metrics(self, routing: ExpertRouting) -> dict[str, float]:
+        """Of the pass that was last, on all ranks; all must call."""
+        losses = balance_metrics(routing.losses(), routing.routed) if routing.is_balanced else {}
+        self._load = routing.load()
+        return expert_load_metrics(self._load, routing.routed) | losses
 
     def _loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals, own: list[Tensor]) -> tuple[Tensor, Tensor]:
         """(loss of a block, its metric sums); log-probs go to `own` where the block has no old ones."""

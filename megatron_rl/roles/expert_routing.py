@@ -9,7 +9,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order
-from megatron_rl.experience.routed_tokens import known_tokens, num_others, num_rows_at, places, told_experts
+from megatron_rl.experience.routed_tokens import (
+    known_tokens,
+    num_others,
+    num_rows_at,
+    places,
+    places_of_rows,
+    told_experts,
+)
+from megatron_rl.model.balance import Balance
 from megatron_rl.model.expert_layers import has_experts
 from megatron_rl.model.router_replay import ChunkRouters, Told
 from megatron_rl.parallel.mpu import TrainGroups
@@ -30,10 +39,14 @@ class ExpertRouting:
 
     replays: of the pass under way, tokens go where its record says, as far as it does. records: the routers' own
     choices are kept, for `finish`. routed: numbers of the layers of the whole model that have experts; where experts
-    are spoken of here, and in records, these are the layers.
+    are spoken of here, and in records, these are the layers. loss_factor: what `Pipeline` multiplies the loss of every
+    block with.
     """
 
-    def __init__(self, models: list[Any], groups: TrainGroups, device: torch.device) -> None:
+    def __init__(
+        self, models: list[Any], groups: TrainGroups, device: torch.device, options: OverrideTransformerConfig
+    ) -> None:
+        """options: which losses balance the routers."""
         config = models[0].config
         self.num_experts = config.num_moe_experts
         self.routed = [layer for layer in range(config.num_layers) if has_experts(config, layer)]
@@ -41,6 +54,9 @@ class ExpertRouting:
         self.groups, self.device = groups, device
         self.replays = self.records = False
         self._is_cut = config.sequence_parallel
+        self._coefficients = (options.moe_aux_loss_coeff, options.moe_z_loss_coeff or 0.0)
+        self._totals = (1, 1)  # rows and tokens of the mini-batch, on all ranks
+        self.loss_factor = 1.0
         self._kept: list[list[tuple[MicroBatch, Tensor]]] = [[] for _ in self.chunks]
         self._layers_of_stages: list[list[int]] = [[] for _ in range(groups.grid.pp_size)]
         dist.all_gather_object(self._layers_of_stages, self.layers, group=groups.pp_group)
@@ -58,13 +74,49 @@ class ExpertRouting:
         for kept in self._kept:
             kept.clear()
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether routers have losses of their own."""
+        return any(self._coefficients)
+
+    def count_rows(self, blocks: Sequence[MicroBatch]) -> None:
+        """Say what balancing losses are means over: the rows of this rank's blocks and of all others. All must call."""
+        lengths = torch.cat([places_of_rows(block)[2] for block in blocks])
+        totals = torch.stack([torch.tensor(len(lengths)), lengths.sum()]).to(self.device)
+        dist.all_reduce(totals, group=self.groups.dp_group)
+        num_rows, num_tokens = totals.tolist()
+        self._totals = (max(num_rows, 1), max(num_tokens, 1))
+
+    def _balance(self, block: MicroBatch) -> Balance | None:
+        """What routers of this rank are told of a block's rows."""
+        if not self.is_balanced or not torch.is_grad_enabled():
+            return None
+        found, rows, lengths = places_of_rows(block)
+        here = self._here(torch.arange(block.input_ids.numel()), block).cpu()
+        token_at = torch.full((block.input_ids.numel(),), -1)
+        token_at[here] = torch.arange(len(here))
+        is_here = token_at[found] >= 0
+        groups = [self.groups.tp_group] if self._is_cut else []
+        if block.share is not None:
+            groups.append(block.share.group)
+        weights = (c * self.loss_factor / total for c, total in zip(self._coefficients, self._totals, strict=True))
+        tokens, of_rows = token_at[found][is_here].to(self.device), rows[is_here].to(self.device)
+        return Balance(tokens, of_rows, lengths.to(self.device, torch.float32), groups, *weights)
+
     @contextmanager
     def told(self, chunk: int, block: MicroBatch) -> Iterator[None]:
         """Round the forward pass of a block through a chunk; blocks of each chunk come in their order."""
         routers = self.chunks[chunk]
         found = told_experts(block, routers.layers) if self.replays else None
         experts, known = (None, None) if found is None else (self._here(part, block) for part in found)
-        told = Told(self._here(num_rows_at(block), block), torch.is_grad_enabled(), self.records, experts, known)
+        told = Told(
+            self._here(num_rows_at(block), block),
+            torch.is_grad_enabled(),
+            self.records,
+            experts,
+            known,
+            self._balance(block),
+        )
         with routers.told(told):
             yield
         if self.records:
@@ -154,6 +206,17 @@ class ExpertRouting:
                 counts[chunk.layers] += found
         dist.all_reduce(counts)
         return counts.cpu() if self._is_cut else counts.cpu() // self.groups.grid.tp_size
+
+    def losses(self) -> Tensor:
+        """float64 [L, 2] of the pass: the aux loss of every layer, and its z loss, over all ranks. All must call."""
+        sums = torch.zeros(len(self.routed), 2, dtype=torch.float64, device=self.device)
+        for chunk in self.chunks:
+            found = chunk.losses()
+            if found is not None:
+                sums[chunk.layers] += found
+        dist.all_reduce(sums)
+        copies = 1 if self._is_cut else self.groups.grid.tp_size
+        return sums.cpu() / copies / torch.tensor(self._totals)
 
 
 def as_bytes(choices: Tensor) -> Tensor:

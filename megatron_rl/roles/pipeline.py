@@ -138,6 +138,8 @@ class Pipeline:
         # Megatron divides by the number of micro-batches and averages over data-parallel ranks; the sum is wanted. Over
         # context-parallel ranks, each of which has the whole loss and its own tokens' gradients, it adds up.
         scale = len(blocks) * self.groups.grid.dp_size
+        if self.routing is not None:
+            self.routing.loss_factor = scale
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
             block = self._read_by_this_rank(next(iterator))

@@ -24,7 +24,7 @@ class Reference(FrozenRole):
         self.pipeline = Pipeline(chunks, rank.groups, rank.device.torch_device)
         self.cut = rank.micro_batching(spec.score)
         temperature = rank.config.actor_rollout_ref.rollout.temperature
-        self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, source.hf_config.vocab_size, temperature)
+        self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, source.hf_config.to_dict(), temperature)
 
     @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, sequences: Sequences) -> TokenScores | None:

@@ -109,7 +109,10 @@ class TrainedRole(Role):
         from megatron_rl.checkpoint.hf_export import export_hf
         from megatron_rl.roles.model_source import named_parameters
 
-        source = self.source
+        source, bias = self.source, self.checkpoint.bias
+        constants = read_constants(source.constants.values(), source.path, torch.device("cpu"), dtype=None)
+        if bias is not None and bias.has_moved:
+            constants = {name: row.cpu() for name, row in bias.whole().items()}
         with writing():
             export_hf(
                 named_parameters(self.trainable.models),
@@ -120,5 +123,5 @@ class TrainedRole(Role):
                 source.vocab_multiple,
                 self.architecture,
                 max_shard_bytes,
-                read_constants(source.constants.values(), source.path, torch.device("cpu"), dtype=None),
+                constants,
             )

@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 from megatron_rl.checkpoint.keys import WEIGHT
+from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter, read
 from megatron_rl.checkpoint.sharded_state import FlatRun, sharded_state, written_at
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place
 from megatron_rl.records import RoleState
+from megatron_rl.roles.expert_bias import ExpertBias
 from megatron_rl.roles.model_source import named_parameters
 from megatron_rl.roles.training import TrainableModel
 
@@ -31,13 +33,18 @@ class RoleCheckpoint:
         self.trainable = trainable
         self.specs = specs
         self.place = place
+        self.bias: ExpertBias | None = None
+        """Of a role whose experts are chosen by one."""
 
     def save(self, folder: Path, writer: CheckpointWriter, beside_training: bool) -> RoleState:
         """Write to `folder`, which exists and is empty; complete when `writer.finish` says so."""
         self.trainable.adam.create()
         written = written_at(self.place, self.specs)
         runs = [run for run in self._owned_runs() if run.name in written]
-        writer.save(sharded_state(runs, self.specs, self.place), folder, beside_training)
+        tensors = sharded_state(runs, self.specs, self.place)
+        if self.bias is not None and self.bias.has_moved and self.bias.writes:
+            tensors |= sharded_state(self.bias.runs(), self.bias.specs, self.place)
+        writer.save(tensors, folder, beside_training)
         return self.state
 
     @torch.no_grad()
@@ -45,7 +52,11 @@ class RoleCheckpoint:
         """Overwrite weights and optimizer with those of `folder`, in whatever layout they were saved."""
         self.trainable.adam.create()
         runs = [*self._weight_runs(), *(run for run in self._owned_runs() if run.kind != WEIGHT)]
-        read(sharded_state(runs, self.specs, self.place), folder)
+        tensors = sharded_state(runs, self.specs, self.place)
+        if self.bias is not None and self.bias.is_in(SavedTensors(folder).names):
+            tensors |= sharded_state(self.bias.runs(), self.bias.specs, self.place)
+            self.bias.has_moved = True
+        read(tensors, folder)
         self.trainable.continue_from(state.num_updates, state.adam_step)
         self.trainable.loss_scaling.set(state.loss_scale, state.good_steps)
 

@@ -46,6 +46,8 @@ class Rollout(Role):
         settings = source.hf_config.to_dict()
         self._held: int | None = None  # the version that this stay in rollout mode reads in the actor's memory
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
+        self._actor = None if bridge is not None else cast("Actor", neighbours[ACTOR])
+        self._constants = read_constants(source.constants.values(), source.path, rank.device.torch_device)
         self.weights: AllGatherPPModel | ReceivedWeights
         if bridge is None:
             self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
@@ -65,8 +67,7 @@ class Rollout(Role):
             max_model_len=data.max_prompt_length + data.max_response_length,
             dtype=spec.megatron.dtype,
             grid=grid,
-            tensors=self.weights.tensors
-            | read_constants(source.constants.values(), source.path, rank.device.torch_device),
+            tensors=self.weights.tensors | self._constants,
             seed=rank.config.trainer.seed,
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
             hf_overrides=rollout_settings(source.family, settings) | told(rank.config),
@@ -91,6 +92,10 @@ class Rollout(Role):
     def enter(self) -> TransitionReport:
         """Train mode -> rollout mode: the current weights of all stages and the KV cache are present."""
         self._held = None
+        bias = None if self._actor is None else self._actor.checkpoint.bias
+        if bias is not None and bias.has_moved:
+            for name, row in bias.whole().items():
+                self._constants[name].copy_(row)
         return self.engine.enter()
 
     @verb(Dispatch.ONE_TO_ALL, phase="reshard")

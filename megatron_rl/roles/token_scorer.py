@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
+from megatron_rl.model.families import head_cap
 from megatron_rl.model.vocab_head import VocabHead
 from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths
 from megatron_rl.roles.pipeline import Pipeline
@@ -15,12 +19,15 @@ from megatron_rl.roles.pipeline import Pipeline
 class TokenScorer:
     """Log-probabilities of response tokens under one language model, at the sampling temperature.
 
-    models: the chunks of this rank's stage, of which the last stage's last one has the head.
+    models: the chunks of this rank's stage, of which the last stage's last one has the head. settings: config.json's.
     """
 
-    def __init__(self, pipeline: Pipeline, models: list[GPTModel], vocab_size: int, temperature: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, models: list[GPTModel], settings: Mapping[str, Any], temperature: float
+    ) -> None:
         self.pipeline = pipeline
-        self.head = VocabHead(models[-1], vocab_size, temperature, pipeline.groups.tp_group)
+        group = pipeline.groups.tp_group
+        self.head = VocabHead(models[-1], settings["vocab_size"], temperature, group, head_cap(settings))
 
     def log_probs_and_entropy(self, hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
         """hidden [b, S / C, H] -> (log-prob [N], entropy [N]) of the block's response tokens, float32.

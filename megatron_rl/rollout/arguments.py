@@ -50,6 +50,8 @@ def engine_arguments(
         "async_scheduling": False,
         "seed": seed,
         "hf_overrides": hf_overrides,
+        # Layers with a window would share the cache's tensors with layers without: it could not leave and come back.
+        "disable_hybrid_kv_cache_manager": True,
         "enable_return_routed_experts": returns_experts,
     }
     if device_kind == "cpu":

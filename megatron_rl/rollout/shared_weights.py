@@ -23,6 +23,10 @@ HELD_ELSEWHERE = ("e_score_correction_bias",)
 """Parameters that objects other than modules hold, too (routers of experts): these objects become the given tensors."""
 
 
+ROUTER = ".gate.weight"
+"""Weights that some of vLLM's models keep in float32, and that are read in the trainer's dtype, as the trainer does."""
+
+
 class EmptyOnMeta(TorchFunctionMode):
     """While active, `torch.empty` allocates nothing. Layers create weights with it, computed buffers otherwise."""
 
@@ -55,7 +59,8 @@ def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) ->
             if id(old) not in replacements:
                 name = f"{module_name}.{local_name}"
                 tensor = tensors[name]
-                if (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+                same_dtype = old.dtype == tensor.dtype or (name.endswith(ROUTER) and old.dtype == torch.float32)
+                if old.shape != tensor.shape or not same_dtype:
                     raise ValueError(
                         f"{name}: the rollout engine expects {tuple(old.shape)} {old.dtype}, "
                         f"the trainer holds {tuple(tensor.shape)} {tensor.dtype}"
@@ -63,11 +68,19 @@ def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) ->
                 new = torch.nn.Parameter(tensor, requires_grad=False)
                 # vLLM hangs its loading hooks on the parameter object.
                 new.__dict__.update(old.__dict__)
+                if old.dtype != tensor.dtype:
+                    read_as_it_is(module)
                 if local_name in HELD_ELSEWHERE:
                     torch.utils.swap_tensors(old, new)
                     new = old
                 replacements[id(old)] = new
             module._parameters[local_name] = replacements[id(old)]
+
+
+def read_as_it_is(gate: torch.nn.Module) -> None:
+    """Take from a router the kernels for weights of float32 that its GPU may have: its weight has another dtype."""
+    for kernel in ("allow_fp32_router_gemm", "allow_bf16x3_router_gemm", "allow_rocm_bf16x3_router_gemm"):
+        setattr(gate, kernel, False)
 
 
 def register_shared_loader(tensors: dict[str, torch.Tensor]) -> None:

@@ -92,8 +92,13 @@ def test_what_is_left_out_has_the_librarys_value(tmp_path, architecture):
     kind = getattr(transformers, architecture).config_class.model_type
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
     read, found = AutoConfig.from_pretrained(tmp_path), computed_settings(settings)
-    assert found["rms_norm_eps"] == read.rms_norm_eps and found["rope_theta"] == read.rope_parameters["rope_theta"]
-    assert found["rope_type"] == read.rope_parameters["rope_type"] and found["rope_scaling"] == {}
+    assert found["rms_norm_eps"] == read.rms_norm_eps
+    if "full_attention" in read.rope_parameters:
+        kinds = ("full_attention", "sliding_attention")
+        assert found["rope_scaling"] == {kind: read.rope_parameters[kind] for kind in kinds}
+    else:
+        assert found["rope_theta"] == read.rope_parameters["rope_theta"]
+        assert found["rope_type"] == read.rope_parameters["rope_type"] and found["rope_scaling"] == {}
     declared = read.eos_token_id
     assert end_tokens(tmp_path, settings) == (None if declared is None else [declared])
     read.save_pretrained(tmp_path)

@@ -71,9 +71,9 @@ def addresses(worker) -> dict[str, int]:
 
 
 def hugging_face_greedy(path: str) -> list[list[int]]:
-    from transformers import AutoModelForCausalLM
+    from megatron_rl.report import hf_model
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = hf_model(path)
     answers = []
     for row in prompts().prompt_ids.unbind():
         ids = row.tolist()

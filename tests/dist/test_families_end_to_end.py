@@ -20,6 +20,9 @@ from tiny_models import (
     run_config,
     save_deepseek_v2,
     save_deepseek_v3,
+    save_gemma2,
+    save_gemma3,
+    save_glm4_moe,
     save_llama,
     save_llama31,
     save_mistral,
@@ -41,9 +44,9 @@ NUM_ROWS = 7
 MAX_SHARD_BYTES = 400_000
 """About a third of a tiny model, and less than a pipeline stage."""
 
-DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral)
+DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral, save_gemma2, save_gemma3)
 LATENT = (save_deepseek_v2, save_deepseek_v3, save_moonlight)
-WITH_EXPERTS = (save_qwen3_moe, save_mixtral, save_qwen2_moe, save_qwen3_moe_with_dense_layers, *LATENT)
+WITH_EXPERTS = (save_qwen3_moe, save_mixtral, save_qwen2_moe, save_qwen3_moe_with_dense_layers, save_glm4_moe, *LATENT)
 LAYOUTS = {"one process": (1, 1, 1, {}), "TP2": (2, 2, 1, {}), "PP2": (2, 1, 2, {}), "TP2xPP2": (4, 2, 2, {})}
 EP2 = {"EP2": (2, 1, 1, {"expert_model_parallel_size": 2})}
 ALL = [(save, layout) for save in (*DENSE, *WITH_EXPERTS) for layout in LAYOUTS]
@@ -59,6 +62,9 @@ OFTEN = {
     (save_mixtral, "TP2"),
     (save_qwen2_moe, "EP2"),
     (save_deepseek_v2, "PP2"),
+    (save_gemma2, "TP2"),
+    (save_gemma3, "PP2"),
+    (save_glm4_moe, "EP2"),
     (save_qwen2_with_windows, "PP2"),
 }
 """What `make test` goes through: every family once, of those with latent attention one; every layout at least once, TP2

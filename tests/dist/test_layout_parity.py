@@ -157,10 +157,10 @@ def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> t
 
     With a `model` gradients can flow into it; without, one is read from `path`.
     """
-    from transformers import AutoModelForCausalLM
+    from megatron_rl.report import hf_model
 
     if model is None:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+        model = hf_model(path).requires_grad_(False)
     experience = random_experience(NUM_ROWS)
     expected = []
     for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):

@@ -11,6 +11,8 @@ from tiny_models import (
     random_experience,
     run_config,
     save_deepseek_v3,
+    save_gemma2,
+    save_glm4_moe,
     save_llama,
     save_qwen2_moe,
     save_qwen3_moe,
@@ -137,8 +139,11 @@ LAYOUTS = {
     "CP2, padded, gathered": (2, 1, 1, CP2 | GATHER | {"actor_rollout_ref__model__use_remove_padding": False}),
     "shared experts, EP2, DP2": (2, 1, 1, EP2),
     "latent attention, EP2, DP2": (2, 1, 1, EP2),
+    "bounds and windows, PP2": (2, 1, 2, {}),
+    "half turned, EP2, DP2": (2, 1, 1, EP2),
 }
 MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
+MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
 RARELY = (
     "experts, EP2, DP2",
@@ -146,6 +151,8 @@ RARELY = (
     "CP2, padded, gathered",
     "shared experts, EP2, DP2",
     "latent attention, EP2, DP2",
+    "bounds and windows, PP2",
+    "half turned, EP2, DP2",
 )
 """Not part of `make test`."""
 CASES = [pytest.param(name, marks=pytest.mark.exhaustive if name in RARELY else []) for name in LAYOUTS]

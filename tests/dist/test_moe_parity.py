@@ -123,9 +123,9 @@ def policy_gradients(config) -> dict:
 
 def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
     """Gradients of -mean(advantage * log-prob) under transformers' own model, experts taken apart as on disk."""
-    from transformers import AutoModelForCausalLM
+    from megatron_rl.report import hf_model
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = hf_model(path)
     advantages = random_experience(NUM_ROWS).advantages.values()
     (-hugging_face_log_probs(path, model) * advantages).mean().backward()
     gradients = {}

@@ -13,6 +13,12 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -194,6 +200,47 @@ def save_moonlight(folder: Path, **changes) -> str:
     )
 
 
+# Windows are shorter than prompts and answers, bounds and scales such that forgetting one is noticed.
+GEMMA = SIZES | {
+    "head_dim": 48,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 12,
+    "attn_implementation": "eager",  # which alone bounds products
+}
+
+
+def save_gemma2(folder: Path, **changes) -> str:
+    """A Gemma-2: windows in layers 0 and 2, products bounded by 2 and logits by 3."""
+    torch.manual_seed(0)
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    return save(Gemma2ForCausalLM(Gemma2Config(**{**GEMMA, **caps, **changes})), folder)
+
+
+def save_gemma3(folder: Path, **changes) -> str:
+    """A Gemma-3: windows in all layers but the third, with a base of their own, and scaling in that one."""
+    torch.manual_seed(0)
+    ropes = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    settings = {**GEMMA, "rope_parameters": ropes, "sliding_window_pattern": 3, **changes}
+    return save(Gemma3ForCausalLM(Gemma3TextConfig(**settings)), folder)
+
+
+def save_glm4_moe(folder: Path, **changes) -> str:
+    """A GLM-4.5: biases, norms of q and k, half of a head turned; layer 0 is dense, and a bias changes choices."""
+    torch.manual_seed(0)
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2}
+    routing = {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
+    attention = {"attention_bias": True, "use_qk_norm": True}
+    settings = {**QWEN3, **experts, **routing, **attention, "tie_word_embeddings": False, **changes}
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**settings))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
+    return save(model, folder)
+
+
 def save_reward_model(folder: Path, family: str) -> str:
     """A classifier with one label, of the family whose transformers classes begin with `family`."""
     torch.manual_seed(0)
@@ -208,6 +255,8 @@ def save(model: torch.nn.Module, folder: Path) -> str:
             torch.nn.init.normal_(parameter, std=0.2)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("norm.weight") and not parameter.any():  # whose weight stands for 1 + w
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
     model.float().save_pretrained(folder)
     save_test_tokenizer(folder)
     return str(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.observe.expert_load import expert_load_metrics
+from megatron_rl.observe.expert_load import balance_metrics, expert_load_metrics
 
 
 def test_loads_by_hand() -> None:
@@ -25,3 +25,16 @@ def test_loads_by_hand() -> None:
 def test_no_token_says_nothing() -> None:
     """Would not catch a layer without tokens among others."""
     assert expert_load_metrics(torch.zeros(2, 4, dtype=torch.int64), [0, 1]) == {}
+
+
+def test_losses_by_hand() -> None:
+    """Two layers, 1 and 3. Would not catch the two losses in each other's place before."""
+    found = balance_metrics(torch.tensor([[1.0, 0.5], [2.0, 0.25]]), [1, 3])
+    assert found == {
+        "actor/moe_aux_loss/layer_1": 1.0,
+        "actor/moe_aux_loss/layer_3": 2.0,
+        "actor/moe_aux_loss/mean": 1.5,
+        "actor/moe_z_loss/layer_1": 0.5,
+        "actor/moe_z_loss/layer_3": 0.25,
+        "actor/moe_z_loss/mean": 0.375,
+    }

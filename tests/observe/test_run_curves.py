@@ -57,6 +57,16 @@ def test_phases_are_stacked_without_totals_and_validation(write):
     assert bars == {"gen": (0.0, 2.0), "update_actor": (2.0, 3.0)}
 
 
+def test_loads_of_layers_are_rows_and_steps_are_columns(write):
+    """Layer 2 before layer 10, a step without a number left empty. Would not catch colours that say nothing."""
+    layers = {"actor/expert_load/layer_10": 1.5, "actor/expert_load/layer_2": 2.0}
+    path = write({"step": 1, **layers}, {"step": 3, "actor/expert_load/layer_2": 3.0})
+    axes = panels(draw_curves(path))["Load of experts by layer: busiest over mean"]
+    table = axes.collections[0].get_array()
+    assert table[0].tolist() == [2.0, 3.0] and table[1, 0] == 1.5 and table.mask[1, 1]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["2", "10"]
+
+
 def test_picture_is_written_and_nothing_to_draw_is_an_error(write, tmp_path):
     """Would not catch a picture that is there and unreadable."""
     output = tmp_path / "pictures" / "curves.png"

@@ -32,6 +32,32 @@ LATENT = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tanh", "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"sliding_window": 4}, None),
+        ({"hidden_act": "silu"}, "hidden_act=silu of "),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50"),
+        ({"layer_types": ["full_attention"]}, "must name the kind of each of the "),
+        ({"rope_parameters": {"full_attention": 3}}, "full_attention must be an object in braces"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}},
+            "of full_attention rope_type='yarn'",
+        ),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+    ],
+)
+def test_gemma_folders(config, tmp_path, changes, expected):
+    """Windows that cut something off are right here. Would not catch a key that transformers renames."""
+    path = write_model(tmp_path / "model", **GEMMA | changes)
+    _, found = read_model_folder("model", path)
+    assert [expected in str(one) for one in found] == ([] if expected is None else [True])
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -64,7 +90,7 @@ def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
     [
         (
             {"architectures": ["GemmaForCausalLM"]},
-            "must be one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM, MistralForCausalLM,",
+            "must be one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM,",
         ),
         ({"architectures": None}, "architectures=[]"),
         (

@@ -57,6 +57,8 @@ LAYOUTS = [
     ("qwen2-moe", 8, 2, 2, {"expert_model_parallel_size": 2, "sequence_parallel": True}),
     ("moonlight", 8, 4, 2, SP | MOONLIGHT),
     ("DeepSeek-V3", 8, 2, 2, SP | {"expert_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 30}),
+    ("GLM-4.5-Air-Base", 4, 2, 2, SP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    ("gemma3", 4, 1, 2, {}),
     ("tied", 8, 2, 1, {}),
     ("tied", 8, 2, 4, {}),
 ]
@@ -66,6 +68,8 @@ def model_folder(name: str, folder: Path) -> Path:
     """One of the shapes that come with the project, or a small one with one matrix at both ends."""
     if (PUBLISHED / name).is_dir():
         return PUBLISHED / name
+    if name == "gemma3":
+        return gemma3_folder(folder / name)
     if name == "moonlight":
         return moonlight_folder(folder / name)
     if name == "qwen2-moe":
@@ -80,6 +84,17 @@ def model_folder(name: str, folder: Path) -> Path:
 def qwen2_moe_folder(folder: Path) -> Path:
     """Qwen1.5-MoE-A2.7B's sizes, with dense layers in both halves."""
     settings = Qwen2MoeConfig(architectures=["Qwen2MoeForCausalLM"], mlp_only_layers=[1, 13]).to_dict()
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def gemma3_folder(folder: Path) -> Path:
+    """Gemma-3-1B's sizes, as they are published: what is usual in the family is left out."""
+    settings = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152}
+    settings |= {"intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 26}
+    settings |= {"sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144, "rope_theta": 1000000}
+    settings |= {"max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
@@ -153,7 +168,7 @@ def grid_of(world_size: int, megatron: MegatronConfig) -> TrainGrid:
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_every_rank_has_the_planned_number_of_parameters(tmp_path, every: int):
-    """28 layouts of 9 models, or every other of them: equal to the last one, on every rank, of policy and critic.
+    """30 layouts of 11 models, or every other of them: equal to the last one, on every rank, of policy and critic.
 
     Would not catch a parameter that Megatron adds later than in the constructor.
     """

@@ -4,6 +4,7 @@ Preflight, the model builder, import, export and the rollout binding all read th
 small file here and one name in `registry.py`.
 """
 
+from megatron_rl.model.families.attention import AttentionShape, attention_shape, rotary_share
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.families.latent import LatentAttention
 from megatron_rl.model.families.layers import dense_layers_problem, routed_layers
@@ -18,12 +19,13 @@ from megatron_rl.model.families.params import (
     value_param_map,
 )
 from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
-from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, softmax_growth
+from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, ropes_of, softmax_growth
 from megatron_rl.model.families.shape import (
     ModelShape,
     Routing,
     experts_of,
     full_attention,
+    head_cap,
     num_experts_key,
     num_labels,
     rollout_settings,
@@ -33,6 +35,10 @@ from megatron_rl.model.families.shape import (
 
 __all__ = [
     "CORRECTION",
+    "AttentionShape",
+    "head_cap",
+    "attention_shape",
+    "rotary_share",
     "Constant",
     "LatentAttention",
     "constant_map",
@@ -59,6 +65,7 @@ __all__ = [
     "rope_of",
     "rope_problem",
     "rope_type",
+    "ropes_of",
     "sliding_window",
     "value_param_map",
 ]

@@ -4,15 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.model.families.attention import AttentionKeys
 
 FIXED_SETTINGS = {
-    "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
+    "use_bidirectional_attention": False,
 }
-"""config.json settings that may have one value only (or be absent), in every family."""
+"""config.json settings that may have one value only (or be absent), unless a family says otherwise."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the parts of a layer are put together.
+
+    activation: of the gated MLP, by config.json's name. zero_centred_norms: a norm's weight w stands for 1 + w.
+    norms_after: what attention and MLP give is normalised once more before it is added. scaled_embedding: embeddings
+    are multiplied by the square root of the hidden size. head_cap: the config.json key of a bound c, as c tanh(x / c),
+    on logits; None: there is none.
+    """
+
+    activation: str = "silu"
+    zero_centred_norms: bool = False
+    norms_after: bool = False
+    scaled_embedding: bool = False
+    head_cap: str | None = None
+
+    @property
+    def fixed(self) -> dict[str, object]:
+        """config.json settings that may have one value only, because of the style."""
+        return {
+            "hidden_act": self.activation,
+            "hidden_activation": self.activation,
+            "use_bidirectional_attention": False,
+        }
+
+
+GEMMA = Style("gelu_pytorch_tanh", True, True, True, "final_logit_softcapping")
 
 
 @dataclass(frozen=True)
@@ -94,11 +126,14 @@ class Family:
     """One architecture, under its names in config.json.
 
     architecture: the language model. reward_architecture: the same trunk with a classification head, `score.weight`.
-    qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head.
+    qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head. qkv_bias_key,
+    qk_norm_key: the config.json key that says so, where it is not always so.
+    attention: how attention differs from the usual. style: how the parts of a layer are put together.
     latent_attention: keys and values are made of a short latent vector (`latent.py`).
     experts: MLPs are routers over experts, in all layers or those that config.json names; None: all are dense.
     window: sliding-window attention that config.json may ask for; None: the architecture has none.
     fixed: further config.json settings that may have one value only (or be absent).
+    defaults: what it means that config.json leaves a setting out, where that is not what it means elsewhere.
     rollout: settings that vLLM reads from config.json and that transformers takes for granted.
     """
 
@@ -106,11 +141,20 @@ class Family:
     reward_architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    qkv_bias_key: str | None = None
+    qk_norm_key: str | None = None
+    attention: AttentionKeys = AttentionKeys()
+    style: Style = Style()
     latent_attention: bool = False
     experts: Experts | None = None
     window: Window | None = None
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
+    defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json with what it leaves out."""
+        return {"tie_word_embeddings": False} | dict(self.defaults) | dict(settings)
 
     @property
     def is_moe(self) -> bool:
@@ -120,4 +164,6 @@ class Family:
     @property
     def fixed_settings(self) -> dict[str, object]:
         """Every config.json setting that may have one value only, with that value."""
-        return FIXED_SETTINGS | dict(self.fixed)
+        fixed = FIXED_SETTINGS | self.style.fixed | dict(self.fixed)
+        by_keys = {self.qkv_bias_key} | ({"partial_rotary_factor"} if self.attention.partial_rotary else set())
+        return {key: value for key, value in fixed.items() if key not in by_keys}

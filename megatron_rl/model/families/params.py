@@ -49,7 +49,7 @@ def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     params = {"embedding.word_embeddings.weight": embedding}
     for layer in range(shape.num_layers):
         mega, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        params |= _norm_params(shape.hidden_size, mega, hf)
+        params |= _norm_params(family, shape.hidden_size, mega, hf)
         if shape.latent is not None:
             params |= _latent_params(shape, shape.latent, f"{mega}self_attention.", f"{hf}self_attn.")
         else:
@@ -86,11 +86,15 @@ def constant_map(family: Family, shape: ModelShape) -> dict[str, Constant]:
     }
 
 
-def _norm_params(hidden: int, mega: str, hf: str) -> dict[str, ParamSpec]:
-    return {
-        f"{mega}input_layernorm.weight": _whole(f"{hf}input_layernorm.weight", (hidden,)),
-        f"{mega}pre_mlp_layernorm.weight": _whole(f"{hf}post_attention_layernorm.weight", (hidden,)),
-    }
+def _norm_params(family: Family, hidden: int, mega: str, hf: str) -> dict[str, ParamSpec]:
+    names = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    if family.style.norms_after:
+        names |= {
+            "self_attention.post_layernorm": "post_attention_layernorm",
+            "pre_mlp_layernorm": "pre_feedforward_layernorm",
+            "mlp.post_layernorm": "post_feedforward_layernorm",
+        }
+    return {f"{mega}{ours}.weight": _whole(f"{hf}{theirs}.weight", (hidden,)) for ours, theirs in names.items()}
 
 
 def _latent_params(shape: ModelShape, latent: LatentAttention, mega: str, hf: str) -> dict[str, ParamSpec]:
@@ -135,9 +139,9 @@ def _attention_params(family: Family, shape: ModelShape, mega: str, hf: str) -> 
         f"{mega}self_attention.linear_qkv.weight": qkv("weight", hidden),
         f"{mega}self_attention.linear_proj.weight": _single(f"{hf}self_attn.o_proj.weight", o_proj, 1),
     }
-    if family.qkv_bias:
+    if family.qkv_bias or shape.qkv_bias:
         params[f"{mega}self_attention.linear_qkv.bias"] = qkv("bias")
-    if family.qk_norm:
+    if family.qk_norm or shape.qk_norm:
         for part in "qk":
             name = f"{mega}self_attention.{part}_layernorm.weight"
             params[name] = _whole(f"{hf}self_attn.{part}_norm.weight", (size,))

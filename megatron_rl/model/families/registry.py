@@ -8,6 +8,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import (
     deepseek_v2,
     deepseek_v3,
+    gemma2,
+    gemma3,
+    glm4_moe,
     llama,
     mistral,
     mixtral,
@@ -18,7 +21,20 @@ from megatron_rl.model.families import (
 )
 from megatron_rl.model.families.family import Family
 
-MODULES = (deepseek_v2, deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
+MODULES = (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    glm4_moe,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 _ALL = tuple(module.FAMILY for module in MODULES)
 
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.model.families.attention import GLOBAL, LOCAL, AttentionKeys
+
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -22,6 +24,23 @@ def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings.get("rope_parameters") or settings.get("rope_scaling") or {}
 
 
+def ropes_of(keys: AttentionKeys, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Kind of layer -> its rotary settings with their base, where kinds have their own; else {}."""
+    if keys.thetas is None:
+        return {}
+    rope = rope_of(settings)
+    if GLOBAL in rope or LOCAL in rope:
+        found = {kind: dict(rope.get(kind) or {}) for kind in (GLOBAL, LOCAL)}
+    else:
+        # Before transformers 5 scaling is of the layers without a window alone.
+        theta, local = settings.get("rope_theta"), settings.get("rope_local_base_freq")
+        found = {GLOBAL: {"rope_theta": theta} | dict(rope), LOCAL: {"rope_theta": local}}
+    for kind, absent in zip((GLOBAL, LOCAL), keys.thetas, strict=True):
+        found[kind]["rope_theta"] = found[kind].get("rope_theta") or absent
+        found[kind]["rope_type"] = rope_type({"rope_parameters": found[kind]})
+    return found
+
+
 def rope_type(settings: Mapping[str, Any]) -> str:
     """The type of the rotary embedding of a config.json."""
     rope = rope_of(settings)
@@ -29,11 +48,23 @@ def rope_type(settings: Mapping[str, Any]) -> str:
     return kind
 
 
-def rope_problem(settings: Mapping[str, Any], *, is_latent: bool = False) -> str | None:
+def rope_problem(
+    settings: Mapping[str, Any], *, is_latent: bool = False, keys: AttentionKeys | None = None
+) -> str | None:
     """What is wrong with the rotary embedding that a config.json asks for; None when it is supported.
 
-    is_latent: it turns keys and queries of latent attention.
+    is_latent: it turns keys and queries of latent attention. keys: of the family; None: its attention is the usual.
     """
+    keys = keys or AttentionKeys()
+    odd = [kind for kind in (GLOBAL, LOCAL) if not isinstance(rope_of(settings).get(kind) or {}, Mapping)]
+    if odd and keys.thetas is not None:
+        return f"{odd[0]} must be an object in braces"
+    for kind, own in ropes_of(keys, settings).items():
+        problem = rope_problem({"rope_parameters": own})
+        if problem is not None:
+            return f"of {kind} {problem}"
+    if keys.thetas is not None:
+        return None
     kind, rope, known = rope_type(settings), rope_of(settings), LATENT_TYPES if is_latent else ROPE_TYPES
     if not isinstance(kind, str) or kind not in known:
         return f"rope_type={kind!r} is not supported; known: {', '.join(known)}"
@@ -41,7 +72,9 @@ def rope_problem(settings: Mapping[str, Any], *, is_latent: bool = False) -> str
     if lacking:
         return f"rope_type={kind!r} needs numbers for {', '.join(lacking)}; it has {dict(rope)}"
     fraction = rope.get("partial_rotary_factor", 1.0)
-    if fraction != 1.0:
+    if not isinstance(fraction, int | float):
+        return f"partial_rotary_factor={fraction!r} must be a number"
+    if keys.partial_rotary is None and fraction != 1.0:
         return f"partial_rotary_factor={fraction} is not supported; nearest: 1.0"
     if kind == YARN:
         return _yarn_problem(rope)

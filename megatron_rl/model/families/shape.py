@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.model.families.attention import AttentionShape, attention_shape
 from megatron_rl.model.families.family import Experts, Family, Scoring
 from megatron_rl.model.families.latent import LatentAttention
 from megatron_rl.model.families.layers import dense_layers
@@ -107,6 +108,7 @@ class ModelShape:
     """The sizes of one model. `ffn_size` is that of the dense MLP, or of one expert; what follows `tied` is of models
     with experts: `dense_ffn_size` are the columns of the MLPs of `dense_layers`, `shared_size` of the shared experts.
     latent: sizes of latent attention, in which `head_size` is that of a query; None: attention is another.
+    qkv_bias, qk_norm: as of `Family`, where config.json says so. attention: the model's own choices; None: the usual.
     """
 
     num_layers: int
@@ -123,6 +125,9 @@ class ModelShape:
     dense_layers: tuple[int, ...] = ()
     dense_ffn_size: int = 0
     latent: LatentAttention | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    attention: AttentionShape | None = None
 
     @property
     def num_routed_layers(self) -> int:
@@ -144,7 +149,9 @@ class ModelShape:
     @classmethod
     def from_hf(cls, settings: Mapping[str, Any]) -> ModelShape:
         """From the content of a config.json, as a plain dict. Raises ConfigError for an unknown architecture."""
-        heads, family = settings["num_attention_heads"], family_of(settings["architectures"])
+        family = family_of(settings["architectures"])
+        settings = family.given(settings)
+        heads = settings["num_attention_heads"]
         routing = Routing.from_hf(family, settings) if family.is_moe else None
         latent = LatentAttention.from_hf(settings) if family.latent_attention else None
         head_size = settings.get("head_dim") or settings["hidden_size"] // heads
@@ -163,7 +170,22 @@ class ModelShape:
             dense_layers=routing.dense_layers if routing else (),
             dense_ffn_size=settings["intermediate_size"] if routing and routing.dense_layers else 0,
             latent=latent,
+            qkv_bias=is_on(settings, family.qkv_bias_key),
+            qk_norm=is_on(settings, family.qk_norm_key),
+            attention=None if latent else attention_shape(family.attention, settings, head_size),
         )
+
+
+def is_on(settings: Mapping[str, Any], key: str | None) -> bool:
+    """Whether a setting is true; without a key it is not."""
+    return key is not None and bool(settings.get(key, False))
+
+
+def head_cap(settings: Mapping[str, Any]) -> float | None:
+    """The bound on the logits of a config.json's model; None where there is none."""
+    family = family_of(settings["architectures"])
+    key = family.style.head_cap
+    return None if key is None else family.given(settings).get(key) or None
 
 
 def sliding_window(family: Family, settings: Mapping[str, Any]) -> int | None:

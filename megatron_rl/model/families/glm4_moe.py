@@ -1,0 +1,20 @@
+"""GLM-4.5 and 4.6: half of every head turns, and experts are chosen by sigmoid scores and a bias as in DeepSeek-V3."""
+
+from megatron_rl.model.families.attention import AttentionKeys
+from megatron_rl.model.families.family import Experts, Family, Scoring, SharedExperts
+from megatron_rl.model.families.layers import first_rule
+
+FAMILY = Family(
+    "Glm4MoeForCausalLM",
+    "Glm4MoeForSequenceClassification",  # which transformers lacks: only critics here start from one
+    qkv_bias_key="attention_bias",
+    qk_norm_key="use_qk_norm",
+    attention=AttentionKeys(partial_rotary=0.5),
+    experts=Experts(
+        count_keys=("n_routed_experts", "num_local_experts"),
+        dense_keys=first_rule(absent=1),
+        shared=SharedExperts("shared_experts", size_key="moe_intermediate_size", count_key="n_shared_experts"),
+        scoring=Scoring("sigmoid", best=2, bias="gate.e_score_correction_bias", normalised=True),
+    ),
+    defaults={"n_shared_experts": 1, "rms_norm_eps": 1e-5, "eos_token_id": None},
+)

@@ -1,0 +1,109 @@
+"""Causal attention with bounded products or a window, for which there is no kernel on every device.
+
+Queries are gone through some rows at a time, each with the keys that they can see: nothing of S x S elements is kept.
+For backward the output and the logarithm of the sum of exponentials are kept, as flash attention does (Dao et al.,
+arXiv:2205.14135), and the products are made again.
+
+Legend: B rows of S tokens, N query heads, K key/value heads of which each serves G = N / K query heads, D head size;
+s queries of a tile and the w keys that they may see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST_TILE = 1 << 24
+"""Products that are held at once."""
+
+
+class ShapedAttention(torch.autograd.Function):
+    """query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
+
+    soft_cap: c of products x that become c tanh(x / c); None: they stay. window: how many positions a token sees, its
+    own among them; None: all before it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None, window: int | None
+    ) -> Tensor:
+        out = torch.empty_like(query)
+        log_sum = query.new_empty(query.shape[:3], dtype=torch.float32)
+        for rows, keys in tiles(query, key, window):
+            scores = products(query[:, rows], key[:, keys], rows, keys, soft_cap, window)
+            sums = scores.logsumexp(-1)
+            probs = scores.sub_(sums[..., None]).exp_()
+            out[:, rows] = by_token(probs @ by_head(value[:, keys])).to(out.dtype)
+            log_sum[:, rows] = by_token(sums[..., None])[..., 0]
+        ctx.save_for_backward(query, key, value, out, log_sum)
+        ctx.soft_cap, ctx.window = soft_cap, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sum = ctx.saved_tensors
+        scale, num_kv = query.shape[-1] ** -0.5, key.shape[2]
+        d_query = torch.empty_like(query)
+        d_key, d_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
+        for rows, keys in tiles(query, key, ctx.window):
+            scores = products(query[:, rows], key[:, keys], rows, keys, ctx.soft_cap, ctx.window)
+            # d c tanh(x / c) / dx = 1 - tanh(x / c)^2; what is not seen has no gradient at all.
+            slope = None if ctx.soft_cap is None else (scores / ctx.soft_cap).square_().neg_().add_(1.0).clamp_(min=0.0)
+            probs = scores.sub_(by_group(log_sum[:, rows, :, None], num_kv)).exp_()
+            d_out, o = (by_group(x[:, rows].float(), num_kv) for x in (grad, out))
+            d_scores = d_out @ by_head(value[:, keys]).transpose(-1, -2)
+            d_scores = d_scores.sub_((d_out * o).sum(-1, keepdim=True)).mul_(probs).mul_(scale)
+            d_scores = d_scores if slope is None else d_scores.mul_(slope)
+            d_query[:, rows] = by_token(d_scores @ by_head(key[:, keys])).to(query.dtype)
+            q = by_group(query[:, rows].float(), num_kv)
+            for of, through, mixed in ((d_key, d_scores, q), (d_value, probs, d_out)):
+                of[:, keys] += (through.transpose(-1, -2) @ mixed).sum(2).transpose(1, 2)
+        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None
+
+
+def tiles(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """(positions of some queries, positions of the keys that any of them may see), all queries once."""
+    num_rows, length, heads = query.shape[:3]
+    step = max(1, LARGEST_TILE // (num_rows * heads * length))
+    if window is not None:
+        # Fewer queries see fewer keys that are not theirs.
+        step = min(step, max(window, 64))
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        yield slice(first, last), slice(0 if window is None else max(0, first - window + 1), last)
+
+
+def products(
+    query: Tensor, key: Tensor, rows: slice, keys: slice, soft_cap: float | None, window: int | None
+) -> Tensor:
+    """Float32 products [B, K, G, s, w], -inf where a key is not seen. query [B, s, N, D] and key [B, w, K, D] are those
+    at `rows` and `keys`.
+    """
+    q = by_group(query.float(), key.shape[2]) * query.shape[-1] ** -0.5
+    scores: Tensor = q @ by_head(key).transpose(-1, -2)
+    if soft_cap is not None:
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    at = torch.arange(rows.start, rows.stop, device=query.device)[:, None]
+    of = torch.arange(keys.start, keys.stop, device=query.device)[None]
+    unseen = of > at if window is None else (of > at) | (of <= at - window)
+    return scores.masked_fill_(unseen, -torch.inf)
+
+
+def by_group(x: Tensor, num_kv: int) -> Tensor:
+    """[B, s, N, D] -> [B, K, G, s, D]."""
+    grouped: Tensor = x.unflatten(2, (num_kv, -1))
+    return grouped.permute(0, 2, 3, 1, 4)
+
+
+def by_head(x: Tensor) -> Tensor:
+    """[B, w, K, D] -> float32 [B, K, 1, w, D]."""
+    return x.float().transpose(1, 2).unsqueeze(2)
+
+
+def by_token(x: Tensor) -> Tensor:
+    """[B, K, G, s, D] -> [B, s, N, D]."""
+    return x.permute(0, 3, 1, 2, 4).flatten(2, 3)

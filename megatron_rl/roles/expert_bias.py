@@ -1,0 +1,86 @@
+"""Biases by which experts are chosen, moved against their load: balance without a loss (Wang et al., arXiv:2408.15664).
+
+After every update each expert's bias goes up by the rate where it was sent fewer tokens than the mean of its layer's,
+down where more, and stays where it was sent as many. Tokens are those of `expert_load`: of all rows with a response, on
+all ranks. Every rank moves the biases of its own layers, by the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.checkpoint.keys import BIAS, checkpoint_key
+from megatron_rl.checkpoint.sharded_state import FlatRun
+from megatron_rl.model.families import Constant, ParamSpec
+from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.parallel.sharding import LogicalTensor, Segment
+
+
+def moved(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+    """bias float32 [E] after an update in which its experts were sent `counts` tokens, int64 [E]."""
+    return bias + rate * (counts.sum() - counts * len(counts)).sign()
+
+
+class ExpertBias:
+    """The biases of this rank's layers. All ranks must build it, and call `whole` together.
+
+    buffers: of this rank's chunks. constants: the folder's tensor, of all layers that have one, in their order. Both by
+    global Megatron names. has_moved: they are not the folder's any more.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[str, Tensor],
+        constants: Mapping[str, Constant],
+        groups: TrainGroups,
+        device: torch.device,
+    ) -> None:
+        self._own = {name: buffers[name] for name in constants if name in buffers}
+        self._constants, self._groups, self._device = constants, groups, device
+        self.has_moved = False
+
+    @torch.no_grad()
+    def move(self, counts: Tensor, rate: float) -> None:
+        """counts: int64 [L, E], of all layers with experts, the same on all ranks."""
+        self.has_moved = True
+        for name, of_layer in zip(self._constants, counts, strict=True):
+            if name in self._own:
+                bias = self._own[name]
+                bias.copy_(moved(bias, of_layer.to(bias.device), rate))
+
+    def whole(self) -> dict[str, Tensor]:
+        """Every layer's, float32 [E], by the folder's names, on this rank's device."""
+        zeros = (torch.zeros(constant.shape, device=self._device) for constant in self._constants.values())
+        rows = [self._own.get(name, zero) for name, zero in zip(self._constants, zeros, strict=True)]
+        table = torch.stack(rows)
+        dist.all_reduce(table, group=self._groups.pp_group)
+        return {constant.name: row for constant, row in zip(self._constants.values(), table, strict=True)}
+
+    # In a checkpoint
+
+    @property
+    def specs(self) -> dict[str, ParamSpec]:
+        """As what they are saved: one whole tensor each."""
+        return {
+            name: ParamSpec(LogicalTensor(one.name, (Segment("all", one.shape, 1),), None), (one.name,))
+            for name, one in self._constants.items()
+        }
+
+    def runs(self) -> Iterator[FlatRun]:
+        """Of this rank's layers."""
+        for name, bias in self._own.items():
+            yield FlatRun(name, BIAS, 0, bias)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the one that writes those of its layers."""
+        groups = self._groups
+        return groups.tp_rank == groups.dp_rank == groups.cp_rank == 0
+
+    def is_in(self, names: Collection[str]) -> bool:
+        """Whether a checkpoint with tensors of these names has them."""
+        return all(checkpoint_key(spec, 0, BIAS) in names for spec in self.specs.values())

@@ -1,0 +1,86 @@
+"""Biases that follow the load of experts: the same in every layout, in generation, checkpoints and exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
+from safetensors.torch import load_file
+from test_layout_parity import NUM_ROWS
+from test_moe_parity import EP2, ETP1, SP
+from tiny_models import random_experience, run_config, save_glm4_moe
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.exhaustive]
+
+OPTIONS = "override_transformer_config__moe_router_"
+BIASED = {f"{OPTIONS}enable_expert_bias": True, f"{OPTIONS}bias_update_rate": 0.3}
+BIAS = "gate.e_score_correction_bias"
+
+
+def config_of(path: str, tp_size: int = 1, pp_size: int = 1, **sizes):
+    """A learning rate of 0: what changes are biases alone."""
+    keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in (BIASED | sizes).items()}
+    rates = {"actor_rollout_ref__actor__optim__lr": 0.0, "actor_rollout_ref__actor__optim__weight_decay": 0.0}
+    return run_config(path, tp_size, pp_size, **keys, **rates)
+
+
+def updated(config, folder: Path, saved: Path | None = None) -> dict:
+    """One update, or what a checkpoint holds; greedy answers, an export, and a checkpoint of it."""
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("rollout")
+    actor, metrics = worker.roles["actor"], {}
+    if saved is not None:
+        states = json.loads((saved / "states.json").read_text())
+        from megatron_rl.records import RoleState
+
+        worker.load_checkpoint(saved, {"actor": RoleState(**states)})
+    else:
+        rows = torch.arange(NUM_ROWS).tensor_split(worker.groups.grid.dp_size)[worker.groups.dp_rank]
+        mine = random_experience(NUM_ROWS)[rows]
+        mine.old_log_probs = mine.advantages.clone()
+        metrics = actor.update(mine.actor_batch())
+    greedy, _ = round_trip(worker, GREEDY)
+    actor.export_hf(folder / "exported")
+    if saved is None:
+        (folder / "saved" / "actor").mkdir(parents=True, exist_ok=True)
+        states = worker.begin_save(folder / "saved")
+        worker.finish_save(wait=True)
+        import dataclasses
+
+        (folder / "saved" / "states.json").write_text(json.dumps(dataclasses.asdict(states["actor"])))
+    return {"greedy": tokens(greedy), "metrics": metrics}
+
+
+def biases(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.endswith(BIAS)}
+
+
+def test_biases_go_everywhere(tmp_path) -> None:
+    """In one process and in two layouts; generation is transformers' with the exported biases; resumed in another
+    layout they are what was saved. Would not catch a bias that moves by the wrong sign in all.
+    """
+    path = save_glm4_moe(tmp_path / "model")
+    layouts = {"one": (1, 1, 1, {}), "EP2": (4, 2, 1, SP | EP2 | ETP1), "PP2": (2, 1, 2, {})}
+    found = {}
+    for name, (ranks, tp_size, pp_size, sizes) in layouts.items():
+        runs = run_ranks(ranks, updated, config_of(path, tp_size, pp_size, **sizes), tmp_path / name)
+        found[name] = biases(tmp_path / name / "exported")
+        expected = hugging_face_greedy(str(tmp_path / name / "exported"))
+        assert all(run["greedy"] == expected for run in runs)
+    before = biases(Path(path))
+    assert expected != hugging_face_greedy(path), "the biases moved too little to be noticed"
+    steps = {name: found["one"][name] - before[name] for name in before}
+    assert len(steps) == 3
+    for name, step in steps.items():
+        assert set(step.abs().mul(10).round().tolist()) <= {0.0, 3.0} and step.any()
+        assert all(torch.equal(found[layout][name], found["one"][name]) for layout in layouts)
+    resumed = run_ranks(2, updated, config_of(path, 1, 2), tmp_path / "again", tmp_path / "EP2" / "saved")
+    assert all(run["greedy"] == expected for run in resumed)
+    assert all(torch.equal(tensor, found["one"][name]) for name, tensor in biases(tmp_path / "again/exported").items())
