@@ -96,6 +96,9 @@ class MicroBatch:
     prefixes: of the first segments, (first column, columns) of what comes before them and lies elsewhere in the block:
     their prompt but for its last token; 0 columns where a segment is whole.
     share: the part that this rank reads, where context-parallel ranks read one each.
+    num_sharing: context-parallel ranks that share the block; None: all of them.
+    is_told: whether this rank tells what comes of the block: where ranks have blocks of their own, one of those that
+    share it does.
     tokens: what is known of the rows' tokens, where routers are to be told of them; else None.
     """
 
@@ -108,6 +111,8 @@ class MicroBatch:
     prefixes: tuple[tuple[int, int], ...] = ()
     share: ContextShare | None = None
     tokens: RoutedTokens | None = None
+    num_sharing: int | None = None
+    is_told: bool = True
 
     @property
     def targets(self) -> Tensor:
@@ -137,28 +142,39 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same block on another device."""
-        return MicroBatch(
-            self.input_ids.to(device),
-            self.predicts_response.to(device),
-            self.response_lengths.to(device),
-            self.rows.to(device),
-            {name: field.to(device) for name, field in self.fields.items()},
-            self.segments,
-            self.prefixes,
-            tokens=self.tokens,
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            predicts_response=self.predicts_response.to(device),
+            response_lengths=self.response_lengths.to(device),
+            rows=self.rows.to(device),
+            fields={name: field.to(device) for name, field in self.fields.items()},
+            share=None,
         )
 
     def neutral(self) -> MicroBatch:
         """A block of the same shape without any row: it runs like this one and adds nothing to a loss."""
-        return MicroBatch(
-            self.input_ids * 0,
-            torch.zeros_like(self.predicts_response),
-            self.response_lengths[:0],
-            self.rows[:0],
-            {name: field[:0] for name, field in self.fields.items()},
-            self.segments,
-            self.prefixes,
+        return replace(
+            self,
+            input_ids=self.input_ids * 0,
+            predicts_response=torch.zeros_like(self.predicts_response),
+            response_lengths=self.response_lengths[:0],
+            rows=self.rows[:0],
+            fields={name: field[:0] for name, field in self.fields.items()},
+            share=None,
             tokens=None if self.tokens is None else self.tokens.none(),
+        )
+
+    def idle(self, num_columns: int) -> MicroBatch:
+        """The same as one packed segment of so many columns, of this rank alone."""
+        nothing = self.neutral()
+        return replace(
+            nothing,
+            input_ids=nothing.input_ids.new_zeros(1, num_columns),
+            predicts_response=nothing.predicts_response.new_zeros(1, num_columns - 1),
+            segments=(num_columns,),
+            prefixes=(),
+            num_sharing=1,
         )
 
 

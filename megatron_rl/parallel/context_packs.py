@@ -20,13 +20,13 @@ from functools import cached_property
 
 from megatron_rl.balance import pack
 
-ENOUGH = 0.02
+ENOUGH = 0.05
 """Work of the busiest rank may be above the mean by this share before sequences are cut further to even it out."""
 
 
 @dataclass(frozen=True)
 class ContextPack:
-    """Sequences of one pass, by number, and the ranks that share it: `size` of them from `first` on. None where idle."""
+    """Sequences of one pass, by number, none where it is idle, and who shares it: `size` ranks from `first` on."""
 
     rows: tuple[int, ...]
     first: int
@@ -108,7 +108,7 @@ def plan_packs(lengths: Sequence[int], work: Sequence[float], limit: int, num_ra
     for sizes in wider_sizes(needed, work, num_ranks, largest):
         groups = spread(sizes, work, num_ranks, largest)
         most = busiest(groups, work, num_ranks)
-        if best is None or most < least - ENOUGH * mean / 2:
+        if best is None or most < least - ENOUGH * mean:
             best, least = groups, most
         if least <= (1 + ENOUGH) * mean:
             break

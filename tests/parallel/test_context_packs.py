@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.balance import SequenceWork
-from megatron_rl.experience.context_packs import (
+from megatron_rl.parallel.context_packs import (
     ContextPack,
     ContextPlan,
     most_tokens,
@@ -116,8 +116,8 @@ def test_no_rank_holds_more_than_its_limit(batch):
 @modest
 @given(batches())
 def test_work_is_balanced(batch):
-    """The busiest rank is above the mean by one sequence's share at most, and not above what cutting everything over
-    the most ranks would give it. Would not catch the price of the exchange, which the plan keeps low by cutting little.
+    """The busiest rank is above the mean by one sequence's share at most, and, where all could be cut over all ranks,
+    by a twentieth. Would not catch the price of the exchange, which the plan keeps low by cutting little.
     """
     lengths, limit, num_ranks, largest = batch
     plan, work = planned(batch)
@@ -126,7 +126,7 @@ def test_work_is_balanced(batch):
     size_of = {row: one.size for one in plan.packs for row in one.rows}
     assert max(done) <= mean + max(work[row] / size for row, size in size_of.items()) + 1e-9
     if num_ranks == largest:
-        assert max(done) <= 1.03 * mean
+        assert max(done) <= 1.0501 * mean
 
 
 def bimodal(num_rows: int) -> list[int]:
