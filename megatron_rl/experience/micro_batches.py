@@ -10,7 +10,7 @@ rows of a block have may lie there once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -335,10 +335,35 @@ def in_one_shape(blocks: Sequence[MicroBatch]) -> list[MicroBatch]:
     return filled
 
 
+def widened(block: MicroBatch, num_columns: int) -> MicroBatch:
+    """A packed block, filled up on the right to so many columns."""
+    room = num_columns - block.input_ids.shape[1]
+    if not room:
+        return block
+    assert block.segments is not None  # it is packed
+    return replace(
+        block,
+        input_ids=torch.nn.functional.pad(block.input_ids, (0, room)),
+        predicts_response=torch.nn.functional.pad(block.predicts_response, (0, room)),
+        segments=(*block.segments, room),
+    )
+
+
 def in_row_order(values: Tensor, blocks: Sequence[MicroBatch]) -> Tensor:
     """values [tokens of all blocks, ...], block after block -> the same, row after row of the record."""
     rows = torch.cat([block.rows for block in blocks])
     return rows_in_order(values, rows, torch.cat([block.response_lengths for block in blocks]))
+
+
+def told_rows(values: Iterable[tuple[MicroBatch, Tensor]], lengths: Tensor, like: Tensor) -> Tensor:
+    """(block, values [elements of its rows, ...]) -> all rows of a record end to end, with zeros where no block that is
+    told has them. lengths: int64, elements of every row of the record. like: has the values' dtype and further dims.
+    """
+    whole = like.new_zeros(int(lengths.sum()), *like.shape[1:])
+    for block, part in values:
+        if block.is_told:
+            whole[elements_of(block.rows.cpu(), lengths)] = part
+    return whole
 
 
 def rows_in_order(values: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:

@@ -55,6 +55,10 @@ class ContextPlan:
         """Of every rank."""
         return max(map(len, self._packs_of_ranks))
 
+    def most_tokens(self, lengths: Sequence[int]) -> int:
+        """Of any pack on one rank."""
+        return max(sum(tokens_of_rank(lengths[row], one.size) for row in one.rows) for one in self.packs)
+
     @cached_property
     def _packs_of_ranks(self) -> list[list[ContextPack]]:
         found: list[list[ContextPack]] = [[] for _ in range(self.num_ranks)]

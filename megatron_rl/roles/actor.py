@@ -84,7 +84,7 @@ class Actor(TrainedRole):
     ) -> TokenScores | None:
         """The scores of a pass over `read`, with what its routers chose; all ranks must call."""
         assert self.routing is not None
-        own = self.routing.finish()
+        own = self.routing.finish(row_lengths(read.input_ids))
         if own is None:
             return scores
         named, lengths = read.routed_experts, row_lengths(read.input_ids)
@@ -212,7 +212,7 @@ class Actor(TrainedRole):
         """
         metrics = self._gradients(batch)[0]
         if self.routing is not None:
-            self.routing.finish()
+            self.routing.finish(row_lengths(batch.input_ids))
         return metrics
 
     def _gradients(self, batch: ActorBatch) -> tuple[dict[str, float], Tensor | None]:

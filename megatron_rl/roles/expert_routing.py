@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order
+from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order, told_rows
 from megatron_rl.experience.routed_tokens import known_tokens, num_others, num_rows_at, places, told_experts
 from megatron_rl.model.expert_layers import has_experts
 from megatron_rl.model.router_replay import ChunkRouters, Told
@@ -79,19 +79,26 @@ class ExpertRouting:
             places_of_block = places_of_block.chunk(self.groups.grid.tp_size)[self.groups.tp_rank]
         return places_of_block.to(self.device)
 
-    def finish(self) -> Tensor | None:
+    def finish(self, lengths: Tensor) -> Tensor | None:
         """End the pass: [N, this rank's layers, K] of all tokens of the record, row after row, where they are recorded.
 
-        All TP ranks must call. Raises RuntimeError where a pass was not run again that should have been.
+        lengths: int64, tokens of every row of the record. All TP and context-parallel ranks must call. Raises
+        RuntimeError where a pass was not run again that should have been.
         """
         for chunk in self.chunks:
             chunk.must_be_done()
         if not self.records:
             return None
-        return torch.cat([self._rows(kept) for kept in self._kept], 1)
+        return torch.cat([self._rows(kept, lengths) for kept in self._kept], 1)
 
-    def _rows(self, kept: list[tuple[MicroBatch, Tensor]]) -> Tensor:
-        values = torch.cat([self._whole(own, block)[places(block)] for block, own in kept])
+    def _rows(self, kept: list[tuple[MicroBatch, Tensor]], lengths: Tensor) -> Tensor:
+        parts = [self._whole(own, block)[places(block)] for block, own in kept]
+        values = torch.cat(parts)
+        if self.groups.grid.most_sharing is not None:
+            blocks = (block for block, _ in kept)
+            whole = told_rows(zip(blocks, parts, strict=True), lengths, values).to(self.device, torch.int32)
+            dist.all_reduce(whole, group=self.groups.cp_group)
+            return whole.cpu().to(values.dtype)
         rows = torch.cat([block.rows.cpu() for block, _ in kept])
         return rows_in_order(values, rows, torch.cat([known_tokens(block).lengths for block, _ in kept]))
 

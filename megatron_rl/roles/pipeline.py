@@ -22,12 +22,13 @@ from megatron_rl.device import shares_prompts
 from megatron_rl.experience.micro_batches import (
     MicroBatch,
     MicroBatching,
-    elements_of,
     in_one_shape,
     in_row_order,
     micro_batches,
     prompt_numbers,
     round_up,
+    told_rows,
+    widened,
 )
 from megatron_rl.model.context_attention import ContextSegments
 from megatron_rl.model.segments import Segments
@@ -98,12 +99,17 @@ class Pipeline:
             parts, per_segment = [list(one.rows) or [0] for one in packs], segment_multiple(size)
             multiple = math.lcm(per_segment, size * per_share)
             blocks += micro_batches(record, parts, True, multiple, None, per_segment, with_tokens)
-        return [
+        blocks = [
             replace(block, num_sharing=one.size, is_told=one.first == self.groups.cp_rank)
             if one.rows
-            else block.idle(max(2, per_share))
+            else block.idle(math.lcm(2, per_share))
             for one, block in zip(mine, blocks, strict=True)
         ]
+        if len(self.chunks) == 1:
+            return blocks
+        width = round_up(plan.most_tokens(lengths), math.lcm(2, per_share))
+        blocks = [widened(block, width * (block.num_sharing or 1)) for block in blocks]
+        return [*blocks, *[blocks[0].idle(width)] * (-len(blocks) % self._round_size)]
 
     def _prompts(self, record: TokenRows) -> list[int]:
         """A prompt is computed once for rows whose tokens go to the same experts."""
@@ -157,11 +163,7 @@ class Pipeline:
         if self.groups.grid.most_sharing is None:
             return in_row_order(values, blocks)
         parts = values.split([int(block.response_lengths.sum()) for block in blocks])
-        told = [(block.rows, part) for block, part in zip(blocks, parts, strict=True) if block.is_told]
-        whole = values.new_zeros(int(record.response_lengths.sum()), *values.shape[1:])
-        for rows, part in told:
-            whole[elements_of(rows, record.response_lengths)] = part
-        whole = whole.to(self.device)
+        whole = told_rows(zip(blocks, parts, strict=True), record.response_lengths, values).to(self.device)
         dist.all_reduce(whole, group=self.groups.cp_group)
         return whole.cpu()
 
@@ -196,7 +198,7 @@ class Pipeline:
         return torch.stack(metrics).sum(0) if self.groups.is_last_stage else None
 
     def _scheduled(self, blocks: list[MicroBatch]) -> list[MicroBatch]:
-        if len(self.chunks) == 1:
+        if len(self.chunks) == 1 or self.groups.grid.most_sharing is not None:
             return blocks
         # Two stages of the interleaved schedule tell each other shapes forwards and backwards at once, in an order in
         # which the two cannot be told apart.
@@ -235,17 +237,20 @@ class Pipeline:
         return output
 
     def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Tensor]:
-        shapes = {block.input_ids.shape for block in blocks}
+        cp_size = self.groups.grid.cp_size
+        # Of the parts that ranks read, which is what goes from stage to stage.
+        shapes = [
+            (len(block.input_ids), block.input_ids.shape[1] // (block.num_sharing or cp_size)) for block in blocks
+        ]
         # Stages tell each other every block's shape, which costs a message and a wait each, only where they differ.
-        # Megatron takes a rank's part to be the same of every block.
-        self.chunks[0].config.variable_seq_lengths = len(shapes) > 1 or self.groups.grid.most_sharing is not None
-        num_rows, num_columns = blocks[0].input_ids.shape
+        self.chunks[0].config.variable_seq_lengths = len(set(shapes)) > 1
+        num_rows, num_columns = shapes[0]
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(blocks) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(blocks),
-            seq_length=num_columns,
+            seq_length=num_columns * cp_size,  # Megatron takes the part of one of them
             micro_batch_size=num_rows,
             **options,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from test_context_parallel import A2A, ACTOR, ALL_GATHER, CP, EP2, ETP1, FULL, MEGATRON, P2P, SELECTIVE, SP
+from test_context_parallel import A2A, ACTOR, ALL_GATHER, CP, EP2, ETP1, FULL, MEGATRON, P2P, SELECTIVE, SP, VPP2
 from test_layout_parity import OPTIMIZER, assert_same, often, one_update
 from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
 
@@ -30,6 +30,7 @@ LAYOUTS = {
     "up to CP2 of 4 ranks, all_gather": ((4, 1, 1), 2, ALL_GATHER | limited(14)),
     "TP2, up to CP2, SP, a2a, selective": ((4, 2, 1), 2, A2A | SP | SELECTIVE | limited(12)),
     "PP2, up to CP2, p2p, full": ((4, 1, 2), 2, P2P | FULL | limited(12)),
+    "PP2, VPP2, up to CP2, all_gather": ((4, 1, 2), 2, ALL_GATHER | VPP2 | limited(12)),
 }
 """Name -> (ranks, tp, pp), largest cp, further keys."""
 MOE_LAYOUTS = {
