@@ -168,7 +168,8 @@ def test_passes_that_choose(config):
     config.critic.use_dynamic_bsz = False
     config.actor_rollout_ref.model.use_remove_padding = False
     assert sorted(problems(config)) == [
-        f"{ACTOR}.use_dynamic_bsz=false and critic.use_dynamic_bsz=false must be true with dynamic_context_parallel=true: "
+        f"{ACTOR}.use_dynamic_bsz=false and critic.use_dynamic_bsz=false must be true with "
+        "dynamic_context_parallel=true: "
         f"the tokens of a pass say over how many ranks it goes; nearest: {ACTOR}.use_dynamic_bsz=true "
         "critic.use_dynamic_bsz=true",
         "actor_rollout_ref.model.use_remove_padding=false must be true with dynamic_context_parallel=true: rows that "
