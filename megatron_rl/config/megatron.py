@@ -105,6 +105,10 @@ class MegatronConfig:
     context_parallel_size: int = 1
     """CP: ranks that share every sequence, each with an equal part of its tokens. Their number goes off that of
     data-parallel ranks. Limits of tokens per GPU count a rank's part."""
+    dynamic_context_parallel: bool = False
+    """Cut each sequence over as few ranks as its tokens need, 1, 2, 4 ... context_parallel_size of them, instead of all
+    over as many; ranks that do not share one work on others. Needs passes by tokens (use_dynamic_bsz), packed
+    (use_remove_padding)."""
     expert_model_parallel_size: int = 1
     """EP: ranks of one stage among which experts are dealt out."""
     expert_tensor_parallel_size: int | None = None
@@ -133,6 +137,7 @@ LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
+    "dynamic_context_parallel",
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",

@@ -12,6 +12,7 @@ ALONE = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
+    "dynamic_context_parallel": False,
     "virtual_pipeline_model_parallel_size": None,
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,

@@ -10,7 +10,7 @@ rows of a block have may lie there once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,6 +96,9 @@ class MicroBatch:
     prefixes: of the first segments, (first column, columns) of what comes before them and lies elsewhere in the block:
     their prompt but for its last token; 0 columns where a segment is whole.
     share: the part that this rank reads, where context-parallel ranks read one each.
+    num_sharing: context-parallel ranks that share the block; None: all of them.
+    is_told: whether this rank tells what comes of the block: where ranks have blocks of their own, one of those that
+    share it does.
     tokens: what is known of the rows' tokens, where routers are to be told of them; else None.
     """
 
@@ -108,6 +111,8 @@ class MicroBatch:
     prefixes: tuple[tuple[int, int], ...] = ()
     share: ContextShare | None = None
     tokens: RoutedTokens | None = None
+    num_sharing: int | None = None
+    is_told: bool = True
 
     @property
     def targets(self) -> Tensor:
@@ -137,28 +142,39 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same block on another device."""
-        return MicroBatch(
-            self.input_ids.to(device),
-            self.predicts_response.to(device),
-            self.response_lengths.to(device),
-            self.rows.to(device),
-            {name: field.to(device) for name, field in self.fields.items()},
-            self.segments,
-            self.prefixes,
-            tokens=self.tokens,
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            predicts_response=self.predicts_response.to(device),
+            response_lengths=self.response_lengths.to(device),
+            rows=self.rows.to(device),
+            fields={name: field.to(device) for name, field in self.fields.items()},
+            share=None,
         )
 
     def neutral(self) -> MicroBatch:
         """A block of the same shape without any row: it runs like this one and adds nothing to a loss."""
-        return MicroBatch(
-            self.input_ids * 0,
-            torch.zeros_like(self.predicts_response),
-            self.response_lengths[:0],
-            self.rows[:0],
-            {name: field[:0] for name, field in self.fields.items()},
-            self.segments,
-            self.prefixes,
+        return replace(
+            self,
+            input_ids=self.input_ids * 0,
+            predicts_response=torch.zeros_like(self.predicts_response),
+            response_lengths=self.response_lengths[:0],
+            rows=self.rows[:0],
+            fields={name: field[:0] for name, field in self.fields.items()},
+            share=None,
             tokens=None if self.tokens is None else self.tokens.none(),
+        )
+
+    def idle(self, num_columns: int) -> MicroBatch:
+        """The same as one packed segment of so many columns, of this rank alone."""
+        nothing = self.neutral()
+        return replace(
+            nothing,
+            input_ids=nothing.input_ids.new_zeros(1, num_columns),
+            predicts_response=nothing.predicts_response.new_zeros(1, num_columns - 1),
+            segments=(num_columns,),
+            prefixes=(),
+            num_sharing=1,
         )
 
 
@@ -319,10 +335,35 @@ def in_one_shape(blocks: Sequence[MicroBatch]) -> list[MicroBatch]:
     return filled
 
 
+def widened(block: MicroBatch, num_columns: int) -> MicroBatch:
+    """A packed block, filled up on the right to so many columns."""
+    room = num_columns - block.input_ids.shape[1]
+    if not room:
+        return block
+    assert block.segments is not None  # it is packed
+    return replace(
+        block,
+        input_ids=torch.nn.functional.pad(block.input_ids, (0, room)),
+        predicts_response=torch.nn.functional.pad(block.predicts_response, (0, room)),
+        segments=(*block.segments, room),
+    )
+
+
 def in_row_order(values: Tensor, blocks: Sequence[MicroBatch]) -> Tensor:
     """values [tokens of all blocks, ...], block after block -> the same, row after row of the record."""
     rows = torch.cat([block.rows for block in blocks])
     return rows_in_order(values, rows, torch.cat([block.response_lengths for block in blocks]))
+
+
+def told_rows(values: Iterable[tuple[MicroBatch, Tensor]], lengths: Tensor, like: Tensor) -> Tensor:
+    """(block, values [elements of its rows, ...]) -> all rows of a record end to end, with zeros where no block that is
+    told has them. lengths: int64, elements of every row of the record. like: has the values' dtype and further dims.
+    """
+    whole = like.new_zeros(int(lengths.sum()), *like.shape[1:])
+    for block, part in values:
+        if block.is_told:
+            whole[elements_of(block.rows.cpu(), lengths)] = part
+    return whole
 
 
 def rows_in_order(values: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:

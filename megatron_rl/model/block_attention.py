@@ -20,8 +20,8 @@ from torch.nn.attention.varlen import varlen_attn
 from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.attention import takes_groups
 
-LARGEST_TILE = 1 << 24
-"""Scores that are held at once where no kernel does better."""
+SMALLEST_TILE = 1 << 16
+"""Scores that may be held at once, however few queries there are, where no kernel does better."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,10 @@ class Tile:
 
 
 def tiles(query: Tensor, key: Tensor, facing: Facing) -> Iterator[Tile]:
-    """All queries of a block, so many at a time that their scores are at most `LARGEST_TILE`, or one."""
+    """All queries of a block, so many at a time that their scores take no more room than the queries, or one."""
+    largest = max(SMALLEST_TILE, query.numel())
     for queries, keys in facing.alike:
-        step = max(1, LARGEST_TILE // (len(queries) * query.shape[1] * keys.shape[1]))
+        step = max(1, largest // (len(queries) * query.shape[1] * keys.shape[1]))
         for first in range(0, queries.shape[1], step):
             yield Tile(queries[:, first : first + step], keys, first, facing.causal)
 

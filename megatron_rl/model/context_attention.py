@@ -134,7 +134,10 @@ class ContextSegments(Segments):
 
 
 class ContextAttention(CausalAttention):
-    """Core attention of a model whose sequences are cut over context-parallel ranks, all of which must call."""
+    """Core attention of a model whose sequences are cut over context-parallel ranks, all of which must call.
+
+    Over which ranks, the segments say; whole ones are this rank's alone.
+    """
 
     def forward(
         self,
@@ -146,7 +149,8 @@ class ContextAttention(CausalAttention):
         **unused: Any,
     ) -> Tensor:
         """query [S / C, b, N, D], key and value [S / C, b, K, D] -> [S / C, b, N * D]."""
-        assert isinstance(packed_seq_params, ContextSegments)  # the pipeline always makes them
+        if not isinstance(packed_seq_params, ContextSegments):
+            return super().forward(query, key, value, attention_mask, packed_seq_params, **unused)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = context_attention(q, k, v, packed_seq_params, self.config.cp_comm_type)
         rows: Tensor = out.unflatten(0, (query.shape[1], query.shape[0]))

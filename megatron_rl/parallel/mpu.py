@@ -6,7 +6,8 @@ Everything else receives a `TrainGroups` and asks it, so that no code path depen
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ class TrainGroups:
     """One rank's place in the training grid and the process groups it belongs to.
 
     exchange_group: the ranks among which weights travel for generation (`TrainGrid.exchange_groups`).
+    pack_groups: number of ranks that may share a pack, above 1 -> those that this rank shares one with.
     """
 
     grid: TrainGrid
@@ -29,6 +31,14 @@ class TrainGroups:
     dp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
     exchange_group: dist.ProcessGroup
+    pack_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def row_group(self) -> dist.ProcessGroup:
+        """Ranks that together run every row once: data-parallel ones, or, where passes choose how many ranks share
+        them, context-parallel ones.
+        """
+        return self.dp_group if self.grid.most_sharing is None else self.cp_group
 
     @property
     def tp_rank(self) -> int:
@@ -84,6 +94,11 @@ def initialize_mpu(
     )
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
     exchange_group, _ = dist.new_subgroups_by_enumeration(grid.exchange_groups(), timeout=timeout)
+    pack_groups = {
+        size: dist.new_subgroups_by_enumeration(grid.pack_groups(size), timeout=timeout)[0]
+        for size in grid.pack_sizes
+        if size > 1
+    }
     groups = TrainGroups(
         grid=grid,
         rank=dist.get_rank(),
@@ -92,6 +107,7 @@ def initialize_mpu(
         dp_group=parallel_state.get_data_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
         exchange_group=exchange_group,
+        pack_groups=pack_groups,
     )
     megatrons = (
         parallel_state.get_tensor_model_parallel_rank(),

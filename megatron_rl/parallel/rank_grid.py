@@ -14,8 +14,10 @@ Each rollout TP group is one replica: it generates for its own prompts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.parallel.context_packs import pack_sizes
 from megatron_rl.parallel.sharding import Place
 
 
@@ -23,7 +25,9 @@ from megatron_rl.parallel.sharding import Place
 class TrainSizes:
     """The sizes of a training layout of `world_size` ranks; raises ValueError when they do not divide it.
 
-    `etp_size`: tensor parallelism of experts; None: tp_size, as in Megatron.
+    `etp_size`: tensor parallelism of experts; None: tp_size, as in Megatron. `cp_size`: ranks that get the same rows.
+    `most_sharing`: of these, how many share a sequence at most, where passes choose (`context_packs.py`); None: all of
+    them share every sequence.
     """
 
     world_size: int
@@ -32,6 +36,7 @@ class TrainSizes:
     ep_size: int = 1
     etp_size: int | None = None
     cp_size: int = 1
+    most_sharing: int | None = None
 
     def __post_init__(self) -> None:
         if self.world_size % (self.tp_size * self.cp_size * self.pp_size):
@@ -127,6 +132,15 @@ class TrainGrid(TrainSizes):
             for tp in range(self.tp_size)
         ]
 
+    def pack_groups(self, size: int) -> list[list[int]]:
+        """Ranks that share packs of this size: neighbours in every context-parallel group."""
+        return [group[first : first + size] for group in self.cp_groups() for first in range(0, self.cp_size, size)]
+
+    @property
+    def pack_sizes(self) -> list[int]:
+        """Numbers of ranks that may share a pack, where passes choose; else none."""
+        return [] if self.most_sharing is None else pack_sizes(self.most_sharing)
+
     def dp_groups(self) -> list[list[int]]:
         """Ranks that hold the same shard and read the same parts of different rows."""
         return [
@@ -144,6 +158,26 @@ class TrainGrid(TrainSizes):
             for cp in range(self.cp_size)
             for tp in range(self.tp_size)
         ]
+
+
+def train_grid(world_size: int, megatron: MegatronConfig) -> TrainGrid:
+    """The grid of a pool. Where passes choose how many ranks share them, all that hold the same weights get the same
+    rows: there is one data-parallel rank. Raises ValueError for sizes that do not divide.
+    """
+    sizes = TrainSizes(
+        world_size,
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.expert_model_parallel_size,
+        megatron.expert_tensor_parallel_size,
+        megatron.context_parallel_size,
+    )
+    most_sharing = None
+    if megatron.dynamic_context_parallel and sizes.cp_size > 1:
+        sizes, most_sharing = replace(sizes, cp_size=sizes.num_replicas), sizes.cp_size
+    return TrainGrid(
+        sizes.world_size, sizes.tp_size, sizes.pp_size, sizes.ep_size, sizes.etp_size, sizes.cp_size, most_sharing
+    )
 
 
 @dataclass(frozen=True)

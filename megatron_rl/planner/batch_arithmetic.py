@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.config.algorithms import needs_of
+from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import PoolSize, pool_sizes, roles_of, rollout_pool
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.planner.recompute import Recompute
@@ -32,7 +33,7 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("ranks", str(sum(size.world_size for size in sizes.values())), f"{_shape(sizes)}, {config.trainer.device}"),
         ("TP", str(tp), "ranks that share every layer"),
         ("PP", str(pp), "pipeline stages" if vpp == 1 else f"pipeline stages, of {vpp} model chunks each (VPP)"),
-        *([("CP", str(cp), "ranks that share every sequence")] if cp > 1 else []),
+        *_context(actor.megatron),
         ("DP", str(dp or UNDEFINED), _meaning_of_dp(cp)),
         ("rollout TP", str(rollout.tensor_model_parallel_size), "ranks that generate together"),
         ("rollout replicas", str(replicas or UNDEFINED), "ranks / rollout TP: copies of the model in generation"),
@@ -47,6 +48,14 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("micro-batches per rank", *_micro_batches(config, mini_batch, dp, multiple=pp if vpp > 1 else 1)),
         *_recomputed(config),
     ]
+
+
+def _context(megatron: MegatronConfig) -> Iterator[tuple[str, str, str]]:
+    cp = megatron.context_parallel_size
+    if cp > 1 and megatron.dynamic_context_parallel:
+        yield "CP", f"up to {cp}", "ranks that share a sequence, as few as its tokens need; DP is that of the longest"
+    elif cp > 1:
+        yield "CP", str(cp), "ranks that share every sequence"
 
 
 def _meaning_of_dp(cp: int) -> str:

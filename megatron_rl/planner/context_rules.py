@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_rl.config.problems import divisors, nearest_name
-from megatron_rl.config.roles import ROLLOUT, RoleSpec, roles_of
+from megatron_rl.config.problems import divisors, nearest_name, nearest_number
+from megatron_rl.config.roles import ROLLOUT, PassSpec, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.planner.model_folder import ModelSizes
 
+DYNAMIC = "dynamic_context_parallel"
 WAYS = ("p2p", "all_gather", "a2a")
 
 
@@ -19,6 +20,7 @@ def context_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterabl
         if role.kind != ROLLOUT:
             model = next((model for model in models if model.path == role.model_path), None)
             yield from _role_problems(role, model)
+    yield from _dynamic_problems(config)
 
 
 def _role_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
@@ -55,3 +57,31 @@ def _what_is_not_cut(model: ModelSizes) -> str | None:
     if model.attention is None or model.attention.is_whole:
         return None
     return "attention with windows or bounded products"
+
+
+def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:
+    """What passes need that choose over how many ranks their sequences are cut."""
+    packed, by_tokens = dict[str, bool](), dict[str, bool]()
+    for role in (role for role in roles_of(config) if role.kind != ROLLOUT):
+        megatron, cp_size = role.megatron, role.megatron.context_parallel_size
+        if not megatron.dynamic_context_parallel or cp_size < 2:
+            continue
+        if cp_size & (cp_size - 1):
+            key = f"{role.key}.megatron.context_parallel_size"
+            powers = [1 << power for power in range(1, cp_size.bit_length() + 1)]
+            rule = f"must be a power of two with {DYNAMIC}=true: passes take 1, 2, 4 ... of so many ranks"
+            yield Violation({key: cp_size}, rule, {key: nearest_number(cp_size, powers)})
+        packed |= {f"{role.model_key.rpartition('.')[0]}.use_remove_padding": one.remove_padding for one in role.passes}
+        by_tokens |= {switch_of(one): one.max_tokens is not None for one in role.passes}
+    for keys, why in (
+        (packed, "rows that are filled up to the longest are all as long as it is"),
+        (by_tokens, "the tokens of a pass say over how many ranks it goes"),
+    ):
+        for key in (key for key, is_set in keys.items() if not is_set):
+            yield Violation({key: False}, f"must be true with {DYNAMIC}=true: {why}", {key: True})
+
+
+def switch_of(one: PassSpec) -> str:
+    """The key that says whether a pass is cut by tokens."""
+    group, _, name = one.key.rpartition(".")
+    return f"{group}.log_prob_use_dynamic_bsz" if name.startswith("log_prob") else f"{group}.use_dynamic_bsz"

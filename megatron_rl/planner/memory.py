@@ -226,8 +226,14 @@ class MemoryOfStage:
 
     def _passes(self, role: RoleSpec, one: PassSpec) -> Passes:
         """As this stage's grid deals samples out."""
-        multiple = self.pool.grid.tp_size if self.pool.megatron.sequence_parallel else 1
-        return passes_of(self.config, role, one, self.pool.grid.dp_size, multiple, self.pool.grid.cp_size)
+        grid = self.pool.grid
+        multiple = grid.tp_size if self.pool.megatron.sequence_parallel else 1
+        if not grid.pack_sizes:
+            return passes_of(self.config, role, one, grid.dp_size, multiple, grid.cp_size)
+        sized = [
+            passes_of(self.config, role, one, grid.num_replicas // size, multiple, size) for size in grid.pack_sizes
+        ]
+        return largest_of(sized)
 
     def _exchanged_keys(self, role: RoleSpec, block: Block, *, backward: bool) -> float:
         """Bytes of other context-parallel ranks' keys and values that are there while a layer attends to them."""
@@ -235,7 +241,7 @@ class MemoryOfStage:
         if grid.cp_size == 1 or override.cp_comm_type == "a2a":
             return 0.0
         layer = self.pool.layer(self.pool.model(role))
-        ranks = 2 if override.cp_comm_type == "p2p" else grid.cp_size
+        ranks = 2 if override.cp_comm_type == "p2p" else grid.most_sharing or grid.cp_size
         # Keys and values as they travel; their gradients and this rank's output are added up in float32.
         pairs = ranks * block.tokens * 2 * layer.kv * (layer.element + (FP32 if backward else 0))
         return pairs + block.tokens * layer.q * FP32
@@ -337,7 +343,8 @@ def engine_bytes(config: RunConfig, model: PlannedModel, element: int, tp: int) 
 def passes_of(
     config: RunConfig, role: RoleSpec, one: PassSpec, dp_size: int, multiple: int, cp_size: int = 1
 ) -> Passes:
-    """The largest block of a rank's share of a step's samples, or of a mini-batch's, all of full length.
+    """The largest block of a rank's share of a step's samples, or of a mini-batch's, all of full length, or of the most
+    that fits into a pass over cp_size ranks.
 
     multiple: of tokens, to which a rank's part of a block is padded.
     """
@@ -347,6 +354,8 @@ def passes_of(
     num_samples = prompts * config.actor_rollout_ref.rollout.n
     longest = data.max_prompt_length + data.max_response_length if one.longest is None else one.longest
     length = longest + one.extra_tokens
+    if one.max_tokens is not None:
+        length = min(length, one.max_tokens * cp_size)
     share = max(1, -(-num_samples // dp_size))
     if cp_size > 1:
         length = -(-length // (2 * cp_size)) * 2 * cp_size
@@ -355,8 +364,21 @@ def passes_of(
     tokens = -(-rows * length // cp_size // multiple) * multiple
     # A rank's chunks are gathered as they are, and filled up nowhere.
     is_packed = one.remove_padding and cp_size == 1
-    block = Block(tokens, tokens, rows * most_scored(length, data.max_response_length, cp_size), is_packed, length)
-    return Passes(block, -(-share // rows))
+    scored = most_scored(length, min(length, data.max_response_length), cp_size)
+    return Passes(Block(tokens, tokens, rows * scored, is_packed, length), -(-share // rows))
+
+
+def largest_of(passes: Sequence[Passes]) -> Passes:
+    """What no pass exceeds, where each may be any of these."""
+    blocks = [one.block for one in passes]
+    largest = Block(
+        max(block.tokens for block in blocks),
+        max(block.slots for block in blocks),
+        max(block.response_tokens for block in blocks),
+        any(block.is_packed for block in blocks),
+        max(block.longest for block in blocks),
+    )
+    return Passes(largest, max(one.num_blocks for one in passes))
 
 
 def head_held(hidden: int, rows: int, block: Block, num_chunks: int, element: int) -> Held:

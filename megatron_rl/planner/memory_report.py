@@ -138,11 +138,11 @@ def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Cha
     """
     usable = usable_bytes(hardware)
     found: list[Change] = []
-    left = _excess(plan_pools(models), usable)
+    left = excess(plan_pools(models), usable)
     while left and len(found) < MOST_CHANGES:
         for choices, alike in ((candidates, models), (recomputing, models), (other_layouts, None)):
-            tried = [_tried(config, alike, settings, usable) for settings in choices(config, set(left))]
-            better = [one for one in tried if one is not None and sum(one.excess.values()) < sum(left.values())]
+            options = [tried(config, alike, settings, usable) for settings in choices(config, set(left))]
+            better = [one for one in options if one is not None and sum(one.excess.values()) < sum(left.values())]
             if better:
                 break
         else:
@@ -160,21 +160,23 @@ def recomputing_everything(config: RunConfig, models: RunModels, hardware: Hardw
     """
     settings: dict[str, Any] = {}
     usable = usable_bytes(hardware)
-    for changes in recomputing(config, set(_excess(plan_pools(models), usable))):
+    for changes in recomputing(config, set(excess(plan_pools(models), usable))):
         settings |= changes
-    tried = _tried(config, models, settings, usable) if settings else None
-    return None if tried is None else tried.change
+    alone = tried(config, models, settings, usable) if settings else None
+    return None if alone is None else alone.change
 
 
 @dataclass(frozen=True)
-class _Tried:
+class Tried:
+    """Changed settings, the configuration with them, and what is still too much: pool -> bytes."""
+
     change: Change
     config: RunConfig
     models: RunModels
     excess: dict[str, int]
 
 
-def _tried(config: RunConfig, models: RunModels | None, settings: dict[str, Any], usable: int) -> _Tried | None:
+def tried(config: RunConfig, models: RunModels | None, settings: dict[str, Any], usable: int) -> Tried | None:
     """What changed settings come to; None where preflight refuses them. models: None for another layout."""
     changed = copy.deepcopy(config)
     for key, value in settings.items():
@@ -184,10 +186,10 @@ def _tried(config: RunConfig, models: RunModels | None, settings: dict[str, Any]
     planned = RunModels(changed, alike=models)
     pools = plan_pools(planned)
     peak = max(stage.peak for stages in pools.values() for stage in stages)
-    return _Tried(Change(settings, peak), changed, planned, _excess(pools, usable))
+    return Tried(Change(settings, peak), changed, planned, excess(pools, usable))
 
 
-def _excess(pools: dict[str, list[StageMemory]], usable: int) -> dict[str, int]:
+def excess(pools: dict[str, list[StageMemory]], usable: int) -> dict[str, int]:
     """Pool that does not fit -> bytes that are too much, summed over phases and stages."""
     found = {
         name: sum(max(0, stage.total(phase) - usable) for stage in stages for phase in stage.phases)
@@ -203,7 +205,7 @@ def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
         for role in pool.megatron_roles:
             yield from ({f"{role.key}.megatron.{name}": True} for name in _offloads(role))
         if pool.layout.tensor_model_parallel_size > 1:
-            yield _of_pool(config, pool, "sequence_parallel", True)
+            yield of_pool(config, pool, "sequence_parallel", True)
         keys = [one.key for role in pool.megatron_roles for one in role.passes]
         if pool.name == placement.roles[ROLLOUT].pool:
             keys += [f"{ROLLOUT_KEY}.kv_cache_memory_bytes", f"{ROLLOUT_KEY}.max_num_batched_tokens"]
@@ -219,7 +221,7 @@ def _offloads(role: RoleSpec) -> tuple[str, ...]:
     return trained if role.kind == ACTOR else (*trained, "param_offload")
 
 
-def _of_pool(config: RunConfig, pool: PoolSpec, name: str, value: Any) -> dict[str, Any]:
+def of_pool(config: RunConfig, pool: PoolSpec, name: str, value: Any) -> dict[str, Any]:
     """A layout key of a pool's first role, and of those of its others that do not follow it.
 
     Roles of other pools that follow it keep what they have.
@@ -254,6 +256,20 @@ def other_layouts(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]
         in_place = {f"{ROLLOUT_KEY}.drop_train_weights": True}
         yield in_place if placement.is_colocated else {f"{ROLLOUT_KEY}.tensor_model_parallel_size": 2 * tp_size}
     for pool in (placement.pools[name] for name in sorted(pools)):
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        for name in sizes if pool.megatron_roles else ():
-            yield _of_pool(config, pool, name, 2 * getattr(pool.layout, name))
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size") if pool.megatron_roles else ():
+            yield of_pool(config, pool, name, 2 * getattr(pool.layout, name))
+        if pool.megatron_roles:
+            yield cut_over(config, pool, 2 * pool.layout.context_parallel_size)
+
+
+def cut_over(config: RunConfig, pool: PoolSpec, cp_size: int) -> dict[str, Any]:
+    """The settings of a pool whose sequences are cut over so many ranks: where passes are cut by tokens, a rank's part
+    of one is no longer than that of the longest sequence.
+    """
+    found = of_pool(config, pool, "context_parallel_size", cp_size)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for one in (one for role in pool.megatron_roles for one in role.passes):
+        part = -(-(one.longest or longest) // cp_size)
+        if one.max_tokens is not None and value_of(config, one.key) > part:
+            found[one.key] = max(part, found.get(one.key, 0))
+    return found

@@ -23,7 +23,7 @@ from megatron_rl.model.families import (
     param_map,
     value_param_map,
 )
-from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
+from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.parallel.sharding import shard_of, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planner.activations import LayerSizes
@@ -87,14 +87,7 @@ class PoolModels:
         self.spec = spec
         self.megatron = spec.layout
         self.element = ELEMENT_BYTES[self.megatron.dtype]
-        self.grid = TrainGrid(
-            spec.world_size,
-            self.megatron.tensor_model_parallel_size,
-            self.megatron.pipeline_model_parallel_size,
-            self.megatron.expert_model_parallel_size,
-            self.megatron.expert_tensor_parallel_size,
-            self.megatron.context_parallel_size,
-        )
+        self.grid = train_grid(spec.world_size, self.megatron)
         generates = spec.role(ROLLOUT)
         self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
         self.vocab_multiple = vocab_multiple(self.megatron.make_vocab_size_divisible_by, self.grid.tp_size)

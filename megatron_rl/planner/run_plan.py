@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rich.table import Table
@@ -15,6 +16,7 @@ from megatron_rl.planner.ahead import AheadPlan, ahead_plan
 from megatron_rl.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planner.file_rules import train_rows
 from megatron_rl.planner.hardware import Hardware
+from megatron_rl.planner.longest import LongestSequence, cutting_sequences, longest_sequence
 from megatron_rl.planner.memory import StageMemory
 from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report, recomputing_everything
 from megatron_rl.planner.model_folder import lacking_files
@@ -43,7 +45,8 @@ def mean_lengths(data: DataConfig, prompt: float | None, response: float | None)
 class RunPlan:
     """The plan of one run. mean_lengths: prompt and answer, as assumed.
 
-    changes: what would make it fit, one after the other. recomputing: what recomputed activations would do alone.
+    changes: what would make it fit, one after the other. recomputing, cutting: what recomputed activations would do
+    alone, and sequences cut over more ranks.
     train_rows: those of each training file, up to one batch. ahead: None where generation does not run ahead.
     """
 
@@ -52,6 +55,7 @@ class RunPlan:
     memory: MemoryReport
     changes: list[Change]
     recomputing: Change | None
+    cutting: Change | None
     transition: TransitionPlan
     time: StepTime
     num_tokens: float
@@ -76,6 +80,7 @@ class RunPlan:
             memory,
             [] if memory.fits else advice(config, models, hardware),
             None if memory.fits else recomputing_everything(config, models, hardware),
+            None if memory.fits else cutting_sequences(config, models, hardware),
             transition,
             time,
             load.num_tokens,
@@ -84,6 +89,11 @@ class RunPlan:
             train_rows(config.data),
             ahead_plan(config, models, generation(models, hardware), load, time),
         )
+
+    @cached_property
+    def longest(self) -> LongestSequence:
+        """The longest prompt with its answer that this layout has room for."""
+        return longest_sequence(self.config, self.models, self.memory)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -121,7 +131,9 @@ class RunPlan:
             "batch": {name: value for name, value, _ in batch_table(self.config)},
             "pools": {name: pool_as_json(pool) for name, pool in self.models.pools.items()},
             "groups": self.groups,
-            "memory": self.memory.as_json() | {"changes": [{**c.settings, "peak_bytes": c.peak} for c in self.changes]},
+            "memory": self.memory.as_json()
+            | {"changes": [{**c.settings, "peak_bytes": c.peak} for c in self.changes]}
+            | {"longest_sequence": {"tokens": self.longest.tokens, "limited_by": self.longest.limited_by}},
             "transition": {
                 "network_bytes_per_rank": list(transition.network),
                 "link_bytes_per_rank": list(transition.link),
@@ -175,6 +187,11 @@ class RunPlan:
                     f"  or recompute activations, with {alone}: that alone makes it {amount(alone.peak)}, and updates "
                     "take up to a third longer"
                 )
+            if self.cutting is not None:
+                found.append(
+                    f"  or cut sequences over more ranks, with {self.cutting}: that makes it "
+                    f"{amount(self.cutting.peak)}"
+                )
             if not self.changes or self.changes[-1].peak > self.memory.usable:
                 found.append("  these are not enough: take more GPUs")
         return found
@@ -220,6 +237,7 @@ class RunPlan:
                 amount(memory.room_kv_bytes),
                 f"that fits in every phase: {largest} tokens",
             ),
+            ("longest sequence", f"{self.longest.tokens}", f"tokens, as far as {self.longest.limited_by} goes"),
         ]
 
     def _time_rows(self) -> list[tuple[str, object, str]]:
@@ -271,8 +289,10 @@ def pool_row(pool: PoolModels) -> tuple[str, ...]:
     size, grid = pool.spec.size, pool.grid
     layouts = []
     if pool.spec.megatron_roles:
-        sizes = {"TP": grid.tp_size, "CP": grid.cp_size, "PP": grid.pp_size, "VPP": pool.vpp_size}
-        sizes |= {"EP": grid.ep_size, "DP": grid.dp_size}
+        cp_size = grid.most_sharing or grid.cp_size
+        context = "CP" if grid.most_sharing is None else "CP<="
+        sizes = {"TP": grid.tp_size, context: cp_size, "PP": grid.pp_size, "VPP": pool.vpp_size}
+        sizes |= {"EP": grid.ep_size, "DP": grid.num_replicas // cp_size}
         layouts.append(" ".join(f"{name}{value}" for name, value in sizes.items() if value > 1 or name in SHOWN_SIZES))
     if pool.rollout is not None:
         layouts.append(f"rollout TP{pool.rollout.tp_size} x {pool.rollout.num_replicas}")
@@ -296,7 +316,9 @@ def pool_as_json(pool: PoolModels) -> dict[str, Any]:
         "groups": pool_groups(pool),
     }
     if pool.spec.megatron_roles:
-        sizes = {"tp": grid.tp_size, "pp": grid.pp_size, "vpp": pool.vpp_size, "cp": grid.cp_size, "dp": grid.dp_size}
+        cp_size = grid.most_sharing or grid.cp_size
+        sizes = {"tp": grid.tp_size, "pp": grid.pp_size, "vpp": pool.vpp_size, "cp": cp_size}
+        sizes |= {"dp": grid.num_replicas // cp_size}
         found |= sizes | {"ep": grid.ep_size, "etp": grid.expert_tp_size}
     if pool.rollout is not None:
         found |= {"rollout_tp": pool.rollout.tp_size, "rollout_replicas": pool.rollout.num_replicas}
@@ -307,8 +329,12 @@ def pool_groups(pool: PoolModels) -> dict[str, list[list[int]]]:
     """Name -> ranks of each group, of the grids that a pool uses."""
     grid, rollout, found = pool.grid, pool.rollout, {}
     if pool.spec.megatron_roles:
-        found = {"training TP": grid.tp_groups(), "training PP": grid.pp_groups(), "training DP": grid.dp_groups()}
-        found |= {"training CP": grid.cp_groups()} if grid.cp_size > 1 else {}
+        dp_groups = grid.dp_groups() if grid.most_sharing is None else grid.cp_groups()
+        found = {"training TP": grid.tp_groups(), "training PP": grid.pp_groups(), "training DP": dp_groups}
+        if grid.most_sharing is not None:
+            found |= {f"training CP{size}": grid.pack_groups(size) for size in grid.pack_sizes if size > 1}
+        elif grid.cp_size > 1:
+            found["training CP"] = grid.cp_groups()
     if rollout is not None:
         found["rollout TP"] = rollout.tp_groups()
     if rollout is not None and pool.spec.role(ACTOR) is not None:

@@ -7,6 +7,7 @@ a step ends when every role is updated. Inside a round the pools work at once, a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from megatron_rl.clock.lanes import Task, Timeline, simulate_tasks
 from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.roles import ACTOR, PassSpec, PoolSize, RoleSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.parallel.context_packs import needed_size
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import GEN, RESHARD, phase_order
 from megatron_rl.planner.memory_report import MemoryReport
@@ -97,15 +99,16 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     scores, updates = set(), set()
     for role in placement.megatron_roles:
         pool = models.pools[role.pool]
-        estimator = _estimator(models, pool, role, hardware)
         if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
-            seconds[role.score.phase] = estimator.forward(
-                scored_load(load, role.score, models.config, pool.grid.cp_size)
-            )
+            cp_size = sharing(pool, role.score, load)
+            estimator = _estimator(models, pool, role, hardware, cp_size)
+            seconds[role.score.phase] = estimator.forward(scored_load(load, role.score, models.config, cp_size))
             scores.add(role.score.phase)
         if role.update is not None:
+            cp_size = sharing(pool, role.update, load)
+            estimator = _estimator(models, pool, role, hardware, cp_size)
             seconds[role.update.phase] = estimator.train(
-                updated_load(load, role, models.config, recomputed_share(pool, role), pool.grid.cp_size)
+                updated_load(load, role, models.config, recomputed_share(pool, role), cp_size)
             )
             updates.add(role.update.phase)
         pools |= {one.phase: (role.pool,) for one in role.passes}
@@ -162,11 +165,20 @@ def optimizer_bytes(element: int) -> int:
 
 def generation(models: RunModels, hardware: Hardware) -> Estimator:
     """Of the actor's model on the ranks that generate."""
-    return _estimator(models, models.generating, models.actor_role, hardware)
+    return _estimator(models, models.generating, models.actor_role, hardware, models.generating.grid.cp_size)
 
 
-def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware) -> Estimator:
-    """Of one role's model on the grid of a pool."""
+def sharing(pool: PoolModels, one: PassSpec, load: Load) -> int:
+    """Context-parallel ranks that share a sequence; where passes choose, one of mean length."""
+    grid = pool.grid
+    if grid.most_sharing is None or one.max_tokens is None:
+        return grid.cp_size
+    longest = one.max_tokens * grid.most_sharing
+    return needed_size(min(math.ceil(load.length), longest), one.max_tokens, grid.most_sharing)
+
+
+def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: int) -> Estimator:
+    """Of one role's model on the grid of a pool. cp_size: ranks that share a sequence."""
     model, stage_layers = models.pools[role.pool].model(role), None
     ends = (pool.megatron.num_layers_in_first_pipeline_stage, pool.megatron.num_layers_in_last_pipeline_stage)
     if ends != (None, None):
@@ -180,7 +192,7 @@ def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Ha
         pool.vpp_size,
         pool.grid.ep_size,
         models.rollout.tp_size,
-        pool.grid.cp_size,
+        cp_size,
         role.megatron.override_transformer_config.cp_comm_type,
         stage_layers,
     )

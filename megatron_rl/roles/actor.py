@@ -13,7 +13,7 @@ from megatron_rl.config.algorithms import MEAN_OVER_ANSWERS, needs_of
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.errors import ConfigError
-from megatron_rl.experience.micro_batches import MicroBatch, in_row_order
+from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
@@ -92,7 +92,7 @@ class Actor(TrainedRole):
     ) -> TokenScores | None:
         """The scores of a pass over `read`, with what its routers chose; all ranks must call."""
         assert self.routing is not None
-        own = self.routing.finish()
+        own = self.routing.finish(row_lengths(read.input_ids))
         if own is None:
             return scores
         named, lengths = read.routed_experts, row_lengths(read.input_ids)
@@ -233,7 +233,7 @@ class Actor(TrainedRole):
         """
         metrics = self._gradients(batch)[0]
         if self.routing is not None:
-            self.routing.finish()
+            self.routing.finish(row_lengths(batch.input_ids))
         return metrics
 
     def _gradients(self, batch: ActorBatch) -> tuple[dict[str, float], Tensor | None]:
@@ -255,7 +255,7 @@ class Actor(TrainedRole):
         load = {} if self.routing is None else self._expert_metrics(self.routing)
         if means is None:
             return {}, None
-        log_probs = in_row_order(torch.cat(own), blocks) if is_own else None
+        log_probs = self.trainable.pipeline.in_row_order(torch.cat(own), blocks, batch) if is_own else None
         reported = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
         names = (*(f"actor/{name}" for name in reported), *self._further_metrics)
         metrics = dict(zip(names, means.tolist(), strict=True)) | load

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
-from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order
+from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order, told_rows
 from megatron_rl.experience.routed_tokens import (
     known_tokens,
     num_others,
@@ -81,9 +81,10 @@ class ExpertRouting:
 
     def count_rows(self, blocks: Sequence[MicroBatch]) -> None:
         """Say what balancing losses are means over: the rows of this rank's blocks and of all others. All must call."""
-        lengths = torch.cat([places_of_rows(block)[2] for block in blocks])
-        totals = torch.stack([torch.tensor(len(lengths)), lengths.sum()]).to(self.device)
-        dist.all_reduce(totals, group=self.groups.dp_group)
+        lengths = [places_of_rows(block)[2] for block in blocks if block.is_told]
+        totals = torch.tensor([sum(map(len, lengths)), sum(int(of_rows.sum()) for of_rows in lengths)])
+        totals = totals.to(self.device)
+        dist.all_reduce(totals, group=self.groups.row_group)
         num_rows, num_tokens = totals.tolist()
         self._totals = (max(num_rows, 1), max(num_tokens, 1))
 
@@ -131,19 +132,26 @@ class ExpertRouting:
             places_of_block = places_of_block.chunk(self.groups.grid.tp_size)[self.groups.tp_rank]
         return places_of_block.to(self.device)
 
-    def finish(self) -> Tensor | None:
+    def finish(self, lengths: Tensor) -> Tensor | None:
         """End the pass: [N, this rank's layers, K] of all tokens of the record, row after row, where they are recorded.
 
-        All TP ranks must call. Raises RuntimeError where a pass was not run again that should have been.
+        lengths: int64, tokens of every row of the record. All TP and context-parallel ranks must call. Raises
+        RuntimeError where a pass was not run again that should have been.
         """
         for chunk in self.chunks:
             chunk.must_be_done()
         if not self.records:
             return None
-        return torch.cat([self._rows(kept) for kept in self._kept], 1)
+        return torch.cat([self._rows(kept, lengths) for kept in self._kept], 1)
 
-    def _rows(self, kept: list[tuple[MicroBatch, Tensor]]) -> Tensor:
-        values = torch.cat([self._whole(own, block)[places(block)] for block, own in kept])
+    def _rows(self, kept: list[tuple[MicroBatch, Tensor]], lengths: Tensor) -> Tensor:
+        parts = [self._whole(own, block)[places(block)] for block, own in kept]
+        values = torch.cat(parts)
+        if self.groups.grid.most_sharing is not None:
+            blocks = (block for block, _ in kept)
+            whole = told_rows(zip(blocks, parts, strict=True), lengths, values).to(self.device, torch.int32)
+            dist.all_reduce(whole, group=self.groups.cp_group)
+            return whole.cpu().to(values.dtype)
         rows = torch.cat([block.rows.cpu() for block, _ in kept])
         return rows_in_order(values, rows, torch.cat([known_tokens(block).lengths for block, _ in kept]))
 

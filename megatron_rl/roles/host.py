@@ -19,7 +19,7 @@ from megatron_rl.device import Device, synchronize
 from megatron_rl.dispatch import Coordinates, Dispatch, verb
 from megatron_rl.observe.memory import MemoryLedger, PhaseMemory
 from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
-from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
+from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.records import RoleState
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.environment import RankEnvironment
@@ -186,13 +186,5 @@ class RankHost:
 
 def initialize_pool(spec: PoolSpec, world_size: int, seed: int, collective_timeout: timedelta) -> TrainGroups:
     """Megatron's groups in a pool's layout; every rank of the pool must call."""
-    megatron = spec.layout
-    grid = TrainGrid(
-        world_size,
-        tp_size=megatron.tensor_model_parallel_size,
-        pp_size=megatron.pipeline_model_parallel_size,
-        ep_size=megatron.expert_model_parallel_size,
-        etp_size=megatron.expert_tensor_parallel_size,
-        cp_size=megatron.context_parallel_size,
-    )
-    return initialize_mpu(grid, seed, megatron.virtual_pipeline_model_parallel_size or 1, collective_timeout)
+    grid, vpp_size = train_grid(world_size, spec.layout), spec.layout.virtual_pipeline_model_parallel_size or 1
+    return initialize_mpu(grid, seed, vpp_size, collective_timeout)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from megatron_rl.experience.micro_batches import (
     micro_batches,
     prompt_numbers,
     round_up,
+    told_rows,
+    widened,
 )
 from megatron_rl.model.context_attention import ContextSegments
 from megatron_rl.model.segments import Segments
 from megatron_rl.observe.liveness import made_progress
+from megatron_rl.parallel.context_packs import plan_packs
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
 from megatron_rl.records import CriticBatch, Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
@@ -58,8 +62,13 @@ class Pipeline:
         over twice as many chunks as there are ranks. Where data-parallel ranks hold different experts they need each
         other's answers in every block, so all get as many as the one that has most; dynamic blocks are cut to the same
         number everywhere, so that no rank waits for another's. Packed rows share prompts where attention can.
+
+        Where passes choose how many ranks share them, these are the blocks of this rank, of the same record as all
+        others'.
         """
         grid = self.groups.grid
+        if grid.most_sharing is not None:
+            return self._own_packs(record, cut)
         per_segment = segment_multiple(grid.cp_size)
         lengths = [round_up(length, per_segment) for length in row_lengths(record.input_ids).tolist()]
         per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
@@ -77,6 +86,30 @@ class Pipeline:
                 plan = cut.plan(lengths, agreed, self._round_size, prompts)
         blocks = micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
         return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
+
+    def _own_packs(self, record: TokenRows, cut: MicroBatching) -> list[MicroBatch]:
+        """This rank's part of the plan that all ranks of its context-parallel group make."""
+        grid, lengths = self.groups.grid, row_lengths(record.input_ids).tolist()
+        assert cut.max_tokens is not None and grid.most_sharing is not None  # preflight asks for both
+        plan = plan_packs(lengths, cut.work(lengths), cut.max_tokens, grid.cp_size, grid.most_sharing)
+        per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
+        with_tokens, mine, blocks = self.routing is not None, plan.of_rank(self.groups.cp_rank), []
+        for size, packs in groupby(mine, key=lambda one: one.size):
+            # Any row does for what an idle pass is made of.
+            parts, per_segment = [list(one.rows) or [0] for one in packs], segment_multiple(size)
+            multiple = math.lcm(per_segment, size * per_share)
+            blocks += micro_batches(record, parts, True, multiple, None, per_segment, with_tokens)
+        blocks = [
+            replace(block, num_sharing=one.size, is_told=one.first == self.groups.cp_rank)
+            if one.rows
+            else block.idle(math.lcm(2, per_share))
+            for one, block in zip(mine, blocks, strict=True)
+        ]
+        if len(self.chunks) == 1:
+            return blocks
+        width = round_up(plan.most_tokens(lengths), math.lcm(2, per_share))
+        blocks = [widened(block, width * (block.num_sharing or 1)) for block in blocks]
+        return [*blocks, *[blocks[0].idle(width)] * (-len(blocks) % self._round_size)]
 
     def _prompts(self, record: TokenRows) -> list[int]:
         """A prompt is computed once for rows whose tokens go to the same experts."""
@@ -107,11 +140,12 @@ class Pipeline:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     @torch.no_grad()
-    def forward(self, blocks: list[MicroBatch], per_token: PerToken) -> Tensor | None:
+    def forward(self, record: TokenRows, cut: MicroBatching, per_token: PerToken) -> Tensor | None:
         """`per_token` of every response token, row by row of the record, on the CPU: [all tokens, ...] float32.
 
-        On the last stage; None before.
+        On the last stage; None before. All ranks must call.
         """
+        blocks = self.micro_batches(record, cut)
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
             block = self._read_by_this_rank(next(iterator))
@@ -119,11 +153,23 @@ class Pipeline:
             return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
 
         outputs = self._schedule(step, self._scheduled(blocks), forward_only=True, collect_non_loss_data=True)
-        return in_row_order(torch.cat(outputs), blocks) if self.groups.is_last_stage else None
+        return self.in_row_order(torch.cat(outputs), blocks, record) if self.groups.is_last_stage else None
+
+    def in_row_order(self, values: Tensor, blocks: list[MicroBatch], record: TokenRows) -> Tensor:
+        """values [response tokens of the blocks, ...] on the CPU, block after block -> of the record, row after row.
+
+        Where ranks have blocks of their own all context-parallel ranks of the stage must call.
+        """
+        if self.groups.grid.most_sharing is None:
+            return in_row_order(values, blocks)
+        parts = values.split([int(block.response_lengths.sum()) for block in blocks])
+        whole = told_rows(zip(blocks, parts, strict=True), record.response_lengths, values).to(self.device)
+        dist.all_reduce(whole, group=self.groups.cp_group)
+        return whole.cpu()
 
     def score(self, sequences: Sequences, cut: MicroBatching, per_token: PerToken) -> TokenScores | None:
         """`per_token` of every response token of `sequences`, as a record on the last stage; None before."""
-        flat = self.forward(self.micro_batches(sequences, cut), per_token)
+        flat = self.forward(sequences, cut, per_token)
         if flat is None:
             return None
         return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)
@@ -131,8 +177,8 @@ class Pipeline:
     def forward_backward(self, blocks: list[MicroBatch], loss: Loss) -> Tensor | None:
         """Accumulate gradients of the sum of all blocks' losses over all data-parallel ranks.
 
-        The loss must already be divided by whatever it is a mean of. Returns the metric sums of this data-parallel
-        rank's blocks, [M], on the last stage; None before.
+        The loss must already be divided by whatever it is a mean of. Returns the metric sums of the blocks that this
+        rank tells of, [M], on the last stage; None before.
         """
         blocks = self._scheduled(blocks)
         # Megatron divides by the number of micro-batches and averages over data-parallel ranks; the sum is wanted. Over
@@ -146,7 +192,7 @@ class Pipeline:
 
             def scaled(output: Tensor) -> tuple[Tensor, Tensor]:
                 value, metrics = loss(output, block)
-                return value * scale, metrics
+                return value * scale, metrics * block.is_told
 
             return self._run(model, block), scaled
 
@@ -154,7 +200,7 @@ class Pipeline:
         return torch.stack(metrics).sum(0) if self.groups.is_last_stage else None
 
     def _scheduled(self, blocks: list[MicroBatch]) -> list[MicroBatch]:
-        if len(self.chunks) == 1:
+        if len(self.chunks) == 1 or self.groups.grid.most_sharing is not None:
             return blocks
         # Two stages of the interleaved schedule tell each other shapes forwards and backwards at once, in an order in
         # which the two cannot be told apart.
@@ -164,8 +210,10 @@ class Pipeline:
     def _read_by_this_rank(self, block: MicroBatch) -> MicroBatch:
         """The block on this device, with this rank's share of it where context-parallel ranks have one each."""
         block, group = block.to(self.device), self.groups.cp_group
-        if group.size() == 1:
+        num_sharing = group.size() if block.num_sharing is None else block.num_sharing
+        if num_sharing == 1:
             return block
+        group = self.groups.pack_groups.get(num_sharing, group)
         columns = zigzag_columns(self._segments(block), group.size(), group.rank()).to(self.device)
         return replace(block, share=ContextShare.of(columns, block.predicts_response, group))
 
@@ -178,8 +226,8 @@ class Pipeline:
         made_progress()
         input_ids, share, segments = block.input_ids, block.share, None
         if share is not None:
-            cp_size = self.groups.grid.cp_size
-            segments = ContextSegments.cut(self._segments(block), len(input_ids), share.columns, cp_size, share.group)
+            size = share.group.size()
+            segments = ContextSegments.cut(self._segments(block), len(input_ids), share.columns, size, share.group)
             input_ids = input_ids[:, share.columns]
         elif block.segments is not None:
             segments = Segments.of(block.segments, self.device, block.prefixes)
@@ -191,16 +239,20 @@ class Pipeline:
         return output
 
     def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Tensor]:
-        shapes = {block.input_ids.shape for block in blocks}
+        cp_size = self.groups.grid.cp_size
+        # Of the parts that ranks read, which is what goes from stage to stage.
+        shapes = [
+            (len(block.input_ids), block.input_ids.shape[1] // (block.num_sharing or cp_size)) for block in blocks
+        ]
         # Stages tell each other every block's shape, which costs a message and a wait each, only where they differ.
-        self.chunks[0].config.variable_seq_lengths = len(shapes) > 1
-        num_rows, num_columns = blocks[0].input_ids.shape
+        self.chunks[0].config.variable_seq_lengths = len(set(shapes)) > 1
+        num_rows, num_columns = shapes[0]
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(blocks) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(blocks),
-            seq_length=num_columns,
+            seq_length=num_columns * cp_size,  # Megatron takes the part of one of them
             micro_batch_size=num_rows,
             **options,
         )

@@ -73,12 +73,12 @@ class Rank:
     def micro_batching(self, one: PassSpec | None) -> MicroBatching:
         """How a pass is cut into micro-batches. Work is judged by the actor's model, so that all roles cut alike.
 
-        Tokens of a micro-batch are those of all context-parallel ranks. Raises ValueError where the role has no such
-        pass.
+        Tokens of a micro-batch are those of all context-parallel ranks, or, where passes choose how many these are, of
+        one. Raises ValueError where the role has no such pass.
         """
         if one is None:
             raise ValueError("this role has no such pass")
-        cp_size = self.groups.grid.cp_size
+        cp_size = 1 if self.groups.grid.most_sharing else self.groups.grid.cp_size
         max_tokens = one.max_tokens and round_up(one.max_tokens * cp_size, segment_multiple(cp_size))
         return MicroBatching(one.num_rows, max_tokens, one.remove_padding, self._work)
 

@@ -51,7 +51,7 @@ class TokenScorer:
             found = self.head.log_probs_and_squares(block.scored(hidden), block.targets)
             return block.whole(torch.stack(found, -1))
 
-        found = self.pipeline.forward(self.pipeline.micro_batches(sequences, cut), per_token)
+        found = self.pipeline.forward(sequences, cut, per_token)
         if found is None:
             return None
         scores, squares = (ragged_from_lengths(column.contiguous(), sequences.response_lengths) for column in found.T)
@@ -60,6 +60,7 @@ class TokenScorer:
     def logits(self, sequences: Sequences, cut: MicroBatching) -> Tensor | None:
         """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
         return self.pipeline.forward(
-            self.pipeline.micro_batches(sequences, cut),
+            sequences,
+            cut,
             lambda hidden, block: block.whole(self.head.logits(block.scored(hidden))),
         )

@@ -183,15 +183,16 @@ class TrainableModel:
         return found
 
     def totals(self, blocks: list[MicroBatch]) -> BatchTotals:
-        """What counts in one optimizer step, over all blocks and data-parallel ranks; losses are divided by it."""
-        counts = torch.stack([counted(block.kept, block.response_lengths) for block in blocks]).sum(0).to(self.device)
-        dist.all_reduce(counts, group=self.groups.dp_group)
+        """What counts in one optimizer step, over all ranks' blocks; losses are divided by it."""
+        told = [counted(block.kept, block.response_lengths) * block.is_told for block in blocks]
+        counts = torch.stack(told).sum(0).to(self.device)
+        dist.all_reduce(counts, group=self.groups.row_group)
         return BatchTotals(*counts.tolist())
 
     def compute_gradients(self, blocks: list[MicroBatch], totals: BatchTotals, loss: Loss) -> torch.Tensor | None:
         """Gradients of `loss` summed over all blocks and ranks, in the DDP buffers; `totals` are those of the blocks.
 
-        Returns metric sums [M] over all data-parallel ranks on the last stage, None before.
+        Returns metric sums [M] over all ranks' blocks on the last stage, None before.
         """
         self.clear_gradients()
 
@@ -205,7 +206,7 @@ class TrainableModel:
             self._loss = torch.zeros((), device=self.device)
             return None
         self._loss = sums[-1].clone()
-        dist.all_reduce(sums, group=self.groups.dp_group)
+        dist.all_reduce(sums, group=self.groups.row_group)
         return sums[:-1]
 
     def clear_gradients(self) -> None:

@@ -151,6 +151,8 @@ def one_update(config) -> dict:
 
 
 CP2 = {"context_parallel_size": 2}
+DYNAMIC = {"dynamic_context_parallel": True}
+"""Each pass over one rank or two, of sequences of 8 to 19 tokens."""
 UNEVEN = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}
 LAYOUTS = {
     "TP2": ((2, 2, 1), SP | ETP1),
@@ -161,6 +163,7 @@ LAYOUTS = {
     "TP2, PP2, VPP2": ((4, 2, 2), SP | ETP1 | VPP2),
     "CP2": ((2, 1, 1), CP2),
     "TP2, CP2, SP": ((4, 2, 1), SP | ETP1 | CP2),
+    "PP2, up to CP2": ((4, 1, 2), UNEVEN | CP2 | DYNAMIC),
 }
 """Name -> (ranks, tp, pp), further sizes."""
 OPTIMIZER = {"lr": 0.05, "eps": 1.0, "weight_decay": 0.0}
@@ -172,6 +175,11 @@ def run_layout(path: str, mode: str, ranks: tuple[int, int, int], packed: bool =
     changes = {f"{MEGATRON}{key}": value for key, value in layout.items()}
     changes |= {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
     changes |= {REPLAY: mode, "actor_rollout_ref__model__use_remove_padding": packed}
+    if layout.keys() >= DYNAMIC.keys():
+        changes |= {
+            "actor_rollout_ref__actor__use_dynamic_bsz": True,
+            "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 12,
+        }
     return run_ranks(world_size, one_update, run_config(path, tp_size, pp_size, **changes))
 
 

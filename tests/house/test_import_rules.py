@@ -66,6 +66,7 @@ ROOMS: dict[str, set[str]] = {
 """Room -> rooms it may import."""
 
 PURE_PARTS = (
+    f"{PACKAGE}.parallel.context_packs",
     f"{PACKAGE}.parallel.rank_grid",
     f"{PACKAGE}.parallel.sharding",
     f"{PACKAGE}.parallel.stages",

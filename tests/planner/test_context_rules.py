@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from model_folders import problems
 
 from megatron_rl.planner.batch_arithmetic import batch_table
 from megatron_rl.planner.hardware import load_hardware
-from megatron_rl.planner.memory import most_scored, plan_stages
+from megatron_rl.planner.longest import LongestSequence, cutting_sequences, longest_sequence, with_longest
+from megatron_rl.planner.memory import MemoryOfStage, most_scored, plan_stages
+from megatron_rl.planner.memory_report import memory_report, usable_bytes
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.planner.time import Estimator, Layout, Load, ModelCost
 
@@ -126,3 +130,162 @@ def test_seconds_of_the_exchange():
     assert seconds("all_gather", 2, 3) == pytest.approx(tokens / 2 * 512 * 4)  # once forward; once more, and float32
     assert seconds("a2a", 2, 1) == pytest.approx(tokens / 2 * (512 + 2 * 512) / 2)
     assert seconds("a2a", 2, 3) == 2 * seconds("a2a", 2, 1)
+
+
+def set_dynamic(config, cp_size: int) -> None:
+    """Passes by tokens that choose over how many ranks they go, of all roles."""
+    set_all(config, context_parallel_size=cp_size, dynamic_context_parallel=True)
+    shared = config.actor_rollout_ref
+    for settings, name in (
+        (shared.actor, "use_dynamic_bsz"),
+        (shared.rollout, "log_prob_use_dynamic_bsz"),
+        (shared.ref, "log_prob_use_dynamic_bsz"),
+        (config.critic, "use_dynamic_bsz"),
+    ):
+        setattr(settings, name, True)
+    set_limits(config, 64 // cp_size)
+
+
+def set_limits(config, tokens: int) -> None:
+    """Tokens of a pass on a rank, of all roles."""
+    shared = config.actor_rollout_ref
+    for settings, name in (
+        (shared.actor, "ppo_max_token_len_per_gpu"),
+        (shared.rollout, "log_prob_max_token_len_per_gpu"),
+        (shared.ref, "log_prob_max_token_len_per_gpu"),
+        (config.critic, "ppo_max_token_len_per_gpu"),
+        (config.critic, "forward_max_token_len_per_gpu"),
+    ):
+        setattr(settings, name, tokens)
+
+
+def test_passes_that_choose(config):
+    """CP up to 2 on 12 ranks is fine by tokens, packed; word for word what is not. Would not catch a missing rule."""
+    config.trainer.n_gpus_per_node = 12
+    set_dynamic(config, 2)
+    assert problems(config) == []
+    config.actor_rollout_ref.actor.use_dynamic_bsz = False
+    config.critic.use_dynamic_bsz = False
+    config.actor_rollout_ref.model.use_remove_padding = False
+    assert sorted(problems(config)) == [
+        f"{ACTOR}.use_dynamic_bsz=false and critic.use_dynamic_bsz=false must be true with "
+        "dynamic_context_parallel=true: "
+        f"the tokens of a pass say over how many ranks it goes; nearest: {ACTOR}.use_dynamic_bsz=true "
+        "critic.use_dynamic_bsz=true",
+        "actor_rollout_ref.model.use_remove_padding=false must be true with dynamic_context_parallel=true: rows that "
+        "are filled up to the longest are all as long as it is; nearest: true",
+    ]
+
+
+def test_a_power_of_two_of_ranks_may_share(config):
+    """CP3 on 18 ranks, which a fixed size allows. Would not catch a nearest size that the ranks refuse."""
+    config.trainer.n_gpus_per_node = 18
+    set_dynamic(config, 3)
+    set_limits(config, 64)
+    (problem,) = problems(config)
+    roles = (ACTOR, "actor_rollout_ref.ref", "critic")
+    given = " and ".join(f"{role}.megatron.context_parallel_size=3" for role in roles)
+    nearest = " ".join(f"{role}.megatron.context_parallel_size=2" for role in roles)
+    assert problem == (
+        f"{given} must be a power of two with dynamic_context_parallel=true: passes take 1, 2, 4 ... of so many ranks; "
+        f"nearest: {nearest}"
+    )
+
+
+def test_all_ranks_get_the_rows_of_passes_that_choose(config):
+    """TP2 PP3 on 24 ranks, of which 4 hold the same weights and 2 share at most; the table says as much.
+
+    Would not catch groups that torch makes otherwise; tests/dist/test_dynamic_context.py does.
+    """
+    config.trainer.n_gpus_per_node = 24
+    set_dynamic(config, 2)
+    grid = RunModels(config).grid
+    assert (grid.cp_size, grid.dp_size, grid.pack_sizes) == (4, 1, [1, 2])
+    assert grid.pack_groups(2)[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    table = {name: value for name, value, _ in batch_table(config)}
+    assert (table["CP"], table["DP"]) == ("up to 2", "2")
+    config.actor_rollout_ref.actor.megatron.dynamic_context_parallel = False
+    grid = RunModels(config).grid
+    assert (grid.cp_size, grid.dp_size, grid.pack_sizes) == (2, 2, [])
+
+
+def test_memory_of_passes_that_choose(config):
+    """A rank holds no more tokens than where all sequences are cut, but may score all of them: a short answer is whole.
+
+    Would not catch what a rank really holds; tests/dist/test_memory_plan.py does.
+    """
+    config.trainer.n_gpus_per_node = 12
+    set_dynamic(config, 2)
+    chosen = MemoryOfStage(RunModels(config), "global_pool", 2)
+    role = chosen.roles[0]
+    block = chosen._passes(role, role.update).block
+    assert (block.tokens, block.response_tokens, block.is_packed) == (32, 32, True)
+    set_all(config, dynamic_context_parallel=False)
+    fixed = MemoryOfStage(RunModels(config), "global_pool", 2)
+    block = fixed._passes(fixed.roles[0], fixed.roles[0].update).block
+    assert (block.tokens, block.response_tokens, block.is_packed) == (32, 32, False)
+
+
+def test_the_longest_sequence_that_fits(config):
+    """One token more does not fit, and twice the ranks take about twice as much; positions and cache bound it, too.
+
+    Would not catch a plan that is wrong; the measured peaks of tests/dist/test_memory_plan.py would.
+    """
+    config.trainer.device = "cuda"
+    config.trainer.n_gpus_per_node = 24
+    config.actor_rollout_ref.model.override_config.max_position_embeddings = 1 << 20
+    set_dynamic(config, 2)
+    set_all(config, dynamic_context_parallel=False, dtype="bfloat16")
+    config.actor_rollout_ref.rollout.kv_cache_memory_bytes = 10**8
+    hardware = replace(load_hardware("h100"), memory_bytes=6 * 10**8, context_bytes=0)
+
+    def longest() -> LongestSequence:
+        models = RunModels(config)
+        return longest_sequence(config, models, memory_report(config, models, hardware))
+
+    found = longest()
+    assert found.limited_by == "memory" and found.tokens > 1000
+    usable = usable_bytes(hardware)
+    peaks = [
+        max(stage.peak for stage in plan_stages(RunModels(with_longest(config, found.tokens + more))))
+        for more in (0, 1)
+    ]
+    assert peaks[0] <= usable < peaks[1]
+    set_all(config, context_parallel_size=4)
+    assert 1.7 < longest().tokens / found.tokens < 2.1
+    config.actor_rollout_ref.model.override_config.max_position_embeddings = 512
+    path = config.actor_rollout_ref.model.path
+    assert longest() == LongestSequence(512, f"max_position_embeddings of {path}")
+    config.actor_rollout_ref.rollout.kv_cache_memory_bytes = 10**5
+    assert longest().limited_by == "the KV cache"
+
+
+def test_advice_to_cut_sequences(config):
+    """The least size that fits, with a rank's part of the longest sequence in every pass by tokens.
+
+    Would not catch advice that is slower than another; the notes say what else would do.
+    """
+    config.trainer.device = "cuda"
+    config.trainer.n_gpus_per_node = 24
+    config.actor_rollout_ref.model.override_config.max_position_embeddings = 1 << 20
+    config.data.max_response_length = 8176
+    set_dynamic(config, 1)
+    set_all(config, dynamic_context_parallel=False, dtype="bfloat16")
+    config.actor_rollout_ref.rollout.kv_cache_memory_bytes = 10**8
+    set_limits(config, 8192)
+    peaks = {}
+    for cp_size in (1, 2, 4):
+        set_all(config, context_parallel_size=cp_size)
+        set_limits(config, 8192 // cp_size)
+        peaks[cp_size] = max(stage.peak for stage in plan_stages(RunModels(config)))
+    set_all(config, context_parallel_size=1)
+    set_limits(config, 8192)
+    for fits, fails in ((2, 1), (4, 2)):
+        room = (peaks[fits] + peaks[fails]) // 2
+        hardware = replace(load_hardware("h100"), memory_bytes=int(room / 0.95), context_bytes=0)
+        change = cutting_sequences(config, RunModels(config), hardware)
+        assert change is not None and change.peak == peaks[fits]
+        assert change.settings[f"{MEGATRON}.context_parallel_size"] == fits
+        assert change.settings[f"{ACTOR}.ppo_max_token_len_per_gpu"] == 8192 // fits
+    nothing = replace(load_hardware("h100"), memory_bytes=1000, context_bytes=0)
+    assert cutting_sequences(config, RunModels(config), nothing) is None

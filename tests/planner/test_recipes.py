@@ -15,10 +15,13 @@ from megatron_rl.config.load import load_config
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "configs").glob("*_cpu.yaml"))
 NEEDS = {"real_cpu": ("assets/real/real.json", "python scripts/make_real_model.py")}
-LARGE = [*sorted((REPOSITORY / "configs/recipes").glob("*.yaml")), REPOSITORY / "configs/llama3_70b_ppo.yaml"]
+LARGE = sorted((REPOSITORY / "configs/recipes").glob("*.yaml"))
+LARGE += [REPOSITORY / f"configs/{name}.yaml" for name in ("llama3_70b_ppo", "qwen3_235b_a22b_gspo")]
 NUM_GPUS = {
     **dict.fromkeys(("llama3_8b_grpo", "llama3_8b_ppo", "qwen2.5_7b_grpo", "qwen2.5_7b_ppo"), 8),
     "qwen3_30b_a3b_grpo": 16,
+    "qwen3_30b_a3b_128k_grpo": 32,
+    "qwen3_235b_a22b_gspo": 64,
     "qwen3_32b_grpo": 32,
     "llama3_70b_ppo": 64,
 }
