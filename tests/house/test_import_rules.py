@@ -48,6 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "config": {"errors"},
     "observe": {"errors"},
     **dict.fromkeys(("parallel", "losses", "prompts", "reward"), GROUND),
+    "supervised": GROUND | {"prompts"},
     **dict.fromkeys(("model", "hybrid_engine"), GROUND | {"parallel"}),
     **dict.fromkeys(STAGES, PARTS | {"model", "hybrid_engine"}),
     "roles": PARTS | STAGES | {"model", "hybrid_engine"},
@@ -107,7 +108,7 @@ WITHOUT_TORCH = (
 )
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "slices", "stream", "observe"),
-    *("losses", "prompts", "reward", "clock", "planner", "mapping", "experience"),
+    *("losses", "prompts", "supervised", "reward", "clock", "planner", "mapping", "experience"),
 )
 
 
