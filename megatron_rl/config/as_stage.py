@@ -30,6 +30,7 @@ def as_stage(config: RunConfig, stage: str) -> RunConfig:
     shared.rollout.n, shared.rollout.temperature = 1, 1.0
     shared.rollout.disable_custom_all_reduce = True
     shared.hybrid_engine = None
+    shared.actor.megatron.param_offload = False
     shared.actor.router_replay.mode = "disabled"
     found.algorithm.filter_groups.enable = False
     found.reward_model.enable = found.reward_model.enable_resource_pool = False

@@ -277,7 +277,9 @@ def _stage_roles(config: RunConfig) -> Iterator[RoleSpec]:
         update = replace(role.update, longest=together * longest, scored=together * config.data.max_response_length)
         role = replace(role, update=update)
     if stage == REWARD and role.score is not None:
-        role = replace(role, score=replace(role.score, longest=longest))
+        one_row = -(-longest // max(1, role.megatron.context_parallel_size))
+        tokens = role.score.max_tokens and max(role.score.max_tokens, one_row)
+        role = replace(role, score=replace(role.score, longest=longest, max_tokens=tokens))
     if role.score is not None:
         role = replace(role, score=replace(role.score, phase="scores" if stage == REWARD else "log_probs"))
     yield role

@@ -104,7 +104,6 @@ AT_LEAST_ONE_OR_NULL = (
     "trainer.total_epochs",
     "actor_rollout_ref.model.override_config.max_position_embeddings",
     "reward_model.max_length",
-    "data.max_length",
     *STAGE_SHARES,
     f"{ACTOR}.loss_scale_factor",
     f"{CRITIC}.loss_scale_factor",
@@ -143,6 +142,7 @@ class Interval:
 
 NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
 RANGES_OR_NULL: dict[str, Interval] = {
+    "data.max_length": Interval(2),
     **dict.fromkeys(AT_LEAST_ONE_OR_NULL, Interval(1)),
     "trainer.stall_timeout_s": Interval(0, nearest_low=1800.0),
     f"{ROLLOUT}.gpu_memory_utilization": Interval(0, 1, nearest_low=0.5),

@@ -97,7 +97,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     scores, updates = set(), set()
     for role in placement.megatron_roles:
         pool = models.pools[role.pool]
-        estimator = _estimator(models, pool, role, hardware)
+        estimator = estimator_of(models, pool, role, hardware)
         if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
             seconds[role.score.phase] = estimator.forward(
                 scored_load(load, role.score, models.config, pool.grid.cp_size)
@@ -162,10 +162,10 @@ def optimizer_bytes(element: int) -> int:
 
 def generation(models: RunModels, hardware: Hardware) -> Estimator:
     """Of the actor's model on the ranks that generate."""
-    return _estimator(models, models.generating, models.actor_role, hardware)
+    return estimator_of(models, models.generating, models.actor_role, hardware)
 
 
-def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware) -> Estimator:
+def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware) -> Estimator:
     """Of one role's model on the grid of a pool."""
     model, stage_layers = models.pools[role.pool].model(role), None
     ends = (pool.megatron.num_layers_in_first_pipeline_stage, pool.megatron.num_layers_in_last_pipeline_stage)
@@ -179,7 +179,7 @@ def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Ha
         pool.grid.pp_size,
         pool.vpp_size,
         pool.grid.ep_size,
-        models.rollout.tp_size,
+        models.rollout_tp,
         pool.grid.cp_size,
         role.megatron.override_transformer_config.cp_comm_type,
         stage_layers,

@@ -24,6 +24,8 @@ STAGES = {"rollout", "experience", "checkpoint"}
 LOOP = {
     "train",
     "run",
+    "hosting",
+    "stages",
     "rollouts",
     "sliced_rollouts",
     "open_rollouts",
@@ -57,7 +59,8 @@ ROOMS: dict[str, set[str]] = {
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts", "stream", "clock"},
     "mapping": {"errors", "config", "observe", "planner", "clock", "parallel", "model", "checkpoint"},
     **dict.fromkeys(
-        LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation"}
+        LOOP,
+        PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation", "supervised"},
     ),
     "port": {"errors", "config", "planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
