@@ -48,7 +48,7 @@ def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
         return int(torch.randint(low, high, (), generator=generator))
 
     rows: dict[str, list[torch.Tensor]] = {
-        name: [] for name in ("ids", "lengths", "responses", "kept", "values", "labels")
+        name: [] for name in ("ids", "lengths", "responses", "kept", "given", "labels")
     }
     for size in sizes:
         prompt = torch.randint(2, 70, (draw(2, 10),), generator=generator)
@@ -62,9 +62,9 @@ def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
         rows["kept"].append(torch.cat(last))
         values = torch.rand(size, generator=generator)
         values[-1] *= not score_token  # a margin to the next answer, of which the last has none
-        rows["values"].append(values if score_token else -5 - 5 * values)
+        rows["given"].append(values if score_token else -5 - 5 * values)
         rows["labels"].append(torch.randint(0, 2, (size,), generator=generator).float())
-    fields = [ragged(rows[name]) for name in ("ids", "lengths", "responses", "kept", "values", "labels")]
+    fields = [ragged(rows[name]) for name in ("ids", "lengths", "responses", "kept", "given", "labels")]
     return AnswerBatch(*fields, torch.ones(len(sizes)), batch_size=[len(sizes)])
 
 
