@@ -24,7 +24,8 @@ class ReadingOptions:
     messages_key: whole conversations. prompt_key with response_key: a question and its answer. text_key: plain text.
     chosen_key, rejected_key: a preference. answers_key with ranks_key (0 or 1 is the best, upwards) or scores_key (the
     higher, the better), or the best first: several answers. label_key: desirable or not. score_key: one answer's score.
-    margin_key: how much better the chosen answer is; may name the column of scores, whose differences are taken.
+    margin_key: how much better the chosen answer is than the rejected one; of several answers a list with how much each
+    is better than the next one, or with a score for each, whose differences are taken.
     tools_key: the tools of a conversation, for the template.
 
     prompt_as_chat: whether a prompt that is text becomes a user's message of the template; None: if the column of the
