@@ -2,7 +2,8 @@
 
 What counts of a turn is what the model generates: everything after the prompt that generation would start from (the
 messages before, with the generation prompt) up to what the template writes before the next message, its end mark
-included. Where the template has {% generation %} marks, they say it.
+included, but no blanks after the end token (`tokens.Encoder`). Where the template has {% generation %} marks, they say
+it.
 
 Some templates write a turn otherwise once later ones follow, such as without its thinking. A turn is then learned in a
 text of its own, in which it is the last, as it was when it was generated.

@@ -37,7 +37,8 @@ class Encoder:
 
         The text is tokenised whole. Where its tokens reach over the edge of an answer, prompt and answer are tokenised
         apart, as they are in generation; where that would change the text (tokenizers that put a blank before every
-        text), the token at the edge is the answer's.
+        text), the token at the edge is the answer's. What a template writes after the end token is no part of an
+        answer.
 
         Raises ConfigError if an end token is to be appended and the tokenizer has none.
         """
@@ -73,6 +74,8 @@ class Encoder:
             counts[first:last] = [True] * (last - first)
         prompt_length = at[draft.prompt_end] or 0
         ids = list(ids)
+        if not draft.is_plain:
+            ids, counts = self._up_to_the_end_token(ids, counts, [at[end] or 0 for _, end in draft.spans])
         if draft.is_plain:
             ids, counts = [*self._lead, *ids], [False] * len(self._lead) + counts
             prompt_length += len(self._lead) if draft.prompt_end else 0
@@ -81,6 +84,24 @@ class Encoder:
         if counts:
             counts[0] = False
         return Tokens(ids, counts, prompt_length, is_split)
+
+    def _up_to_the_end_token(
+        self, ids: list[int], counts: list[bool], ends: Sequence[int]
+    ) -> tuple[list[int], list[bool]]:
+        """Without the blanks that a template writes after an answer's end token, where generation stops: they do not
+        count, and at the end of the text they are cut off, so that a reward model sees what generation gives it.
+        """
+        eos = self._tokenizer.eos_token_id
+        for end in ends:
+            last = end - 1
+            while last > 0 and counts[last] and ids[last] != eos:
+                last -= 1
+            if counts[last] and ids[last] == eos and not self._text(ids[last + 1 : end]).strip():
+                counts[last + 1 : end] = [False] * (end - last - 1)
+        last = len(ids) - 1 - ids[::-1].index(eos) if eos in ids else len(ids) - 1
+        if counts[last] and not any(counts[last + 1 :]) and not self._text(ids[last + 1 :]).strip():
+            ids, counts = ids[: last + 1], counts[: last + 1]
+        return ids, counts
 
     def _edge(self, before: str, ids: list[int]) -> int | None:
         """How many of `ids` are the tokens of the text `before`; None where they are not its beginning."""

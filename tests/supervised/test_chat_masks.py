@@ -46,7 +46,8 @@ def counted(tokenizer, tokens: Tokens) -> list[str]:
 
 #  template, end token, what counts
 BY_HAND = [
-    pytest.param("chatml", "<|im_end|>", ["forty two.<|im_end|>\n", "it is the other<|im_end|>\n"], id="chatml"),
+    pytest.param("chatml", "<|im_end|>", ["forty two.<|im_end|>", "it is the other<|im_end|>"], id="chatml"),
+    pytest.param("chatml", "<eos>", ["forty two.<|im_end|>\n", "it is the other<|im_end|>\n"], id="other end token"),
     pytest.param("llama3", "<|eot_id|>", ["forty two.<|eot_id|>", "it is the other<|eot_id|>"], id="llama 3"),
     pytest.param("marked", "<|im_end|>", ["forty two.<|im_end|>", "it is the other<|im_end|>"], id="marks"),
     pytest.param("strict", "<eos>", ["forty two. ", "it is the other <eos>"], id="no end mark"),
@@ -64,7 +65,11 @@ def test_two_turns_by_hand(name, eos, expected):
     (last,) = encoded(tokenizer, TWO_TURNS, loss_on="last")
     assert counted(tokenizer, last) == expected[1:]
     (whole,) = encoded(tokenizer, TWO_TURNS, loss_on="all")
-    assert whole.counts == [False] + [True] * (len(whole.ids) - 1) and whole.prompt_length == 0
+    assert (
+        whole.ids[-1] == one.ids[-1]
+        and whole.counts == [False] + [True] * (len(whole.ids) - 1)
+        and whole.prompt_length == 0
+    )
     if "<|" in TEMPLATES[name]:  # special tokens at the edges, so the text has the same tokens however it is cut
         assert last.ids == one.ids == whole.ids
 
@@ -78,11 +83,11 @@ def test_a_turn_whose_thought_is_taken_out_later_is_learned_in_its_own_text():
     messages = [dict(one) for one in TWO_TURNS]
     messages[1]["content"] = "<think>\nof that\n</think>\n\nforty two."
     first, last = encoded(tokenizer, messages)
-    assert counted(tokenizer, first) == ["<think>\nof that\n</think>\n\nforty two.<|im_end|>\n"]
-    assert counted(tokenizer, last) == ["<think>\n\n</think>\n\nit is the other<|im_end|>\n"]
+    assert counted(tokenizer, first) == ["<think>\nof that\n</think>\n\nforty two.<|im_end|>"]
+    assert counted(tokenizer, last) == ["<think>\n\n</think>\n\nit is the other<|im_end|>"]
     assert "of that" not in tokenizer.decode(last.ids) and "no<|im_end|>" not in tokenizer.decode(first.ids)
     (quiet,) = encoded(tokenizer, messages, first=3, enable_thinking=False)
-    assert counted(tokenizer, quiet) == ["it is the other<|im_end|>\n"]
+    assert counted(tokenizer, quiet) == ["it is the other<|im_end|>"]
 
 
 def test_a_call_its_answer_and_what_follows():
@@ -128,8 +133,8 @@ def test_every_answer_stands_after_the_prompt_that_generation_starts_from(name, 
         before = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, **kwargs)
         after = tokenizer.apply_chat_template(messages[: number + 1], **kwargs)
         own = after[len(before) :]
-        if name == "marked":
-            own = own[:-1]  # the line break after the mark
+        if name in ("chatml", "qwen3", "marked"):
+            own = own[:-1]  # the line break after the end token
         if name in ("strict", "bare") and number == len(messages) - 1 and not own.rstrip().endswith("<eos>"):
             own += "<eos>"
         answers[number] = (before, own)
@@ -144,7 +149,8 @@ def test_marks_agree_with_transformers():
     tokenizer = byte_level(MARKED)
     (one,) = encoded(tokenizer, TWO_TURNS)
     expected = tokenizer.apply_chat_template(TWO_TURNS, return_assistant_tokens_mask=True, return_dict=True)
-    assert one.ids == expected["input_ids"] and [int(c) for c in one.counts] == expected["assistant_masks"]
+    assert [*one.ids, tokenizer.encode("\n")[0]] == expected["input_ids"]
+    assert [int(c) for c in one.counts] == expected["assistant_masks"][:-1]
 
 
 def test_a_template_whose_prompt_is_no_beginning_is_refused():
