@@ -16,23 +16,16 @@ CHOICES = {"loss_on": LOSS_ON, "truncation": TRUNCATIONS, "bad_rows": BAD_ROWS}
 
 
 @dataclass(frozen=True)
-class ReadingOptions:
-    """The keys under `data.` that the stages share. A column's key that is None is found from the columns' names.
-
-    Columns of structs are named with a dot: prompt_key="extra_info.question".
+class ColumnKeys:
+    """Keys under `data.` that name columns; one that is None is found from the columns' names. A field of a struct is
+    named with a dot: prompt_key="extra_info.question".
 
     messages_key: whole conversations. prompt_key with response_key: a question and its answer. text_key: plain text.
     chosen_key, rejected_key: a preference. answers_key with ranks_key (0 or 1 is the best, upwards) or scores_key (the
     higher, the better), or the best first: several answers. label_key: desirable or not. score_key: one answer's score.
-    margin_key: how much better the chosen answer is; may name the column of scores, whose differences are taken.
+    margin_key: how much better the chosen answer is than the rejected one; of several answers a list with how much each
+    is better than the next one, or with a score for each, whose differences are taken.
     tools_key: the tools of a conversation, for the template.
-
-    prompt_as_chat: whether a prompt that is text becomes a user's message of the template; None: if the column of the
-    answer is not TRL's `completion`, and the tokenizer has a template. append_eos: end an answer with the end token
-    where nothing else ends it. loss_on: answers: every turn of the assistant | last: the last answer | all: the prompt,
-    too. max_length: tokens of prompt and answer. truncation: of longer rows: error: a bad row | left, right: cut that
-    side off | drop: leave them out. bad_rows: error: refuse the files | skip: leave them out, and write their list to
-    `bad_rows_file`.
     """
 
     messages_key: str | None = None
@@ -48,6 +41,20 @@ class ReadingOptions:
     score_key: str | None = None
     margin_key: str | None = None
     tools_key: str | None = None
+
+
+@dataclass(frozen=True)
+class ReadingOptions(ColumnKeys):
+    """The keys under `data.` that the stages share.
+
+    prompt_as_chat: whether a prompt that is text becomes a user's message of the template; None: if the column of the
+    answer is not TRL's `completion`, and the tokenizer has a template. append_eos: end an answer with the end token
+    where nothing else ends it. loss_on: answers: every turn of the assistant | last: the last answer | all: the prompt,
+    too. max_length: tokens of prompt and answer. truncation: of longer rows: error: a bad row | left, right: cut that
+    side off | drop: leave them out. bad_rows: error: refuse the files | skip: leave them out, and write their list to
+    `bad_rows_file`.
+    """
+
     prompt_as_chat: bool | None = None
     append_eos: bool = True
     loss_on: str = "answers"

@@ -31,9 +31,9 @@ KINDS: dict[str, tuple[str, str]] = {
         "rename it: human is user, gpt and bot are assistant",
     ),
     "content_not_text": ("a message's content must be text, or parts of type text", "take images and sounds out"),
-    "misplaced_system": ("a system message must come first", "move it to the beginning"),
+    "misplaced_system": ("a system message must come before all others", "move it to the beginning"),
     "stray_tool_message": (
-        "a tool's message must answer a call of the assistant's",
+        "a tool's message must follow the assistant's or another tool's",
         "put the assistant's call before it",
     ),
     "no_question": ("something must come before the assistant's first turn", "put the question before the answer"),

@@ -25,8 +25,8 @@ class Example:
     """Some text with what is to be learned in it.
 
     tokens: int64 [L], L >= 1. loss_mask: bool [L]; where it is True the loss is the cross-entropy of that token, given
-    those before it; the first is False, as nothing stands before it. prompt_length: tokens before the last answer, so
-    the answer is tokens[prompt_length:]; 0 where the text has no prompt.
+    those before it; the first is False, as nothing stands before it. prompt_length: tokens before the first answer that
+    counts; 0 where there is no prompt, or it counts, too. where: the file's row.
     """
 
     tokens: torch.Tensor
