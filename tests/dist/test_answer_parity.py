@@ -83,6 +83,7 @@ def test_rankings_with_margins_equal_a_plain_loop(reward_path: str) -> None:
     assert_equals_plain(alone, plain, plain.step(torch.stack(losses).mean()), "critic", reward_path)
 
 
+@pytest.mark.exhaustive
 def test_regression_equals_a_plain_loop(reward_path: str) -> None:
     """Would not catch scores that are normalised, which they are not."""
     alone = run_layout(reward_path, REWARD, "regression", ALONE, (1, 1, 1))
@@ -111,7 +112,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if "DP2" in name else pytest.mark.exhaustive) for name in CASES]
+)
 def test_layouts_equal_one_process(case: str, policy_path: str, reward_path: str) -> None:
     """Would not catch an error that every layout shares with one process, which the plain loop does."""
     stage, loss, sizes, layout, overrides = CASES[case]
