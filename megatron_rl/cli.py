@@ -27,7 +27,7 @@ from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.stages import DPO, PPO, REWARD, SFT
+from megatron_rl.config.stages import DPO, PPO, REWARD, SFT, WITHOUT_ROLLOUT
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Violation
 from megatron_rl.loading import without_collections
 from megatron_rl.mapping.explain import explain, explained
@@ -246,7 +246,7 @@ def plan_command(
         run, gpu = Checked(None, violations_of(error)), None
     run_config, violations = run.config, run.violations
     plan: RunPlan | StagePlanned | None = None
-    if run_config is not None and gpu is not None and not violations and run_config.trainer.stage != PPO:
+    if run_config is not None and gpu is not None and not violations and run_config.trainer.stage in WITHOUT_ROLLOUT:
         lengths = [length for length in (prompt_length, response_length) if length is not None]
         plan = StagePlanned.of(run_config, gpu, sum(lengths) or None)
     elif run_config is not None and gpu is not None and not violations:
@@ -265,7 +265,7 @@ def plan_command(
         for note in (*run.lines(), *plan.notes()):
             console.print(note, soft_wrap=True, highlight=False, markup=False)
     elif run_config is not None:
-        is_ppo = run_config.trainer.stage == PPO
+        is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
         console.print(layout_table(batch_table(run_config) if is_ppo else stage_table(run_config)))
     refuse_to_lose_output()
     raise_problems("this run cannot start", violations)

@@ -13,7 +13,7 @@ from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.as_stage import holds_reference
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
-from megatron_rl.config.stages import DPO, PPO, REWARD, SFT
+from megatron_rl.config.stages import DPO, REWARD, SFT, WITHOUT_ROLLOUT
 
 ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
 """Kinds of roles; a kind is also the name of its only role, except that there may be further reward models."""
@@ -231,7 +231,7 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
 
 def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
     """Every role of a run, in the order in which they are built: a rollout on the actor's memory comes after it."""
-    if config.trainer.stage != PPO:
+    if config.trainer.stage in WITHOUT_ROLLOUT:
         yield from _stage_roles(config)
         return
     shared, reward = config.actor_rollout_ref, config.reward_model

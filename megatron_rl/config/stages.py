@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 PPO, SFT, REWARD, DPO = "ppo", "sft", "reward", "dpo"
 STAGES = (PPO, SFT, REWARD, DPO)
+WITHOUT_ROLLOUT = (SFT, REWARD, DPO)
+"""Stages that do not generate."""
 
 LOSS_ON = ("answers", "last", "all")
 BAD_ROWS = ("error", "skip")

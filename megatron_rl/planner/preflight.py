@@ -11,7 +11,7 @@ from megatron_rl.config.keys import followed_keys, value_of
 from megatron_rl.config.problems import raise_problems, without_echoes
 from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, SCORER, PoolSpec, roles_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.stages import PPO
+from megatron_rl.config.stages import WITHOUT_ROLLOUT
 from megatron_rl.config.validate import value_problems
 from megatron_rl.config.value_tables import ROLLOUT
 from megatron_rl.errors import Violation
@@ -54,7 +54,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
         return without_echoes([*value_problems(config), *unreachable], followed_keys(config))
     models, problems = read_models(config, config_only=config_only)
     pools = countable_pools(config)
-    if config.trainer.stage != PPO:
+    if config.trainer.stage in WITHOUT_ROLLOUT:
         found = [*problems, *_stage_problems(config, pools, models, config_only)]
         return without_echoes([*value_problems(config), *found], followed_keys(config))
     return without_echoes(
