@@ -9,12 +9,11 @@ from pathlib import Path
 from megatron_rl.book import Book
 from megatron_rl.cluster.cluster import Cluster, Hosting
 from megatron_rl.cluster.watch import STACKS_FILE, Limits
-from megatron_rl.config.roles import Placement
+from megatron_rl.config.roles import ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.dispatch import Interval, Verb
 from megatron_rl.lifecycle import Pace
-from megatron_rl.open_rollouts import replicated_pools
 from megatron_rl.planner.stall import stall_timeout_s
 from megatron_rl.roles.environment import handed_on, worker_environment
 from megatron_rl.roles.host import RankHost
@@ -72,6 +71,14 @@ def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
         replicated=replicated_pools(config, placement),
         sees_node=sees_node,
     )
+
+
+def replicated_pools(config: RunConfig, placement: Placement) -> dict[str, int]:
+    """Pools that are cut into replicas, which may die and start again alone -> ranks of each."""
+    if not config.samples_in_slices or placement.is_colocated:
+        return {}
+    role = placement.roles[ROLLOUT]
+    return {role.pool: role.settings.tensor_model_parallel_size}
 
 
 def look_round(cluster: Cluster) -> None:
