@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,9 +56,9 @@ def preference_objective(config: DPOConfig) -> Objective:
     beta = config.beta
     match config.loss:
         case "dpo":
-            return _of_pairs(lambda *pair: dpo_loss(*pair, beta=beta, label_smoothing=config.label_smoothing))
+            return _of_pairs(partial(dpo_loss, beta=beta, label_smoothing=config.label_smoothing))
         case "ipo":
-            return _of_pairs(lambda *pair: ipo_loss(*pair, beta=beta))
+            return _of_pairs(partial(ipo_loss, beta=beta))
         case "simpo":
             return _of_pairs(lambda better, worse, *_: simpo_loss(better, worse, beta, config.simpo_gamma))
         case "orpo":

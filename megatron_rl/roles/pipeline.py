@@ -32,7 +32,15 @@ from megatron_rl.model.segments import Segments
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
-from megatron_rl.records import CriticBatch, Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
+from megatron_rl.records import (
+    CriticBatch,
+    Sequences,
+    TokenBatch,
+    TokenRows,
+    TokenScores,
+    ragged_from_lengths,
+    row_lengths,
+)
 from megatron_rl.roles.expert_routing import ExpertRouting
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
@@ -89,7 +97,7 @@ class Pipeline:
 
     def _prompts(self, record: TokenRows) -> list[int]:
         """A prompt is computed once for rows whose tokens go to the same experts."""
-        if self.routing is None or not self.routing.replays or isinstance(record, CriticBatch):
+        if self.routing is None or not self.routing.replays or isinstance(record, CriticBatch | TokenBatch):
             return prompt_numbers(record)
         return prompt_numbers(record, record.routed_experts)
 

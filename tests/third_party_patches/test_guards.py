@@ -53,7 +53,9 @@ def test_apply_patches_checks_every_version_before_it_changes_anything(monkeypat
     """The last of three is refused and the first is not applied. Would not catch an apply that fails half-way."""
     applied = []
     good = Patch("good", ("torch",), ">=1", "never", apply=lambda: applied.append("good"))
-    monkeypatch.setattr(third_party_patches, "patches_for", lambda kind, generates: [good, good, patch_for("torch", "<2.0")])
+    monkeypatch.setattr(
+        third_party_patches, "patches_for", lambda kind, generates: [good, good, patch_for("torch", "<2.0")]
+    )
     with pytest.raises(PatchError):
         third_party_patches.apply_patches("cpu")
     assert applied == []
