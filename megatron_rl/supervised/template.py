@@ -66,7 +66,7 @@ class ChatTemplate:
                 "or store prompts and answers as plain text"
             )
         self._tokenizer = tokenizer
-        self._kwargs = dict(kwargs)
+        self._variables = {**tokenizer.special_tokens_map, **kwargs}
         self._leaves_open: bool | None = None
 
     def drafts(self, chat: Chat, loss_on: str) -> list[Draft]:
@@ -137,7 +137,7 @@ class ChatTemplate:
 
     def _call(self, chat: Chat, num_messages: int, **options: bool) -> tuple[list[str], list[list[Span]]]:
         messages: list[Message] = chat.messages[:num_messages]
-        variables = {**self._tokenizer.special_tokens_map, **self._kwargs, **options}
+        variables = self._variables | options
         try:
             answer: tuple[list[str], list[list[Span]]] = render_jinja_template(
                 conversations=[messages], tools=chat.tools, chat_template=self._template(chat), **variables

@@ -115,9 +115,16 @@ class Encoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        different = list(dict.fromkeys(texts))  # prompts of several answers, and what templates write between turns
+        encoded = self._tokenizer(
+            different,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        known: dict[str, list[int]] = dict(zip(different, encoded["input_ids"], strict=True))
+        return [known[text] for text in texts]
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -137,6 +138,12 @@ def test_each_kind_is_named_and_can_be_skipped(kind, reader, around, bad, field,
 def test_the_table_has_every_kind():
     """At least 20 of them, all above or in a test of their own below. Would not catch a kind that is named wrongly."""
     assert {case[0] for case in CASES} | {"nothing_counted"} == set(KINDS) and len(KINDS) >= 20
+
+
+def test_the_documentation_has_every_kind():
+    """Each in its table. Would not catch a description that is wrong."""
+    page = (Path(__file__).parents[2] / "docs/stages.md").read_text()
+    assert [kind for kind in KINDS if f"`{kind}`" not in page] == []
 
 
 def test_nothing_left_that_counts(tmp_path):
