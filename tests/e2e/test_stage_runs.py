@@ -107,6 +107,7 @@ def test_stage_goes_on_in_another_layout(command_line, files: Path, stage: str) 
         assert float((weights[0][key] - tensor).abs().max()) < 1e-4, key
 
 
+@pytest.mark.exhaustive
 def test_reward_model_is_what_ppo_takes(command_line, files: Path) -> None:
     """Its folder is a classifier with one label; PPO scores with it and its critic starts from it. A checkpoint of
     another stage is no place to go on from. Would not catch a reward model that has learned nothing."""
