@@ -129,15 +129,19 @@ class Book:
         returns, advantages = known(experience.returns).values(), known(experience.advantages).values()
         scores = known(experience.scores)
         totals = total_rows(known(experience.rewards).values(), experience.response_lengths, scores)
-        num_tokens, timings = experience.input_ids.values().numel(), self.clock.take_step()
+        timings = self.time_metrics(experience.input_ids.values().numel())
         return (
             length_metrics(*lengths, generations.truncated)
             | score_metrics(scores, totals, advantages, returns, values)
-            | throughput_metrics(num_tokens, timings["timing_s/step"], self._num_ranks)
             | transition_metrics(self.transitions)
             | scored.metrics()
             | timings
         )
+
+    def time_metrics(self, num_tokens: int) -> dict[str, float]:
+        """The seconds of the step that ends, by phase, and what they come to for so many tokens."""
+        timings = self.clock.take_step()
+        return throughput_metrics(num_tokens, timings["timing_s/step"], self._num_ranks) | timings
 
     def memory_metrics(self, pools: dict[str, list[dict[str, PhaseMemory]]]) -> dict[str, float]:
         """What the ranks of each pool held in each phase since the last step, beside what was planned; the largest."""
@@ -179,7 +183,16 @@ class Book:
         self._warn_of(self._services.log(metrics, step))
         if step:
             accuracy = self.accuracies[-1] if self.accuracies else None
-            self.progress.step(step, metrics["critic/score/mean"], accuracy, metrics["timing_s/step"])
+            what, value = shown_value(metrics)
+            self.progress.step(step, value, accuracy, metrics["timing_s/step"], what)
+
+
+def shown_value(metrics: dict[str, float]) -> tuple[str, float]:
+    """What the progress line says of a step: its mean reward, or where nothing is rewarded its loss."""
+    for what, name in (("reward", "critic/score/mean"), ("loss", "actor/loss"), ("loss", "critic/loss")):
+        if name in metrics:
+            return what, metrics[name]
+    return "loss", float("nan")
 
 
 def transition_metrics(reports: Sequence[TransitionReport]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The command line: megatron-rl train | plan | map | ablate | export | nightly.
+"""The command line: megatron-rl sft | reward | dpo | train | plan | map | ablate | export | nightly.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -9,8 +9,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,13 +21,13 @@ from rich.text import Text
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cluster.signals import exit_on_signals
-from megatron_rl.config.foreign.defaults import Difference, differences
-from megatron_rl.config.foreign.translate import Kind, Note
-from megatron_rl.config.load import read_run
+from megatron_rl.config.as_stage import as_stage
+from megatron_rl.config.foreign.translate import Kind
 from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stages import DPO, PPO, REWARD, SFT, WITHOUT_ROLLOUT
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError, Violation
 from megatron_rl.loading import without_collections
 from megatron_rl.mapping.explain import explain, explained
@@ -42,12 +41,12 @@ from megatron_rl.mapping.written import command_of, write_placement
 from megatron_rl.observe.output import drop_unread_output, lost_output
 from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
-from megatron_rl.planner.batch_arithmetic import batch_table
+from megatron_rl.planner.batch_arithmetic import batch_table, stage_table
 from megatron_rl.planner.cache_share import with_kv_cache
+from megatron_rl.planner.checked import Checked, checked, staged
 from megatron_rl.planner.hardware import default_hardware, load_hardware
-from megatron_rl.planner.hub_cache import with_local_models
-from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
+from megatron_rl.planner.stage_plan import StagePlanned
 from megatron_rl.port.port import SOMETHING_LOST, port
 from megatron_rl.roles.environment import worker_environment
 from megatron_rl.trials.ablation import Ablation, only_ablation
@@ -76,29 +75,81 @@ ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as c
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: trainer.seed=2 data.shuffle=false")]
 
 
+Local = Annotated[
+    bool, typer.Option("--local", help="One rank, all roles in this process, without Ray: for a debugger.")
+]
+Collapse = Annotated[bool, typer.Option("--collapse", help="Run on one rank whatever layout and pools are configured.")]
+
+
 @app.command("train")
 def train_command(
     config: ConfigPath,
     overrides: Overrides = None,
-    local: Annotated[
-        bool, typer.Option("--local", help="One rank, all roles in this process, without Ray: for a debugger.")
-    ] = False,
-    collapse: Annotated[
-        bool, typer.Option("--collapse", help="Run on one rank whatever layout and pools are configured.")
-    ] = False,
+    local: Local = False,
+    collapse: Collapse = False,
     replay: Annotated[
         Path | None, typer.Option("--replay", help="The folder of an asynchronous run, to repeat it bit for bit.")
     ] = None,
 ) -> None:
     """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
-    run = checked(config, overrides, change=collapsed if collapse else None)
-    raise_problems("this run cannot start", run.violations)
-    run_config = run.config
-    assert run_config is not None  # a file without a configuration has violations
-    for note in run.notes:
-        Console(stderr=True).print(f"{note.kind.value}: {note}", soft_wrap=True, highlight=False, markup=False)
+    run_config = startable(config, overrides, PPO, collapse)
     if replay is not None:
         check_replay(run_config, replay)
+    run_config = made_ready(run_config, local)
+    with without_collections():
+        from megatron_rl.train import train
+
+    train(run_config, local, replay)
+
+
+@app.command("sft")
+def sft_command(
+    config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
+) -> None:
+    """Fine-tune the actor's model on given answers, text or conversations."""
+    run_config = made_ready(startable(config, overrides, SFT, collapse), local)
+    with without_collections():
+        from megatron_rl.stages.sft import sft
+
+    sft(run_config, local)
+
+
+@app.command("reward")
+def reward_command(
+    config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
+) -> None:
+    """Train a reward model, under the keys of `critic`, on preferences, rankings or scored answers."""
+    run_config = made_ready(startable(config, overrides, REWARD, collapse), local)
+    with without_collections():
+        from megatron_rl.stages.reward import reward
+
+    reward(run_config, local)
+
+
+@app.command("dpo")
+def dpo_command(
+    config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
+) -> None:
+    """Have the actor's model learn preferences directly: dpo.loss=dpo | ipo | kto | simpo | orpo."""
+    run_config = made_ready(startable(config, overrides, DPO, collapse), local)
+    with without_collections():
+        from megatron_rl.stages.dpo import dpo
+
+    dpo(run_config, local)
+
+
+def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse: bool) -> RunConfig:
+    """The configuration of a stage. Raises ConfigError with everything that is wrong; notes go to stderr."""
+    run = checked(path, overrides, change=lambda config: as_stage(collapsed(config) if collapse else config, stage))
+    raise_problems("this run cannot start", run.violations)
+    assert run.config is not None  # a file without a configuration has violations
+    for note in run.notes:
+        Console(stderr=True).print(f"{note.kind.value}: {note}", soft_wrap=True, highlight=False, markup=False)
+    return run.config
+
+
+def made_ready(run_config: RunConfig, local: bool) -> RunConfig:
+    """Prepare this process for a run, before engines are imported."""
     if local:
         run_config = on_one_rank(run_config)
         os.environ |= worker_environment(run_config.trainer.device, ranks_per_node=1)
@@ -107,10 +158,7 @@ def train_command(
             del os.environ["PYTHONBREAKPOINT"]  # Ray's own debugger, which a shell inherits from a Ray job
         quiet_engines()
     quiet_libraries()
-    with without_collections():
-        from megatron_rl.train import train
-
-    train(run_config, local, replay)
+    return run_config
 
 
 def check_replay(config: RunConfig, replay: Path) -> None:
@@ -183,20 +231,25 @@ def plan_command(
     response_length: Annotated[
         float | None, typer.Option(help="Mean tokens of an answer. Default: half the longest.")
     ] = None,
+    stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
 ) -> None:
     """Print layout, groups, memory, time and transition, and every rule the configuration breaks. Starts nothing.
 
     Exit code 2 where a rule is broken; a plan that does not fit the GPU's memory is said to, and is no error.
     """
     try:
-        run = checked(config, overrides, without_files)
+        run = checked(config, overrides, without_files, change=lambda found: staged(found, stage))
         gpu = None if run.config is None else load_hardware(hardware or default_hardware(run.config.trainer.device))
     except ConfigError as error:
         if not as_json:
             raise
         run, gpu = Checked(None, violations_of(error)), None
-    run_config, violations, plan = run.config, run.violations, None
-    if run_config is not None and gpu is not None and not violations:
+    run_config, violations = run.config, run.violations
+    plan: RunPlan | StagePlanned | None = None
+    if run_config is not None and gpu is not None and not violations and run_config.trainer.stage in WITHOUT_ROLLOUT:
+        lengths = [length for length in (prompt_length, response_length) if length is not None]
+        plan = StagePlanned.of(run_config, gpu, sum(lengths) or None)
+    elif run_config is not None and gpu is not None and not violations:
         run_config = with_kv_cache(run_config, gpu)
         plan = RunPlan.of(run_config, gpu, mean_lengths(run_config.data, prompt_length, response_length))
     if as_json:
@@ -212,7 +265,8 @@ def plan_command(
         for note in (*run.lines(), *plan.notes()):
             console.print(note, soft_wrap=True, highlight=False, markup=False)
     elif run_config is not None:
-        console.print(layout_table(batch_table(run_config)))
+        is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
+        console.print(layout_table(batch_table(run_config) if is_ppo else stage_table(run_config)))
     refuse_to_lose_output()
     raise_problems("this run cannot start", violations)
 
@@ -268,49 +322,6 @@ def map_command(
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print(command, soft_wrap=True, highlight=False, markup=False)
     refuse_to_lose_output()
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A configuration and everything that is wrong with its keys, its values and the files it names.
-
-    notes: what verl's keys became. different: keys left alone whose default is another in verl.
-    """
-
-    config: RunConfig | None
-    violations: list[Violation]
-    notes: list[Note] = field(default_factory=list)
-    different: list[Difference] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """What of verl is not as in verl. Lines, because the keys would not fit into a table."""
-        return [*(f"{note.kind.value}: {note}" for note in self.notes), *map(str, self.different)]
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as data."""
-        return {
-            "notes": [{"kind": note.kind.value, "key": note.setting.key, "text": str(note)} for note in self.notes],
-            "differs_from_verl": {
-                one.default.key: {"here": one.here, "verl": one.default.verl} for one in self.different
-            },
-        }
-
-
-def checked(
-    path: Path,
-    overrides: Sequence[str] | None,
-    without_files: bool = False,
-    change: Callable[[RunConfig], RunConfig] | None = None,
-) -> Checked:
-    """Read a configuration and check its rules. change: what to make of it before."""
-    reading = read_run(path, overrides or ())
-    notes = [note for note in reading.notes if note.kind is not Kind.UNSUPPORTED]
-    if reading.config is None:
-        return Checked(None, reading.violations, notes)
-    different = differences(reading.config, reading.given)
-    run_config = with_local_models(reading.config if change is None else change(reading.config))
-    violations = [*reading.violations, *preflight(run_config, config_only=without_files)]
-    return Checked(run_config, violations, notes, different)
 
 
 def print_json(content: dict[str, Any]) -> None:

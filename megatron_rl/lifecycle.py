@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -107,7 +107,8 @@ class Lifecycle:
     """Steps and checkpoints of one run; a context manager round its steps.
 
     hosts: pool -> handle of its hosts. parts: what a checkpoint keeps of the controller. drawn: what was drawn for
-    later steps. All methods raise StorageError where files cannot be written.
+    later steps. best: the step whose checkpoint is written and kept whatever the other keys say, where there is one.
+    All methods raise StorageError where files cannot be written.
     """
 
     def __init__(
@@ -119,10 +120,11 @@ class Lifecycle:
         book: Book,
         pace: Pace,
         drawn: Drawn,
+        best: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.config, self.folder = config, folder
         self.hosts, self.parts = hosts, parts
-        self.book, self.pace, self.drawn = book, pace, drawn
+        self.book, self.pace, self.drawn, self.best = book, pace, drawn, best
         self.root = folder.path.resolve()
         self._trained = trained_roles(config)
         self._saves_beside_training = any(role.settings.checkpoint.async_save for role in Placement.of(config).trained)
@@ -193,7 +195,7 @@ class Lifecycle:
 
     def _after(self, step: int) -> None:
         trainer, stopping = self.config.trainer, self.pace.stop.is_set
-        if is_save_step(trainer, step) or (stopping and trainer.save_freq > 0):
+        if is_save_step(trainer, step) or ((stopping or step == self.best()) and trainer.save_freq > 0):
             self._begin(self._state(step))
         if stopping:
             self.settle()
@@ -266,7 +268,7 @@ class Lifecycle:
             owners = [f"{role}/{ROLE_FILE}" for role in self._trained]
             names = [RUN_FILE, *self._drawn_files, *owners, *copy_model_files(self._trained, folder)]
             commit(folder, dataclasses.replace(manifest, files=files | digest_files(folder, names)))
-            remove_old(self.root, self.config.trainer.max_ckpt_to_keep)
+            remove_old(self.root, self.config.trainer.max_ckpt_to_keep, self.best())
 
     @contextmanager
     def _storing(self, step: int) -> Iterator[None]:

@@ -25,14 +25,6 @@ from megatron_rl.stream.rules import Decides, Rules
 from megatron_rl.stream.scheduler import Scheduler
 
 
-def replicated_pools(config: RunConfig, placement: Placement) -> dict[str, int]:
-    """Pools that are cut into replicas, which may die and start again alone -> ranks of each."""
-    if not config.samples_in_slices or placement.is_colocated:
-        return {}
-    role = placement.roles[ROLLOUT]
-    return {role.pool: role.settings.tensor_model_parallel_size}
-
-
 def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     """The rules of the schedule of a run that goes on with `first_step`."""
     ahead, rollout = config.async_training, config.actor_rollout_ref.rollout

@@ -178,6 +178,12 @@ class SequenceScores(TensorClass):
     scores: torch.Tensor
 
 
+class AnswerScores(TensorClass):
+    """One float per answer, of rows as in `AnswerBatch`: scores float32 [G, (n)]."""
+
+    scores: torch.Tensor
+
+
 class ActorBatch(TensorClass):
     """What one policy update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
 
@@ -218,6 +224,62 @@ class CriticBatch(TensorClass):
         """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
         zero, empty = no_responses(len(self))
         return CriticBatch(self.input_ids, zero, empty, empty, batch_size=self.batch_size)
+
+
+class TokenBatch(TensorClass):
+    """What an update by cross-entropy reads: see `Sequences`; here the response is everything from the first token that
+    counts on. kept: float32 [B, (R)], 1 for those that count."""
+
+    input_ids: torch.Tensor
+    response_lengths: torch.Tensor
+    kept: torch.Tensor
+
+    def neutral(self) -> TokenBatch:
+        """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
+        return TokenBatch(self.input_ids, *no_responses(len(self)), batch_size=self.batch_size)
+
+    def sequences(self) -> Sequences:
+        """The token rows alone."""
+        return Sequences(self.input_ids, self.response_lengths, batch_size=self.batch_size)
+
+
+class AnswerBatch(TensorClass):
+    """Answers that are compared with each other, one prompt's to a row, so that no split parts them.
+
+    G prompts, of which each has n answers: whole sequences of L tokens, prompt first, which lie end to end in
+    input_ids: int64 [G, (T)]. lengths, response_lengths: int64 [G, (n)], of each sequence, and of what is scored at its
+    end. kept: float32 [G, (R)], 1 where a scored token counts. given, labels: float32 [G, (n)], what the loss is told
+    of each answer beside its tokens (`losses.objectives`). weights: float32 [G], 0 for a row that fills up a split.
+    """
+
+    input_ids: torch.Tensor
+    lengths: torch.Tensor
+    response_lengths: torch.Tensor
+    kept: torch.Tensor
+    given: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+    def neutral(self) -> AnswerBatch:
+        """The same rows, none of which counts."""
+        found = self.clone()
+        found.weights = torch.zeros_like(self.weights)
+        return found
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """int64 [G]: answers of each prompt."""
+        return row_lengths(self.lengths)
+
+    def rows(self) -> TokenBatch:
+        """One answer to a row, prompt after prompt."""
+        lengths = self.response_lengths.values()
+        return TokenBatch(
+            ragged_from_lengths(self.input_ids.values(), self.lengths.values()),
+            lengths,
+            ragged_from_lengths(self.kept.values(), lengths),
+            batch_size=[len(lengths)],
+        )
 
 
 class Experience(TensorClass):
@@ -285,7 +347,7 @@ def concatenate(records: Sequence[Record]) -> Record:
     return cast(Record, torch.cat(parts))
 
 
-TokenRows = Sequences | ActorBatch | CriticBatch
+TokenRows = Sequences | ActorBatch | CriticBatch | TokenBatch
 """Records with `input_ids` and `response_lengths`: what a model role reads."""
 
 

@@ -22,6 +22,7 @@ from megatron_rl.observe.timeline import plot_timeline
 from megatron_rl.records import Sequences
 
 if TYPE_CHECKING:
+    from megatron_rl.book import Book
     from megatron_rl.run import Run
 
 EXPORT_LOGIT_BOUND, EXPORT_LOGIT_SHARE = 1e-4, 1e-5
@@ -40,8 +41,8 @@ def finish_run(run: Run) -> dict[str, Any]:
     with storing("summary.json", run.book.folder.path):
         write_summary(run.book.folder.path / "summary.json", summary)
     if "jsonl" in run.config.trainer.logger:
-        draw(run)
-    draw_steps(run)
+        draw(run.book)
+    draw_steps(run.book)
     names = {"held-out accuracy": "val_accuracy"} | (
         {"held-out reward": "val_reward"} if run.roles.reward_models else {}
     )
@@ -54,22 +55,22 @@ def finish_run(run: Run) -> dict[str, Any]:
     return summary
 
 
-def draw(run: Run) -> None:
+def draw(book: Book) -> None:
     """Curves of the whole run; a picture that cannot be written is no reason to end without a summary."""
     try:
-        plot_curves(run.book.folder.path / METRICS_FILE, run.book.folder.path / "curves.png")
+        plot_curves(book.folder.path / METRICS_FILE, book.folder.path / "curves.png")
     except OSError as error:
-        run.book.warn(f"curves.png could not be written: {error}")
+        book.warn(f"curves.png could not be written: {error}")
 
 
-def draw_steps(run: Run) -> None:
+def draw_steps(book: Book) -> None:
     """The timeline of the last steps, one lane for each pool, as a picture and as numbers. Warns as `draw` does."""
-    ran, folder = run.book.clock.recent, run.book.folder.path
+    ran, folder = book.clock.recent, book.folder.path
     try:
         (folder / "timeline.json").write_text(json.dumps([asdict(one) for one in ran], indent=1) + "\n")
         plot_timeline(ran, folder / "timeline.png")
     except OSError as error:
-        run.book.warn(f"the timeline could not be written: {error}")
+        book.warn(f"the timeline could not be written: {error}")
 
 
 def summarise(run: Run, export_diff: float | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,25 +15,23 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.algorithm import Algorithm
 from megatron_rl.book import Book
-from megatron_rl.cluster.cluster import Cluster, Hosting
+from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.cluster.signals import graceful_signals
-from megatron_rl.cluster.watch import STACKS_FILE, Limits
 from megatron_rl.config.algorithms import uses_rule
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placement, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
-from megatron_rl.config.trainer import TrainerConfig
-from megatron_rl.dispatch import Dispatch, Interval, Stop, Verb
+from megatron_rl.dispatch import Dispatch, Stop, Verb
 from megatron_rl.errors import WorkerFailure
+from megatron_rl.hosting import Ears, hosting_of, look_round, make_cluster, stop_grace_s
 from megatron_rl.lifecycle import Lifecycle, Pace
 from megatron_rl.observe.summary import layout_table
-from megatron_rl.open_rollouts import open_rollouts, open_schedule, replicated_pools
+from megatron_rl.open_rollouts import open_rollouts, open_schedule
 from megatron_rl.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.hardware import Hardware, default_hardware, load_hardware
 from megatron_rl.planner.memory import planned_memory
-from megatron_rl.planner.stall import stall_timeout_s
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.prompts.tokenizer import load_tokenizer
@@ -47,10 +45,8 @@ from megatron_rl.rewards import Rewards, text_readers
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
-from megatron_rl.roles.environment import handed_on, worker_environment
+from megatron_rl.roles.environment import handed_on
 from megatron_rl.roles.host import RankHost
-from megatron_rl.roles.kinds import KINDS
-from megatron_rl.roles.rank import sequence_work
 from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import Rollout
@@ -104,26 +100,6 @@ class Run:
         self.book.save_samples(self.config.trainer.rollout_data_dir, prompts, scored, step)
         memory = {pool: host.take_memory() for pool, host in self.roles.hosts.items()}
         return metrics | self.book.memory_metrics({pool: future.get() for pool, future in memory.items()})
-
-
-@dataclass(frozen=True)
-class Ears:
-    """Tells the pace of the run, and its clock, what is called."""
-
-    pace: Pace
-    book: Book
-
-    def before(self, verb: Verb) -> None:
-        """The run may stop instead."""
-        self.pace.before(verb)
-
-    def waiting(self, phase: str) -> AbstractContextManager[None]:
-        """The progress line shows it."""
-        return self.book.clock.waiting(phase)
-
-    def ran(self, interval: Interval) -> None:
-        """Its seconds count."""
-        self.book.clock.ran(interval.pool, interval.phase, interval.start, interval.stop, interval.seconds)
 
 
 @contextmanager
@@ -206,44 +182,6 @@ class Data:
         return [*repeat_notes(config.data, [file.num_prompts for file in self.train.files]), *group_notes(config)]
 
 
-def make_cluster(placement: Placement, hosting: Hosting, local: bool) -> Cluster:
-    """Where the pools of a run live; the other kind of cluster is not even imported."""
-    if local:
-        from megatron_rl.cluster.local_cluster import LocalCluster
-
-        return LocalCluster(placement.pools, hosting)
-    from megatron_rl.cluster.ray_cluster import RayCluster
-
-    return RayCluster(list(placement.pools.values()), hosting)
-
-
-def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
-    """What runs on every rank."""
-    trainer = config.trainer
-    limits = watch_limits(config)
-    # On a CPU all pools may share one machine's cores.
-    ranks_per_node = sum(pool.size.num_ranks_per_node for pool in placement.pools.values())
-    sees_node = trainer.device == "cuda" and not config.actor_rollout_ref.rollout.disable_custom_all_reduce
-    return Hosting(
-        RankHost,
-        (config, limits.collective_timeout),
-        {name: KINDS[role.kind] for name, role in placement.roles.items()},
-        trainer.device,
-        env=worker_environment(trainer.device, ranks_per_node, sees_node=sees_node) | handed_on(),
-        work=sequence_work(config.actor_rollout_ref.model.path) if trainer.balance_batch else None,
-        limits=limits,
-        observer=ears,
-        replicated=replicated_pools(config, placement),
-        sees_node=sees_node,
-    )
-
-
-def look_round(cluster: Cluster) -> None:
-    """Raise where a pool has failed that nobody calls now."""
-    for pool in cluster.pools.values():
-        pool.raise_if_failed()
-
-
 def build_roles(cluster: Cluster, placement: Placement, book: Book) -> Roles:
     """Every role on its pool, in the order of the table; pools build theirs at the same time."""
     hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
@@ -286,17 +224,6 @@ def hardware_here(config: RunConfig) -> Hardware:
     if config.trainer.device == "cuda" and torch.cuda.is_available():
         return replace(hardware, memory_bytes=float(torch.cuda.get_device_properties(0).total_memory))
     return hardware
-
-
-def stop_grace_s(trainer: TrainerConfig) -> float | None:
-    """Seconds that a signal leaves a run to stop in; None, at once, where nothing is saved."""
-    return trainer.stop_grace_s if trainer.save_freq > 0 else None
-
-
-def watch_limits(config: RunConfig) -> Limits:
-    """When a rank counts as hung, and where the run's folder keeps the stacks of all ranks then."""
-    trainer = config.trainer
-    return Limits(stall_timeout_s(config), trainer.heartbeat_timeout_s, Path(trainer.default_local_dir) / STACKS_FILE)
 
 
 def rule_reward(

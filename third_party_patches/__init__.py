@@ -37,18 +37,25 @@ DRIVER_PATCHES = ("third_party_patches.ray.own_session",)
 __all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]
 
 
-def patches_for(kind: str) -> list[Patch]:
-    """The patches that a worker on "cpu" or "cuda", or a "driver", needs, in the order they are applied."""
+VLLM = "third_party_patches.vllm."
+
+
+def patches_for(kind: str, generates: bool = True) -> list[Patch]:
+    """The patches that a worker on "cpu" or "cuda", or a "driver", needs, in the order they are applied.
+
+    generates: false where no engine is ever built, so that vLLM is not even imported.
+    """
     modules = {"cpu": COMMON_PATCHES + CPU_PATCHES, "cuda": COMMON_PATCHES, "driver": DRIVER_PATCHES}[kind]
-    return [importlib.import_module(name).PATCH for name in modules]
+    needed = [name for name in modules if generates or not name.startswith(VLLM)]
+    return [importlib.import_module(name).PATCH for name in needed]
 
 
-def apply_patches(kind: str) -> list[str]:
+def apply_patches(kind: str, generates: bool = True) -> list[str]:
     """Apply every patch for `kind` (see `patches_for`) that is needed, once per process; returns their names.
 
     Raises PatchError, naming the patch and both versions, when an installed library is not one a patch knows.
     """
-    patches = [patch for patch in patches_for(kind) if is_needed(patch)]
+    patches = [patch for patch in patches_for(kind, generates) if is_needed(patch)]
     for patch in patches:
         require_version(patch)
     for patch in patches:

@@ -132,13 +132,14 @@ def commit(unfinished: Path, manifest: Manifest) -> Path:
     return complete
 
 
-def remove_old(root: Path, keep: int | None) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints (None: keep all); returns what was deleted. Raises OSError.
+def remove_old(root: Path, keep: int | None, spared: int | None = None) -> list[Path]:
+    """Delete all but the newest `keep` checkpoints (None: keep all) and that of step `spared`; returns what was
+    deleted. Raises OSError.
 
     Folders without a manifest are somebody else's: they are neither counted nor touched.
     """
-    ours = [found.path for found in find(root) if (found.path / MANIFEST).is_file()]
-    old = [] if keep is None else ours[keep:]
+    ours = [found for found in find(root) if (found.path / MANIFEST).is_file()]
+    old = [] if keep is None else [found.path for found in ours[keep:] if found.step != spared]
     for path in old:
         _delete(path)
     return old

@@ -82,7 +82,7 @@ CUDA_DEFAULTS = {
 """Defaults on GPUs, which are verl's; on CPUs those of the schema."""
 
 PATH_NAMES = {"path", "train_files", "val_files", "default_local_dir", "resume_from_path"}
-PATH_NAMES |= {"rollout_data_dir", "validation_data_dir"}
+PATH_NAMES |= {"rollout_data_dir", "validation_data_dir", "bad_rows_file"}
 """Last parts of the keys that name files and folders."""
 
 GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}

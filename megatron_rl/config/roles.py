@@ -6,15 +6,20 @@ Preflight, memory plan, time estimate and the ranks themselves read this table; 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.algorithms import uses_critic, uses_reference
+from megatron_rl.config.as_stage import holds_reference
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
+from megatron_rl.config.stages import DPO, REWARD, SFT, WITHOUT_ROLLOUT
 
 ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
 """Kinds of roles; a kind is also the name of its only role, except that there may be further reward models."""
+TUNED, SCORER = "tuned", "scorer"
+"""Kinds of the trained role of a stage that does not generate: a policy, by name the actor, and a reward model, by name
+the critic, as it is saved and exported like one."""
 
 ROLLOUT_POOL, REWARD_POOL = "rollout_pool", "reward_pool"
 """Pools that verl's own keys make: hybrid_engine=false, and reward_model.enable_resource_pool=true."""
@@ -27,7 +32,8 @@ class PassSpec:
     phase: its name in timings, in memory and in plans. num_rows: samples of a micro-batch, where max_tokens is None.
     max_tokens: tokens of a micro-batch, where samples are joined by their tokens. key: the key of whichever of the two
     counts. extra_tokens: what the role reads beyond prompt and response. longest: tokens of the longest sequence
-    without these, where it is not that of prompt and response: of conversations that are tokenised anew.
+    without these, where it is not that of prompt and response: of conversations that are tokenised anew, or of answers
+    that stay together. scored: tokens of these whose log-probs are needed; None: those of the longest response.
     """
 
     phase: str
@@ -37,6 +43,7 @@ class PassSpec:
     key: str
     extra_tokens: int = 0
     longest: int | None = None
+    scored: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class RoleSpec:
     @property
     def has_value_head(self) -> bool:
         """Whether the model ends in a head of one value instead of one logit for each token of the vocabulary."""
-        return self.kind in (CRITIC, REWARD_MODEL)
+        return self.kind in (CRITIC, REWARD_MODEL, SCORER)
 
     @property
     def reads_text(self) -> bool:
@@ -147,7 +154,17 @@ class Placement:
     @property
     def is_colocated(self) -> bool:
         """Whether generation reads the actor's own memory."""
-        return self.roles[ROLLOUT].pool == self.roles[ACTOR].pool
+        return self.generates and self.roles[ROLLOUT].pool == self.roles[ACTOR].pool
+
+    @property
+    def generates(self) -> bool:
+        """Whether there is a rollout."""
+        return ROLLOUT in self.roles
+
+    @property
+    def leader(self) -> RoleSpec:
+        """The role that is there in every step: the actor, or the one that a stage trains."""
+        return next(iter(self.roles.values()))
 
     @property
     def megatron_roles(self) -> list[RoleSpec]:
@@ -214,6 +231,9 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
 
 def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
     """Every role of a run, in the order in which they are built: a rollout on the actor's memory comes after it."""
+    if config.trainer.stage in WITHOUT_ROLLOUT:
+        yield from _stage_roles(config)
+        return
     shared, reward = config.actor_rollout_ref, config.reward_model
     yield _actor(config)
     if uses_reference(config):
@@ -235,6 +255,36 @@ def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
         shared.actor.megatron,
         shared.rollout,
     )
+
+
+ANSWERS = {SFT: 1, REWARD: 2, DPO: 2}
+"""Answers that stay together, in plans: preferences are taken to be pairs."""
+
+
+def answers_together(config: RunConfig) -> int:
+    """Answers to one prompt that are never split, as plans take it: of two, where they are compared."""
+    alone = {REWARD: config.reward_training.loss == "regression", DPO: config.dpo.loss == "kto"}
+    stage = config.trainer.stage
+    return 1 if alone.get(stage, False) else ANSWERS[stage]
+
+
+def _stage_roles(config: RunConfig) -> Iterator[RoleSpec]:
+    """The role that a stage trains, and where it is asked for the reference beside it."""
+    stage, together = config.trainer.stage, answers_together(config)
+    role = replace(_critic(config), kind=SCORER) if stage == REWARD else replace(_actor(config), kind=TUNED)
+    longest = config.data.max_prompt_length + config.data.max_response_length + (stage == REWARD)
+    if role.update is not None and together > 1:
+        update = replace(role.update, longest=together * longest, scored=together * config.data.max_response_length)
+        role = replace(role, update=update)
+    if stage == REWARD and role.score is not None:
+        one_row = -(-longest // max(1, role.megatron.context_parallel_size))
+        tokens = role.score.max_tokens and max(role.score.max_tokens, one_row)
+        role = replace(role, score=replace(role.score, longest=longest, max_tokens=tokens))
+    if role.score is not None:
+        role = replace(role, score=replace(role.score, phase="scores" if stage == REWARD else "log_probs"))
+    yield role
+    if stage == DPO and holds_reference(config):
+        yield _reference(config)
 
 
 def _actor(config: RunConfig) -> RoleSpec:

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.config.async_training import AsyncTrainingConfig
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
+from megatron_rl.config.stages import DPOConfig, RewardStageConfig, StageDataConfig
 from megatron_rl.config.trainer import TrainerConfig
 
 MISSING = "???"
@@ -43,7 +44,7 @@ class CustomRewardFunctionConfig:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(StageDataConfig):
     train_files: Any = MISSING
     """Parquet or jsonl file with the training prompts, in verl's row schema; or a list of such files."""
     train_file_weights: list[float] | None = None
@@ -67,7 +68,8 @@ class DataConfig:
     filter_overlong_prompts: bool = False
     """Drop prompts longer than max_prompt_length; when false, truncation says what becomes of them."""
     truncation: str = "error"
-    """Prompts longer than max_prompt_length: error | left, right: cut that side off | middle: keep both ends."""
+    """Prompts longer than max_prompt_length: error | left, right: cut that side off | middle: keep both ends. In stages
+    that do not generate rows longer than max_length: error | left | right | drop: leave them out."""
     shuffle: bool = True
     """Visit the training prompts in a new seeded order every epoch."""
     seed: int = follows("trainer.seed")
@@ -451,6 +453,8 @@ class RunConfig:
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
+    reward_training: RewardStageConfig = field(default_factory=RewardStageConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     @property

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class TrainerConfig:
+    stage: str = "ppo"
+    """ppo | sft | reward | dpo: set by the commands that train; `plan` reads it."""
     project_name: str = "megatron_rl"
     experiment_name: str = "run"
     device: str = "cuda"
@@ -19,7 +21,7 @@ class TrainerConfig:
     """Steps: one batch of prompts each; null: as many as total_epochs have."""
     total_epochs: int | None = None
     """Passes over the training prompts, each of as many steps as full batches; the run ends with the first of both
-    limits. null: 30, or with total_training_steps no limit."""
+    limits. null: 30, or 1 where nothing is generated, or with total_training_steps no limit."""
     rollout_ahead: int = 0
     """Steps that generation may run ahead of training: no token is older when it is trained. 0: they take turns."""
     critic_warmup: int = 0
@@ -34,6 +36,9 @@ class TrainerConfig:
     """Write a checkpoint, `global_step_N`, every so many steps and after the last; -1: never."""
     max_ckpt_to_keep: int | None = None
     """Checkpoints to keep, the newest ones; null: all."""
+    save_best: bool = True
+    """sft, reward, dpo: where checkpoints are written, write one after every validation with the lowest loss so far,
+    and keep it beside the newest ones."""
     resume_mode: str = "auto"
     """auto: from the newest complete checkpoint in default_local_dir, where there is one | disable: from the start |
     resume_path: from resume_from_path."""

@@ -14,6 +14,7 @@ from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import FurtherRewardModelConfig, RewardModelConfig, RunConfig, as_list
+from megatron_rl.config.stages import WITHOUT_ROLLOUT
 from megatron_rl.config.value_tables import (
     ACTOR,
     BUILT_IN_REWARDS,
@@ -199,6 +200,11 @@ def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
 def data_problems(config: RunConfig) -> Iterable[Violation]:
     """What is wrong with files and weights as such, and with the number of held-out answers."""
     data, val_kwargs = config.data, config.actor_rollout_ref.rollout.val_kwargs
+    generates = config.trainer.stage not in WITHOUT_ROLLOUT
+    if data.truncation == ("drop" if generates else "middle"):
+        rule = "is for stages that do not generate" if generates else "is for prompts that are answered"
+        nearest = {"data.truncation": "error"} | ({"data.filter_overlong_prompts": True} if generates else {})
+        yield Violation({"data.truncation": data.truncation}, rule, nearest)
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         if not is_path_or_paths(files):
             rule = "must be a path or a list of at least one path"

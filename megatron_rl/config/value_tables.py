@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES
 from megatron_rl.config.async_training import KV_CACHE_CHOICES, STRAGGLER_POLICIES
 from megatron_rl.config.correction import IS_LEVELS, LOSS_TYPES
+from megatron_rl.config.stages import BAD_ROWS, LOSS_ON, PREFERENCE_LOSSES, REFERENCES, REWARD_LOSSES, STAGES
 from megatron_rl.errors import shown
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
@@ -15,7 +16,13 @@ REWARD_MODEL = "reward_model"
 CORRECTION = "algorithm.rollout_correction"
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "data.truncation": ("error", "left", "right", "middle"),
+    "data.truncation": ("error", "left", "right", "middle", "drop"),
+    "data.loss_on": LOSS_ON,
+    "data.bad_rows": BAD_ROWS,
+    "reward_training.loss": REWARD_LOSSES,
+    "dpo.loss": PREFERENCE_LOSSES,
+    "dpo.reference": REFERENCES,
+    "trainer.stage": STAGES,
     "trainer.device": ("cpu", "cuda"),
     "async_training.kv_cache": KV_CACHE_CHOICES,
     "async_training.straggler_policy": STRAGGLER_POLICIES,
@@ -137,6 +144,7 @@ NOT_NEGATIVE, UNIT = Interval(0), Interval(0, 1)
 OPTIONS = tuple(f"{role}.megatron.override_transformer_config" for role in (ACTOR, REF, CRITIC, "reward_model"))
 """Megatron's own options of every role's model."""
 RANGES_OR_NULL: dict[str, Interval] = {
+    "data.max_length": Interval(2),
     **dict.fromkeys(AT_LEAST_ONE_OR_NULL, Interval(1)),
     "trainer.stall_timeout_s": Interval(0, nearest_low=1800.0),
     f"{ROLLOUT}.gpu_memory_utilization": Interval(0, 1, nearest_low=0.5),
@@ -176,6 +184,11 @@ RANGES: dict[str, Interval] = {
     "trainer.heartbeat_timeout_s": Interval(10),
     f"{ROLLOUT}.verify_weights_every": NOT_NEGATIVE,
     "algorithm.gamma": UNIT,
+    "dpo.beta": Interval(0, nearest_low=0.1),
+    "dpo.label_smoothing": Interval(0, 0.5),
+    "dpo.simpo_gamma": NOT_NEGATIVE,
+    "dpo.desirable_weight": NOT_NEGATIVE,
+    "dpo.undesirable_weight": NOT_NEGATIVE,
     "algorithm.lam": UNIT,
     "algorithm.kl_ctrl.kl_coef": NOT_NEGATIVE,
     "algorithm.filter_groups.max_num_gen_batches": NOT_NEGATIVE,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class MicroBatching:
         the same one together as far as that takes no more blocks.
         """
         if self.max_tokens is None:
-            starts = range(0, len(lengths), self.num_rows)
+            starts = self._firsts(len(lengths))
             return [list(range(start, min(start + self.num_rows, len(lengths)))) for start in starts]
         work = self.work(lengths)
         by_rows = pack(lengths, work, self.max_tokens, num_blocks, multiple)
@@ -68,6 +69,27 @@ class MicroBatching:
                     return [sorted(row for part in rows for row in parts[part]) for rows in packs]
             most //= 2
         return by_rows
+
+    def plan_units(
+        self, lengths: Sequence[int], sizes: Sequence[int], num_blocks: int = 1, multiple: int = 1
+    ) -> list[list[int]]:
+        """The same where rows come in units, of `sizes` neighbours each, that share a block; `num_rows` counts units.
+
+        Raises ValueError for a unit of more than `max_tokens`.
+        """
+        ends = list(accumulate(sizes))
+        units = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        if self.max_tokens is None:
+            blocks = [list(range(first, min(first + self.num_rows, len(units)))) for first in self._firsts(len(units))]
+        else:
+            work = self.work(lengths)
+            tokens = [sum(lengths[row] for row in rows) for rows in units]
+            works = [sum(work[row] for row in rows) for rows in units]
+            blocks = pack(tokens, works, self.max_tokens, num_blocks, multiple)
+        return [[row for unit in block for row in units[unit]] for block in blocks]
+
+    def _firsts(self, num_items: int) -> range:
+        return range(0, num_items, self.num_rows)
 
 
 def together(prompts: Sequence[int], lengths: Sequence[int], most: int, max_tokens: int) -> list[list[int]]:

@@ -23,8 +23,26 @@ COLUMNS = 3
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
-PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "reshard")
+PHASES = (
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "log_probs",
+    "scores",
+    "update_critic",
+    "update_actor",
+    "reshard",
+)
 LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
+    ("Loss", {"actor/loss": "policy", "critic/loss": "reward model", "val/loss": "held out"}, "linear"),
+    (
+        "Pairs in the right order",
+        {"actor/accuracy": "policy", "critic/accuracy": "reward model", "val/accuracy": "held out"},
+        "linear",
+    ),
     ("Mean reward", {"critic/score/mean": "task reward"}, "linear"),
     (
         "Rollout and trainer: |log-prob difference|",

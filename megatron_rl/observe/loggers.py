@@ -26,6 +26,12 @@ METRICS_FILE = "metrics.jsonl"
 VALIDATION_PREFIX = "val-core/"
 CONSOLE_FIELDS = (
     ("critic/score/mean", "reward", ".3f"),
+    ("actor/loss", "loss", ".4f"),
+    ("critic/loss", "loss", ".4f"),
+    ("actor/accuracy", "right", ".1%"),
+    ("critic/accuracy", "right", ".1%"),
+    ("val/loss", "held out", ".4f"),
+    ("val/accuracy", "right", ".1%"),
     ("actor/reward_kl_penalty", "kl", ".4f"),
     ("actor/entropy", "entropy", ".3f"),
     ("actor/pg_loss", "pg_loss", "+.4f"),

@@ -41,9 +41,9 @@ class RunProgress:
         """Show what runs now; fits `PhaseTimer(on_phase=...)`."""
         self._progress.update(self._task, phase=name)
 
-    def step(self, step: int, reward: float, accuracy: float | None, step_seconds: float) -> None:
-        """Steps done so far, the mean reward of the last, the newest held-out accuracy if any, seconds of the step."""
-        facts = [f"reward {reward:.3f}", f"{step_seconds:.1f} s/step"]
+    def step(self, step: int, reward: float, accuracy: float | None, step_seconds: float, what: str = "reward") -> None:
+        """Steps done so far, the mean reward of the last (or `what` else), the newest held-out accuracy, seconds."""
+        facts = [f"{what} {reward:.3f}", f"{step_seconds:.1f} s/step"]
         if accuracy is not None:
             facts.insert(1, f"accuracy {accuracy:.3f}")
         self._progress.update(self._task, completed=step, facts="  ".join(facts))

@@ -58,6 +58,45 @@ def _context(megatron: MegatronConfig) -> Iterator[tuple[str, str, str]]:
         yield "CP", str(cp), "ranks that share every sequence"
 
 
+def stage_table(config: RunConfig) -> list[tuple[str, str, str]]:
+    """The same of a stage that does not generate."""
+    role = next(iter(roles_of(config)))
+    sizes, megatron = used_pools(config), role.megatron
+    tp, pp, cp = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.context_parallel_size,
+    )
+    dp = _exact(_world_size(sizes, role.pool), tp * cp * pp)
+    batch, update = config.data.train_batch_size, role.update
+    assert update is not None  # a stage trains its first role
+    limit = (
+        f"at most {update.num_rows} examples" if update.max_tokens is None else f"at most {update.max_tokens} tokens"
+    )
+    passes = (
+        UNDEFINED
+        if update.max_tokens
+        else _passes(batch, dp, update.num_rows, pp if megatron_chunks(megatron) > 1 else 1)
+    )
+    return [
+        ("stage", config.trainer.stage, f"trains {role.key}"),
+        ("ranks", str(sum(size.world_size for size in sizes.values())), f"{_shape(sizes)}, {config.trainer.device}"),
+        ("TP", str(tp), "ranks that share every layer"),
+        ("PP", str(pp), "pipeline stages"),
+        *([("CP", str(cp), "ranks that share every sequence")] if cp > 1 else []),
+        ("DP", str(dp or UNDEFINED), _meaning_of_dp(cp)),
+        ("examples per step", str(batch), "data.train_batch_size: one optimizer step"),
+        ("examples per DP rank", _share(batch, dp), "answers to one prompt stay together"),
+        ("micro-batches per rank", passes, f"passes of {limit}"),
+        *_recomputed(config),
+    ]
+
+
+def megatron_chunks(megatron: MegatronConfig) -> int:
+    """Model chunks of a pipeline stage."""
+    return megatron.virtual_pipeline_model_parallel_size or 1
+
+
 def _meaning_of_dp(cp: int) -> str:
     if cp > 1:
         return "ranks / (TP x CP x PP): shares of a batch; copies of the model are CP times as many"

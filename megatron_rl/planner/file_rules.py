@@ -49,6 +49,17 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _logger_problems(config.trainer)
 
 
+def stage_file_problems(config: RunConfig) -> Iterable[Violation]:
+    """The same of a stage that does not generate; what is in its files is found when they are read."""
+    for key, paths in prompt_files(config.data):
+        for path in paths:
+            wrong = _wrong_file(key, path, PROMPT_SUFFIXES)
+            if wrong is not None:
+                yield _within_list(wrong, key, path, paths)
+    yield from _folder_problems(config.trainer)
+    yield from _logger_problems(config.trainer)
+
+
 def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
     for name in absent_services(trainer.logger):
         others = [other for other in trainer.logger if other != name] or ["console"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, PassSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import covers_training
 from megatron_rl.model.chunks import chunk_tokens
@@ -29,8 +29,8 @@ from megatron_rl.planner.weights import TrainedWeights
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
 """Phases that belong to no role's pass; the others are named by `PassSpec.phase`."""
-SCORING = (REWARD_MODEL, ACTOR, REFERENCE, CRITIC)
-UPDATING = (CRITIC, ACTOR)
+SCORING = (REWARD_MODEL, ACTOR, TUNED, REFERENCE, CRITIC, SCORER)
+UPDATING = (CRITIC, ACTOR, SCORER, TUNED)
 """Kinds of roles, in the order in which a pool runs their passes."""
 
 Held = dict[str, int]
@@ -111,8 +111,8 @@ class MemoryOfStage:
         self.config = models.config
         self.is_last = pp_rank == self.pool.grid.pp_size - 1
         self.is_first = pp_rank == 0
-        self.generates = self.pool is models.generating
-        self.is_split = not models.placement.is_colocated
+        self.generates = models.placement.generates and self.pool is models.generating
+        self.is_split = models.placement.generates and not models.placement.is_colocated
 
     def planned(self) -> StageMemory:
         """All phases that this pool has."""
@@ -361,10 +361,11 @@ def passes_of(
         length = -(-length // (2 * cp_size)) * 2 * cp_size
     rows = one.num_rows if one.max_tokens is None else max(1, one.max_tokens * cp_size // length)
     rows = min(rows, share)
+    response = data.max_response_length if one.scored is None else one.scored
     tokens = -(-rows * length // cp_size // multiple) * multiple
     # A rank's chunks are gathered as they are, and filled up nowhere.
     is_packed = one.remove_padding and cp_size == 1
-    scored = most_scored(length, min(length, data.max_response_length), cp_size)
+    scored = most_scored(length, min(length, response), cp_size)
     return Passes(Block(tokens, tokens, rows * scored, is_packed, length), -(-share // rows))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.keys import followed_keys, put, value_of
-from megatron_rl.config.roles import ACTOR, ROLLOUT, Placement, PoolSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, ROLLOUT, SCORER, TUNED, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.errors import shown
@@ -207,7 +207,7 @@ def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
         if pool.layout.tensor_model_parallel_size > 1:
             yield of_pool(config, pool, "sequence_parallel", True)
         keys = [one.key for role in pool.megatron_roles for one in role.passes]
-        if pool.name == placement.roles[ROLLOUT].pool:
+        if placement.generates and pool.name == placement.roles[ROLLOUT].pool:
             keys += [f"{ROLLOUT_KEY}.kv_cache_memory_bytes", f"{ROLLOUT_KEY}.max_num_batched_tokens"]
         for key in dict.fromkeys(keys):
             value = value_of(config, key)
@@ -217,6 +217,8 @@ def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
 
 def _offloads(role: RoleSpec) -> tuple[str, ...]:
     """What of a role may rest while its pool generates; the actor's parameters may not."""
+    if role.kind in (TUNED, SCORER):
+        return ()
     trained = ("grad_offload", "optimizer_offload") if role.is_trained else ()
     return trained if role.kind == ACTOR else (*trained, "param_offload")
 
@@ -251,7 +253,7 @@ def recomputing(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
 def other_layouts(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
     """Key -> value of what changes where weights lie in these pools."""
     placement = Placement.of(config)
-    if placement.roles[ROLLOUT].pool in pools:
+    if placement.generates and placement.roles[ROLLOUT].pool in pools:
         tp_size = placement.roles[ROLLOUT].settings.tensor_model_parallel_size
         in_place = {f"{ROLLOUT_KEY}.drop_train_weights": True}
         yield in_place if placement.is_colocated else {f"{ROLLOUT_KEY}.tensor_model_parallel_size": 2 * tp_size}

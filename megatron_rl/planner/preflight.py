@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 from megatron_rl.config.keys import followed_keys, value_of
 from megatron_rl.config.problems import raise_problems, without_echoes
-from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, roles_of
+from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, SCORER, PoolSpec, roles_of
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stages import WITHOUT_ROLLOUT
 from megatron_rl.config.validate import value_problems
 from megatron_rl.config.value_tables import ROLLOUT
 from megatron_rl.errors import Violation
@@ -21,7 +22,7 @@ from megatron_rl.planner.balance_rules import balance_problems
 from megatron_rl.planner.cache_rules import cache_problems
 from megatron_rl.planner.context_rules import context_problems
 from megatron_rl.planner.engine_rules import engine_problems
-from megatron_rl.planner.file_rules import file_problems, path_problems
+from megatron_rl.planner.file_rules import file_problems, path_problems, stage_file_problems
 from megatron_rl.planner.folder_files import end_token_problems
 from megatron_rl.planner.layout_rules import layout_problems, rollout_problems, sharing_problems
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
@@ -30,11 +31,13 @@ from megatron_rl.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.planner.recompute_rules import recompute_problems
 from megatron_rl.planner.replay_rules import replay_problems
 from megatron_rl.planner.resume_rules import resume_problems
+from megatron_rl.planner.stage_lengths import stage_length_problems
+from megatron_rl.planner.tuning_rules import tuning_option_problems
 from megatron_rl.planner.vocabulary import reading_problems
 
 LIMIT = "max_position_embeddings"
 OVERRIDE = f"actor_rollout_ref.model.override_config.{LIMIT}"
-STARTING_FROM = {CRITIC: STARTING_POINTS, REWARD_MODEL: REWARD_FAMILIES}
+STARTING_FROM = {CRITIC: STARTING_POINTS, SCORER: STARTING_POINTS, REWARD_MODEL: REWARD_FAMILIES}
 """Kind of role -> architectures that it can start from; of the others language models."""
 
 
@@ -53,6 +56,9 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
         return without_echoes([*value_problems(config), *unreachable], followed_keys(config))
     models, problems = read_models(config, config_only=config_only)
     pools = countable_pools(config)
+    if config.trainer.stage in WITHOUT_ROLLOUT:
+        found = [*problems, *_stage_problems(config, pools, models, config_only)]
+        return without_echoes([*value_problems(config), *found], followed_keys(config))
     return without_echoes(
         [
             *value_problems(config),
@@ -78,6 +84,23 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
         ],
         followed_keys(config),
     )
+
+
+def _stage_problems(
+    config: RunConfig, pools: list[PoolSpec], models: list[ModelSizes], config_only: bool
+) -> Iterable[Violation]:
+    """Of a stage that does not generate: without the rules of rollouts, rewards and algorithms."""
+    if not config_only:
+        yield from stage_file_problems(config)
+    yield from pool_problems(config)
+    yield from layout_problems(pools, models)
+    yield from recompute_problems(config, models)
+    yield from context_problems(config, models)
+    yield from option_problems(config)
+    yield from sharing_problems(config, pools)
+    yield from stage_length_problems(config, models)
+    yield from tuning_option_problems(config)
+    yield from resume_problems(config)
 
 
 def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[ModelSizes], list[Violation]]:

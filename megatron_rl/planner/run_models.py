@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.roles import ACTOR, ROLLOUT, Placement, PoolSpec, RoleSpec
+from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, plan_memory
 from megatron_rl.hybrid_engine.schedule import make_schedule
@@ -123,8 +123,8 @@ class PoolModels:
 class RunModels:
     """Every role of a run on the grids of its pool, the actor's pool first.
 
-    grid, megatron, element, vpp_size: of the actor's pool. rollout: the grid of generation. The configuration must have
-    passed preflight.
+    grid, megatron, element, vpp_size: of the actor's pool; where nothing is generated "the actor" is the role that is
+    trained. The configuration must have passed preflight.
     """
 
     def __init__(self, config: RunConfig, alike: RunModels | None = None) -> None:
@@ -133,19 +133,32 @@ class RunModels:
         self.placement = Placement.of(config)
         models = {path: PlannedModel.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
         self.pools = {name: PoolModels(spec, models) for name, spec in self.placement.pools.items()}
-        self.training = self.pools[self.placement.roles[ACTOR].pool]
+        self.training = self.pools[self.placement.leader.pool]
         self.grid, self.megatron = self.training.grid, self.training.megatron
         self.element, self.vpp_size = self.training.element, self.training.vpp_size
-        self.generating = self.pools[self.placement.roles[ROLLOUT].pool]
-        rollout = self.generating.rollout
-        assert rollout is not None  # its pool generates
-        self.rollout: RolloutGrid = rollout
-        self.actor_role = self.placement.roles[ACTOR]
+        self.actor_role = self.placement.leader
         self.actor = self.training.model(self.actor_role)
         self._scratch: dict[tuple[int, int], int] = {}
         self._alike = alike if self.placement.is_colocated else None
         if self._alike is not None:
             self._scratch = self._alike._scratch
+
+    @property
+    def generating(self) -> PoolModels:
+        """The pool that generates. Raises KeyError where nothing does."""
+        return self.pools[self.placement.roles[ROLLOUT].pool]
+
+    @property
+    def rollout(self) -> RolloutGrid:
+        """The grid of generation. Raises KeyError where there is none."""
+        rollout = self.generating.rollout
+        assert rollout is not None  # its pool generates
+        return rollout
+
+    @property
+    def rollout_tp(self) -> int:
+        """TP of generation; 1 where there is none."""
+        return self.rollout.tp_size if self.placement.generates else 1
 
     @property
     def actor_weights(self) -> TrainedWeights:

@@ -6,6 +6,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.planner.hardware import default_hardware, load_hardware
 from megatron_rl.planner.memory_report import memory_report
 from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.stage_plan import stage_load, stage_time
 from megatron_rl.planner.step_time import step_load, step_time
 from megatron_rl.planner.transition import TransitionPlan
 
@@ -21,6 +22,9 @@ def stall_timeout_s(config: RunConfig) -> float:
     if config.trainer.stall_timeout_s is not None:
         return config.trainer.stall_timeout_s
     hardware, models = load_hardware(default_hardware(config.trainer.device)), RunModels(config)
+    if not models.placement.generates:
+        tokens = float(config.data.max_prompt_length + config.data.max_response_length)
+        return max(SHORTEST_S, PHASES * stage_time(models, hardware, stage_load(config, tokens)).total)
     longest = (float(config.data.max_prompt_length), float(config.data.max_response_length))
     load = step_load(config, memory_report(config, models, hardware), longest)
     seconds = step_time(models, hardware, load, TransitionPlan.of(models)).seconds

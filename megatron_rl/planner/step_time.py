@@ -101,12 +101,12 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         pool = models.pools[role.pool]
         if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
             cp_size = sharing(pool, role.score, load)
-            estimator = _estimator(models, pool, role, hardware, cp_size)
+            estimator = estimator_of(models, pool, role, hardware, cp_size)
             seconds[role.score.phase] = estimator.forward(scored_load(load, role.score, models.config, cp_size))
             scores.add(role.score.phase)
         if role.update is not None:
             cp_size = sharing(pool, role.update, load)
-            estimator = _estimator(models, pool, role, hardware, cp_size)
+            estimator = estimator_of(models, pool, role, hardware, cp_size)
             seconds[role.update.phase] = estimator.train(
                 updated_load(load, role, models.config, recomputed_share(pool, role), cp_size)
             )
@@ -165,7 +165,7 @@ def optimizer_bytes(element: int) -> int:
 
 def generation(models: RunModels, hardware: Hardware) -> Estimator:
     """Of the actor's model on the ranks that generate."""
-    return _estimator(models, models.generating, models.actor_role, hardware, models.generating.grid.cp_size)
+    return estimator_of(models, models.generating, models.actor_role, hardware, models.generating.grid.cp_size)
 
 
 def sharing(pool: PoolModels, one: PassSpec, load: Load) -> int:
@@ -177,7 +177,7 @@ def sharing(pool: PoolModels, one: PassSpec, load: Load) -> int:
     return needed_size(min(math.ceil(load.length), longest), one.max_tokens, grid.most_sharing)
 
 
-def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: int) -> Estimator:
+def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: int) -> Estimator:
     """Of one role's model on the grid of a pool. cp_size: ranks that share a sequence."""
     model, stage_layers = models.pools[role.pool].model(role), None
     ends = (pool.megatron.num_layers_in_first_pipeline_stage, pool.megatron.num_layers_in_last_pipeline_stage)
@@ -191,7 +191,7 @@ def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Ha
         pool.grid.pp_size,
         pool.vpp_size,
         pool.grid.ep_size,
-        models.rollout.tp_size,
+        models.rollout_tp,
         cp_size,
         role.megatron.override_transformer_config.cp_comm_type,
         stage_layers,

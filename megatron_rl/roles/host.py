@@ -51,7 +51,7 @@ class RankHost:
         self.spec = placement.pools[pool]
         self.device = Device(config.trainer.device, environment.local_rank)
         self.device.activate()
-        apply_patches(self.device.kind)
+        apply_patches(self.device.kind, placement.generates)
         environment.choose_interfaces()
         dist.init_process_group(
             self.device.backend,

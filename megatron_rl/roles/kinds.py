@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, RoleSpec
+from megatron_rl.config.roles import (
+    ACTOR,
+    CRITIC,
+    REFERENCE,
+    REWARD_MODEL,
+    ROLLOUT,
+    SCORER,
+    TUNED,
+    RoleSpec,
+)
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
@@ -13,12 +22,16 @@ from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.role import Role
 from megatron_rl.roles.rollout import Rollout
+from megatron_rl.roles.scorer import TrainedScorer
+from megatron_rl.roles.tuned import TunedPolicy
 
-MODEL_KINDS: dict[str, type[Actor | Reference | Critic | RewardModel]] = {
+MODEL_KINDS: dict[str, type[Actor | Reference | Critic | RewardModel | TunedPolicy | TrainedScorer]] = {
     ACTOR: Actor,
     REFERENCE: Reference,
     CRITIC: Critic,
     REWARD_MODEL: RewardModel,
+    TUNED: TunedPolicy,
+    SCORER: TrainedScorer,
 }
 KINDS: dict[str, type[Role]] = {**MODEL_KINDS, ROLLOUT: Rollout}
 """Kind -> class."""

@@ -7,7 +7,7 @@ must be called by all TP and PP ranks of a data-parallel rank, with the same mic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -36,7 +36,15 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.context_packs import plan_packs
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
-from megatron_rl.records import CriticBatch, Sequences, TokenRows, TokenScores, ragged_from_lengths, row_lengths
+from megatron_rl.records import (
+    CriticBatch,
+    Sequences,
+    TokenBatch,
+    TokenRows,
+    TokenScores,
+    ragged_from_lengths,
+    row_lengths,
+)
 from megatron_rl.roles.expert_routing import ExpertRouting
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
@@ -55,16 +63,19 @@ class Pipeline:
         self.device = device
         self.routing: ExpertRouting | None = None  # where somebody tells or asks the routers
 
-    def micro_batches(self, record: TokenRows, cut: MicroBatching) -> list[MicroBatch]:
+    def micro_batches(
+        self, record: TokenRows, cut: MicroBatching, sizes: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
         """Cut a record into blocks that this pipeline can run; all ranks must call.
 
         Under sequence parallelism the columns spread evenly over TP ranks, and under context parallelism every segment
         over twice as many chunks as there are ranks. Where data-parallel ranks hold different experts they need each
         other's answers in every block, so all get as many as the one that has most; dynamic blocks are cut to the same
-        number everywhere, so that no rank waits for another's. Packed rows share prompts where attention can.
+        number everywhere, so that no rank waits for another's. Packed rows share prompts where attention can. sizes: of
+        neighbouring rows that must lie in one block.
 
         Where passes choose how many ranks share them, these are the blocks of this rank, of the same record as all
-        others'.
+        others', and rows lie anywhere.
         """
         grid = self.groups.grid
         if grid.most_sharing is not None:
@@ -75,7 +86,13 @@ class Pipeline:
         multiples = (math.lcm(per_segment, grid.cp_size * per_share), per_segment)
         prompts = self._prompts(record) if cut.remove_padding and self._shares_prompts else None
         with_tokens = self.routing is not None
-        plan = cut.plan(lengths, 1, self._round_size, prompts)
+
+        def planned(num_blocks: int) -> list[list[int]]:
+            if sizes is not None:
+                return cut.plan_units(lengths, sizes, num_blocks, self._round_size)
+            return cut.plan(lengths, num_blocks, self._round_size, prompts)
+
+        plan = planned(1)
         if not (cut.is_dynamic or grid.experts_join_dp_ranks):
             return micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
         agreed = 0
@@ -83,7 +100,7 @@ class Pipeline:
         while (most := self._most_blocks(plan)) != agreed:
             agreed = most
             if len(plan) != agreed:
-                plan = cut.plan(lengths, agreed, self._round_size, prompts)
+                plan = planned(agreed)
         blocks = micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
         return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
 
@@ -113,7 +130,7 @@ class Pipeline:
 
     def _prompts(self, record: TokenRows) -> list[int]:
         """A prompt is computed once for rows whose tokens go to the same experts."""
-        if self.routing is None or not self.routing.replays or isinstance(record, CriticBatch):
+        if self.routing is None or not self.routing.replays or isinstance(record, CriticBatch | TokenBatch):
             return prompt_numbers(record)
         return prompt_numbers(record, record.routed_experts)
 

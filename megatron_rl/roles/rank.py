@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from megatron_rl.balance import SequenceWork
 from megatron_rl.config.megatron import OptimConfig, OverrideTransformerConfig
-from megatron_rl.config.roles import ACTOR, PassSpec, Placement, PoolSpec, RoleSpec
+from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
 from megatron_rl.experience.batches import num_optimizer_steps
@@ -84,7 +84,7 @@ class Rank:
 
     @cached_property
     def _work(self) -> SequenceWork:
-        return sequence_work(self.placement.roles[ACTOR].model_path)
+        return sequence_work(self.placement.leader.model_path)
 
     def num_run_steps(self, spec: RoleSpec) -> int:
         """Optimizer steps of a trained role in the whole run."""

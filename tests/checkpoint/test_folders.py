@@ -61,7 +61,7 @@ def test_old_checkpoints_are_deleted(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step)
     step_folder(tmp_path, 3).mkdir()
-    assert remove_old(tmp_path, None) == []
+    assert remove_old(tmp_path, None) == remove_old(tmp_path, 2, spared=5) == []
     assert remove_old(tmp_path, 2) == [step_folder(tmp_path, 5)]
     assert names(tmp_path) == {"global_step_3", "global_step_10", "global_step_15", LATEST}
     assert remove_old(tmp_path, 2) == []

@@ -37,10 +37,11 @@ class CommandLine:
         command: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         names_folder: bool = True,
+        stage: str = "train",
     ) -> None:
         """`command`: what takes the overrides, instead of `megatron_rl train`; `variables`: its environment.
 
-        names_folder: tell it where its run goes.
+        names_folder: tell it where its run goes. stage: sft, reward or dpo instead of train.
         """
         self.tag = uuid.uuid4().hex
         self.folder = folder
@@ -52,10 +53,10 @@ class CommandLine:
         environment = {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {})
         self.process: subprocess.Popen | ForkedRun
         if "--local" in overrides and not command:
-            self.process = ForkedRun(["train", "--config", config, *arguments], REPOSITORY, environment, self.output)
+            self.process = ForkedRun([stage, "--config", config, *arguments], REPOSITORY, environment, self.output)
             return
         self.process = subprocess.Popen(
-            [*(command or (sys.executable, "-m", "megatron_rl", "train", "--config", config)), *arguments],
+            [*(command or (sys.executable, "-m", "megatron_rl", stage, "--config", config)), *arguments],
             cwd=REPOSITORY,
             env=os.environ | environment,
             stdout=self.output.open("w"),

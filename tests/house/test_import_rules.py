@@ -24,6 +24,8 @@ STAGES = {"rollout", "experience", "checkpoint"}
 LOOP = {
     "train",
     "run",
+    "hosting",
+    "stages",
     "rollouts",
     "sliced_rollouts",
     "open_rollouts",
@@ -48,6 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "config": {"errors"},
     "observe": {"errors"},
     **dict.fromkeys(("parallel", "losses", "prompts", "reward"), GROUND),
+    "supervised": GROUND | {"prompts"},
     **dict.fromkeys(("model", "hybrid_engine"), GROUND | {"parallel"}),
     **dict.fromkeys(STAGES, PARTS | {"model", "hybrid_engine"}),
     "roles": PARTS | STAGES | {"model", "hybrid_engine"},
@@ -56,7 +59,8 @@ ROOMS: dict[str, set[str]] = {
     "planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "prompts", "stream", "clock"},
     "mapping": {"errors", "config", "observe", "planner", "clock", "parallel", "model", "checkpoint"},
     **dict.fromkeys(
-        LOOP, PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation"}
+        LOOP,
+        PARTS | STAGES | LOOP | {"hybrid_engine", "roles", "cluster", "planner", "stream", "generation", "supervised"},
     ),
     "port": {"errors", "config", "planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
@@ -108,7 +112,7 @@ WITHOUT_TORCH = (
 )
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "slices", "stream", "observe"),
-    *("losses", "prompts", "reward", "clock", "planner", "mapping", "experience"),
+    *("losses", "prompts", "supervised", "reward", "clock", "planner", "mapping", "experience"),
 )
 
 

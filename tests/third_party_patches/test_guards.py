@@ -53,7 +53,9 @@ def test_apply_patches_checks_every_version_before_it_changes_anything(monkeypat
     """The last of three is refused and the first is not applied. Would not catch an apply that fails half-way."""
     applied = []
     good = Patch("good", ("torch",), ">=1", "never", apply=lambda: applied.append("good"))
-    monkeypatch.setattr(third_party_patches, "patches_for", lambda kind: [good, good, patch_for("torch", "<2.0")])
+    monkeypatch.setattr(
+        third_party_patches, "patches_for", lambda kind, generates: [good, good, patch_for("torch", "<2.0")]
+    )
     with pytest.raises(PatchError):
         third_party_patches.apply_patches("cpu")
     assert applied == []
@@ -68,7 +70,7 @@ def test_a_patch_that_is_not_needed_is_left_out(monkeypatch):
 
     one = patch_for("torch", "<2.0")
     found = [patch("later", ">=99"), patch("by now", ">=1"), replace(one, not_needed=">=2.0")]
-    monkeypatch.setattr(third_party_patches, "patches_for", lambda kind: found)
+    monkeypatch.setattr(third_party_patches, "patches_for", lambda kind, generates: found)
     assert third_party_patches.apply_patches("cpu") == applied == ["later"]
 
 
@@ -107,3 +109,9 @@ assert before == (torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda, to
 """
     answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
+
+
+def test_where_nothing_is_generated_vllm_is_left_alone():
+    """Would not catch a patch of another library that imports it."""
+    found = patches_for("cpu", generates=False)
+    assert found and not [patch.name for patch in found if patch.name.startswith("vllm.")]

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-FILES = ("training", "generation", "data_and_rewards", "runs")
+FILES = ("training", "generation", "data_and_rewards", "runs", "stages")
 ANY = "any"
 MACROS = {
     "<ROLE>": "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}",

@@ -1,0 +1,99 @@
+"""Keys of the stages before PPO: what they read, what they learn, and how a configuration becomes a stage's. No torch.
+
+A stage takes one optimizer step per step, on `data.train_batch_size` examples, each read once per epoch; nothing is
+generated. `sft` and `dpo` train the actor, under `actor_rollout_ref.actor`; `reward` trains the critic's architecture,
+under `critic`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PPO, SFT, REWARD, DPO = "ppo", "sft", "reward", "dpo"
+STAGES = (PPO, SFT, REWARD, DPO)
+WITHOUT_ROLLOUT = (SFT, REWARD, DPO)
+"""Stages that do not generate."""
+
+LOSS_ON = ("answers", "last", "all")
+BAD_ROWS = ("error", "skip")
+REWARD_LOSSES = ("all_pairs", "plackett_luce", "regression")
+PREFERENCE_LOSSES = ("dpo", "ipo", "kto", "simpo", "orpo")
+REFERENCES = ("stored", "on_the_fly")
+NEEDS_REFERENCE = ("dpo", "ipo", "kto")
+"""Preference losses that compare the policy with what it was at the start."""
+
+
+@dataclass
+class StageDataConfig:
+    """What sft, reward and dpo read; PPO reads none of these keys."""
+
+    max_length: int | None = None
+    """Tokens of prompt and answer at most, in stages that do not generate; null: max_prompt_length +
+    max_response_length. truncation says what becomes of longer rows."""
+    messages_key: str | None = None
+    """Column with whole conversations, lists of {role, content}. This and the following columns: null: found by the
+    columns' names, and said. Fields of structs are named with a dot."""
+    response_key: str | None = None
+    """Column with the answer to prompt_key."""
+    text_key: str | None = None
+    """Column with plain text."""
+    chosen_key: str | None = None
+    """Column with the preferred answer, or conversation."""
+    rejected_key: str | None = None
+    """Column with the other one."""
+    answers_key: str | None = None
+    """Column with a list of answers, the best first unless ranks_key or scores_key says otherwise."""
+    ranks_key: str | None = None
+    """Column with a rank for each of them, the lower the better."""
+    scores_key: str | None = None
+    """Column with a score for each of them, the higher the better."""
+    label_key: str | None = None
+    """kto: column that says whether an answer is desirable."""
+    score_key: str | None = None
+    """Regression: column with an answer's score."""
+    margin_key: str | None = None
+    """Column with how much better the chosen answer is, or with the scores whose differences say so."""
+    tools_key: str | None = None
+    """Column with the tools of a conversation, for the chat template."""
+    prompt_as_chat: bool | None = None
+    """Whether a prompt that is text becomes a user's message of the chat template; null: as the columns suggest."""
+    append_eos: bool = True
+    """End an answer with the end token where nothing else ends it."""
+    loss_on: str = "answers"
+    """sft: which tokens are learned. answers: every turn of the assistant | last: the last answer | all: the prompt,
+    too."""
+    bad_rows: str = "error"
+    """Rows that cannot be used. error: refuse the files, naming the rows | skip: leave them out and list them in
+    bad_rows_file."""
+    bad_rows_file: str | None = None
+    """Where bad_rows=skip writes its list; null: bad_rows.jsonl in trainer.default_local_dir."""
+
+
+@dataclass
+class RewardStageConfig:
+    loss: str = "all_pairs"
+    """all_pairs: of every two answers to a prompt the better one should score higher (Bradley and Terry), and each
+    prompt counts once | plackett_luce: the likelihood of the whole order | regression: squared error to the scores of
+    the file."""
+    use_margins: bool = True
+    """all_pairs: the better answer should score higher by the margin that the file has for the two."""
+
+
+@dataclass
+class DPOConfig:
+    loss: str = "dpo"
+    """dpo | ipo | kto | simpo | orpo."""
+    beta: float = 0.1
+    """How strongly the policy is held to the reference; of ipo the regularisation tau, of simpo the scale of
+    rewards, of orpo the weight of the odds ratio."""
+    label_smoothing: float = 0.0
+    """dpo: the share of preferences that is taken to be the wrong way round."""
+    simpo_gamma: float = 0.5
+    """simpo: the margin of rewards that is aimed at."""
+    desirable_weight: float = 1.0
+    """kto: weight of desirable answers,"""
+    undesirable_weight: float = 1.0
+    """and of the others."""
+    reference: str = "stored"
+    """Log-probs of the reference, which is the policy as it starts. stored: computed once before the first step, and
+    kept in checkpoints | on_the_fly: a frozen copy on the same ranks scores every batch."""

@@ -1,0 +1,70 @@
+"""A configuration as a command reads it, with whatever is wrong with its keys, its values and the files it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.as_stage import as_stage
+from megatron_rl.config.foreign.defaults import Difference, differences
+from megatron_rl.config.foreign.translate import Kind, Note
+from megatron_rl.config.load import read_run
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stages import STAGES
+from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.planner.hub_cache import with_local_models
+from megatron_rl.planner.preflight import preflight
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A configuration and everything that is wrong with its keys, its values and the files it names.
+
+    notes: what verl's keys became. different: keys left alone whose default is another in verl.
+    """
+
+    config: RunConfig | None
+    violations: list[Violation]
+    notes: list[Note] = field(default_factory=list)
+    different: list[Difference] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """What of verl is not as in verl. Lines, because the keys would not fit into a table."""
+        return [*(f"{note.kind.value}: {note}" for note in self.notes), *map(str, self.different)]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as data."""
+        return {
+            "notes": [{"kind": note.kind.value, "key": note.setting.key, "text": str(note)} for note in self.notes],
+            "differs_from_verl": {
+                one.default.key: {"here": one.here, "verl": one.default.verl} for one in self.different
+            },
+        }
+
+
+def checked(
+    path: Path,
+    overrides: Sequence[str] | None,
+    without_files: bool = False,
+    change: Callable[[RunConfig], RunConfig] | None = None,
+) -> Checked:
+    """Read a configuration and check its rules. change: what to make of it before."""
+    reading = read_run(path, overrides or ())
+    notes = [note for note in reading.notes if note.kind is not Kind.UNSUPPORTED]
+    if reading.config is None:
+        return Checked(None, reading.violations, notes)
+    different = differences(reading.config, reading.given)
+    run_config = with_local_models(reading.config if change is None else change(reading.config))
+    violations = [*reading.violations, *preflight(run_config, config_only=without_files)]
+    return Checked(run_config, violations, notes, different)
+
+
+def staged(config: RunConfig, stage: str | None) -> RunConfig:
+    """The configuration as a stage sees it; None: the one that it names. An unknown one is left to its rule."""
+    name = config.trainer.stage if stage is None else stage
+    if stage is not None and stage not in STAGES:
+        raise ConfigError(f"--stage {stage} must be one of {', '.join(STAGES)}; nearest: {nearest_name(stage, STAGES)}")
+    return as_stage(config, name) if name in STAGES else config

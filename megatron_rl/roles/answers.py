@@ -1,0 +1,69 @@
+"""One optimizer step on answers that are compared with each other, whatever scores them: policy or reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
+from megatron_rl.losses.objectives import Answers, Objective
+from megatron_rl.losses.terms import mean_answers, sum_answers
+from megatron_rl.records import AnswerBatch, AnswerScores, ragged_from_lengths
+from megatron_rl.roles.pipeline import PerToken
+from megatron_rl.roles.training import TrainableModel
+
+
+class AnswerLearner:
+    """Gradients and scores of answers under one model; all ranks must call.
+
+    per_token: one number per scored token. means: an answer's number is the mean of those that count, else their sum.
+    """
+
+    def __init__(self, trainable: TrainableModel, per_token: PerToken, objective: Objective, means: bool) -> None:
+        self.trainable, self.per_token, self.objective = trainable, per_token, objective
+        self.total: Callable[[Tensor, Tensor, Tensor], Tensor] = mean_answers if means else sum_answers
+
+    def scores(self, batch: AnswerBatch, cut: MicroBatching) -> AnswerScores | None:
+        """The number of each answer; the record on the last stage, None before."""
+        rows = batch.rows()
+        pipeline = self.trainable.pipeline
+        flat = pipeline.forward(rows, cut, self.per_token)
+        if flat is None:
+            return None
+        numbers = self.total(flat, rows.kept.values(), rows.response_lengths)
+        return AnswerScores(ragged_from_lengths(numbers, batch.sizes), batch_size=batch.batch_size)
+
+    def compute_gradients(
+        self, batch: AnswerBatch, cut: MicroBatching, num_prompts: int, baseline: float, role: str
+    ) -> dict[str, float]:
+        """Gradients of the mean loss over the `num_prompts` of all ranks; answers to one prompt share a micro-batch.
+
+        baseline: of kto. Metrics, under names that begin with the role's, on the last stage; {} before.
+        """
+        trainable, device = self.trainable, self.trainable.device
+        blocks = trainable.pipeline.micro_batches(batch.rows(), cut, batch.sizes.tolist())
+        prompt_of_row = torch.repeat_interleave(batch.sizes).to(device)
+        given, labels = batch.given.values().to(device), batch.labels.values().to(device)
+        weights, shift = batch.weights.to(device), torch.tensor(baseline, device=device)
+        names: list[str] = []
+
+        def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+            numbers = self.total(self.per_token(output, block), block.kept, block.response_lengths)
+            prompts, sizes = prompt_of_row[block.rows].unique_consecutive(return_counts=True)
+            told = Answers(numbers, given[block.rows], labels[block.rows], sizes, shift)
+            terms = self.objective(told)
+            total = (terms.loss * weights[prompts]).sum() / max(num_prompts, 1)
+            names[:] = terms.metrics
+            # Whatever fills up a split does so alone, so a block counts as a whole or not at all.
+            counts = weights[prompts].sum() > 0
+            sums = torch.stack([total.detach()[None].expand(2), *terms.metrics.values()])
+            return total, torch.where(counts, sums, 0.0).flatten()
+
+        found = trainable.compute_gradients(blocks, trainable.totals(blocks), loss)
+        if found is None:
+            return {}
+        total, *pairs = found.view(-1, 2).tolist()
+        means = {f"{role}/{name}": value / count for name, (value, count) in zip(names, pairs, strict=True) if count}
+        return {f"{role}/loss": total[0]} | means

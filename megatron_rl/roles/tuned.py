@@ -1,0 +1,83 @@
+"""The policy of a stage that does not generate: it learns from given answers, by cross-entropy or from preferences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.roles import ACTOR, RoleSpec
+from megatron_rl.config.stages import DPO
+from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.experience.micro_batches import MicroBatch
+from megatron_rl.losses.cross_entropy import cross_entropy
+from megatron_rl.losses.objectives import preference_objective, reads_means
+from megatron_rl.losses.terms import sum_answers
+from megatron_rl.records import AnswerBatch, AnswerScores, Sequences, SequenceScores, TokenBatch
+from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.role import TrainedRole
+
+
+class TunedPolicy(TrainedRole):
+    """A language model that learns from given answers; saved and exported as the actor."""
+
+    def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+        from megatron_rl.roles.answers import AnswerLearner
+        from megatron_rl.roles.token_scorer import TokenScorer
+
+        source = rank.source(spec)
+        super().__init__(spec, rank, source, source.language_model())
+        self.score_cut = rank.micro_batching(spec.score)
+        settings = source.hf_config.to_dict()
+        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
+        preferences = rank.config.dpo
+        means = rank.config.trainer.stage == DPO and reads_means(preferences)
+        self.learner = AnswerLearner(self.trainable, self._log_probs, preference_objective(preferences), means)
+
+    def _log_probs(self, hidden: Tensor, block: MicroBatch) -> Tensor:
+        return self.scorer.log_probs_and_entropy(hidden, block)[0]
+
+    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    def update(self, batch: TokenBatch) -> dict[str, float]:
+        """One optimizer step on the cross-entropy of all tokens that count, unless it is skipped; metrics (complete on
+        the last stage)."""
+        return self.compute_gradients(batch) | self.trainable.step().metrics(ACTOR)
+
+    def compute_gradients(self, batch: TokenBatch) -> dict[str, float]:
+        """Gradients of the mean over the tokens that count, on all ranks. Metrics on the last stage."""
+        blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
+        totals = self.trainable.totals(blocks)
+
+        def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+            total = cross_entropy(self._log_probs(hidden, block), block.kept, float(totals.tokens))
+            return total, total.detach()[None]
+
+        means = self.trainable.compute_gradients(blocks, totals, loss)
+        return {} if means is None else {f"{ACTOR}/loss": float(means[0])}
+
+    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    def log_likelihoods(self, batch: TokenBatch) -> SequenceScores | None:
+        """Of each row the log-probs of its tokens that count, summed; None before the last stage."""
+        flat = self.trainable.pipeline.forward(batch, self.score_cut, self._log_probs)
+        if flat is None:
+            return None
+        summed = sum_answers(flat, batch.kept.values(), batch.response_lengths)
+        return SequenceScores(summed, batch_size=batch.batch_size)
+
+    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    def update_preferences(self, batch: AnswerBatch, num_prompts: int, baseline: float = 0.0) -> dict[str, float]:
+        """One optimizer step on the loss of `dpo.loss`, as the mean over the `num_prompts` of the whole batch.
+
+        baseline: of kto. Metrics (complete on the last stage).
+        """
+        metrics = self.learner.compute_gradients(batch, self.cut, num_prompts, baseline, ACTOR)
+        return metrics | self.trainable.step().metrics(ACTOR)
+
+    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    def answer_log_probs(self, batch: AnswerBatch) -> AnswerScores | None:
+        """Of each answer the sum of its tokens' log-probs, or their mean, as `dpo.loss` is defined with."""
+        return self.learner.scores(batch, self.score_cut)
+
+    @verb(Dispatch.DP, phase="export")
+    def response_logits(self, sequences: Sequences) -> torch.Tensor | None:
+        """Float32 logits [response tokens, vocab_size], for parity checks; None before the last stage."""
+        return self.scorer.logits(sequences, self.score_cut)

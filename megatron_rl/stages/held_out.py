@@ -1,0 +1,63 @@
+"""Held-out examples: their loss and metrics, and the step at which the loss was lowest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.book import Book
+from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.steps import is_validation_step
+
+LOSS = "val/loss"
+
+Measure = Callable[[], dict[str, float]]
+"""Metrics of all held-out examples under the current weights, with `LOSS` among them."""
+
+
+class HeldOut:
+    """One run's validations. losses: of every one until now. best_step, best_loss: of the lowest after a step."""
+
+    def __init__(self, config: RunConfig, book: Book, stop: StopRequest) -> None:
+        self.config, self.book, self._stop = config, book, stop
+        self.losses: list[float] = []
+        self.best_step: int | None = None
+        self.best_loss = float("inf")
+        self.last: dict[str, float] = {}
+
+    def before_training(self, measure: Measure, is_resumed: bool) -> None:
+        """Validate where that is configured and the run begins."""
+        if self.config.trainer.val_before_train and not is_resumed:
+            self.book.log(self._measured(measure), step=0)
+
+    def after(self, step: int, measure: Measure) -> dict[str, float]:
+        """Validate where that is due after `step`; not where the run is to stop."""
+        if not is_validation_step(self.config.trainer, step) or self._stop.is_set:
+            return {}
+        metrics = self._measured(measure)
+        if metrics[LOSS] < self.best_loss:
+            self.best_step, self.best_loss = step, metrics[LOSS]
+        return metrics
+
+    def step_to_keep(self) -> int | None:
+        """The best step, where its checkpoint is to be kept."""
+        return self.best_step if self.config.trainer.save_best else None
+
+    def _measured(self, measure: Measure) -> dict[str, float]:
+        with self.book.clock.phase("testing"):
+            self.last = measure()
+        self.losses.append(self.last[LOSS])
+        return self.last | self.book.clock.take("testing")
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        best = None if self.best_step is None else [self.best_step, self.best_loss]
+        return {"held_out": {"losses": list(self.losses), "best": best, "last": dict(self.last)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        held_out = state["held_out"]
+        self.losses, self.last = list(held_out["losses"]), dict(held_out["last"])
+        if held_out["best"] is not None:
+            self.best_step, self.best_loss = held_out["best"]

@@ -1,0 +1,124 @@
+"""From files to what the trainers learn from. All is read, checked and tokenised once, before any process starts.
+
+For the order in which a trainer visits what was read, `prompts.mixture.MixtureCursor(report.prompt_files(), weights,
+batch_size, shuffle, seed)` gives positions, epoch after epoch, and resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.supervised.file_reader import FileReader, ReadRow, Totals
+from megatron_rl.supervised.options import ReadingOptions
+from megatron_rl.supervised.problems import refuse, write_bad_rows
+from megatron_rl.supervised.records import Example, Labelled, Place, Ranking, Scored
+from megatron_rl.supervised.report import Report
+from megatron_rl.supervised.tokens import Tokens
+
+Record = TypeVar("Record")
+
+
+def read_examples(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
+) -> tuple[list[Example], Report]:
+    """For `sft`: conversations, questions with answers, or plain text, parquet or jsonl.
+
+    One row becomes one example, or several where the template writes earlier turns otherwise once later ones follow
+    (such as without their thinking): then each answer is learned as it is generated, and the examples share `where`.
+
+    Raises ConfigError for files that cannot be read or have no columns for this, columns that could mean two things,
+    files of different schemas, bad rows unless `options.bad_rows` is "skip", and if nothing is left.
+    """
+
+    def records(row: ReadRow) -> Iterable[Example]:
+        return (_example(one, row.place) for texts in row.texts for one in texts)
+
+    return _read(files, tokenizer, options, "examples", records)
+
+
+def read_rankings(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
+) -> tuple[list[Ranking], Report]:
+    """For `reward` and `dpo`: chosen and rejected answers, with the prompt apart or in both, or several ranked answers.
+
+    Raises ConfigError as `read_examples`.
+    """
+
+    def records(row: ReadRow) -> Iterable[Ranking]:
+        answers = tuple(_example(one, row.place) for (one,) in row.texts)
+        yield Ranking(answers, row.row.margins, row.place)
+
+    return _read(files, tokenizer, options, "rankings", records)
+
+
+def read_labelled(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
+) -> tuple[list[Labelled], Report]:
+    """For KTO: answers with a label; of a file of preferences, the chosen answer as desirable, then the rejected one.
+
+    Raises ConfigError as `read_examples`.
+    """
+
+    def records(row: ReadRow) -> Iterable[Labelled]:
+        for (one,), desirable in zip(row.texts, row.row.desirable, strict=True):
+            yield Labelled(_example(one, row.place), desirable, row.place)
+
+    return _read(files, tokenizer, options, "labelled", records)
+
+
+def read_scored(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
+) -> tuple[list[Scored], Report]:
+    """For `reward` by regression: answers with a score.
+
+    Raises ConfigError as `read_examples`.
+    """
+
+    def records(row: ReadRow) -> Iterable[Scored]:
+        score = row.row.score
+        assert score is not None  # the reader of rows has seen to it
+        yield Scored(_example(row.texts[0][0], row.place), score, row.place)
+
+    return _read(files, tokenizer, options, "scored", records)
+
+
+def _read(
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: ReadingOptions,
+    stage: str,
+    records: Callable[[ReadRow], Iterable[Record]],
+) -> tuple[list[Record], Report]:
+    reader = FileReader(tokenizer, options, stage)
+    read, found = [], []
+    for path in files:
+        rows = reader.read(path)
+        own = [record for row in rows for record in records(row)]
+        read.append(reader.facts(path, rows, len(own)))
+        found += own
+    totals: Totals = reader.totals
+    num_rows = sum(one.num_rows for one in read)
+    if options.bad_rows == "error" or not found:
+        refuse(totals.bad_rows, num_rows)
+    if not found:
+        reader.refuse_nothing(num_rows)
+    if options.bad_rows_file is not None:
+        write_bad_rows(options.bad_rows_file, totals.bad_rows)
+    return found, Report(
+        tuple(read),
+        tuple(totals.bad_rows),
+        totals.truncated,
+        totals.dropped,
+        totals.num_tokens,
+        totals.num_counted,
+        totals.notes(),
+    )
+
+
+def _example(tokens: Tokens, place: Place) -> Example:
+    mask = torch.tensor(tokens.counts, dtype=torch.bool)
+    return Example(torch.tensor(tokens.ids, dtype=torch.int64), mask, place, tokens.prompt_length)

@@ -1,0 +1,165 @@
+"""One update of a reward model and of preferences: as a plain loop of transformers and torch, and in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from stage_cases import PlainLoop, answer_batch, answers_of, assert_equals_plain, assert_same, one_update, stage_config
+from tiny_models import save_qwen2, save_qwen3_moe, save_reward_model
+from torch.nn.functional import logsigmoid
+
+from megatron_rl.config.stages import DPO, REWARD
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+LAYOUTS = {"TP2": (2, 2, 1), "PP2": (2, 1, 2), "TP2xPP2": (4, 2, 2), "DP2": (2, 1, 1), "TP2xDP2": (4, 2, 1)}
+PAIRS = (2,) * 7
+RANKINGS = (3, 2, 4, 2, 2)
+ALONE = (1,) * 7
+BETA, BASELINE = 0.1, 0.3
+PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto")
+NAMES = {REWARD: "critic", DPO: "actor"}
+
+
+@pytest.fixture(scope="module")
+def policy_path(tmp_path_factory) -> str:
+    return save_qwen2(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def reward_path(tmp_path_factory) -> str:
+    return save_reward_model(tmp_path_factory.mktemp("reward"), "Qwen2")
+
+
+def run_layout(
+    path: str, stage: str, loss: str, sizes: tuple[int, ...], layout: tuple[int, int, int], **overrides
+) -> list[dict]:
+    """`one_update` on every rank; three prompts to a micro-batch unless told otherwise."""
+    world_size, tp_size, pp_size = layout
+    keys = {"critic__model__path": path, "reward_training__loss": loss} if stage == REWARD else {"dpo__loss": loss}
+    keys["actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"] = 3
+    keys["critic__ppo_micro_batch_size_per_gpu"] = 3
+    config = stage_config(path, stage, tp_size, pp_size, **{**keys, **overrides})
+    batch, baseline = answer_batch(sizes, stage == REWARD), (BASELINE,) if loss == "kto" else ()
+    return run_ranks(world_size, one_update, config, batch, len(batch), *baseline)
+
+
+def plain_scores(plain: PlainLoop, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Of each prompt its answers' scores, without the token after the last."""
+    rows = answers_of(answer_batch(sizes, score_token=True))
+    return list(torch.cat([plain.model(ids[None, :-1]).logits[:, 0] for ids, _ in rows]).split(list(sizes)))
+
+
+def plain_log_probs(plain: PlainLoop, sizes: tuple[int, ...], mean: bool) -> list[torch.Tensor]:
+    found = [plain.log_probs(*row) for row in answers_of(answer_batch(sizes, score_token=False))]
+    return list(torch.stack([one.mean() if mean else one.sum() for one in found]).split(list(sizes)))
+
+
+def plain_preference(loss: str, numbers: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of one prompt."""
+    ratio = numbers - reference
+    if loss == "kto":
+        return 1 - torch.sigmoid((2 * labels[0] - 1) * BETA * (ratio[0] - BASELINE))
+    if loss == "dpo":
+        return -logsigmoid(BETA * (ratio[0] - ratio[1]))
+    if loss == "ipo":
+        return (ratio[0] - ratio[1] - 1 / (2 * BETA)) ** 2
+    if loss == "simpo":
+        return -logsigmoid(BETA * (numbers[0] - numbers[1]) - 0.5)
+    odds = numbers - torch.log1p(-numbers.exp())
+    return -numbers[0] - BETA * logsigmoid(odds[0] - odds[1])
+
+
+def test_rankings_with_margins_equal_a_plain_loop(reward_path: str) -> None:
+    """Of every two answers to a prompt, each prompt counted once. Would not catch a score at another token of the
+    plain loop's own, which transformers' classifier takes from the last."""
+    alone = run_layout(reward_path, REWARD, "all_pairs", RANKINGS, (1, 1, 1))
+    plain, batch = PlainLoop(reward_path, value_head=True), answer_batch(RANKINGS, score_token=True)
+    losses = []
+    for scores, margins in zip(plain_scores(plain, RANKINGS), batch.given.unbind(), strict=True):
+        pairs = [(i, j) for i in range(len(scores)) for j in range(i + 1, len(scores))]
+        losses.append(-sum(logsigmoid(scores[i] - scores[j] - margins[i:j].sum()) for i, j in pairs) / len(pairs))
+    assert_equals_plain(alone, plain, plain.step(torch.stack(losses).mean()), "critic", reward_path)
+
+
+@pytest.mark.exhaustive
+def test_regression_equals_a_plain_loop(reward_path: str) -> None:
+    """Would not catch scores that are normalised, which they are not."""
+    alone = run_layout(reward_path, REWARD, "regression", ALONE, (1, 1, 1))
+    plain, batch = PlainLoop(reward_path, value_head=True), answer_batch(ALONE, score_token=True)
+    loss = (torch.cat(plain_scores(plain, ALONE)) - batch.given.values()).square().mean()
+    assert_equals_plain(alone, plain, plain.step(loss), "critic", reward_path)
+
+
+@pytest.mark.parametrize(
+    "loss", [pytest.param(name, marks=[] if name == "dpo" else pytest.mark.exhaustive) for name in PREFERENCES]
+)
+def test_preferences_equal_a_plain_loop(loss: str, policy_path: str) -> None:
+    """Formulas written down here once more. Would not catch a formula misread in both places."""
+    sizes, is_mean = ALONE if loss == "kto" else PAIRS, loss in ("simpo", "orpo")
+    alone = run_layout(policy_path, DPO, loss, sizes, (1, 1, 1))
+    plain, batch = PlainLoop(policy_path), answer_batch(sizes, score_token=False)
+    numbers = plain_log_probs(plain, sizes, is_mean)
+    told = zip(numbers, batch.given.unbind(), batch.labels.unbind(), strict=True)
+    losses = [plain_preference(loss, *one) for one in told]
+    assert_equals_plain(alone, plain, plain.step(torch.stack(losses).mean()), "actor", policy_path)
+
+
+CASES = {
+    "rankings TP2xDP2": (REWARD, "all_pairs", RANKINGS, "TP2xDP2", {}),
+    "dpo TP2xPP2 padded": (DPO, "dpo", PAIRS, "TP2xPP2", {"actor_rollout_ref__model__use_remove_padding": False}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if "DP2" in name else pytest.mark.exhaustive) for name in CASES]
+)
+def test_layouts_equal_one_process(case: str, policy_path: str, reward_path: str) -> None:
+    """Would not catch an error that every layout shares with one process, which the plain loop does."""
+    stage, loss, sizes, layout, overrides = CASES[case]
+    path = reward_path if stage == REWARD else policy_path
+    alone = run_layout(path, stage, loss, sizes, (1, 1, 1))
+    assert_same(run_layout(path, stage, loss, sizes, LAYOUTS[layout], **overrides), alone, NAMES[stage], path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("micro_batch", [2, 16], ids=["accumulated", "at once"])
+@pytest.mark.parametrize("stage", [REWARD, DPO])
+def test_all_layouts(stage: str, layout: str, is_packed: bool, micro_batch: int, policy_path: str, reward_path: str):
+    """Rankings and pairs. Would not catch what only other losses do: they begin after the numbers of answers."""
+    path, loss = (reward_path, "all_pairs") if stage == REWARD else (policy_path, "dpo")
+    sizes = RANKINGS if stage == REWARD else PAIRS
+    overrides = {
+        "actor_rollout_ref__model__use_remove_padding": is_packed,
+        "critic__model__use_remove_padding": is_packed,
+        "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": micro_batch,
+        "critic__ppo_micro_batch_size_per_gpu": micro_batch,
+    }
+    alone = run_layout(path, stage, loss, sizes, (1, 1, 1))
+    assert_same(run_layout(path, stage, loss, sizes, LAYOUTS[layout], **overrides), alone, NAMES[stage], path)
+
+
+@pytest.mark.exhaustive
+def test_blocks_by_tokens_and_ranks_without_rows(policy_path: str) -> None:
+    """A batch of one pair on two data-parallel ranks, one of which only keeps up. Would not catch uneven work."""
+    overrides = {
+        "actor_rollout_ref__actor__use_dynamic_bsz": True,
+        "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 60,
+    }
+    for sizes in (PAIRS, (2,)):
+        alone = run_layout(policy_path, DPO, "dpo", sizes, (1, 1, 1))
+        assert_same(
+            run_layout(policy_path, DPO, "dpo", sizes, LAYOUTS["DP2"], **overrides), alone, "actor", policy_path
+        )
+
+
+@pytest.mark.exhaustive
+def test_expert_parallel_equals_one_process(tmp_path) -> None:
+    """Would not catch an auxiliary loss, which there is none of."""
+    path = save_qwen3_moe(tmp_path)
+    expert = {"actor_rollout_ref__actor__megatron__expert_model_parallel_size": 2}
+    alone = run_layout(path, DPO, "dpo", PAIRS, (1, 1, 1))
+    assert_same(run_layout(path, DPO, "dpo", PAIRS, LAYOUTS["DP2"], **expert), alone, "actor", path)

@@ -1,0 +1,135 @@
+"""Whole runs of the stages before PPO: killed and resumed, over layouts, and what they leave for the next stage."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from lives import LOCAL, ONE, TP2, metrics, reached, steps_saved
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
+
+SHORT = (
+    "data.train_batch_size=16",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "critic.optim.lr=1e-3",
+    "trainer.test_freq=2",
+    "trainer.total_training_steps=5",
+    "trainer.save_freq=2",
+)
+STAGES = {"sft": "sft", "reward": "pairs", "dpo": "pairs", "dpo on the fly": "pairs", "kto": "labels"}
+KEYS = {"dpo on the fly": ("dpo.reference=on_the_fly",), "kto": ("dpo.loss=kto",)}
+OFTEN = ("sft",)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Sums, and what prefers the right ones."""
+    folder, draw = tmp_path_factory.mktemp("files"), random.Random(0)
+    for split, count in (("train", 50), ("val", 12)):
+        rows: dict[str, list[dict]] = {"sft": [], "pairs": [], "labels": []}
+        for number in range(count):
+            left, right = draw.randint(10, 99), draw.randint(10, 99)
+            prompt, answer, other = f"{left}+{right}=", str(left + right), str(left + right + draw.choice((1, 10)))
+            rows["sft"].append({"prompt": prompt, "response": answer})
+            rows["pairs"].append({"prompt": prompt, "chosen": answer, "rejected": other})
+            is_right = number % 2 == 0
+            rows["labels"].append({"prompt": prompt, "completion": answer if is_right else other, "label": is_right})
+        for name, lines in rows.items():
+            (folder / f"{name}_{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def keys_of(files: Path, stage: str) -> tuple[str, ...]:
+    """What a run of a stage is told beside its layout."""
+    data = [f"data.{split}_files={files / STAGES[stage]}_{split}.jsonl" for split in ("train", "val")]
+    return (*SHORT, *data, *KEYS.get(stage, ()))
+
+
+def command_of(stage: str) -> str:
+    return {"dpo on the fly": "dpo", "kto": "dpo"}.get(stage, stage)
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.exhaustive) for name in STAGES]
+)
+def test_killed_stage_goes_on_exactly(command_line, files: Path, stage: str) -> None:
+    """`kill -9` in step 5: all metrics and the exported model are the uninterrupted run's, bit for bit.
+
+    Would not catch a kill inside a save, which tests/checkpoint have at every instant.
+    """
+    keys, command = (*keys_of(files, stage), *LOCAL), command_of(stage)
+    whole, killed = command_line(*keys, stage=command), command_line(*keys, stage=command)
+    killed.wait_for(reached(killed, 4), timeout=240, interval=0.02)
+    killed.process.kill()
+    assert killed.wait(60) in (-9, 0)
+    saved = steps_saved(killed)[0]
+    resumed = command_line(*keys, folder=killed.folder, stage=command)
+    assert whole.wait(180) == 0, whole.text()
+    assert resumed.wait(180) == 0, resumed.text()
+    assert steps_saved(whole) == [5, 4, 2]
+    if saved < 5:
+        assert f"going on after step {saved}" in resumed.text()
+    assert metrics(resumed) == metrics(whole)
+    exported = [(run.run / "hf_model/model.safetensors").read_bytes() for run in (resumed, whole)]
+    assert exported[0] == exported[1]
+    summary = json.loads((whole.run / "summary.json").read_text())
+    assert summary["stage"] == command and summary["hf_export_diff_max"] < 1e-4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
+def test_stage_goes_on_in_another_layout(command_line, files: Path, stage: str) -> None:
+    """Saved at step 2 on two ranks of TP, finished on one: losses within rounding. Would not catch what only larger
+    grids do, which tests/dist go through."""
+    keys = keys_of(files, stage)
+    whole, two = command_line(*keys, *LOCAL, stage=stage), command_line(*keys, *TP2, stage=stage)
+    assert whole.wait(180) == 0, whole.text()
+    assert two.wait(300) == 0, two.text()
+    other = command_line(
+        *(*keys, *ONE, "--local", "trainer.resume_mode=resume_path"),
+        f"trainer.resume_from_path={two.run / 'global_step_2'}",
+        stage=stage,
+    )
+    assert other.wait(180) == 0, other.text()
+    expected, found = metrics(whole), metrics(other)
+    name = "critic/loss" if stage == "reward" else "actor/loss"
+    assert list(found) == [3, 4, 5]
+    for run in (metrics(two), found):
+        for step in (3, 4, 5):
+            assert run[step][name] == pytest.approx(expected[step][name], rel=1e-4)
+    weights = [load_file(run.run / "hf_model/model.safetensors") for run in (other, whole)]
+    for key, tensor in weights[1].items():
+        assert float((weights[0][key] - tensor).abs().max()) < 1e-4, key
+
+
+@pytest.mark.exhaustive
+def test_reward_model_is_what_ppo_takes(command_line, files: Path) -> None:
+    """Its folder is a classifier with one label; PPO scores with it and its critic starts from it. A checkpoint of
+    another stage is no place to go on from. Would not catch a reward model that has learned nothing."""
+    reward = command_line(*keys_of(files, "reward"), *LOCAL, "trainer.total_training_steps=2", stage="reward")
+    assert reward.wait(180) == 0, reward.text()
+    model = reward.run / "hf_model"
+    head = AutoModelForSequenceClassification.from_pretrained(model)
+    assert head.config.num_labels == 1 and head.score.weight.abs().sum() > 0
+    assert json.loads((reward.run / "calibration.json").read_text())["bins"]
+    ppo = command_line(
+        *(*LOCAL, "reward_model.enable=true", f"reward_model.model.path={model}", f"critic.model.path={model}"),
+        *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.val_before_train=false"),
+        *("trainer.total_training_steps=1", "custom_reward_function.name=null", "custom_reward_function.path=null"),
+    )
+    assert ppo.wait(240) == 0, ppo.text()
+    assert "critic/score/mean" in metrics(ppo)[1]
+
+
+@pytest.mark.exhaustive
+def test_another_stage_does_not_go_on_from_a_checkpoint(command_line, files: Path) -> None:
+    """Both train the actor. Would not catch a change of files, which the order of examples refuses."""
+    first = command_line(*keys_of(files, "sft"), *LOCAL, "trainer.total_training_steps=2", stage="sft")
+    assert first.wait(180) == 0, first.text()
+    second = command_line(*keys_of(files, "dpo"), *LOCAL, folder=first.folder, stage="dpo")
+    assert second.wait(180) == 2 and "was saved by sft, and this is dpo" in second.text()

@@ -1,0 +1,104 @@
+"""Preflight, memory and time of stages that do not generate, from config.json alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.as_stage import as_stage
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.planner.hardware import load_hardware
+from megatron_rl.planner.memory import plan_stages
+from megatron_rl.planner.preflight import preflight
+from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.stage_plan import StagePlanned
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+ACTOR = "actor_rollout_ref.actor"
+LARGE = (
+    "trainer.nnodes=8",
+    f"{ACTOR}.megatron.tensor_model_parallel_size=8",
+    f"{ACTOR}.megatron.pipeline_model_parallel_size=4",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def config(stage: str, *overrides: str) -> RunConfig:
+        file = tmp_path / "run.yaml"
+        file.write_text("data: {train_files: a, val_files: b, max_length: 2048}\n")
+        path = f"actor_rollout_ref.model.path={MODELS / 'llama-3-70b'}"
+        return as_stage(load_config(file, [path, *LARGE, *overrides]), stage)
+
+    return config
+
+
+def test_memory_of_tuning_70b(config) -> None:
+    """The weights of all stages are the model's 70.55e9 parameters in bfloat16, one copy over TP8 x PP4, with gradients
+    in float32 beside them; and nothing of a rollout. Would not catch a wrong layer, which PPO's plan shares."""
+    stages = plan_stages(RunModels(config("sft")))
+    assert set(stages[0].phases) == {"init", "log_probs", "update_actor", "save"}
+    held = [stage.phases["update_actor"] for stage in stages]
+    assert 8 * sum(one["actor parameters"] for one in held) == pytest.approx(141_107_412_992, rel=1e-3)
+    assert all(one["actor gradients"] == 2 * one["actor parameters"] for one in held)
+    assert not [name for one in held for name in one if "KV" in name or "critic" in name]
+
+
+def test_pairs_take_twice_the_activations(config) -> None:
+    """A pass of one pair reads two rows, and a reference on the fly one more copy of the weights. Would not catch a
+    reward model's head, whose one row is nothing beside the vocabulary's."""
+    many = f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"
+    tuned, pairs = (plan_stages(RunModels(config(stage, many)))[1].phases["update_actor"] for stage in ("sft", "dpo"))
+    assert pairs["activations"] == pytest.approx(2 * tuned["activations"], rel=0.01)
+    labelled = plan_stages(RunModels(config("dpo", many, "dpo.loss=kto")))[1].phases["update_actor"]
+    assert labelled == tuned
+    fly = plan_stages(RunModels(config("dpo", "dpo.reference=on_the_fly")))[1]
+    assert fly.phases["ref"]["reference parameters"] == pytest.approx(tuned["actor parameters"], rel=1e-3)
+    scorer = plan_stages(RunModels(config("reward")))[3].phases
+    assert "update_critic" in scorer and "logits chunk" not in scorer["update_critic"]
+
+
+def test_time_of_a_step(config) -> None:
+    """Pairs cost twice the rows, a reference on the fly a third of an update more, at least. Would not catch a wrong
+    share of the peak, which is PPO's."""
+    hardware = load_hardware("h100")
+    tuned, pairs, fly = (
+        StagePlanned.of(config(stage, *overrides), hardware, 1024.0)
+        for stage, overrides in (("sft", ()), ("dpo", ()), ("dpo", ("dpo.reference=on_the_fly",)))
+    )
+    assert pairs.time.total == pytest.approx(2 * tuned.time.total, rel=0.1)
+    assert fly.time.total > pairs.time.total * 1.2 and set(fly.time.seconds) == {"ref", "update_actor"}
+    assert tuned.fits and tuned.as_json()["batch"]["DP"] == "2" and tuned.tables() and not tuned.notes()
+
+
+@pytest.mark.parametrize(
+    ("stage", "override", "key"),
+    [
+        ("sft", "data.max_length=9000", "data.max_length"),
+        ("sft", f"{ACTOR}.megatron.tensor_model_parallel_size=3", f"{ACTOR}.megatron.tensor_model_parallel_size"),
+        ("reward", "critic.optim.lr=-1", "critic.optim.lr"),
+        ("dpo", "dpo.beta=0", "dpo.beta"),
+        ("dpo", "dpo.loss=ppo", "dpo.loss"),
+        ("sft", "data.truncation=middle", "data.truncation"),
+    ],
+)
+def test_what_cannot_start_is_refused(config, stage: str, override: str, key: str) -> None:
+    """With the key. Would not catch rows that are too long, which are found when files are read."""
+    assert preflight(config(stage), config_only=True) == []
+    problems = preflight(config(stage, override), config_only=True)
+    assert any(key in problem.settings for problem in problems), problems
+
+
+def test_what_belongs_to_rollouts_is_no_rule_of_a_stage(config) -> None:
+    """A rollout TP that fits nothing, and no ground truth. Would not catch a rule that nobody thought of."""
+    assert preflight(config("sft", "actor_rollout_ref.rollout.tensor_model_parallel_size=5"), config_only=True) == []
+
+
+def test_tokens_of_a_pass_hold_the_longest_row(config) -> None:
+    """By the key of the role that is trained. Would not catch answers that stay together, counted with the data."""
+    dynamic = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000")
+    problems = preflight(config("sft", *dynamic), config_only=True)
+    assert any(problem.nearest.get(f"{ACTOR}.ppo_max_token_len_per_gpu") == 2048 for problem in problems)
