@@ -204,6 +204,7 @@ class Work:
             grid.ep,
             rollout_tp,
             stage_layers=stage_layers,
+            etp=grid.expert_tp,
         )
         return Estimator(role.cost, layout, self.hardware, role.spec.megatron.dtype)
 

@@ -183,6 +183,7 @@ def _estimator(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Ha
         pool.grid.cp_size,
         role.megatron.override_transformer_config.cp_comm_type,
         stage_layers,
+        pool.grid.expert_tp_size,
     )
     return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
 
