@@ -18,6 +18,8 @@ from megatron_rl.mapping.transition import in_place_seconds, received_seconds, s
 from megatron_rl.mapping.work import LEVELS, Work, rollout_sizes
 from megatron_rl.planner.memory import engine_bytes
 
+MOST_CUT = 512
+"""GPUs up to which CP is tried of every layout; of more only where passes do not fit without it."""
 DROP = "actor_rollout_ref.rollout.drop_train_weights"
 """The key of a choice that is not tried, but may be kept."""
 
@@ -95,9 +97,13 @@ class Pools:
             if base not in whole:  # kept values rule it out
                 kept = undominated(self._on(block, units, grid), kept)
                 continue
+            if whole[base] and self.work.cluster.num_ranks > MOST_CUT:
+                continue
             if base not in ways:
                 ways[base] = self._ways(block, units, base, whole[base])
-            if ways[base] and not self._is_beaten(base, grid.cp, ways[base], kept):
+            if ways[base] and self._is_beaten(base, grid.cp, ways[base], kept):
+                ways[base] = []  # and so are larger sizes, which come after it
+            if ways[base]:
                 kept = undominated(self._cut(block, units, grid, whole[base]), kept)
         return kept
 
@@ -111,12 +117,13 @@ class Pools:
             return found
         shape = self.work.cluster.shape(units)
         roles = [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
+        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        if max(total) > int(self.work.usable / SLACK):
+            return []
         if ROLLOUT in block:
             return list(self._generating(block, units, grid, roles, {}, (0.0, 0.0), rollout_sizes(self.work, shape)))
-        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
         reshard = sent_seconds(self.work, self.actor_bytes, grid, shape) if ACTOR in block else 0.0
-        one = PoolChoice(block, units, shape, grid, {}, None, 0.0, 0.0, 0.0, reshard)
-        return [one] if max(total) <= int(self.work.usable / SLACK) else []
+        return [PoolChoice(block, units, shape, grid, {}, None, 0.0, 0.0, 0.0, reshard)]
 
     def _is_beaten(self, grid: Grid, cp: int, ways: Sequence[PoolChoice], kept: Sequence[PoolChoice]) -> bool:
         """Whether none of these ways can add anything with sequences of `grid` cut over so many ranks, or more."""

@@ -108,8 +108,12 @@ def test_batches_short_of_ranks_stand_alone(equal):
 
 
 def test_a_large_critic_has_ranks_apart_from_the_actor(equal):
-    """13B actor, 70B critic and reward model. Would not catch a critic that should be alone."""
-    found = best_of(equal("llama-2-13b", 128, critic="llama-2-70b"))
+    """13B actor, 70B critic and reward model, in HybridFlow's space, which has no context parallelism. Would not catch
+    a critic that should be alone.
+    """
+    groups = (ACTOR, "actor_rollout_ref.ref", "critic", "reward_model")
+    whole = [f"{group}.megatron.context_parallel_size=1" for group in groups]
+    found = best_of(equal("llama-2-13b", 128, *whole, critic="llama-2-70b"))
     assert not any({"actor", "critic"} <= set(block) for block in blocks(found))
     (critic,) = (choice for choice in found.choices if "critic" in choice.block)
     assert critic.shape.num_ranks > found.choices[0].shape.num_ranks
