@@ -223,7 +223,8 @@ def plan_command(
         typer.Option("--without-files", help="Of models read config.json alone, and no data: plan, then download."),
     ] = False,
     hardware: Annotated[
-        str | None, typer.Option(help="a100 | h100 | h200 | cpu | FILE.yaml. Default: cpu or h100, as trainer.device.")
+        str | None,
+        typer.Option(help="a100 | h100 | h200 | b200 | cpu | FILE.yaml. Default: cpu or h100, as trainer.device."),
     ] = None,
     prompt_length: Annotated[
         float | None, typer.Option(help="Mean tokens of a prompt. Default: half the longest.")
@@ -277,7 +278,8 @@ def map_command(
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the cluster, or processes where trainer.device=cpu.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="More of --keep: KEY=VALUE.")] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="a100 | h100 | h200 | cpu | FILE.yaml. Default: cpu or h100, as trainer.device.")
+        str | None,
+        typer.Option(help="a100 | h100 | h200 | b200 | cpu | FILE.yaml. Default: cpu or h100, as trainer.device."),
     ] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of one machine. Default: 8, or fewer.")] = None,
     keep: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_rl.planner.published import markdown_table
+from published.table import markdown_table
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- begin of scripts/planner_table.py -->", "<!-- end of scripts/planner_table.py -->"

@@ -97,7 +97,7 @@ def test_plan_as_json_holds_the_whole_plan(small_run):
     assert said["plan"]["time"]["mean_response_length"] == 5
     assert {"batch", "pools", "groups", "memory", "transition", "time", "lacking_files"} == set(said["plan"])
     finished = megatron_rl("plan", "--hardware", "b10", "--config", DEMO, *small_run)
-    assert finished.returncode == 2 and "must be one of a100, cpu, h100, h200" in finished.stderr
+    assert finished.returncode == 2 and "must be one of a100, b200, cpu, h100, h200" in finished.stderr
 
 
 def test_plan_before_the_download(small_run, tmp_path):

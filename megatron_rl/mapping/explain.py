@@ -11,7 +11,7 @@ from megatron_rl.config.keys import put, value_of
 from megatron_rl.config.problems import divisors, nearest_name
 from megatron_rl.errors import ConfigError, shown
 from megatron_rl.mapping.finalists import Candidate, Finalists
-from megatron_rl.mapping.grids import CHUNKS
+from megatron_rl.mapping.grids import CHUNKS, MOST_CONTEXT_RANKS
 from megatron_rl.mapping.keeps import Keeps
 from megatron_rl.mapping.mapped import Mapped
 from megatron_rl.mapping.request import Request
@@ -50,6 +50,8 @@ def values_of(request: Request, key: str, chosen: Any) -> Iterator[Any]:
         tried = divisors(request.cluster.per_node)
     elif name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
         tried = [size for size in divisors(request.cluster.num_ranks) if size <= 32]
+    elif name == "context_parallel_size":
+        tried = [size for size in divisors(request.cluster.num_ranks) if size <= MOST_CONTEXT_RANKS]
     elif name == "virtual_pipeline_model_parallel_size":
         tried = [None, *CHUNKS]
     elif name == "recompute_granularity":

@@ -16,6 +16,7 @@ from megatron_rl.planner.stage_rules import spreads
 CHUNKS = (2, 3, 4, 5, 8)
 """Model chunks of a stage that are tried, beside one."""
 MOST_EXPERT_RANKS = 64
+MOST_CONTEXT_RANKS = 16
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,14 @@ class Grid:
     ep: int = 1
     etp: int | None = None
     sequence_parallel: bool = False
+    cp: int = 1
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Names of `MegatronConfig` -> values."""
         return {
             "tensor_model_parallel_size": self.tp,
-            "context_parallel_size": 1,
+            "context_parallel_size": self.cp,
             "pipeline_model_parallel_size": self.pp,
             "virtual_pipeline_model_parallel_size": self.vpp,
             "num_layers_in_first_pipeline_stage": self.first,
@@ -68,7 +70,7 @@ class Grid:
         return self.tp if self.etp is None else self.etp
 
     def __str__(self) -> str:
-        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp or 1, "EP": self.ep}
+        sizes = {"TP": self.tp, "CP": self.cp, "PP": self.pp, "VPP": self.vpp or 1, "EP": self.ep}
         shown = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP")]
         ends = [f"{name} {size}" for name, size in (("first", self.first), ("last", self.last)) if size is not None]
         return " ".join([*shown, *ends, *([f"ETP{self.etp}"] if self.etp is not None else [])])
@@ -76,11 +78,15 @@ class Grid:
 
 @dataclass(frozen=True)
 class Room:
-    """What a layout must fit: the models of a pool, its ranks, and whether activations are split over TP ranks."""
+    """What a layout must fit: the models of a pool, its ranks, and whether activations are split over TP ranks.
+
+    a2a_heads: of the models whose context-parallel ranks change tokens for heads.
+    """
 
     models: tuple[ModelSizes, ...]
     shape: Shape
     sequence_parallel: bool
+    a2a_heads: tuple[int, ...] = ()
 
 
 def tensor_axis(grid: Grid, room: Room) -> Iterator[Grid]:
@@ -134,8 +140,22 @@ def expert_axis(grid: Grid, room: Room) -> Iterator[Grid]:
                 yield replace(grid, ep=ep, etp=etp)
 
 
+def context_axis(grid: Grid, room: Room) -> Iterator[Grid]:
+    """CP 1 first, then those that divide the copies of the model, whose ranks share a node or fill whole ones; latent
+    attention is not cut.
+    """
+    yield grid
+    if any(model.latent is not None for model in room.models):
+        return
+    for cp in divisors(room.shape.num_ranks // (grid.tp * grid.pp))[1:]:
+        across, node = grid.tp * cp, room.shape.per_node
+        fits = all(heads // grid.tp % cp == 0 for heads in room.a2a_heads)
+        if cp <= MOST_CONTEXT_RANKS and fits and (node % across == 0 or across % node == 0):
+            yield replace(grid, cp=cp)
+
+
 Axis = Callable[[Grid, Room], Iterable[Grid]]
-AXES: Sequence[Axis] = (tensor_axis, pipeline_axis, expert_axis)
+AXES: Sequence[Axis] = (tensor_axis, pipeline_axis, expert_axis, context_axis)
 """Each takes a layout as far as the axes before it have made it, and gives those that go on from it."""
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_rl.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, Lay
 from megatron_rl.planner.memory import (
     Held,
     Passes,
+    exchanged_bytes,
     forward_held,
     head_held,
     optimizer_temporaries,
@@ -47,9 +49,10 @@ class OnGrid:
 
     def __init__(self, work: Work, role: RoleWork, grid: Grid, shape: Shape, shards: ModelShards) -> None:
         self.work, self.role, self.grid, self.shape, self.shards = work, role, grid, shape, shards
-        self.dp = shape.num_ranks // (grid.tp * grid.pp)
+        self.dp = shape.num_ranks // (grid.tp * grid.pp * grid.cp)
         self.held: list[StageHeld] = held(role, stage_counts(shards, role, grid), grid, shape, work.device)
         self._bytes: dict[int, list[int]] = {}
+        self._least_cut: dict[tuple[str, int], float] = {}
 
     @property
     def kinds(self) -> list[str]:
@@ -81,18 +84,20 @@ class OnGrid:
             if not work.keeps.allow(cut):
                 continue
             if kind == "score":
-                load = work.pass_load(role, one, None)
+                load = work.pass_load(role, one, None, self.grid.cp)
                 seconds = estimator.forward(load) + dispatch(self.shape) if work.times(role, kind) else 0.0
                 yield Option(kind, one, None, seconds, cut)
             for recompute, settings, share in recomputes:
-                load = work.pass_load(role, one, share)
+                load = work.pass_load(role, one, share, self.grid.cp)
                 seconds = estimator.train(load) + load.num_updates * dispatch(self.shape)
                 yield Option(kind, one, recompute, seconds, cut | settings)
 
     def _cuts(self, one: PassSpec) -> Iterator[tuple[PassSpec, dict[str, Any]]]:
         """The pass with other micro-batches, and the key that says so; no larger ones than a rank has samples."""
-        work = self.work
+        work, cp = self.work, self.grid.cp
         longest = (work.longest if one.longest is None else one.longest) + one.extra_tokens
+        if cp > 1:  # a rank's part of a sequence that is filled up to equal chunks
+            longest = 2 * -(-longest // (2 * cp))
         seen = set()
         given = one.num_rows if one.max_tokens is None else one.max_tokens
         values = [number * (1 if one.max_tokens is None else longest) for number in MULTIPLES]
@@ -111,7 +116,7 @@ class OnGrid:
         if configured is spec.update:
             spec = self.work.with_update(self.role, one)
         multiple = self.grid.tp if self.grid.sequence_parallel else 1
-        return passes_of(self.work.config, spec, one, self.dp, multiple)
+        return passes_of(self.work.config, spec, one, self.dp, multiple, self.grid.cp)
 
     @cached_property
     def _recomputes(self) -> list[tuple[OverrideTransformerConfig, dict[str, Any]]]:
@@ -135,6 +140,28 @@ class OnGrid:
         return found.share([size for stage in self.role.chunks(self.grid) for size in stage]) + found.share_of_layer(
             self.layer
         )
+
+    def least_cut(self, kind: str, cp: int) -> float:
+        """Seconds that no CP from `cp` on beats on this layout, which has CP 1, with any micro-batches.
+
+        One micro-batch, without filling and draining: that takes at most p - 1 times the slowest stage, or
+        (p - 1) / (v p) of it with chunks, as there are p micro-batches at least. Samples of which some ranks have more
+        than others are taken to spread evenly. More context-parallel ranks send more.
+        """
+        if (kind, cp) not in self._least_cut:
+            self._least_cut[kind, cp] = self._least(kind, cp) if self.work.times(self.role, kind) else 0.0
+        return self._least_cut[kind, cp]
+
+    def _least(self, kind: str, cp: int) -> float:
+        grid, is_score = self.grid, kind == "score"
+        estimator = self.work.estimator(self.role, replace(grid, cp=cp), self.shape)
+        load = self.work.pass_load(self.role, getattr(self.role.spec, kind), None if is_score else 0.0, 0)
+        filling = 1 + (grid.pp - 1) / (1 if grid.vpp is None else grid.vpp * grid.pp)
+        samples = load.num_samples if is_score else load.num_samples * load.epochs / load.num_updates
+        share = samples * cp / (self.shape.num_ranks // (grid.tp * grid.pp))
+        seconds = estimator.forward(load) if is_score else estimator.train(load)
+        calls = 1 if is_score else load.num_updates
+        return seconds / filling * share / math.ceil(share - 1e-9) + calls * dispatch(self.shape)
 
     @cached_property
     def layer(self) -> LayerSizes:
@@ -163,8 +190,10 @@ class OnGrid:
             rows = padded_vocab_size(role.model.shape.vocab_size, multiple) // self.grid.tp
             chunks = CHUNKS_BACKWARD if is_update else CHUNKS_FORWARD
             head = head_held(role.model.shape.hidden_size, rows, passes.block, chunks, role.element)
+        way = role.spec.megatron.override_transformer_config.cp_comm_type
+        exchanged = exchanged_bytes(self.layer, self.grid.cp, way, passes.block, backward=is_update)
         if option.recompute is None:
-            return forward_held(self.layer, passes.block, head)
+            return forward_held(self.layer, passes.block, head, exchanged)
         gradients = self.shards.gradients
         return update_held(
             self.layer,
@@ -175,6 +204,7 @@ class OnGrid:
             gradients,
             head,
             optimizer_temporaries(role.spec, on_stage.share, gradients, role.element, self.work.device),
+            exchanged,
         )
 
 

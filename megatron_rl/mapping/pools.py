@@ -6,8 +6,8 @@ all pools' scores and updates, and the sum of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
@@ -18,6 +18,8 @@ from megatron_rl.mapping.transition import in_place_seconds, received_seconds, s
 from megatron_rl.mapping.work import LEVELS, Work, rollout_sizes
 from megatron_rl.planner.memory import engine_bytes
 
+MOST_CUT = 512
+"""GPUs up to which CP is tried of every layout; of more only where passes do not fit without it."""
 DROP = "actor_rollout_ref.rollout.drop_train_weights"
 """The key of a choice that is not tried, but may be kept."""
 
@@ -72,26 +74,101 @@ class Pools:
         """Layouts of the roles `block` on so many units, none of which is beaten by another; empty: nothing fits."""
         key = (block, units)
         if key not in self._fronts:
-            self._fronts[key] = undominated(self._choices(block, units))
+            self._fronts[key] = self._made(block, units)
         return self._fronts[key]
 
+    def _made(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
+        """Layouts without CP first, then those with it of which a bound says that they may add something."""
+        shape, names = self.work.cluster.shape(units), tuple(name for name in block if name != ROLLOUT)
+        if not names:
+            return undominated(self._choices(block, units), [])
+        kept: list[PoolChoice] = []
+        whole: dict[Grid, list[PoolChoice]] = {}
+        every = self.grids(names, shape)
+        for grid in every:
+            if grid.cp == 1:
+                whole[grid] = list(self._on(block, units, grid))
+                kept = undominated(whole[grid], kept)
+        ways: dict[Grid, list[PoolChoice]] = {}
+        for grid in every:
+            if grid.cp == 1:
+                continue
+            base = replace(grid, cp=1)
+            if base not in whole:  # kept values rule it out
+                kept = undominated(self._on(block, units, grid), kept)
+                continue
+            if whole[base] and self.work.cluster.num_ranks > MOST_CUT:
+                continue
+            if base not in ways:
+                ways[base] = self._ways(block, units, base, whole[base])
+            if ways[base] and self._is_beaten(base, grid.cp, ways[base], kept):
+                ways[base] = []  # and so are larger sizes, which come after it
+            if ways[base]:
+                kept = undominated(self._cut(block, units, grid, whole[base]), kept)
+        return kept
+
+    def _ways(self, block: tuple[str, ...], units: int, grid: Grid, found: list[PoolChoice]) -> list[PoolChoice]:
+        """How `grid`, and with it every layout that cuts its sequences, can generate and change over.
+
+        found: its choices. Where there are none, or a rollout's weights take room from passes, some passes may have
+        been too large, and every way counts.
+        """
+        if found and (ACTOR in block or ROLLOUT not in block):
+            return found
+        shape = self.work.cluster.shape(units)
+        roles = [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
+        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        if max(total) > int(self.work.usable / SLACK):
+            return []
+        if ROLLOUT in block:
+            return list(self._generating(block, units, grid, roles, {}, (0.0, 0.0), rollout_sizes(self.work, shape)))
+        reshard = sent_seconds(self.work, self.actor_bytes, grid, shape) if ACTOR in block else 0.0
+        return [PoolChoice(block, units, shape, grid, {}, None, 0.0, 0.0, 0.0, reshard)]
+
+    def _is_beaten(self, grid: Grid, cp: int, ways: Sequence[PoolChoice], kept: Sequence[PoolChoice]) -> bool:
+        """Whether none of these ways can add anything with sequences of `grid` cut over so many ranks, or more."""
+        roles = [self.on_grid(name, grid, ways[0].shape) for name in ways[0].block if name != ROLLOUT]
+        score, update = (
+            sum(role.least_cut(kind, cp) for role in roles if kind in role.kinds) for kind in ("score", "update")
+        )
+        others = {(choice.gen, choice.reshard) for choice in ways}
+        return all(any(beats(one.vector, (score, update, *other)) for one in kept) for other in others)
+
+    def _cut(self, block: tuple[str, ...], units: int, grid: Grid, found: Sequence[PoolChoice]) -> Iterator[PoolChoice]:
+        """As `_on`, of a layout that cuts sequences. found: those of the one that does not, which generate the same."""
+        if not found or (ACTOR not in block and ROLLOUT in block):
+            yield from self._on(block, units, grid)
+            return
+        self.num_layouts += 1
+        roles = [self.on_grid(name, grid, found[0].shape) for name in block if name != ROLLOUT]
+        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        options = self._fastest(roles, [int(self.work.usable / SLACK) - size for size in total])
+        if options is not None:
+            score, update = seconds_of(options)
+            for choice in found:
+                yield replace(choice, grid=grid, options=options, score=score, update=update)
+
     def _choices(self, block: tuple[str, ...], units: int) -> Iterator[PoolChoice]:
+        """All that there are."""
         shape = self.work.cluster.shape(units)
         names = tuple(name for name in block if name != ROLLOUT)
         if not names:
             yield from self._generating(block, units, None, [], {}, (0.0, 0.0), rollout_sizes(self.work, shape))
+        for grid in self.grids(names, shape) if names else ():
+            yield from self._on(block, units, grid)
+
+    def _on(self, block: tuple[str, ...], units: int, grid: Grid) -> Iterator[PoolChoice]:
+        shape = self.work.cluster.shape(units)
+        self.num_layouts += 1
+        roles = [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
+        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        sizes = rollout_sizes(self.work, shape) if ROLLOUT in block else [0]
+        if ACTOR in block or ROLLOUT not in block:
+            yield from self._with_passes(block, units, grid, roles, total, sizes)
             return
-        for grid in self.grids(names, shape):
-            self.num_layouts += 1
-            roles = [self.on_grid(name, grid, shape) for name in names]
-            total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
-            sizes = rollout_sizes(self.work, shape) if ROLLOUT in block else [0]
-            if ACTOR in block or ROLLOUT not in block:
-                yield from self._with_passes(block, units, grid, roles, total, sizes)
-                continue
-            for tp in sizes:  # its weights stay beside the other roles of its pool
-                more = [size + self._own(tp) for size in total]
-                yield from self._with_passes(block, units, grid, roles, more, [tp])
+        for tp in sizes:  # its weights stay beside the other roles of its pool
+            more = [size + self._own(tp) for size in total]
+            yield from self._with_passes(block, units, grid, roles, more, [tp])
 
     def _with_passes(
         self,
@@ -107,15 +184,10 @@ class Pools:
         room = [int(self.work.usable / SLACK) - size for size in total]
         if min(room) < 0:
             return
-        options: dict[str, dict[str, Option]] = {}
-        for role in roles:
-            picked = {kind: role.first_fit(kind, room) for kind in role.kinds}
-            options[role.role.name] = {kind: option for kind, option in picked.items() if option is not None}
-        if any(len(options[role.role.name]) < len(role.kinds) for role in roles) or not self._saves(roles, room):
+        options = self._fastest(roles, room)
+        if options is None or not self._saves(roles, room):
             return
-        score, update = (
-            sum(found[kind].seconds for found in options.values() if kind in found) for kind in ("score", "update")
-        )
+        score, update = seconds_of(options)
         if ROLLOUT in block:
             yield from self._generating(block, units, grid, roles, options, (score, update), rollout_tps)
             return
@@ -125,6 +197,16 @@ class Pools:
                 return
             reshard = sent_seconds(self.work, self.actor_bytes, grid, shape)
         yield PoolChoice(block, units, shape, grid, options, None, score, update, 0.0, reshard)
+
+    def _fastest(self, roles: Sequence[OnGrid], room: list[int]) -> dict[str, dict[str, Option]] | None:
+        """Role -> kind of pass -> the fastest that fits; None: some pass has none."""
+        options: dict[str, dict[str, Option]] = {}
+        for role in roles:
+            picked = {kind: role.first_fit(kind, room) for kind in role.kinds}
+            if any(option is None for option in picked.values()):
+                return None
+            options[role.role.name] = {kind: option for kind, option in picked.items() if option is not None}
+        return options
 
     def grids(self, names: tuple[str, ...], shape: Shape) -> list[Grid]:
         """Layouts of these roles; none where their dtype or vocabulary padding differ."""
@@ -136,7 +218,9 @@ class Pools:
             if len(alike) == 1:
                 models = tuple({role.sizes.path: role.sizes for role in roles}.values())
                 sequence_parallel = roles[0].spec.megatron.sequence_parallel
-                found = grids(Room(models, shape, sequence_parallel))
+                ways = ((role, role.spec.megatron.override_transformer_config.cp_comm_type) for role in roles)
+                heads = tuple({role.sizes.num_attention_heads for role, way in ways if way == "a2a"})
+                found = grids(Room(models, shape, sequence_parallel, heads))
             keeps = self.work.keeps
             for role in roles if keeps.values else ():
                 found = [
@@ -325,13 +409,23 @@ def stays(name: str, one: StageHeld, resting: tuple[str, ...]) -> int:
     return size
 
 
-def undominated(choices: Iterator[PoolChoice]) -> list[PoolChoice]:
-    """Those that no other one equals or beats in every number; of equal ones the first."""
-    kept: list[PoolChoice] = []
+def seconds_of(options: dict[str, dict[str, Option]]) -> tuple[float, float]:
+    """Of all scores, and of all updates."""
+    score, update = (
+        sum(found[kind].seconds for found in options.values() if kind in found) for kind in ("score", "update")
+    )
+    return score, update
+
+
+def beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether it is as good in every number, or better."""
+    return all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def undominated(choices: Iterable[PoolChoice], kept: list[PoolChoice]) -> list[PoolChoice]:
+    """Of these and those that were kept: the ones that no other one equals or beats; of equal ones the first."""
     for choice in choices:
         vector = choice.vector
-        if any(all(a <= b for a, b in zip(one.vector, vector, strict=True)) for one in kept):
-            continue
-        kept = [one for one in kept if not all(a <= b for a, b in zip(vector, one.vector, strict=True))]
-        kept.append(choice)
+        if not any(beats(one.vector, vector) for one in kept):
+            kept = [*(one for one in kept if not beats(vector, one.vector)), choice]
     return kept

@@ -70,7 +70,7 @@ def layout_of_pool(choice: PoolChoice) -> str:
     """Of training, and of generation."""
     parts = []
     if choice.grid is not None:
-        dp = choice.shape.num_ranks // (choice.grid.tp * choice.grid.pp)
+        dp = choice.shape.num_ranks // (choice.grid.tp * choice.grid.cp * choice.grid.pp)
         parts.append(f"{choice.grid} DP{dp}")
     if choice.generation is not None:
         parts.append(f"rollout TP{choice.generation.tp} x {choice.shape.num_ranks // choice.generation.tp}")
@@ -129,7 +129,7 @@ def _of_generation(work: Work, choice: PoolChoice) -> Iterator[str]:
 def _of_pass(work: Work, choice: PoolChoice, name: str, kind: str) -> Iterator[str]:
     grid, role, option = choice.grid, work.roles[name], choice.options[name][kind]
     assert grid is not None  # a role on Megatron's grid
-    dp = choice.shape.num_ranks // (grid.tp * grid.pp)
+    dp = choice.shape.num_ranks // (grid.tp * grid.cp * grid.pp)
     prompts = work.config.data.train_batch_size
     if kind == "update":
         prompts = min(role.spec.settings.ppo_mini_batch_size, prompts)
@@ -138,7 +138,7 @@ def _of_pass(work: Work, choice: PoolChoice, name: str, kind: str) -> Iterator[s
     if mine * dp > (1 + IDLE) * samples:
         yield f"DP {dp} for {samples} samples"
     length = work.load.length
-    block = option.one.max_tokens or option.one.num_rows * length
+    block = (option.one.max_tokens or 0) * grid.cp or option.one.num_rows * length
     blocks = max(1, math.ceil(mine * length / max(block, length)))
     bubble = (grid.pp - 1) / (grid.vpp or 1) / blocks
     if bubble > BUBBLE:

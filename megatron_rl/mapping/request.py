@@ -66,9 +66,6 @@ def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
     assert reading.config is not None  # it has no violations
     config = with_local_models(reading.config)
     keeps = Keeps.of(config, keep)
-    cut = [key for key, value in keeps.values.items() if key.endswith(".context_parallel_size") and value != 1]
-    rule = "must be 1: map does not search context parallelism"
-    raise_problems(REFUSED, [Violation({key: keeps.values[key]}, rule, {key: 1}) for key in cut])
     for pool in set(keeps.pools.values()) - {GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL, *config.pools}:
         config.pools[pool] = PoolConfig()  # the search gives it its size
     lasting = [one for one in preflight(config, config_only=True) if not any(map(SEARCHED.fullmatch, one.settings))]

@@ -132,7 +132,7 @@ class Work:
         }
         self._cuts: dict[tuple[PassSpec, int], PassSpec] = {}
         self._specs: dict[tuple[str, PassSpec], RoleSpec] = {}
-        self._loads: dict[tuple[str, PassSpec, float | None], Load] = {}
+        self._loads: dict[tuple[str, PassSpec, float | None, int], Load] = {}
         self.actor = self.roles[ACTOR]
         self.rollout = next(spec for spec in specs if spec.kind == ROLLOUT)
 
@@ -175,15 +175,19 @@ class Work:
             self._specs[key] = replace(role.spec, update=one)
         return self._specs[key]
 
-    def pass_load(self, role: RoleWork, one: PassSpec, recompute: float | None) -> Load:
-        """What a pass asks for. recompute: share of a forward pass that an update runs twice; None: a score."""
-        key = (role.name, one, recompute)
+    def pass_load(self, role: RoleWork, one: PassSpec, recompute: float | None, cp: int = 1) -> Load:
+        """What a pass asks for. recompute: share of a forward pass that an update runs twice; None: a score.
+
+        cp: ranks that share a sequence; 0: all of a rank's samples are one micro-batch.
+        """
+        key = (role.name, one, recompute, cp)
         if key not in self._loads:
-            self._loads[key] = (
-                scored_load(self.load, one, self.config)
+            load = (
+                scored_load(self.load, one, self.config, max(cp, 1))
                 if recompute is None
-                else updated_load(self.load, self.with_update(role, one), self.config, recompute)
+                else updated_load(self.load, self.with_update(role, one), self.config, recompute, max(cp, 1))
             )
+            self._loads[key] = load if cp else replace(load, block_tokens=1 << 50)
         return self._loads[key]
 
     def times(self, role: RoleWork, kind: str) -> bool:
@@ -204,6 +208,9 @@ class Work:
             grid.ep,
             rollout_tp,
             stage_layers=stage_layers,
+            etp=grid.expert_tp,
+            cp=grid.cp,
+            cp_comm_type=role.spec.megatron.override_transformer_config.cp_comm_type,
         )
         return Estimator(role.cost, layout, self.hardware, role.spec.megatron.dtype)
 

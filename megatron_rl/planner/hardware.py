@@ -19,8 +19,9 @@ class Hardware:
     """One GPU. Bytes, FLOP/s without sparsity, bytes/s; links and network count one direction, per GPU.
 
     memory_bytes: physical. context_bytes: what CUDA, NCCL and their kernels keep of it, which no allocator sees.
-    host_bandwidth: between a GPU and its host's memory. matmul_efficiency: share of the peak that long training reaches
-    (see `planner.published`); all else is data sheet.
+    host_bandwidth: between a GPU and its host's memory. matmul_efficiency: share of the peak that long training
+    reaches. expert_share: part of that, and of memory's speed, that experts reach. Both are calibrated
+    (scripts/published); all else is data sheet.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Hardware:
     matmul_efficiency: float
     context_bytes: float = 2.0e9
     host_bandwidth: float = 25.0e9
+    expert_share: float = 1.0
 
     def flops(self, dtype: str) -> float:
         """Peak of matrix products in a dtype; that of both types of 16 bits is one."""

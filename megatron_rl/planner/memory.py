@@ -236,15 +236,10 @@ class MemoryOfStage:
         return largest_of(sized)
 
     def _exchanged_keys(self, role: RoleSpec, block: Block, *, backward: bool) -> float:
-        """Bytes of other context-parallel ranks' keys and values that are there while a layer attends to them."""
-        grid, override = self.pool.grid, role.megatron.override_transformer_config
-        if grid.cp_size == 1 or override.cp_comm_type == "a2a":
-            return 0.0
+        """As `exchanged_bytes` of this pool."""
+        grid, way = self.pool.grid, role.megatron.override_transformer_config.cp_comm_type
         layer = self.pool.layer(self.pool.model(role))
-        ranks = 2 if override.cp_comm_type == "p2p" else grid.most_sharing or grid.cp_size
-        # Keys and values as they travel; their gradients and this rank's output are added up in float32.
-        pairs = ranks * block.tokens * 2 * layer.kv * (layer.element + (FP32 if backward else 0))
-        return pairs + block.tokens * layer.q * FP32
+        return exchanged_bytes(layer, grid.most_sharing or grid.cp_size, way, block, backward=backward)
 
     def _head(self, role: RoleSpec, block: Block, num_chunks: int) -> Held:
         """The logits that exist at once, and the hidden states of the scored tokens."""
@@ -380,6 +375,19 @@ def largest_of(passes: Sequence[Passes]) -> Passes:
         max(block.longest for block in blocks),
     )
     return Passes(largest, max(one.num_blocks for one in passes))
+
+
+def exchanged_bytes(layer: LayerSizes, cp_size: int, way: str, block: Block, *, backward: bool) -> float:
+    """Bytes of other context-parallel ranks' keys and values that are there while a layer attends to them.
+
+    way: `cp_comm_type`.
+    """
+    if cp_size == 1 or way == "a2a":
+        return 0.0
+    ranks = 2 if way == "p2p" else cp_size
+    # Keys and values as they travel; their gradients and this rank's output are added up in float32.
+    pairs = ranks * block.tokens * 2 * layer.kv * (layer.element + (FP32 if backward else 0))
+    return pairs + block.tokens * layer.q * FP32
 
 
 def head_held(hidden: int, rows: int, block: Block, num_chunks: int, element: int) -> Held:

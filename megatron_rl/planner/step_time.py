@@ -195,6 +195,7 @@ def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: 
         cp_size,
         role.megatron.override_transformer_config.cp_comm_type,
         stage_layers,
+        pool.grid.expert_tp_size,
     )
     return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
 

@@ -27,8 +27,10 @@ LINK_EFFICIENCY = 0.7
 """Share of a link's or the network's bandwidth that collectives reach; assumed."""
 LAUNCH_SECONDS = 1e-4
 """Of a layer's kernels in a forward pass, however few tokens it has; assumed. It counts where they compute less."""
-COLLECTIVE_LATENCY = 10e-6
-"""Seconds that a collective among the GPUs of a node takes however small; assumed."""
+ROW_MOVES = 4
+"""Times that a row of an expert is read or written to bring rows into one order and back."""
+COLLECTIVE_LATENCY = 47.2e-6
+"""Seconds that a collective of a decode step takes however small, with waiting for the last rank; calibrated."""
 RL_SHARE = 0.777
 """What passes over short sequences of many lengths reach of the efficiency of long training; calibrated."""
 DECODE_OVERHEAD = 6.35e-3
@@ -89,7 +91,10 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class Layout:
-    """GPUs and how training and generation share them. stage_layers: of each stage; None: as many on each."""
+    """GPUs and how training and generation share them. stage_layers: of each stage; None: as many on each.
+
+    etp: TP of experts; None is TP.
+    """
 
     num_gpus: int
     gpus_per_node: int
@@ -101,11 +106,17 @@ class Layout:
     cp: int = 1
     cp_comm_type: str = "p2p"
     stage_layers: tuple[int, ...] | None = None
+    etp: int | None = None
 
     @property
     def dp(self) -> int:
         """Copies of the model in training, of which CP share every sequence."""
         return self.num_gpus // (self.tp * self.pp)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share all experts of a stage: EP x ETP, which are consecutive."""
+        return self.ep * (self.tp if self.etp is None else self.etp)
 
     @property
     def replicas(self) -> int:
@@ -132,6 +143,7 @@ class Load:
     recompute: float = 0.0
     efficiency_share: float = RL_SHARE
     decode_overhead: float = DECODE_OVERHEAD
+    collective_latency: float = COLLECTIVE_LATENCY
     overlaps_dp: bool = False
 
     @property
@@ -181,11 +193,7 @@ class Estimator:
         head = passes * tokens * 2 * model.head_params / (layout.tp * rate)
         layer = passes * tokens * (model.forward_flops(load.length) - 2 * model.head_params) / model.num_layers
         layer = layer / (layout.tp * rate) + all_reduces * self._all_reduce(tokens * model.hidden * BF16, layout.tp)
-        if layout.ep > 1:
-            rows = tokens / layout.tp * model.experts_per_token * model.hidden * BF16
-            wide = layout.ep * layout.tp > layout.gpus_per_node
-            layer += passes * 2 * rows * (layout.ep - 1) / layout.ep / self._bandwidth(wide)
-        layer += self._key_exchange(tokens, passes)
+        layer += self._experts(tokens, passes, rate) + self._key_exchange(tokens, passes)
         layers = layout.stage_layers or (model.num_layers / layout.pp,) * layout.pp
         read = passes * self._weight_bytes() / layout.pp / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
         launch = passes * LAUNCH_SECONDS * model.num_layers / layout.pp
@@ -200,12 +208,31 @@ class Estimator:
 
     def _weight_bytes(self) -> float:
         """That one rank of TP and EP would hold of all stages."""
-        shares = 1 - self.model.experts_share + self.model.experts_share * self.layout.tp / self._expert_ranks
-        return self.model.num_params * (FP32 if self.dtype == "float32" else BF16) / self.layout.tp * shares
+        return self._params_of_rank * (FP32 if self.dtype == "float32" else BF16)
 
     @property
-    def _expert_ranks(self) -> int:
-        return max(self.layout.tp, self.layout.ep)
+    def _params_of_rank(self) -> float:
+        """Of all stages together."""
+        experts = self.model.num_params * self.model.experts_share
+        return (self.model.num_params - experts) / self.layout.tp + experts / self.layout.expert_ranks
+
+    def _experts(self, tokens: float, passes: float, rate: float) -> float:
+        """Seconds of one layer's experts beyond those of as many dense FLOPs.
+
+        Rows, of each token one for each of its experts, are sent there and back; before and after that they are read
+        and written to bring them into the order of ranks and, with EP, of experts. That, and FLOPs of many small
+        products, reach `expert_share`.
+        """
+        layout, model, gpu = self.layout, self.model, self.hardware
+        if not model.num_experts:
+            return 0.0
+        mine = passes * tokens / layout.tp
+        active = model.num_params * model.experts_share * model.experts_per_token / model.num_experts
+        dense = mine * 2 * active / model.num_layers / rate
+        rows = mine * model.experts_per_token * model.hidden * BF16
+        moved = rows * (ROW_MOVES if layout.ep == 1 else 2 * ROW_MOVES) / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
+        sent = 2 * rows * (layout.ep - 1) / layout.ep / self._bandwidth(layout.expert_ranks > layout.gpus_per_node)
+        return (dense + moved) / gpu.expert_share + sent - dense
 
     def _key_exchange(self, tokens: float, passes: float) -> float:
         """Seconds of one layer's attention across context-parallel ranks, taken not to be hidden behind its work.
@@ -227,13 +254,19 @@ class Estimator:
     def _optimizer_step(self, load: Load) -> float:
         """Reduce-scatter of float32 gradients, all-gather of parameters, and Adam's traffic in memory."""
         layout = self.layout
-        mine = self.model.num_params / (layout.tp * layout.pp)
-        if self.model.num_experts:
-            mine *= 1 - self.model.experts_share + self.model.experts_share * layout.tp / self._expert_ranks
-        wide = layout.tp * layout.dp > layout.gpus_per_node
-        exchanged = mine * (FP32 + BF16) * (layout.dp - 1) / layout.dp / self._bandwidth(wide)
-        adam = 40 * mine / layout.dp / (self.hardware.memory_bandwidth * MEMORY_EFFICIENCY)
+        mine = self._params_of_rank / layout.pp
+        exchanged = mine * (FP32 + BF16) * (layout.dp - 1) / layout.dp / self._replica_bandwidth
+        adam = 40 * self.model.num_params / layout.num_gpus / (self.hardware.memory_bandwidth * MEMORY_EFFICIENCY)
         return adam + (0.0 if load.overlaps_dp else exchanged)
+
+    @property
+    def _replica_bandwidth(self) -> float:
+        """Of collectives among the copies of a rank: those of one node send to the next one over the NICs of all."""
+        layout, gpu = self.layout, self.hardware
+        on_node = max(1, layout.gpus_per_node // layout.tp)
+        if layout.dp <= on_node:
+            return self._bandwidth(False)
+        return min(gpu.link_bandwidth, on_node * gpu.network_bandwidth) * LINK_EFFICIENCY
 
     def _bandwidth(self, wide: bool) -> float:
         bandwidth = self.hardware.network_bandwidth if wide else self.hardware.link_bandwidth
@@ -280,7 +313,7 @@ class Estimator:
         traffic = 0.0
         if tp > 1:
             message = sequences * self.model.hidden * BF16
-            traffic = 2 * self.model.num_layers * (COLLECTIVE_LATENCY + self._all_reduce(message, tp))
+            traffic = 2 * self.model.num_layers * (load.collective_latency + self._all_reduce(message, tp))
         return max(read, compute) + traffic + load.decode_overhead
 
     def _prefill(self, tokens: float, length: float) -> float:

@@ -1,14 +1,20 @@
-"""Small runs to place: a model folder of any size, a configuration, and GPUs of any memory."""
+"""Small runs to place, a model folder of any size and GPUs of any memory; and all placements of a run."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.config.roles import ACTOR as ACTOR_ROLE
+from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.mapping.keeps import Keeps
+from megatron_rl.mapping.partitions import partitions
+from megatron_rl.mapping.pools import PoolChoice, Pools
 from megatron_rl.mapping.request import Request, read_base
-from megatron_rl.mapping.work import Cluster
+from megatron_rl.mapping.work import Cluster, Work
 from megatron_rl.planner.hardware import Hardware, load_hardware
 
 REPOSITORY = Path(__file__).parents[2]
@@ -76,3 +82,30 @@ def request(
     return Request(
         path, tuple(texts), config, hardware or gpu(), Cluster(gpus // node, node), Keeps(values), lengths, per_node
     )
+
+
+def enumerated(work: Work) -> Iterator[float]:
+    """Seconds of every partition, allocation and layout, in the manner of HybridFlow's Algorithm 1 (arXiv:2409.19256):
+    no bounds, no dominance, no dynamic programming.
+    """
+    pools, cluster = Pools(work), work.cluster
+    made: dict[tuple[tuple[str, ...], int], list[PoolChoice]] = {}
+
+    def choices(block: tuple[str, ...], units: int) -> list[PoolChoice]:
+        if (block, units) not in made:
+            made[block, units] = list(pools._choices(block, units))
+        return made[block, units]
+
+    for partition in partitions(work.names):
+        for sizes in itertools.product(cluster.sizes, repeat=len(partition)):
+            if sum(sizes) > cluster.num_units:
+                continue
+            for found in itertools.product(*map(choices, partition, sizes)):
+                yield step_of(found)
+
+
+def step_of(choices: tuple[PoolChoice, ...]) -> float:
+    """Pools side by side in each round."""
+    reshard = max(c.reshard for c in choices if ACTOR_ROLE in c.block or ROLLOUT_ROLE in c.block)
+    gen = sum(c.gen for c in choices)
+    return reshard + gen + max(c.score for c in choices) + max(c.update for c in choices)

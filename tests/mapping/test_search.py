@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from placing import ACTOR, MODELS, ROLLOUT, gpu, request, reward_model_like, write_model
+from placing import ACTOR, MODELS, ROLLOUT, enumerated, gpu, request, reward_model_like, write_model
 
-from megatron_rl.config.roles import ACTOR as ACTOR_ROLE
-from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.mapping.finalists import Finalists
 from megatron_rl.mapping.mapped import find_placements
 from megatron_rl.mapping.partitions import partitions
-from megatron_rl.mapping.pools import PoolChoice, Pools
 from megatron_rl.mapping.search import Placed, Search
-from megatron_rl.mapping.work import Work
 from megatron_rl.planner.hardware import load_hardware
 
 LARGE = """
@@ -38,33 +32,6 @@ def test_partitions_by_hand():
     assert set(partitions("abc")) == {
         (("a",), ("b",), ("c",)), (("a", "b"), ("c",)), (("a", "c"), ("b",)), (("a",), ("b", "c")), (("a", "b", "c"),),
     }  # fmt: skip
-
-
-def enumerated(work: Work) -> Iterator[float]:
-    """Seconds of every partition, allocation and layout, in the manner of HybridFlow's Algorithm 1 (arXiv:2409.19256):
-    no bounds, no dominance, no dynamic programming.
-    """
-    pools, cluster = Pools(work), work.cluster
-    made: dict[tuple[tuple[str, ...], int], list[PoolChoice]] = {}
-
-    def choices(block: tuple[str, ...], units: int) -> list[PoolChoice]:
-        if (block, units) not in made:
-            made[block, units] = list(pools._choices(block, units))
-        return made[block, units]
-
-    for partition in partitions(work.names):
-        for sizes in itertools.product(cluster.sizes, repeat=len(partition)):
-            if sum(sizes) > cluster.num_units:
-                continue
-            for found in itertools.product(*map(choices, partition, sizes)):
-                yield step_of(found)
-
-
-def step_of(choices: tuple[PoolChoice, ...]) -> float:
-    """Pools side by side in each round."""
-    reshard = max(c.reshard for c in choices if ACTOR_ROLE in c.block or ROLLOUT_ROLE in c.block)
-    gen = sum(c.gen for c in choices)
-    return reshard + gen + max(c.score for c in choices) + max(c.update for c in choices)
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -141,8 +108,12 @@ def test_batches_short_of_ranks_stand_alone(equal):
 
 
 def test_a_large_critic_has_ranks_apart_from_the_actor(equal):
-    """13B actor, 70B critic and reward model. Would not catch a critic that should be alone."""
-    found = best_of(equal("llama-2-13b", 128, critic="llama-2-70b"))
+    """13B actor, 70B critic and reward model, in HybridFlow's space, which has no context parallelism. Would not catch
+    a critic that should be alone.
+    """
+    groups = (ACTOR, "actor_rollout_ref.ref", "critic", "reward_model")
+    whole = [f"{group}.megatron.context_parallel_size=1" for group in groups]
+    found = best_of(equal("llama-2-13b", 128, *whole, critic="llama-2-70b"))
     assert not any({"actor", "critic"} <= set(block) for block in blocks(found))
     (critic,) = (choice for choice in found.choices if "critic" in choice.block)
     assert critic.shape.num_ranks > found.choices[0].shape.num_ranks
