@@ -198,7 +198,7 @@ class Pools:
                     reshard = in_place_seconds(self.work, self.actor_bytes, grid, shape, tp)
                 else:
                     reshard = received_seconds(self.work, self.shard(tp))
-                gen = generation.seconds + generation.offload + dispatch(shape)
+                gen = generation.seconds + generation.offload + dispatch(self.work.hardware, shape)
                 yield PoolChoice(block, units, shape, grid, options, generation, *training, gen, reshard)
 
     def shard(self, tp: int) -> int:
