@@ -75,6 +75,10 @@ class Pools:
             self._fronts[key] = undominated(self._choices(block, units))
         return self._fronts[key]
 
+    def layouts(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
+        """All of them, also those that others beat, each with its fastest passes that fit."""
+        return list(self._choices(block, units))
+
     def _choices(self, block: tuple[str, ...], units: int) -> Iterator[PoolChoice]:
         shape = self.work.cluster.shape(units)
         names = tuple(name for name in block if name != ROLLOUT)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "gpus"
@@ -116,6 +117,11 @@ def known_hardware() -> list[str]:
 def default_hardware(device: str) -> str:
     """What a plan is made for where nothing else is said. device: trainer.device."""
     return "cpu" if device == "cpu" else "h100"
+
+
+def planned_hardware(trainer: TrainerConfig, named: str | None = None) -> Hardware:
+    """What a run's plan is made for: as named, else the run's hardware file, else the default. Raises ConfigError."""
+    return load_hardware(named or trainer.hardware_file or default_hardware(trainer.device))
 
 
 def load_hardware(name: str) -> Hardware:

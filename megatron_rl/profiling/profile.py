@@ -37,6 +37,9 @@ USUAL = 0.9
 """Share of the samples that the calibration's error covers."""
 WORLD_LIMIT_S, RUN_LIMIT_S = 240.0, 300.0
 MOST_RANKS = 64
+CPU_RANKS = 4
+"""Processes of a machine without GPUs where nothing else is said: as many as the demo has."""
+DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,6 @@ class Request:
     device: str
     num_ranks: int
     repeats: int = 5
-    short_run: bool = True
 
     @property
     def tp_sizes(self) -> list[int]:
@@ -73,7 +75,12 @@ class Measured:
     phases: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
-def profile(request: Request, say: Callable[[str], None]) -> Measured:
+def number_of_gpus() -> int:
+    """Of this machine, without importing torch: as the driver lists them."""
+    return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
+
+
+def profile(request: Request, say: Callable[[str], None], short_run: bool = True) -> Measured:
     """Measure; minutes. Raises ConfigError, and WorkerFailure where a rank or the run fails."""
     if not 1 <= request.num_ranks <= MOST_RANKS:
         nearest = min(max(1, request.num_ranks), MOST_RANKS)
@@ -88,7 +95,7 @@ def profile(request: Request, say: Callable[[str], None]) -> Measured:
         worlds = [_measure(task, folder, request, say) for task in tasks(request, folder)]
         hardware, missed = _fitted(worlds, request, folder)
         measured = Measured(hardware, worlds, missed, 0.0)
-        if request.short_run:
+        if short_run:
             say(f"a short run on {request.num_ranks} ranks")
             measured = _with_run(measured, request, folder)
     return replace(measured, seconds=time.monotonic() - started)

@@ -21,7 +21,7 @@ HEADS, HEAD_SIZE = 8, 64
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of one thing, the median of several times.
+    """Seconds of one thing, the lower quartile of several times.
 
     kind: SCORE, UPDATE, GENERATE, or a kernel's name. rows, prompt, response: samples of one data-parallel rank, or
     replica, and their tokens. size: of a kernel, or bytes of a collective; group: its ranks.
