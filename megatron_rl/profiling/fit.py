@@ -129,6 +129,7 @@ def _solved(matrix: np.ndarray, sums: np.ndarray, free: np.ndarray) -> np.ndarra
 
 def fit_overheads(base: Hardware, alone: Sequence[Probe]) -> Overheads:
     """Of ranks without tensor parallelism, on their own. base: without overheads; alone: models of several depths."""
+    base = replace(base, overheads=replace(base.overheads, engine_step=0.0))
     score, update, draw = Equations(), Equations(), Equations()
     for probe in alone:
         for sample in probe.world.of(SCORE, UPDATE, GENERATE):

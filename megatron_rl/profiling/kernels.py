@@ -50,10 +50,9 @@ def kernel_samples(device: Device, repeats: int) -> Iterator[Sample]:
             inputs = torch.randn(rows, width, device=on, dtype=dtype)
             seconds = timed(lambda inputs=inputs, weight=weight: inputs @ weight, on, repeats)
             yield Sample(f"{MATMUL} {str(dtype).removeprefix('torch.')}", seconds, size=rows)
-    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
+    dtype, attend = torch.float32 if kind == "cpu" else torch.bfloat16, torch.nn.functional.scaled_dot_product_attention
     for length in LENGTHS:
         heads = [torch.randn(1, HEADS, length, HEAD_SIZE, device=on, dtype=dtype) for _ in range(3)]
-        attend = torch.nn.functional.scaled_dot_product_attention
         seconds = timed(lambda heads=heads: attend(*heads, is_causal=True), on, repeats)
         yield Sample(ATTENTION, seconds, size=length)
     source = torch.ones(COPY_BYTES[kind] // 4, device=on)
