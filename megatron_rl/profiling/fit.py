@@ -1,12 +1,11 @@
 """From samples to the numbers of a hardware file. Pure.
 
 What FLOPs and bytes explain is taken off with the clock itself, so that the clock adds up to what was measured; what is
-left is laid on micro-batches, layers, tokens, steps and collectives by least squares of relative errors, none below 0.
+left is laid on micro-batches, layers, tokens, steps and collectives so that relative errors are least; none is below 0.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +22,9 @@ from megatron_rl.planner.time import (
     ModelCost,
 )
 from megatron_rl.profiling.samples import GENERATE, SCORE, UPDATE, Sample, World
+
+REWEIGHINGS, NEAR = 20, 0.02
+"""NEAR: an error that is as good as none, as a share."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,15 @@ class Equations:
         self.sums.append(rest / whole)
 
     def solve(self) -> list[float]:
-        """Least squares without numbers below 0."""
-        return not_negative(np.array(self.rows), np.array(self.sums))
+        """Numbers of 0 or more with the least sum of errors: squares, weighed anew by how far each sample was missed,
+        so that one which something else held up counts little.
+        """
+        matrix, sums = np.array(self.rows), np.array(self.sums)
+        found = not_negative(matrix, sums)
+        for _ in range(REWEIGHINGS):
+            weight = np.sqrt(1 / np.maximum(np.abs(matrix @ np.array(found) - sums), NEAR))
+            found = not_negative(matrix * weight[:, None], sums * weight)
+        return found
 
 
 def not_negative(matrix: np.ndarray, sums: np.ndarray) -> list[float]:
@@ -219,8 +228,3 @@ def half_rows(samples: Sequence[Sample], width: float) -> tuple[float, float]:
 def parallel_ranks(alone: Sample, together: Sample, num_ranks: int) -> float:
     """Ranks that can work at once: as many times as much is done by all of them as by one alone."""
     return max(1.0, min(float(num_ranks), num_ranks * alone.seconds / together.seconds))
-
-
-def median(values: Sequence[float]) -> float:
-    """Of at least one."""
-    return statistics.median(values)

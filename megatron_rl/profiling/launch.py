@@ -9,11 +9,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_rl.cluster.nodes import LOOPBACK
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.profiling.samples import Task, World, read_samples, slowest, write_task
 from megatron_rl.roles.environment import started_with, worker_environment
 
+LOOPBACK = "127.0.0.1"
+"""All ranks of a world are on this machine."""
 POLL_S = 0.1
 TAIL = 12
 """Lines of a failed rank's output that are shown."""
