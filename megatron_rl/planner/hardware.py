@@ -164,9 +164,9 @@ def read_hardware(values: dict[str, Any], file: Path) -> Hardware:
             f"{file} must give numbers for {', '.join(needed)}; it lacks {', '.join(lacking) or 'none'}, and "
             f"{', '.join(map(str, wrong)) or 'nothing'} in it cannot be used"
         )
-    numbers = {key: float(values[key]) for key in needed if key in values}
+    numbers: dict[str, Any] = {key: float(values[key]) for key in needed if key in values}
     overheads = Overheads(**{key: float(value) for key, value in groups["overheads"].items()})
-    tables = {name: {size: float(value) for size, value in groups[name].items()} for name in TABLES}
+    tables: dict[str, Any] = {name: {size: float(value) for size, value in groups[name].items()} for name in TABLES}
     return Hardware(file.stem, **numbers, **tables, overheads=overheads)
 
 

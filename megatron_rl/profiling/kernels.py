@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,20 +49,20 @@ def kernel_samples(device: Device, repeats: int) -> Iterator[Sample]:
         weight = torch.randn(width, width, device=on, dtype=dtype)
         for rows in ROWS:
             inputs = torch.randn(rows, width, device=on, dtype=dtype)
-            seconds = timed(lambda inputs=inputs, weight=weight: inputs @ weight, on, repeats)
+            seconds = timed(partial(torch.matmul, inputs, weight), on, repeats)
             yield Sample(f"{MATMUL} {str(dtype).removeprefix('torch.')}", seconds, size=rows)
     dtype, attend = torch.float32 if kind == "cpu" else torch.bfloat16, torch.nn.functional.scaled_dot_product_attention
     for length in LENGTHS:
         heads = [torch.randn(1, HEADS, length, HEAD_SIZE, device=on, dtype=dtype) for _ in range(3)]
-        seconds = timed(lambda heads=heads: attend(*heads, is_causal=True), on, repeats)
+        seconds = timed(partial(attend, *heads, is_causal=True), on, repeats)
         yield Sample(ATTENTION, seconds, size=length)
     source = torch.ones(COPY_BYTES[kind] // 4, device=on)
     target = torch.empty_like(source)
-    yield Sample(COPY, timed(lambda: target.copy_(source), on, repeats), size=COPY_BYTES[kind])
+    yield Sample(COPY, timed(partial(target.copy_, source), on, repeats), size=COPY_BYTES[kind])
     on_host = torch.ones(HOST_BYTES[kind] // 4, pin_memory=kind == "cuda")
     arrived = torch.empty(len(on_host), device=on)
-    yield Sample(HOST_COPY, timed(lambda: arrived.copy_(on_host), on, repeats), size=HOST_BYTES[kind])
-    yield Sample(SMALL, timed(lambda: small_operations(on), on, repeats), size=2000)
+    yield Sample(HOST_COPY, timed(partial(arrived.copy_, on_host), on, repeats), size=HOST_BYTES[kind])
+    yield Sample(SMALL, timed(partial(small_operations, on), on, repeats), size=2000)
 
 
 def small_operations(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,8 @@ def pass_samples(host: RankHost, device: Device, task: Task) -> Iterator[Sample]
             (UPDATE, "critic", "update", batch.critic_batch()),
         ]
         for kind, role, verb, argument in calls:
-            seconds = timed(
-                lambda role=role, verb=verb, argument=argument: host.run(role, verb, (argument,), {}),
-                device.torch_device,
-                task.repeats,
-            )
+            body = partial(host.run, role, verb, (argument,), {})
+            seconds = timed(body, device.torch_device, task.repeats)
             yield Sample(kind, seconds, case.rows, case.prompt, case.response)
 
 
@@ -48,11 +46,8 @@ def generation_samples(host: RankHost, device: Device, task: Task) -> Iterator[S
     for case in task.generations:
         prompts = random_prompts(case)
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=case.response, salt=0)
-        seconds = timed(
-            lambda prompts=prompts, sampling=sampling: host.run("rollout", "generate", (prompts, sampling), {}),
-            device.torch_device,
-            task.repeats,
-        )
+        body = partial(host.run, "rollout", "generate", (prompts, sampling), {})
+        seconds = timed(body, device.torch_device, task.repeats)
         yield Sample(GENERATE, seconds, case.rows, case.prompt, case.response)
     host.run("rollout", "exit", (), {})
 

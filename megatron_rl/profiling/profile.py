@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def _with_run(measured: Measured, request: Request, folder: Path) -> Measured:
     return replace(measured, hardware=hardware, start_up_s=start_up, step=(planned.step_seconds, whole), phases=phases)
 
 
-def with_run(hardware: Hardware, steps: list[Mapping[str, float]], config: Path) -> tuple[Hardware, RunPlan, float]:
+def with_run(hardware: Hardware, steps: Sequence[Mapping[str, float]], config: Path) -> tuple[Hardware, RunPlan, float]:
     """The hardware with transition and calls as a run's steps show them; that run's plan, and median step.
 
     What no phase of a rank explains is laid on the controller's calls.
