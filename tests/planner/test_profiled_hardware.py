@@ -7,8 +7,9 @@ import math
 
 import pytest
 
+from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.planner.hardware import Overheads, latency, load_hardware
+from megatron_rl.planner.hardware import FOLDER, Overheads, latency, load_hardware, planned_hardware
 from megatron_rl.planner.published import cost
 from megatron_rl.planner.time import ALL_COLLECTIVES, DP_COLLECTIVES, Busy, Estimator, Layout, Load
 
@@ -119,3 +120,11 @@ def test_a_file_with_groups(tmp_path):
         file.write_text(least + wrong + "\n")
         with pytest.raises(ConfigError, match=named):
             load_hardware(str(file))
+
+
+def test_what_a_plan_is_made_for():
+    """As named, else the run's file, else the device's default. Would not catch a file of another machine."""
+    assert planned_hardware(TrainerConfig(device="cpu")).name == "cpu"
+    assert planned_hardware(TrainerConfig(device="cuda")).name == "h100"
+    mine = TrainerConfig(device="cpu", hardware_file=str(FOLDER / "a100.yaml"))
+    assert planned_hardware(mine).name == "a100" and planned_hardware(mine, "h200").name == "h200"
