@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.observe.departures import Departures
@@ -23,7 +24,9 @@ class PlannedSteps:
 
     def __init__(self, config: RunConfig, hardware: Hardware) -> None:
         """config: that has passed preflight, with its KV cache."""
-        self._config, self._hardware = config, hardware
+        # Phases are measured by the clocks of the ranks, which do not see the controller's calls.
+        self._config = config
+        self._hardware = replace(hardware, overheads=replace(hardware.overheads, call=0.0))
         self._models = RunModels(config)
         self._memory = memory_report(config, self._models, hardware)
         self._transition = TransitionPlan.of(self._models)

@@ -225,6 +225,9 @@ def half_rows(samples: Sequence[Sample], width: float) -> tuple[float, float]:
     return 2 * width**2 / per_row, fixed / per_row
 
 
-def parallel_ranks(alone: Sample, together: Sample, num_ranks: int) -> float:
-    """Ranks that can work at once: as many times as much is done by all of them as by one alone."""
-    return max(1.0, min(float(num_ranks), num_ranks * alone.seconds / together.seconds))
+def parallel_ranks(alone: Sample, together: Sample, num_ranks: int, num_cores: int) -> float:
+    """Ranks that can work at once: as many times as much is done by all of them as by one alone, and no more than the
+    cores allow, of which each has its share of whole ones, or one.
+    """
+    most = min(num_ranks, num_cores / max(1, num_cores // num_ranks))
+    return max(1.0, min(float(most), num_ranks * alone.seconds / together.seconds))

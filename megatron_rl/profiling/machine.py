@@ -24,7 +24,9 @@ from megatron_rl.profiling.samples import (
 CONTEXT_BYTES = {"cpu": 0.7e9, "cuda": 2.0e9}
 
 
-def base_hardware(alone: World, together: World | None, memory_bytes: float, dtype: str, num_ranks: int) -> Hardware:
+def base_hardware(
+    alone: World, together: World | None, memory_bytes: float, dtype: str, num_ranks: int, num_cores: int
+) -> Hardware:
     """What a machine can do without overheads. alone, together: kernels of one rank, and of all ranks at once, with
     their collectives; None: there is one rank. dtype: that roles have.
     """
@@ -33,7 +35,7 @@ def base_hardware(alone: World, together: World | None, memory_bytes: float, dty
     shared = 0.0
     if device == "cpu":
         everyone = (together or alone).of(SMALL)[0]
-        shared = parallel_ranks(alone.of(SMALL)[0], everyone, num_ranks)
+        shared = parallel_ranks(alone.of(SMALL)[0], everyone, num_ranks, num_cores)
     crowding = max(1.0, num_ranks / shared) if shared else 1.0
     crowded = crowding if together is not None else 1.0
     copying = (together or alone).of(COPY)[0]

@@ -16,6 +16,7 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import ConfigError, WorkerFailure
 from megatron_rl.planner.hardware import Hardware
+from megatron_rl.planner.planned_steps import PlannedSteps
 from megatron_rl.planner.run_models import PlannedModel
 from megatron_rl.planner.run_plan import RunPlan
 from megatron_rl.planner.step_time import calls, step_load
@@ -137,7 +138,8 @@ def _fitted(worlds: list[World], request: Request, folder: Path) -> tuple[Hardwa
     }
     found = [Probe(world, costs[world.task.num_layers], dtype, probes.MICRO_BATCH) for world in worlds]
     together = next((world for world in worlds if world.task.world_size > 1 and world.task.kernels), None)
-    base = base_hardware(worlds[0], together, memory_of_rank(request), dtype, request.num_ranks)
+    num_cores = psutil.cpu_count() or 1
+    base = base_hardware(worlds[0], together, memory_of_rank(request), dtype, request.num_ranks, num_cores)
     known = replace(base, overheads=fit_overheads(base, found[:2]))
     training, engine = fit_collectives(known, [one for one in found if one.tp > 1])
     known = replace(known, collectives=training, engine_collectives=engine)
@@ -173,9 +175,11 @@ def _with_run(measured: Measured, request: Request, folder: Path) -> Measured:
     steps = [metrics for step, metrics in trial.recorded().items() if step > probes.WARM_UP]
     start_up = life.seconds - sum(metrics["timing_s/step"] for metrics in trial.recorded().values())
     hardware, planned, whole = with_run(measured.hardware, steps, config)
+    # A rank's own clock, which measures phases, does not see calls.
+    own = PlannedSteps(planned.config, hardware).seconds(*planned.mean_lengths)
     phases = {
         phase: (seconds, statistics.median(metrics.get(f"timing_s/{phase}", 0.0) for metrics in steps))
-        for phase, seconds in planned.seconds.items()
+        for phase, seconds in own.items()
     }
     return replace(measured, hardware=hardware, start_up_s=start_up, step=(planned.step_seconds, whole), phases=phases)
 

@@ -104,8 +104,9 @@ def test_numbers_of_kernels_by_hand():
     """
     samples = [Sample("matmul", rows + 8.0, size=rows) for rows in (16, 64, 256)]
     assert half_rows(samples, 100.0) == pytest.approx((2 * 100.0**2, 8.0))
-    assert parallel_ranks(Sample("small", 1.0), Sample("small", 2.0), 4) == 2.0
-    assert parallel_ranks(Sample("small", 1.0), Sample("small", 0.5), 4) == 4.0
+    assert parallel_ranks(Sample("small", 1.0), Sample("small", 2.0), 4, 8) == 2.0
+    assert parallel_ranks(Sample("small", 1.0), Sample("small", 0.5), 4, 8) == 4.0
+    assert parallel_ranks(Sample("small", 1.0), Sample("small", 1.0), 4, 2) == 2.0
     assert quantile([3.0, 1.0, 2.0, 4.0], 0.5) == 3.0 and quantile([1.0], 0.9) == 1.0
 
 
@@ -126,12 +127,12 @@ def test_a_machine_of_kernels_by_hand():
     """Two ranks that slow each other down by a half: a rank's own bandwidths are as many times as high as those that
     it had beside the other. Would not catch a machine whose cores differ.
     """
-    found = base_hardware(kernels(1, 1.0), kernels(2, 1.5), 8e9, "float32", 2)
+    found = base_hardware(kernels(1, 1.0), kernels(2, 1.5), 8e9, "float32", 2, 2)
     assert found.parallel_ranks == pytest.approx(2 / 1.5) and found.crowding(2) == pytest.approx(1.5)
     assert found.float32_flops == pytest.approx(2 * 1024**2) and found.half_rows == pytest.approx(0.0, abs=1e-6)
     assert found.memory_bandwidth == pytest.approx(2 * 100 / 1.5 * 1.5 / 0.8)
     assert found.link_bandwidth == pytest.approx(1000.0 / (4.0 / 1.5) / 0.7) and found.host_bandwidth == 25.0
-    assert base_hardware(kernels(1, 1.0), None, 8e9, "float32", 1).parallel_ranks == 1.0
+    assert base_hardware(kernels(1, 1.0), None, 8e9, "float32", 1, 2).parallel_ranks == 1.0
 
 
 def test_the_file_reads_back(tmp_path):
