@@ -1,4 +1,4 @@
-"""The command line: megatron-rl sft | reward | dpo | train | plan | map | ablate | export | nightly.
+"""The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | ablate | export | nightly.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -37,6 +37,7 @@ from megatron_rl.mapping.report import as_json as placements_as_json
 from megatron_rl.mapping.report import placement_table, time_table
 from megatron_rl.mapping.report import sentences as placement_sentences
 from megatron_rl.mapping.request import Request, cluster_of, read_base
+from megatron_rl.mapping.sample import sampled, write_points
 from megatron_rl.mapping.written import command_of, write_placement
 from megatron_rl.observe.output import drop_unread_output, lost_output
 from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
@@ -44,10 +45,15 @@ from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table, stage_table
 from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.checked import Checked, checked, staged
-from megatron_rl.planner.hardware import default_hardware, load_hardware
+from megatron_rl.planner.hardware import default_hardware, planned_hardware
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.planner.stage_plan import StagePlanned
 from megatron_rl.port.port import SOMETHING_LOST, port
+from megatron_rl.profiling.profile import CPU_RANKS, number_of_gpus, profile
+from megatron_rl.profiling.profile import Request as ProfileRequest
+from megatron_rl.profiling.written import hardware_text
+from megatron_rl.profiling.written import sentences as profile_sentences
+from megatron_rl.profiling.written import tables as profile_tables
 from megatron_rl.roles.environment import worker_environment
 from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
@@ -240,7 +246,7 @@ def plan_command(
     """
     try:
         run = checked(config, overrides, without_files, change=lambda found: staged(found, stage))
-        gpu = None if run.config is None else load_hardware(hardware or default_hardware(run.config.trainer.device))
+        gpu = None if run.config is None else planned_hardware(run.config.trainer, hardware)
     except ConfigError as error:
         if not as_json:
             raise
@@ -288,6 +294,8 @@ def map_command(
     explain_key: Annotated[str | None, typer.Option("--explain", help="KEY: what another value would change.")] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write the fastest placement to.")] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG to write: a timeline of each placement.")] = None,
+    points: Annotated[Path | None, typer.Option(help="Ablation's file to write: the fastest, and random ones.")] = None,
+    sample: Annotated[int, typer.Option(help="Random placements of --points.", min=1)] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     prompt_length: Annotated[float | None, typer.Option(help="Mean tokens of a prompt. Default: half.")] = None,
     response_length: Annotated[float | None, typer.Option(help="Mean tokens of an answer. Default: half.")] = None,
@@ -298,7 +306,7 @@ def map_command(
     """
     kept = [*(overrides or []), *(keep or [])]
     run_config, keeps = read_base(config, kept)
-    gpu = load_hardware(hardware or default_hardware(run_config.trainer.device))
+    gpu = planned_hardware(run_config.trainer, hardware)
     cluster = cluster_of(run_config, gpus, gpus_per_node, keeps)
     lengths = mean_lengths(run_config.data, prompt_length, response_length)
     request = Request(config, tuple(kept), run_config, gpu, cluster, keeps, lengths, gpus_per_node)
@@ -307,6 +315,9 @@ def map_command(
     others = explain(mapped, explain_key) if explain_key is not None else []
     if out is not None:
         write_placement(request, best, out)
+    if points is not None:
+        named = hardware or run_config.trainer.hardware_file or default_hardware(run_config.trainer.device)
+        write_points(request, best, sampled(request, sample), named, points)
     if picture is not None:
         from megatron_rl.mapping.picture import draw_placements
 
@@ -324,6 +335,45 @@ def map_command(
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print(command, soft_wrap=True, highlight=False, markup=False)
     refuse_to_lose_output()
+
+
+class Device(StrEnum):
+    """Where ranks compute."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@app.command("profile")
+def profile_command(
+    hardware_file: Annotated[
+        Path, typer.Option("--hardware-file", help="The file to write, for plan, map and ablate --hardware.")
+    ] = Path("outputs/hardware.yaml"),
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks of this machine. Default: its GPUs, or 4 processes on CPUs.")
+    ] = None,
+    device: Annotated[Device | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")] = None,
+    short_run: Annotated[bool, typer.Option(help="Also a run of a few steps, for calls and transition.")] = True,
+) -> None:
+    """Measure what the clock of plan and map needs to know of this machine, in minutes, and write a hardware file."""
+    quiet_libraries()
+    exit_on_signals()
+    console = Console()
+
+    def say(text: object) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    found = number_of_gpus()
+    kind = (device or (Device.CUDA if found else Device.CPU)).value
+    measured = profile(ProfileRequest(kind, ranks or (found if kind == "cuda" else CPU_RANKS)), say, short_run)
+    with writing():
+        hardware_file.parent.mkdir(parents=True, exist_ok=True)
+        hardware_file.write_text(hardware_text(measured))
+    for table in profile_tables(measured):
+        console.print(table)
+    for line in profile_sentences(measured):
+        say(line)
+    say(f"written to {hardware_file}; try megatron-rl plan --hardware {hardware_file}")
 
 
 def print_json(content: dict[str, Any]) -> None:

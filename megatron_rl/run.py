@@ -30,8 +30,9 @@ from megatron_rl.observe.summary import layout_table
 from megatron_rl.open_rollouts import open_rollouts, open_schedule
 from megatron_rl.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planner.cache_share import with_kv_cache
-from megatron_rl.planner.hardware import Hardware, default_hardware, load_hardware
+from megatron_rl.planner.hardware import Hardware, planned_hardware
 from megatron_rl.planner.memory import planned_memory
+from megatron_rl.planner.planned_steps import PlannedSteps
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.prompts.tokenizer import load_tokenizer
@@ -78,7 +79,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with. started: of the monotonic clock."""
+    """What the loop works with. started: of the monotonic clock. planned: None without a hardware file."""
 
     config: RunConfig
     roles: Roles
@@ -89,6 +90,7 @@ class Run:
     life: Lifecycle
     book: Book
     started: float
+    planned: PlannedSteps | None = None
 
     def describe(self, batch: Batch, experience: Experience, step: int) -> dict[str, float]:
         """What a step came to beside its updates: samples, seconds and memory."""
@@ -97,6 +99,11 @@ class Run:
             raise ValueError("the batch has no scores yet")
         metrics = self.rollouts.describe() | batch.metrics  # while the step's clock runs
         metrics |= self.book.step_metrics(prompts, generations, experience, scored)
+        if self.planned is not None:
+            planned, departures = self.planned.note(metrics)
+            metrics |= planned
+            for sentence in departures:
+                self.book.warn(sentence)
         self.book.save_samples(self.config.trainer.rollout_data_dir, prompts, scored, step)
         memory = {pool: host.take_memory() for pool, host in self.roles.hosts.items()}
         return metrics | self.book.memory_metrics({pool: future.get() for pool, future in memory.items()})
@@ -141,7 +148,10 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         life.restore()
         rollouts.load_weights(folder.start.step)
         with life:
-            yield Run(config, roles, rollouts, rewards, algorithm, validation, life, book, started)
+            planned = None
+            if config.trainer.hardware_file is not None:
+                planned = PlannedSteps(config, hardware_here(config))
+            yield Run(config, roles, rollouts, rewards, algorithm, validation, life, book, started, planned)
 
 
 @dataclass(frozen=True)
@@ -220,7 +230,7 @@ def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:
 
 def hardware_here(config: RunConfig) -> Hardware:
     """What the plan of this run counts with: this machine's GPU where it has one, else the default of plans."""
-    hardware = load_hardware(default_hardware(config.trainer.device))
+    hardware = planned_hardware(config.trainer)
     if config.trainer.device == "cuda" and torch.cuda.is_available():
         return replace(hardware, memory_bytes=float(torch.cuda.get_device_properties(0).total_memory))
     return hardware

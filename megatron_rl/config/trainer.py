@@ -50,6 +50,9 @@ class TrainerConfig:
     stall_timeout_s: float | None = None
     """Seconds after which a verb of a rank that makes no progress (no micro-batch, no step of the engine, no message)
     ends the run (exit code 3). null: ten times the longest phase that the planner expects, at least 1800."""
+    hardware_file: str | None = None
+    """A file that `megatron-rl profile` wrote on such machines: plans count with it, and the run says when a phase
+    departs from its plan by more than the file's error. null: plans count with data sheets, and nothing is said."""
     heartbeat_timeout_s: float = 30.0
     """Seconds after which a rank whose process gives no sign of life ends the run (exit code 3)."""
     rollout_data_dir: str | None = None

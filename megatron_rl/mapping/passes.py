@@ -15,6 +15,7 @@ from megatron_rl.mapping.shards import ModelShards, StageHeld, held, looked_at, 
 from megatron_rl.mapping.work import RoleWork, Work
 from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 from megatron_rl.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, LayerSizes, in_flight
+from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import (
     Held,
     Passes,
@@ -26,7 +27,7 @@ from megatron_rl.planner.memory import (
     update_held,
 )
 from megatron_rl.planner.recompute import Recompute
-from megatron_rl.planner.step_time import CALL_SECONDS, MOST_DIRECT
+from megatron_rl.planner.step_time import MOST_DIRECT
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 """Samples of the longest length that a micro-batch has room for."""
@@ -85,11 +86,13 @@ class OnGrid:
                 continue
             if kind == "score":
                 load = work.pass_load(role, one, None, self.grid.cp)
-                seconds = estimator.forward(load) + dispatch(self.shape) if work.times(role, kind) else 0.0
+                seconds = (
+                    estimator.forward(load) + dispatch(work.hardware, self.shape) if work.times(role, kind) else 0.0
+                )
                 yield Option(kind, one, None, seconds, cut)
             for recompute, settings, share in recomputes:
                 load = work.pass_load(role, one, share, self.grid.cp)
-                seconds = estimator.train(load) + load.num_updates * dispatch(self.shape)
+                seconds = estimator.train(load) + load.num_updates * dispatch(work.hardware, self.shape)
                 yield Option(kind, one, recompute, seconds, cut | settings)
 
     def _cuts(self, one: PassSpec) -> Iterator[tuple[PassSpec, dict[str, Any]]]:
@@ -212,7 +215,7 @@ def _order(option: Option) -> tuple[float, int]:
     return (option.seconds, -(option.one.max_tokens or option.one.num_rows))
 
 
-def dispatch(shape: Shape) -> float:
+def dispatch(hardware: Hardware, shape: Shape) -> float:
     """Seconds of one call, as `step_time.dispatch_seconds`."""
     direct = shape.num_ranks if shape.num_ranks <= MOST_DIRECT else shape.num_nodes + shape.per_node
-    return CALL_SECONDS * direct
+    return hardware.overheads.call * direct

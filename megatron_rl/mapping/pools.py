@@ -77,6 +77,10 @@ class Pools:
             self._fronts[key] = self._made(block, units)
         return self._fronts[key]
 
+    def layouts(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
+        """All of them, also those that others beat, each with its fastest passes that fit."""
+        return list(self._choices(block, units))
+
     def _made(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
         """Layouts without CP first, then those with it of which a bound says that they may add something."""
         shape, names = self.work.cluster.shape(units), tuple(name for name in block if name != ROLLOUT)
@@ -282,7 +286,7 @@ class Pools:
                     reshard = in_place_seconds(self.work, self.actor_bytes, grid, shape, tp)
                 else:
                     reshard = received_seconds(self.work, self.shard(tp))
-                gen = generation.seconds + generation.offload + dispatch(shape)
+                gen = generation.seconds + generation.offload + dispatch(self.work.hardware, shape)
                 yield PoolChoice(block, units, shape, grid, options, generation, *training, gen, reshard)
 
     def shard(self, tp: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planner.hardware import default_hardware, load_hardware
+from megatron_rl.planner.hardware import planned_hardware
 from megatron_rl.planner.memory_report import memory_report
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.planner.stage_plan import stage_load, stage_time
@@ -21,7 +21,7 @@ def stall_timeout_s(config: RunConfig) -> float:
     """Seconds: `trainer.stall_timeout_s`, or where that is null what follows from the planned times of this run."""
     if config.trainer.stall_timeout_s is not None:
         return config.trainer.stall_timeout_s
-    hardware, models = load_hardware(default_hardware(config.trainer.device)), RunModels(config)
+    hardware, models = planned_hardware(config.trainer), RunModels(config)
     if not models.placement.generates:
         tokens = float(config.data.max_prompt_length + config.data.max_response_length)
         return max(SHORTEST_S, PHASES * stage_time(models, hardware, stage_load(config, tokens)).total)

@@ -8,7 +8,7 @@ a step ends when every role is updated. Inside a round the pools work at once, a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_rl.clock.lanes import Task, Timeline, simulate_tasks
@@ -16,7 +16,7 @@ from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.roles import ACTOR, PassSpec, PoolSize, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.context_packs import needed_size
-from megatron_rl.planner.hardware import Hardware
+from megatron_rl.planner.hardware import Hardware, Overheads
 from megatron_rl.planner.memory import GEN, RESHARD, phase_order
 from megatron_rl.planner.memory_report import MemoryReport
 from megatron_rl.planner.recompute import Recompute
@@ -24,7 +24,7 @@ from megatron_rl.planner.run_models import PoolModels, RunModels
 from megatron_rl.planner.time import FP32, Estimator, Layout, Load, ModelCost
 from megatron_rl.planner.transition import TransitionPlan
 
-CALL_SECONDS = 1e-3
+CALL_SECONDS = Overheads().call
 """Of the controller for each rank that it calls directly: the slope of docs/architecture.md's table, on two cores."""
 MOST_DIRECT = 128
 """Ranks up to which all are called directly, as in `cluster.calls`."""
@@ -34,12 +34,15 @@ MOST_DIRECT = 128
 class StepTime:
     """seconds: phase -> of one step, in the order of a step. pools: phase -> those that work in it.
 
-    rounds: phases that may run at the same time where their pools differ.
+    rounds: phases that may run at the same time where their pools differ. wants: phase -> ranks that work in it, in the
+    mean, of the parallel_ranks that can work at once where all pools share one machine's cores; 0: none is shared.
     """
 
     seconds: dict[str, float]
     pools: dict[str, tuple[str, ...]]
     rounds: tuple[tuple[str, ...], ...]
+    wants: dict[str, float] = field(default_factory=dict)
+    parallel_ranks: float = 0.0
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -47,9 +50,12 @@ class StepTime:
         tasks: list[Task] = []
         before: tuple[str, ...] = ()
         for phases in self.rounds:
-            tasks += [Task(phase, self.seconds[phase], self.pools[phase], before) for phase in phases]
+            tasks += [
+                Task(phase, self.seconds[phase], self.pools[phase], before, self.wants.get(phase, 0.0))
+                for phase in phases
+            ]
             before = phases or before
-        return simulate_tasks(tasks)
+        return simulate_tasks(tasks, self.parallel_ranks)
 
     @property
     def critical_path(self) -> list[str]:
@@ -97,39 +103,45 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     training, generating = models.training.spec.name, models.generating.spec.name
     pools = {RESHARD: tuple(dict.fromkeys((training, generating))), GEN: (generating,)}
     scores, updates = set(), set()
+    wants: dict[str, float] = {}
     for role in placement.megatron_roles:
         pool = models.pools[role.pool]
         if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
             cp_size = sharing(pool, role.score, load)
             estimator = estimator_of(models, pool, role, hardware, cp_size)
-            seconds[role.score.phase] = estimator.forward(scored_load(load, role.score, models.config, cp_size))
+            busy = estimator.scored(scored_load(load, role.score, models.config, cp_size))
+            seconds[role.score.phase] = estimator.seconds(busy)
+            wants[role.score.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
             scores.add(role.score.phase)
         if role.update is not None:
             cp_size = sharing(pool, role.update, load)
             estimator = estimator_of(models, pool, role, hardware, cp_size)
-            seconds[role.update.phase] = estimator.train(
-                updated_load(load, role, models.config, recomputed_share(pool, role), cp_size)
-            )
+            busy = estimator.trained(updated_load(load, role, models.config, recomputed_share(pool, role), cp_size))
+            seconds[role.update.phase] = estimator.seconds(busy)
+            wants[role.update.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
             updates.add(role.update.phase)
         pools |= {one.phase: (role.pool,) for one in role.passes}
     order = [phase for phase in phase_order(placement.megatron_roles) if phase in seconds]
     for phase, num_calls in calls(models, load).items():
         if phase in seconds:
-            seconds[phase] += num_calls * max(dispatch_seconds(models.pools[name].spec.size) for name in pools[phase])
+            sizes = [models.pools[name].spec.size for name in pools[phase]]
+            seconds[phase] += num_calls * max(dispatch_seconds(size, hardware) for size in sizes)
     rounds = ({RESHARD}, {GEN}, scores, updates)
     return StepTime(
         {phase: seconds[phase] for phase in order},
         {phase: pools[phase] for phase in order},
         tuple(tuple(phase for phase in order if phase in one) for one in rounds),
+        wants,
+        hardware.parallel_ranks,
     )
 
 
-def dispatch_seconds(size: PoolSize) -> float:
+def dispatch_seconds(size: PoolSize, hardware: Hardware) -> float:
     """Of one call of all ranks of a pool, one after the other; of many ranks nodes are called, and pass it on."""
     num_direct = size.world_size
     if num_direct > MOST_DIRECT:
         num_direct = size.num_nodes + size.num_ranks_per_node
-    return CALL_SECONDS * num_direct
+    return hardware.overheads.call * num_direct
 
 
 def calls(models: RunModels, load: Load) -> dict[str, int]:

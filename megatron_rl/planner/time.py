@@ -7,6 +7,8 @@ Legend: t, p, d: TP, PP, copies of the model (DP x CP); P matrix parameters; L l
     generation   every decode step reads the weights and the cache once, or computes if that takes longer, and costs
                  the engine a fixed overhead; lengths follow the least-assuming distribution with their mean and bound
     transition   the exact bytes of the hybrid engine's plan, over links inside a node and over the network
+Where the machine was profiled, its overheads and the latency of its collectives come on top, and ranks that share
+cores take turns: a phase takes its critical path, or all of its work over the ranks that can work at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 
 from megatron_rl.clock.pipeline import pipeline_seconds
 from megatron_rl.model.families import HEAD
-from megatron_rl.planner.hardware import Hardware
+from megatron_rl.planner.hardware import Hardware, Overheads, latency
 from megatron_rl.planner.run_models import PlannedModel
 from megatron_rl.planner.weights import EMBEDDING, is_tied
 
@@ -25,12 +27,14 @@ MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that reading weights and cache reaches; assumed."""
 LINK_EFFICIENCY = 0.7
 """Share of a link's or the network's bandwidth that collectives reach; assumed."""
-LAUNCH_SECONDS = 1e-4
+LAUNCH_SECONDS = Overheads().launch
 """Of a layer's kernels in a forward pass, however few tokens it has; assumed. It counts where they compute less."""
 ROW_MOVES = 4
 """Times that a row of an expert is read or written to bring rows into one order and back."""
 COLLECTIVE_LATENCY = 47.2e-6
 """Seconds that a collective of a decode step takes however small, with waiting for the last rank; calibrated."""
+DP_COLLECTIVES, ALL_COLLECTIVES = 4, 2
+"""Of one optimizer step: counted tokens, gradients, parameters and metrics among data-parallel ranks; norms of all."""
 RL_SHARE = 0.777
 """What passes over short sequences of many lengths reach of the efficiency of long training; calibrated."""
 DECODE_OVERHEAD = 6.35e-3
@@ -80,6 +84,10 @@ class ModelCost:
     def forward_flops(self, length: float) -> float:
         """FLOPs of one token's forward pass in a sequence of `length`: matrices, and causal attention."""
         return 2 * self.matrix_params + 2 * self.num_layers * self.q_size * length
+
+    def attention_flops(self, length: float) -> float:
+        """Of these what attention takes."""
+        return 2 * self.num_layers * self.q_size * length
 
     def read_bytes(self, num_tokens: float) -> float:
         """Bytes of weights that a step of `num_tokens` reads: of experts those that any token is sent to."""
@@ -161,6 +169,25 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Busy:
+    """What passes take of ranks that have a device, or a core, each.
+
+    critical: seconds from the start to the end. work: seconds that a rank works in them, in the mean.
+    """
+
+    critical: float
+    work: float
+
+    def __add__(self, other: Busy) -> Busy:
+        """One after the other."""
+        return Busy(self.critical + other.critical, self.work + other.work)
+
+    def times(self, number: float) -> Busy:
+        """So many of them, one after the other."""
+        return Busy(self.critical * number, self.work * number)
+
+
+@dataclass(frozen=True)
 class Estimator:
     """Times of one model on one layout."""
 
@@ -171,40 +198,77 @@ class Estimator:
 
     def train(self, load: Load) -> float:
         """Seconds of all forward and backward passes and optimizer steps of a step."""
-        steps = load.num_updates
-        samples = load.num_samples * load.epochs / steps
-        seconds = self._passes(load, samples, passes=3 + load.recompute, all_reduces=4 + 2 * load.recompute)
-        return steps * (seconds + self._optimizer_step(load))
+        return self.seconds(self.trained(load))
 
     def forward(self, load: Load) -> float:
         """Seconds of one forward pass over all tokens: log-probs, or values."""
+        return self.seconds(self.scored(load))
+
+    def seconds(self, busy: Busy) -> float:
+        """On this machine, where ranks that share cores take turns: all of their work decides, or the critical path."""
+        return max(busy.critical, busy.work * self._crowding)
+
+    @property
+    def _crowding(self) -> float:
+        return self.hardware.crowding(min(self.layout.num_gpus, self.layout.gpus_per_node))
+
+    def trained(self, load: Load) -> Busy:
+        """What `train` takes of its ranks."""
+        steps = load.num_updates
+        samples = load.num_samples * load.epochs / steps
+        passes = self._passes(load, samples, passes=3 + load.recompute, all_reduces=4 + 2 * load.recompute)
+        return (passes + self._optimizer_step(load)).times(steps)
+
+    def scored(self, load: Load) -> Busy:
+        """What `forward` takes of its ranks."""
         return self._passes(load, load.num_samples, passes=1, all_reduces=2)
 
-    def _passes(self, load: Load, samples: float, passes: float, all_reduces: float) -> float:
+    def _passes(self, load: Load, samples: float, passes: float, all_reduces: float) -> Busy:
         """Work of `passes` forward passes of so many samples, with tensor- and expert-parallel traffic, by stages."""
         layout, gpu, model = self.layout, self.hardware, self.model
-        rate = gpu.flops(self.dtype) * gpu.matmul_efficiency * load.efficiency_share
         # Samples are dealt out whole: where they are fewer than the ranks, some have none.
         mine = math.ceil(samples * layout.cp / layout.dp - 1e-9) * load.length / layout.cp
         blocks = max(1, math.ceil(mine / max(load.block_tokens, load.length / layout.cp)))
         if layout.vpp > 1:
             blocks = math.ceil(blocks / layout.pp) * layout.pp
         tokens = mine / blocks
+        rate = gpu.flops(self.dtype) * gpu.matmul_efficiency * load.efficiency_share * tokens / (tokens + gpu.half_rows)
         head = passes * tokens * 2 * model.head_params / (layout.tp * rate)
-        layer = passes * tokens * (model.forward_flops(load.length) - 2 * model.head_params) / model.num_layers
-        layer = layer / (layout.tp * rate) + all_reduces * self._all_reduce(tokens * model.hidden * BF16, layout.tp)
+        attention = model.attention_flops(load.length) * (1 / gpu.attention_share - 1)
+        layer = passes * tokens * (model.forward_flops(load.length) + attention - 2 * model.head_params)
+        layer = layer / model.num_layers / (layout.tp * rate)
+        layer += all_reduces * self._all_reduce(tokens * model.hidden * BF16, layout.tp)
         layer += self._experts(tokens, passes, rate) + self._key_exchange(tokens, passes)
         layers = layout.stage_layers or (model.num_layers / layout.pp,) * layout.pp
         read = passes * self._weight_bytes() / layout.pp / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
-        launch = passes * LAUNCH_SECONDS * model.num_layers / layout.pp
+        launch = passes * gpu.overheads.launch * model.num_layers / layout.pp
         slowest = max(max(layers) * layer, layers[-1] * layer + head, read, launch)
-        total = max(model.num_layers * layer + head, layout.pp * read, layout.pp * launch)
-        seconds = pipeline_seconds(max(total, slowest), slowest, blocks, layout.vpp)
+        total = max(model.num_layers * layer + head, layout.pp * read, layout.pp * launch, slowest)
+        on_stage, on_layer = self._pass_overheads(tokens, passes, all_reduces)
+        slowest += on_stage + max(layers) * on_layer
+        total += layout.pp * on_stage + model.num_layers * on_layer
+        seconds = pipeline_seconds(total, slowest, blocks, layout.vpp)
         if layout.pp > 1:
             hops = 2 * (passes > 1) + (passes == 1)
             wide = layout.tp * layout.dp >= layout.gpus_per_node
             seconds += hops * layout.vpp * mine / layout.tp * model.hidden * BF16 / self._bandwidth(wide)
-        return seconds
+        return Busy(seconds, blocks * total / layout.pp)
+
+    def _pass_overheads(self, tokens: float, passes: float, all_reduces: float) -> tuple[float, float]:
+        """Seconds of one micro-batch beside FLOPs and bytes: on each stage, and of each of its layers.
+
+        Half of what tokens cost is taken to be on every TP rank, as norms and residuals are.
+        """
+        layout, hidden, known = self.layout, self.model.hidden, self.hardware.overheads
+        tokens *= hidden * (1 + 1 / layout.tp) / 2
+        on_stage, on_layer = known.score_pass, known.score_layer + tokens * known.score_token
+        if passes > 1:
+            again = (passes - 3) * on_layer
+            on_stage, on_layer = known.update_pass, known.update_layer + tokens * known.update_token + again
+        collective = latency(self.hardware.collectives, layout.tp)
+        hops = 2 * (passes > 1) + (passes == 1) if layout.pp > 1 else 0
+        on_stage += all_reduces * collective + hops * latency(self.hardware.collectives, 2)
+        return on_stage, on_layer + all_reduces * collective
 
     def _weight_bytes(self) -> float:
         """That one rank of TP and EP would hold of all stages."""
@@ -251,13 +315,18 @@ class Estimator:
             sent = pair * (layout.cp - 1) * (passes if passes == 1 else passes + 1)
         return tokens * sent / self._bandwidth(layout.tp * layout.cp > layout.gpus_per_node)
 
-    def _optimizer_step(self, load: Load) -> float:
+    def _optimizer_step(self, load: Load) -> Busy:
         """Reduce-scatter of float32 gradients, all-gather of parameters, and Adam's traffic in memory."""
         layout = self.layout
         mine = self._params_of_rank / layout.pp
         exchanged = mine * (FP32 + BF16) * (layout.dp - 1) / layout.dp / self._replica_bandwidth
         adam = 40 * self.model.num_params / layout.num_gpus / (self.hardware.memory_bandwidth * MEMORY_EFFICIENCY)
-        return adam + (0.0 if load.overlaps_dp else exchanged)
+        known = self.hardware.overheads
+        own = known.optimizer_step + known.optimizer_layer * self.model.num_layers / layout.pp
+        own += DP_COLLECTIVES * latency(self.hardware.collectives, layout.dp)
+        own += ALL_COLLECTIVES * latency(self.hardware.collectives, layout.num_gpus)
+        seconds = adam + own + (0.0 if load.overlaps_dp else exchanged)
+        return Busy(seconds, seconds)
 
     @property
     def _replica_bandwidth(self) -> float:
@@ -285,7 +354,8 @@ class Estimator:
         together = min(mine, load.max_seqs)
         lengths = Lengths.with_mean(load.response, load.max_response)
         longest = lengths.quantile(load.num_samples / (load.num_samples + 1))
-        seconds = self._prefill(mine * load.prompt, load.prompt)
+        known = self.hardware.overheads
+        seconds = self._prefill(mine * load.prompt, load.prompt) + known.generation + mine * known.request
         # While others wait, as many as fit are decoded, each at a random point of its answer.
         waiting_steps = (mine - together) * load.response / together
         seconds += waiting_steps * self._decode_step(load, together, load.prompt + load.response / 2)
@@ -294,14 +364,14 @@ class Estimator:
             done = (i + 0.5) / points * longest
             active = max(1.0, together * lengths.survival(done))
             seconds += longest / points * self._decode_step(load, active, load.prompt + done)
-        return seconds
+        return seconds * self._crowding
 
     def token_seconds(self, load: Load, sequences: float) -> float:
         """Of one more token for each of so many sequences of mean length; prompts are spread over their answers."""
         started = sequences / load.response
-        return self._decode_step(load, sequences, load.prompt + load.response / 2) + self._prefill(
-            started * load.prompt, load.prompt
-        )
+        seconds = self._decode_step(load, sequences, load.prompt + load.response / 2)
+        seconds += self._prefill(started * load.prompt, load.prompt) + started * self.hardware.overheads.request
+        return seconds * self._crowding
 
     def _decode_step(self, load: Load, sequences: float, context: float) -> float:
         """Seconds of one token for each of `sequences`: the slower of memory and compute, traffic, overhead."""
@@ -313,8 +383,22 @@ class Estimator:
         traffic = 0.0
         if tp > 1:
             message = sequences * self.model.hidden * BF16
-            traffic = 2 * self.model.num_layers * (load.collective_latency + self._all_reduce(message, tp))
-        return max(read, compute) + traffic + load.decode_overhead
+            traffic = 2 * self.model.num_layers * self._all_reduce(message, tp) + self._step_latency(load)
+        return max(read, compute) + traffic + self._step_overhead(load, sequences)
+
+    def _step_latency(self, load: Load) -> float:
+        """Of a decode step's collectives however small: two a layer, and where they were measured also the ends'."""
+        layers, known = self.model.num_layers, self.hardware.engine_collectives
+        if not known:
+            return 2 * layers * load.collective_latency
+        return (2 * layers + 2) * latency(known, self.layout.rollout_tp)
+
+    def _step_overhead(self, load: Load, sequences: float) -> float:
+        """Of the engine, beside the work of a decode step."""
+        known = self.hardware.overheads
+        if known.engine_step is None:
+            return load.decode_overhead
+        return known.engine_step + self.model.num_layers * known.engine_layer + sequences * known.engine_sequence
 
     def _prefill(self, tokens: float, length: float) -> float:
         tp, gpu = self.layout.rollout_tp, self.hardware

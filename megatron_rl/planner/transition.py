@@ -86,7 +86,7 @@ class TransitionPlan:
             for far, near in zip(self.network, self.link, strict=True)
         )
         sent = max(self.sent or (0,)) / hardware.network_bandwidth
-        return max(received, sent) / LINK_EFFICIENCY
+        return max(received, sent) / LINK_EFFICIENCY + hardware.overheads.transition
 
 
 def _sent_bytes(models: RunModels) -> list[int]:

@@ -15,7 +15,7 @@ from megatron_rl.trials.ablation_report import as_csv, as_markdown
 from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.planned import PlannedPoint, trial_of
 from megatron_rl.trials.points import Point
-from megatron_rl.trials.record import Record, must_run, read_record, record_of, write_record
+from megatron_rl.trials.record import Record, joined, must_run, read_record, record_of, write_record
 from megatron_rl.trials.result import Row, rows_of
 from megatron_rl.trials.trial import Patience, Trial, require_own
 
@@ -33,14 +33,17 @@ class Ablation:
     planned: Sequence[PlannedPoint]
     say: Callable[[str], None]
 
-    def trial(self, point: Point) -> Trial:
-        return trial_of(point, self.config, self.folder)
+    def trial(self, point: Point, round_: int = 0) -> Trial:
+        return trial_of(point, self.config, self.folder, round_)
 
     def rows(self) -> list[Row]:
-        """Every point, with what its record says."""
-        points = [planned.point for planned in self.planned]
-        records = {point.name: read_record(self.trial(point).folder) for point in points}
-        return rows_of(self.planned, records, self.config.warmup_steps)
+        """Every point, with what its records say."""
+        rounds, warm_up = range(self.config.repeats), self.config.warmup_steps
+        records = {
+            point.name: joined([read_record(self.trial(point, number).folder) for number in rounds], warm_up)
+            for point in (planned.point for planned in self.planned)
+        }
+        return rows_of(self.planned, records, warm_up)
 
     def write_report(self) -> list[Row]:
         """ablation.csv, ablation.md and, where something has finished, ablation.png; the rows in them."""
@@ -64,24 +67,33 @@ class Ablation:
         for planned in self.planned:
             if planned.violations:
                 self.say(f"{planned.point.name}: invalid, skipped: {planned.reason}")
-        due = []
-        for point in valid:
-            record = read_record(self.trial(point).folder)
-            if record is None or must_run(record, point, retry_failed):
-                due.append(point)
-            else:
-                retried = "" if record.outcome is TrialOutcome.FINISHED else " (--retry-failed runs it again)"
-                self.say(f"{point.name}: {record.outcome} before, not repeated{retried}")
-        due.sort(key=lambda point: point.name != self.config.baseline)
         rows = self.write_report()
-        for number, point in enumerate(due, start=1):
-            self.say(f"[{number}/{len(due)}] {point.name} ...")
-            self._run_point(point)
-            rows = self.write_report()
+        for round_ in range(self.config.repeats):
+            due = self._due(valid, round_, retry_failed)
+            for number, point in enumerate(due, start=1):
+                told = f" of round {round_ + 1}" if self.config.repeats > 1 else ""
+                self.say(f"[{number}/{len(due)}{told}] {point.name} ...")
+                self._run_point(point, round_)
+                rows = self.write_report()
         return rows
 
-    def _run_point(self, point: Point) -> None:
-        trial = self.trial(point)
+    def _due(self, points: Sequence[Point], round_: int, retry_failed: bool) -> list[Point]:
+        """Those to start in a round: the baseline first, and in every other round the others in the other order."""
+        due = []
+        for point in points:
+            record = read_record(self.trial(point, round_).folder)
+            if record is None or must_run(record, point, retry_failed):
+                due.append(point)
+            elif round_ == 0:
+                retried = "" if record.outcome is TrialOutcome.FINISHED else " (--retry-failed runs it again)"
+                self.say(f"{point.name}: {record.outcome} before, not repeated{retried}")
+        if round_ % 2:
+            due.reverse()
+        due.sort(key=lambda point: point.name != self.config.baseline)
+        return due
+
+    def _run_point(self, point: Point, round_: int) -> None:
+        trial = self.trial(point, round_)
         trial.empty()
         started = time.monotonic()
         try:

@@ -32,7 +32,9 @@ class AblationConfig:
     config: the base configuration's file. overrides: for all points. grid: key -> values, all combinations of which
     are points. points: further ones. exclude: combinations that are left out: all that agree with one of these.
     baseline: name of the point that ratios refer to. warmup_steps: steps at the start that do not count.
-    time_limit_s: of one run. hardware, prompt_length, response_length: what `megatron-rl plan` takes.
+    time_limit_s: of one run. hardware, prompt_length, response_length: what `megatron-rl plan` takes. repeats: runs of
+    each point, in rounds over all points, so that what else the machine does falls on all alike. chosen: name of the
+    point whose regret the report says; None: the one predicted to be the fastest.
     """
 
     config: str
@@ -47,6 +49,8 @@ class AblationConfig:
     hardware: str | None = None
     prompt_length: float | None = None
     response_length: float | None = None
+    repeats: int = 1
+    chosen: str | None = None
 
 
 def _is_text(value: Any) -> bool:
@@ -59,6 +63,10 @@ def _is_number(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_count(value) and value > 0
 
 
 def _is_settings(value: Any) -> bool:
@@ -86,6 +94,8 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hardware": (_is_text, "must be a name or a file"),
     "prompt_length": (_is_number, "must be a number above 0"),
     "response_length": (_is_number, "must be a number above 0"),
+    "repeats": (_is_positive, "must be a whole number, 1 or more"),
+    "chosen": (_is_text, "must be the name of a point"),
 }
 MAY_BE_NULL = {field.name for field in dataclasses.fields(AblationConfig) if field.default is None}
 

@@ -14,6 +14,7 @@ from megatron_rl.planner.run_plan import amount
 from megatron_rl.trials import markdown
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.outcome import TrialOutcome
+from megatron_rl.trials.ranking import ranking_lines
 from megatron_rl.trials.result import PHASES, REST, Row, by_step_time, memory_unit, ratios
 
 COLUMNS = (*PHASES, REST)
@@ -26,8 +27,8 @@ LEGEND = """\
   exchange: the part of reshard in which these bytes travel.
 - memory: of the worst rank in its worst phase; planned: for the same tensors. On CPU ranks these are the tensors that
   are kept, as no allocator counts the rest; on GPUs the allocator's peak.
-- planned step s: the planner's estimate, and how many times as long the measured step took. On CPU ranks it means
-  little: small models are ruled by overheads that the planner does not know, and ranks share the machine's cores.
+- planned step s: the planner's estimate, and how many times as long the measured step took. Small models are ruled by
+  overheads that only a hardware file of `megatron-rl profile` knows: without one it means little on CPU ranks.
 - reward: mean of all steps, the first ones too. Samples do not depend on the layout, so where points differ in layout
   alone, rewards differ by rounding alone.
 - x: over the baseline's."""
@@ -57,6 +58,7 @@ def as_markdown(rows: Sequence[Row], ablation: AblationConfig, picture: str | No
             lines[-2] += f" Rewards of the same step differ between points by at most {apart:.3g}."
         lines += [*([f"![seconds by phase, tokens per second, bytes, memory]({picture})", ""] if picture else [])]
         lines += [*_results_table(finished, rows, ablation.baseline), "", LEGEND]
+        lines += ranking_lines(rows, ablation.chosen)
     other = [row for row in rows if row.outcome not in (TrialOutcome.FINISHED, TrialOutcome.INVALID)]
     if other:
         lines += ["", "## Not finished", "", *markdown.table("point", "outcome", "seconds", "reason")]

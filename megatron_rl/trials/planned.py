@@ -9,31 +9,37 @@ from pathlib import Path
 from megatron_rl.config.load import read_config, read_file
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
-from megatron_rl.planner.hardware import default_hardware, load_hardware
+from megatron_rl.planner.hardware import planned_hardware
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.points import LAYOUT, Point, points_of, short_names
 from megatron_rl.trials.trial import Trial
 
+LONGEST_OPTIONS = 100
+"""Characters beyond which a point is called by its name."""
+
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Sizes of a run's groups: its layout, in short."""
+    """Sizes of a run's groups: its layout, in short. other_pools, other_ranks: beside the actor's."""
 
     tp: int
     pp: int
     dp: int
     rollout_tp: int
     cp: int = 1
+    other_pools: int = 0
+    other_ranks: int = 0
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp + self.other_ranks
 
     def __str__(self) -> str:
         cp = f"CP{self.cp} " if self.cp > 1 else ""
-        return f"TP{self.tp} {cp}PP{self.pp} DP{self.dp} \N{RIGHTWARDS ARROW} TP{self.rollout_tp}"
+        pools = f", {1 + self.other_pools} pools" if self.other_pools else ""
+        return f"TP{self.tp} {cp}PP{self.pp} DP{self.dp} \N{RIGHTWARDS ARROW} TP{self.rollout_tp}{pools}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,10 @@ class PlannedPoint:
     @property
     def label(self) -> str:
         """How reports call it."""
-        return self.point.name if self.layout is None else f"{self.layout} {self.options}".rstrip()
+        if self.layout is None:
+            return self.point.name
+        options = self.options if len(self.options) <= LONGEST_OPTIONS else f"({self.point.name})"
+        return f"{self.layout} {options}".rstrip()
 
     @property
     def reason(self) -> str:
@@ -73,10 +82,11 @@ class PlannedPoint:
         return "; ".join(map(str, self.violations))
 
 
-def trial_of(point: Point, ablation: AblationConfig, folder: Path) -> Trial:
-    """The trial of a point, which starts anew. folder: the ablation's."""
+def trial_of(point: Point, ablation: AblationConfig, folder: Path, round_: int = 0) -> Trial:
+    """The trial of a point in one round, which starts anew. folder: the ablation's."""
     anew = ("trainer.resume_mode=disable", "trainer.resume_from_path=null")
-    return Trial(Path(ablation.config), folder / "points" / point.name, (*point.overrides, *anew))
+    name = f"{point.name}-round{round_ + 1}" if round_ else point.name
+    return Trial(Path(ablation.config), folder / "points" / name, (*point.overrides, *anew))
 
 
 def plan_points(ablation: AblationConfig, folder: Path) -> list[PlannedPoint]:
@@ -95,7 +105,7 @@ def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, fold
         violations = [*violations, *preflight(config), *_recording_problems(config, ablation)]
     if config is None or violations:
         return PlannedPoint(point, options, violations)
-    hardware = load_hardware(ablation.hardware or default_hardware(config.trainer.device))
+    hardware = planned_hardware(config.trainer, ablation.hardware)
     lengths = mean_lengths(config.data, ablation.prompt_length, ablation.response_length)
     plan = RunPlan.of(config, hardware, lengths)
     grid = plan.models.grid
@@ -103,7 +113,15 @@ def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, fold
         point,
         options,
         [],
-        GroupSizes(grid.tp_size, grid.pp_size, grid.dp_size, plan.models.rollout.tp_size, grid.cp_size),
+        GroupSizes(
+            grid.tp_size,
+            grid.pp_size,
+            grid.dp_size,
+            plan.models.rollout.tp_size,
+            grid.cp_size,
+            len(plan.models.pools) - 1,
+            plan.models.placement.world_size - grid.world_size,
+        ),
         Expected(
             plan.step_seconds,
             plan.memory.peak,

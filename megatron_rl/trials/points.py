@@ -105,6 +105,7 @@ def _check(points: Sequence[Point], ablation: AblationConfig) -> None:
     strange = [name for name in names if re.fullmatch(r"\w[\w.=+-]*", name) is None]
     if strange:
         raise ConfigError(f"the name {strange[0]!r} must be letters, digits and any of _.=+-, as it names a folder")
-    if ablation.baseline is not None and ablation.baseline not in names:
-        nearest = nearest_name(ablation.baseline, names)
-        raise ConfigError(f"baseline={ablation.baseline} must be the name of a point; nearest: {nearest}")
+    for key in ("baseline", "chosen"):
+        named = getattr(ablation, key)
+        if named is not None and named not in names:
+            raise ConfigError(f"{key}={named} must be the name of a point; nearest: {nearest_name(named, names)}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +93,19 @@ def record_of(point: Point, trial: Trial, life: Life) -> Record:
 
 def _kept(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith(KEPT)}
+
+
+def joined(records: Sequence[Record | None], warmup_steps: int) -> Record | None:
+    """The rounds of one point as one record: the first's, with the others' steps that count after its own.
+
+    A round that did not finish, or has not run yet, adds nothing. None without a first one.
+    """
+    first, *others = records
+    if first is None or first.outcome is not TrialOutcome.FINISHED:
+        return first
+    steps = dict(first.steps)
+    for other in others:
+        if other is not None and other.outcome is TrialOutcome.FINISHED and other.key == first.key:
+            counted = [metrics for step, metrics in sorted(other.steps.items()) if step > warmup_steps]
+            steps |= dict(enumerate(counted, start=max(steps, default=0) + 1))
+    return replace(first, steps=steps)

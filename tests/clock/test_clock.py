@@ -60,3 +60,32 @@ def test_uneven_stages_never_take_longer(stages, num_micro_batches):
     closed = pipeline_seconds(3 * sum(stages), 3 * max(stages), num_micro_batches)
     assert max(num_micro_batches * 3 * max(stages), 0.86 * closed) <= simulated * (1 + 1e-9)
     assert simulated <= closed * (1 + 1e-9)
+
+
+def test_lanes_that_share_slow_down_alike():
+    """Two cores, by hand: a wants 2 and b 1, so both run at 2/3 until b is done after 3 s; a has 1 s left then. c comes
+    after both. Would not catch tasks whose wants change while they run.
+    """
+    tasks = [Task("a", 3, ("x",), wants=2.0), Task("b", 2, ("y",), wants=1.0), Task("c", 1, ("x",), ("a", "b"), 1.0)]
+    found = simulate_tasks(tasks, shared=2.0)
+    assert {name: (bar.start, bar.stop) for name, bar in found.bars.items()} == {
+        "a": (0, pytest.approx(4)), "b": (0, pytest.approx(3)), "c": (pytest.approx(4), pytest.approx(5)),
+    }  # fmt: skip
+    assert found.critical_path == ["a", "c"]
+    assert simulate_tasks(tasks).total == 4 and simulate_tasks(tasks, shared=4.0).total == 4
+
+
+@given(
+    st.lists(st.tuples(SECONDS, st.integers(0, 2), st.floats(0.0, 3.0)), min_size=1, max_size=8), st.floats(0.5, 4.0)
+)
+def test_sharing_never_beats_the_work_nor_the_lanes(drawn, shared):
+    """At least as long as without sharing, and as all work over what there is; at most both added up. Would not catch
+    a share that is given unevenly.
+    """
+    tasks = [
+        Task(str(number), seconds, (str(lane),), wants=min(wants, shared))
+        for number, (seconds, lane, wants) in enumerate(drawn)
+    ]
+    alone, found = simulate_tasks(tasks).total, simulate_tasks(tasks, shared).total
+    work = sum(task.seconds * task.wants for task in tasks) / shared
+    assert max(alone, work) - 1e-6 <= found <= alone + work + 1e-6

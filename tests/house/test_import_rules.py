@@ -64,7 +64,8 @@ ROOMS: dict[str, set[str]] = {
     ),
     "port": {"errors", "config", "planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
-    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port", "mapping"},
+    "profiling": GROUND | {"planner", "roles", "cluster", "trials"},
+    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port", "mapping", "profiling"},
     "__main__": {"cli"},
 }
 """Room -> rooms it may import."""

@@ -1,0 +1,224 @@
+"""Measure a machine: its worlds one after the other, a short run, and the hardware file that comes of them."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_rl.config.load import read_config
+from megatron_rl.config.problems import raise_problems
+from megatron_rl.errors import ConfigError, WorkerFailure
+from megatron_rl.planner.hardware import Hardware
+from megatron_rl.planner.planned_steps import PlannedSteps
+from megatron_rl.planner.run_models import PlannedModel
+from megatron_rl.planner.run_plan import RunPlan
+from megatron_rl.planner.step_time import calls, step_load
+from megatron_rl.planner.time import ModelCost
+from megatron_rl.profiling import probe as probes
+from megatron_rl.profiling.fit import Probe, errors, fit_collectives, fit_overheads, quantile
+from megatron_rl.profiling.launch import run_world
+from megatron_rl.profiling.machine import base_hardware
+from megatron_rl.profiling.samples import Case, Task, World
+from megatron_rl.trials.outcome import TrialOutcome
+from megatron_rl.trials.trial import Patience, Trial
+
+PASSES = (Case(4, 8, 4), Case(16, 8, 4), Case(16, 40, 24), Case(48, 8, 4))
+CUT_PASSES = (Case(16, 8, 4), Case(32, 16, 8))
+GENERATIONS = (Case(4, 8, 4), Case(4, 8, 24), Case(32, 8, 4), Case(32, 8, 24), Case(32, 40, 24))
+CUT_GENERATIONS = (Case(8, 8, 8), Case(32, 8, 8))
+LEAST_ERROR = 0.1
+USUAL = 0.9
+"""Share of the samples that the calibration's error covers."""
+WORLD_LIMIT_S, RUN_LIMIT_S = 240.0, 300.0
+MOST_RANKS = 64
+CPU_RANKS = 4
+"""Processes of a machine without GPUs where nothing else is said: as many as the demo has."""
+DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class Request:
+    """device: cpu or cuda. num_ranks: of this machine, as a run would start."""
+
+    device: str
+    num_ranks: int
+    repeats: int = 5
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """Powers of 2 that divide the ranks, and the probe's heads."""
+        heads = probes.HEADS[self.device]
+        return [size for size in (2, 4, 8, 16) if self.num_ranks % size == 0 and heads % size == 0]
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Of collectives."""
+        return tuple(size for size in range(2, self.num_ranks + 1) if self.num_ranks % size == 0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a profile comes to. steps: of the short run, (planned, measured) seconds. seconds: of the whole profile."""
+
+    hardware: Hardware
+    worlds: list[World]
+    errors: list[float]
+    seconds: float
+    start_up_s: float | None = None
+    step: tuple[float, float] | None = None
+    phases: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def number_of_gpus() -> int:
+    """Of this machine, without importing torch: as the driver lists them."""
+    return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
+
+
+def profile(request: Request, say: Callable[[str], None], short_run: bool = True) -> Measured:
+    """Measure; minutes. Raises ConfigError, and WorkerFailure where a rank or the run fails."""
+    if not 1 <= request.num_ranks <= MOST_RANKS:
+        nearest = min(max(1, request.num_ranks), MOST_RANKS)
+        raise ConfigError(f"--ranks {request.num_ranks} must be >= 1 and <= {MOST_RANKS}; nearest: --ranks {nearest}")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-profile-") as name:
+        folder = Path(name)
+        say("making two small models")
+        probes.save_data(folder)
+        for layers in (probes.SHALLOW, probes.DEEP):
+            probes.save_model(folder / f"model_{layers}", layers, request.device)
+        worlds = [_measure(task, folder, request, say) for task in tasks(request, folder)]
+        hardware, missed = _fitted(worlds, request, folder)
+        measured = Measured(hardware, worlds, missed, 0.0)
+        if short_run:
+            say(f"a short run on {request.num_ranks} ranks")
+            measured = _with_run(measured, request, folder)
+    return replace(measured, seconds=time.monotonic() - started)
+
+
+def tasks(request: Request, folder: Path) -> list[Task]:
+    """The worlds to measure: one rank with either model, then all ranks at each TP size."""
+    device, repeats, alone = request.device, request.repeats, 1
+
+    def task(layers: int, tp_size: int, world_size: int, **what: Any) -> Task:
+        return Task(device, str(folder / f"model_{layers}"), layers, tp_size, world_size, repeats=repeats, **what)
+
+    cases = {"passes": PASSES, "generations": GENERATIONS}
+    found = [task(probes.SHALLOW, 1, alone, kernels=True, **cases), task(probes.DEEP, 1, alone, **cases)]
+    cut = {"passes": CUT_PASSES, "generations": CUT_GENERATIONS}
+    for number, tp_size in enumerate(request.tp_sizes):
+        own = {"kernels": True, "collectives": request.group_sizes} if number == 0 else {}
+        found.append(task(probes.DEEP, tp_size, request.num_ranks, **own, **cut))
+    if request.num_ranks > 1 and not request.tp_sizes:
+        found.append(task(probes.DEEP, 1, request.num_ranks, kernels=True, collectives=request.group_sizes))
+    return found
+
+
+def _measure(task: Task, folder: Path, request: Request, say: Callable[[str], None]) -> World:
+    say(f"{task.world_size} rank{'s' * (task.world_size > 1)}, TP{task.tp_size}, a model of {task.num_layers} layers")
+    name = f"world_{task.world_size}_{task.tp_size}_{task.num_layers}"
+    content = probes.settings(
+        folder, Path(task.model), task.device, task.world_size, task.tp_size, probes.LONGEST_RESPONSE
+    )
+    config = probes.write_config(content, folder / f"{name}.yaml")
+    return run_world(task, config, folder / name, request.num_ranks, WORLD_LIMIT_S)
+
+
+def _fitted(worlds: list[World], request: Request, folder: Path) -> tuple[Hardware, list[float]]:
+    dtype = probes.dtype_of(request.device)
+    costs = {
+        layers: ModelCost.of(PlannedModel.read(str(folder / f"model_{layers}")))
+        for layers in (probes.SHALLOW, probes.DEEP)
+    }
+    found = [Probe(world, costs[world.task.num_layers], dtype, probes.MICRO_BATCH) for world in worlds]
+    together = next((world for world in worlds if world.task.world_size > 1 and world.task.kernels), None)
+    num_cores = psutil.cpu_count() or 1
+    base = base_hardware(worlds[0], together, memory_of_rank(request), dtype, request.num_ranks, num_cores)
+    known = replace(base, overheads=fit_overheads(base, found[:2]))
+    training, engine = fit_collectives(known, [one for one in found if one.tp > 1])
+    known = replace(known, collectives=training, engine_collectives=engine)
+    missed = errors(known, found)
+    return replace(known, error=max(LEAST_ERROR, quantile([abs(one) for one in missed], USUAL))), missed
+
+
+def memory_of_rank(request: Request) -> float:
+    """Bytes of a GPU, or of a rank's part of this machine's memory."""
+    if request.device == "cpu":
+        return float(psutil.virtual_memory().total // request.num_ranks)
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _with_run(measured: Measured, request: Request, folder: Path) -> Measured:
+    """What only a run shows: the controller's calls, the transition, how long it takes to start."""
+    content = probes.settings(
+        folder,
+        folder / f"model_{probes.DEEP}",
+        request.device,
+        request.num_ranks,
+        1,
+        probes.RUN_RESPONSE,
+    )
+    config = probes.write_config(content, folder / "run.yaml")
+    trial = Trial(config, folder / "run")
+    trial.folder.mkdir()
+    life = trial.live(Patience(whole_s=RUN_LIMIT_S))
+    if life.outcome is not TrialOutcome.FINISHED:
+        raise WorkerFailure("\n".join([f"the short run failed: {life.reason}", *life.tail(12)]))
+    steps = [metrics for step, metrics in trial.recorded().items() if step > probes.WARM_UP]
+    start_up = life.seconds - sum(metrics["timing_s/step"] for metrics in trial.recorded().values())
+    hardware, planned, whole = with_run(measured.hardware, steps, config)
+    # A rank's own clock, which measures phases, does not see calls.
+    own = PlannedSteps(planned.config, hardware).seconds(*planned.mean_lengths)
+    phases = {
+        phase: (seconds, statistics.median(metrics.get(f"timing_s/{phase}", 0.0) for metrics in steps))
+        for phase, seconds in own.items()
+    }
+    return replace(measured, hardware=hardware, start_up_s=start_up, step=(planned.step_seconds, whole), phases=phases)
+
+
+def with_run(hardware: Hardware, steps: Sequence[Mapping[str, float]], config: Path) -> tuple[Hardware, RunPlan, float]:
+    """The hardware with transition and calls as a run's steps show them; that run's plan, and median step.
+
+    What no phase of a rank explains is laid on the controller's calls.
+    """
+    run_config, violations = read_config(str(config), ())
+    raise_problems("the short run's configuration", violations)
+    assert run_config is not None  # it has no violations
+    lengths = tuple(statistics.median(metrics[f"{name}_length/mean"] for metrics in steps) for name in NAMES)
+    bare = replace(hardware, overheads=replace(hardware.overheads, transition=0.0, call=0.0))
+    plan = RunPlan.of(run_config, bare, (lengths[0], lengths[1]))
+    step = statistics.median(metrics["timing_s/step"] for metrics in steps)
+    known = [f"timing_s/{phase}" for phase in plan.seconds]
+    rest = statistics.median(
+        metrics["timing_s/step"] - sum(metrics.get(name, 0.0) for name in known) for metrics in steps
+    )
+    reshard = statistics.median(metrics.get("timing_s/reshard", 0.0) for metrics in steps)
+    number = sum(calls(plan.models, step_load(run_config, plan.memory, plan.mean_lengths)).values())
+    overheads = replace(
+        hardware.overheads,
+        transition=max(0.0, reshard - plan.seconds["reshard"]),
+        call=max(0.0, rest) / number / plan.models.placement.world_size,
+    )
+    found = replace(hardware, overheads=overheads)
+    return found, RunPlan.of(run_config, found, plan.mean_lengths), step
+
+
+NAMES = ("prompt", "response")
+
+
+def kept_samples(measured: Measured) -> list[dict[str, Any]]:
+    """Every sample with its world, for people."""
+    return [
+        {"ranks": world.task.world_size, "tp": world.task.tp_size, "layers": world.task.num_layers}
+        | {name: value for name, value in asdict(sample).items() if value}
+        for world in measured.worlds
+        for sample in world.samples
+    ]

@@ -1,0 +1,91 @@
+"""Predicted against measured: the order, the error and the regret, by hand; rounds of a point as one record."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.outcome import TrialOutcome
+from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
+from megatron_rl.trials.points import Point, points_of
+from megatron_rl.trials.ranking import Ranking, kendall_tau, ranking_lines, ranking_of
+from megatron_rl.trials.record import Record, joined
+from megatron_rl.trials.result import Row, result_of
+
+NUMBERS = st.lists(st.integers(0, 6), min_size=2, max_size=9)
+
+
+def test_tau_by_hand():
+    """Of 6 pairs 5 agree; a tie counts for neither; all equal says nothing. Would not catch long lists."""
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert kendall_tau([1, 2, 3], [3, 2, 1]) == -1
+    assert kendall_tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / (2 * 3) ** 0.5)
+    assert kendall_tau([1, 1], [1, 2]) == 0.0
+
+
+@given(NUMBERS, st.data())
+def test_tau_of_turned_and_equal_orders(first, data):
+    """1 with itself unless all are equal, the other sign where one is turned round, and the same for both ways to ask.
+    Would not catch a wrong count of ties.
+    """
+    second = data.draw(st.lists(st.integers(0, 6), min_size=len(first), max_size=len(first)))
+    tau = kendall_tau(first, second)
+    assert -1 - 1e-9 <= tau <= 1 + 1e-9 and tau == pytest.approx(kendall_tau(second, first))
+    assert kendall_tau([-number for number in first], second) == pytest.approx(-tau)
+    assert kendall_tau(first, first) == pytest.approx(float(len(set(first)) > 1))
+
+
+def test_error_and_regret_by_hand():
+    """The predicted best is the second best. Would not catch a regret against a point that was not run."""
+    found = Ranking(("a", "b", "c"), (1.0, 2.0, 4.0), (1.25, 1.0, 5.0))
+    assert found.errors == pytest.approx([-0.2, 1.0, -0.2]) and found.median_error == pytest.approx(0.2)
+    assert (found.chosen, found.best, found.regret) == (0, 1, 0.25) and found.tau == pytest.approx(1 / 3)
+
+
+def row(name: str, planned: float, measured: float | None) -> Row:
+    point = Point(name, name, {}, {})
+    expected = Expected(planned, 1, 1, True)
+    record = Record(name, name, TrialOutcome.FINISHED, steps={
+        step: {"timing_s/step": measured or 0.0, "critic/score/mean": 0.0} for step in (1, 2)
+    })  # fmt: skip
+    result = None if measured is None else result_of(record, 4, 0)
+    return Row(PlannedPoint(point, "", [], GroupSizes(1, 1, 4, 1), expected), TrialOutcome.FINISHED, result=result)
+
+
+def test_the_report_says_it():
+    """Of the points that finished, for the point that was chosen; nothing of two. Would not catch bad taste."""
+    rows = [row("a", 1.0, 1.25), row("b", 2.0, 1.0), row("c", 4.0, 5.0), row("d", 0.5, None)]
+    assert ranking_of(rows) == Ranking(("a", "b", "c"), (1.0, 2.0, 4.0), (1.25, 1.0, 5.0))
+    text = "\n".join(ranking_lines(rows, "c"))
+    assert "| points | 3 |" in text and "| Kendall's tau | 0.33 |" in text and "| median error | 20% |" in text
+    assert "| chosen: c | 5 s |" in text and "| best: b | 1 s |" in text and "| regret | 400% |" in text
+    assert "| regret | 25% |" in "\n".join(ranking_lines(rows))
+    assert ranking_lines(rows[:2]) == []
+
+
+def record(*seconds: float, outcome: TrialOutcome = TrialOutcome.FINISHED, key: str = "k") -> Record:
+    return Record("a", key, outcome, steps={step: {"timing_s/step": value} for step, value in enumerate(seconds, 1)})
+
+
+def test_rounds_are_joined():
+    """Steps that warm up count in no round; rounds that failed, or of other settings, add nothing. Would not catch a
+    round that ran on another machine.
+    """
+    crashed, other = record(1.0, outcome=TrialOutcome.CRASHED), record(1.0, 2.0, key="other")
+    found = joined([record(9.0, 1.0, 2.0), record(8.0, 3.0), None, crashed, other], 1)
+    assert [found.steps[step]["timing_s/step"] for step in sorted(found.steps)] == [9.0, 1.0, 2.0, 3.0]
+    assert joined([None, record(1.0)], 0) is None
+    assert joined([crashed, record(1.0)], 0) is crashed
+
+
+def test_a_chosen_point_must_be_there():
+    """Refused with the nearest. Would not catch a name that is there twice."""
+    from megatron_rl.errors import ConfigError
+
+    points = [{"name": "map", "trainer.seed": 1}, {"name": "random-1", "trainer.seed": 2}]
+    ablation = AblationConfig("unused", points=points, chosen="map")
+    assert [point.name for point in points_of(ablation, {})] == ["map", "random-1"]
+    with pytest.raises(ConfigError, match="chosen=maps must be the name of a point; nearest: map"):
+        points_of(AblationConfig("unused", points=points, chosen="maps"), {})
