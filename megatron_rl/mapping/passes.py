@@ -164,7 +164,7 @@ class OnGrid:
         share = samples * cp / (self.shape.num_ranks // (grid.tp * grid.pp))
         seconds = estimator.forward(load) if is_score else estimator.train(load)
         calls = 1 if is_score else load.num_updates
-        return seconds / filling * share / math.ceil(share - 1e-9) + calls * dispatch(self.shape)
+        return seconds / filling * share / math.ceil(share - 1e-9) + calls * dispatch(self.work.hardware, self.shape)
 
     @cached_property
     def layer(self) -> LayerSizes:

@@ -105,7 +105,7 @@ class Pools:
                 continue
             if base not in ways:
                 ways[base] = self._ways(block, units, base, whole[base])
-            if ways[base] and self._is_beaten(base, grid.cp, ways[base], kept):
+            if ways[base] and not self.work.hardware.is_measured and self._is_beaten(base, grid.cp, ways[base], kept):
                 ways[base] = []  # and so are larger sizes, which come after it
             if ways[base]:
                 kept = undominated(self._cut(block, units, grid, whole[base]), kept)

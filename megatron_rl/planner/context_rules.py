@@ -64,7 +64,12 @@ def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:
     packed, by_tokens = dict[str, bool](), dict[str, bool]()
     for role in (role for role in roles_of(config) if role.kind != ROLLOUT):
         megatron, cp_size = role.megatron, role.megatron.context_parallel_size
-        if not megatron.dynamic_context_parallel or cp_size < 2:
+        if not megatron.dynamic_context_parallel or cp_size < 1:
+            continue
+        if cp_size == 1:
+            own, key = f"{role.key}.megatron.{DYNAMIC}", f"{role.key}.megatron.context_parallel_size"
+            hint = f"{key} is the most ranks that share a sequence: in verl, all DP x CP ranks"
+            yield Violation({own: True}, f"needs {key} above 1", {own: False}, hint)
             continue
         if cp_size & (cp_size - 1):
             key = f"{role.key}.megatron.context_parallel_size"

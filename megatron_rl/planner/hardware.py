@@ -86,6 +86,12 @@ class Hardware:
     engine_collectives: Mapping[int, float] = field(default_factory=dict, hash=False)
     overheads: Overheads = Overheads()
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it says more than FLOPs and bytes, so that work cut into more parts may take more than its share."""
+        told = (self.half_rows, self.parallel_ranks, self.collectives, self.engine_collectives)
+        return any(told) or self.overheads != Overheads()
+
     def flops(self, dtype: str) -> float:
         """Peak of matrix products in a dtype; that of both types of 16 bits is one."""
         return self.float32_flops if dtype == "float32" else self.bfloat16_flops

@@ -53,7 +53,7 @@ def stage_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
             recompute=recompute,
         )
         work = estimator.train(asked) if role.is_trained else estimator.forward(asked)
-        seconds[one.phase] = work + dispatch_seconds(pool.spec.size)
+        seconds[one.phase] = work + dispatch_seconds(pool.spec.size, hardware)
         pools[one.phase] = (role.pool,)
     order = [phase for phase in phase_order(models.placement.megatron_roles) if phase in seconds]
     return StepTime(

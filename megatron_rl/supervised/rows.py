@@ -196,7 +196,8 @@ class RowReader:
                 numbers = self._numbers(content, use, len(values))
                 if len(set(numbers)) < len(numbers):
                     raise RowProblem("tie", self._name(use), str(numbers)[:80])
-                order.sort(key=lambda place, numbers=numbers, sign=sign: sign * numbers[place])
+                keys = [sign * number for number in numbers]
+                order.sort(key=keys.__getitem__)
         if "prompt" not in self.columns.names:
             raise RowProblem("missing", "prompt", "no column with the prompt of the answers (data.prompt_key)")
         answers = [self._answer(content, values[place], f"{name}[{place}]") for place in order]

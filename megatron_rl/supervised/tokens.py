@@ -58,11 +58,11 @@ class Encoder:
 
     def _encode(self, draft: Draft, places: list[int], ids: list[int], parts: list[list[int]]) -> Tokens:
         joined = [token for part in parts for token in part]
-        edges, is_split = _running(parts), False
+        edges, is_split = list[int | None](_running(parts)), False
         if joined != ids:
             edges = [self._edge(draft.text[:place], ids) for place in places[:-1]] + [len(ids)]
             if None in edges and self._text(joined) == self._text(ids):
-                ids, edges, is_split = joined, _running(parts), True
+                ids, edges, is_split = joined, [*_running(parts)], True
             elif None in edges:
                 edges = [self._inner_edge(draft.text[:place], ids) for place in places[:-1]] + [len(ids)]
                 is_split = True

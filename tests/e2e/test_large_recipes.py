@@ -1,4 +1,4 @@
-"""The largest recipes, shrunk to a few CPU processes by overrides alone: the same losses and kinds of splits, one step."""
+"""The largest recipes, shrunk to a few CPU processes by overrides alone: the same losses and kinds of splits."""
 
 from __future__ import annotations
 

@@ -177,6 +177,13 @@ def test_passes_that_choose(config):
     ]
 
 
+def test_one_rank_has_nothing_to_choose(config):
+    """Asked for without a size, as verl's scripts do, it is not ignored. Would not catch a hint of a wrong size."""
+    set_dynamic(config, 1)
+    found = problems(config)
+    assert any(f"needs {MEGATRON}.context_parallel_size above 1" in problem for problem in found), found
+
+
 def test_a_power_of_two_of_ranks_may_share(config):
     """CP3 on 18 ranks, which a fixed size allows. Would not catch a nearest size that the ranks refuse."""
     config.trainer.n_gpus_per_node = 18

@@ -40,7 +40,7 @@ GEMMA = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tan
     [
         ({}, None),
         ({"sliding_window": 4}, None),
-        ({"hidden_act": "silu"}, "hidden_act=silu of "),
+        ({"hidden_act": "silu"}, "hidden_act"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50"),
         ({"layer_types": ["full_attention"]}, "must name the kind of each of the "),
         ({"rope_parameters": {"full_attention": 3}}, "full_attention must be an object in braces"),
