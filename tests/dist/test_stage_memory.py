@@ -70,9 +70,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[] if name == "sft" else pytest.mark.exhaustive) for name in CASES]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
 def test_measured_peaks_are_near_the_plan(case: str, tmp_path: Path) -> None:
     """Rows as long as may be, two pairs or four rows to a pass. Would not catch memory that never is a tensor's."""
     stage, world_size, tp_size, pp_size, changes = CASES[case]
