@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from megatron_rl.supervised.problems import BadRow, RowProblem
 from megatron_rl.supervised.records import Place
 
 ROWS_AT_ONCE = 1024
-LOOKED_AT = 256
-"""Lines of a jsonl file that say what its columns are."""
 UTF8_MARK, UTF16_MARKS, GZIP_MARK = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff"), b"\x1f\x8b"
 
 
@@ -38,19 +36,18 @@ class RawRows:
 
 
 def column_forms(path: str) -> dict[str, str]:
-    """Column -> its form (see `forms`), fields of structs as column.field. Of a jsonl file the first lines say it.
+    """Column -> its form (see `forms`), fields of structs as column.field; in a jsonl file that of most of its rows.
 
     Raises ConfigError for a file that is missing, unreadable, empty, or neither parquet nor jsonl.
     """
     file = _checked_file(path)
     if file.suffix == ".jsonl":
-        forms: dict[str, str] = {}
-        for _, content in islice(_read_lines(path, file), LOOKED_AT):
+        forms: dict[str, Counter[str]] = {}
+        for _, content in _read_lines(path, file):
             if isinstance(content, dict):
                 for name, value in _flat(content):
-                    if forms.get(name, "null") == "null":
-                        forms[name] = form_of_value(value)
-        return forms
+                    forms.setdefault(name, Counter())[form_of_value(value)] += value is not None
+        return {name: counts.most_common(1)[0][0] for name, counts in forms.items()}
     with _opened(path, file) as parquet:
         return dict(form for one in parquet.schema_arrow for form in form_of_type(one.name, one.type))
 

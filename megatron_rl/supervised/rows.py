@@ -196,10 +196,7 @@ class RowReader:
                 numbers = self._numbers(content, use, len(values))
                 if len(set(numbers)) < len(numbers):
                     raise RowProblem("tie", self._name(use), str(numbers)[:80])
-                keys = [sign * number for number in numbers]
-                order.sort(key=keys.__getitem__)
-        if "prompt" not in self.columns.names:
-            raise RowProblem("missing", "prompt", "no column with the prompt of the answers (data.prompt_key)")
+                order = [place for _, place in sorted((sign * one, place) for place, one in enumerate(numbers))]
         answers = [self._answer(content, values[place], f"{name}[{place}]") for place in order]
         for place, answer in enumerate(answers):
             if answer in answers[:place]:

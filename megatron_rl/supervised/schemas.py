@@ -32,7 +32,7 @@ NEEDED = {
     "answer": ("prompt", "response"),
     "text": ("text",),
     "pair": ("chosen", "rejected"),
-    "ranking": ("answers",),
+    "ranking": ("answers", "prompt"),
 }
 """Shape of a row -> columns it must have."""
 
@@ -41,7 +41,7 @@ OPTIONAL = {
     "answer": ("tools",),
     "text": (),
     "pair": ("prompt", "margin", "tools"),
-    "ranking": ("prompt", "ranks", "scores", "margin", "tools"),
+    "ranking": ("ranks", "scores", "margin", "tools"),
 }
 
 STAGES: dict[str, tuple[str, ...]] = {

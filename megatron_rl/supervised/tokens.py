@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
 
@@ -57,25 +58,14 @@ class Encoder:
         return encoded
 
     def _encode(self, draft: Draft, places: list[int], ids: list[int], parts: list[list[int]]) -> Tokens:
-        joined = [token for part in parts for token in part]
-        edges, is_split = list[int | None](_running(parts)), False
-        if joined != ids:
-            edges = [self._edge(draft.text[:place], ids) for place in places[:-1]] + [len(ids)]
-            if None in edges and self._text(joined) == self._text(ids):
-                ids, edges, is_split = joined, [*_running(parts)], True
-            elif None in edges:
-                edges = [self._inner_edge(draft.text[:place], ids) for place in places[:-1]] + [len(ids)]
-                is_split = True
+        ids, edges, is_split = self._placed(draft.text, places, ids, parts)
         at = dict(zip(places, edges, strict=True))
         counts = [False] * len(ids)
         for start, end in draft.spans:
-            first, last = at[start], at[end]
-            assert first is not None and last is not None
-            counts[first:last] = [True] * (last - first)
-        prompt_length = at[draft.prompt_end] or 0
-        ids = list(ids)
-        if not draft.is_plain:
-            ids, counts = self._up_to_the_end_token(ids, counts, [at[end] or 0 for _, end in draft.spans])
+            counts[at[start] : at[end]] = [True] * (at[end] - at[start])
+        prompt_length = at[draft.prompt_end]
+        if ids and not draft.is_plain:
+            ids, counts = self._up_to_the_end_token(ids, counts, [at[end] for _, end in draft.spans])
         if draft.is_plain:
             ids, counts = [*self._lead, *ids], [False] * len(self._lead) + counts
             prompt_length += len(self._lead) if draft.prompt_end else 0
@@ -84,6 +74,20 @@ class Encoder:
         if counts:
             counts[0] = False
         return Tokens(ids, counts, prompt_length, is_split)
+
+    def _placed(
+        self, text: str, places: list[int], ids: list[int], parts: list[list[int]]
+    ) -> tuple[list[int], list[int], bool]:
+        """(tokens of `text`, how many stand before each of `places`, whether one of them is inside a token)."""
+        joined = [token for part in parts for token in part]
+        if joined == ids:
+            return list(ids), _running(parts), False
+        edges = [self._edge(text[:place], ids) for place in places[:-1]]
+        if all(is_whole for _, is_whole in edges):
+            return list(ids), [*(edge for edge, _ in edges), len(ids)], False
+        if self._text(joined) == self._text(ids):
+            return joined, _running(parts), True
+        return list(ids), [*(edge for edge, _ in edges), len(ids)], True
 
     def _up_to_the_end_token(
         self, ids: list[int], counts: list[bool], ends: Sequence[int]
@@ -103,14 +107,11 @@ class Encoder:
             ids, counts = ids[: last + 1], counts[: last + 1]
         return ids, counts
 
-    def _edge(self, before: str, ids: list[int]) -> int | None:
-        """How many of `ids` are the tokens of the text `before`; None where they are not its beginning."""
+    def _edge(self, before: str, ids: list[int]) -> tuple[int, bool]:
+        """How many of `ids` are tokens of the text `before`, and whether these are all its tokens."""
         own = self._ids([before])[0]
-        return len(own) if ids[: len(own)] == own else None
-
-    def _inner_edge(self, before: str, ids: list[int]) -> int:
-        own = self._ids([before])[0]
-        return next((n for n, (a, b) in enumerate(zip(own, ids, strict=False)) if a != b), min(len(own), len(ids)))
+        same = next((n for n, (a, b) in enumerate(zip(own, ids, strict=False)) if a != b), min(len(own), len(ids)))
+        return same, same == len(own)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -146,11 +147,8 @@ def _borders(draft: Draft) -> list[int]:
     return sorted({0, len(draft.text)} | inner)
 
 
-def _running(parts: Sequence[Sequence[int]]) -> list[int | None]:
-    edges: list[int | None] = [0]
-    for part in parts:
-        edges.append((edges[-1] or 0) + len(part))
-    return edges
+def _running(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [0, *accumulate(len(part) for part in parts)]
 
 
 def _special_tokens_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:

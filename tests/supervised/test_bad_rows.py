@@ -142,7 +142,7 @@ def test_the_table_has_every_kind():
 
 def test_the_documentation_has_every_kind():
     """Each in its table. Would not catch a description that is wrong."""
-    page = (Path(__file__).parents[2] / "docs/stages.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/stage_data.md").read_text()
     assert [kind for kind in KINDS if f"`{kind}`" not in page] == []
 
 
@@ -154,6 +154,13 @@ def test_nothing_left_that_counts(tmp_path):
         ConfigError, match=r"row 2 \(line 4\): none of 200 tokens.*data.truncation=left.*nothing_counted"
     ):
         read_examples([path], byte_level(), ReadingOptions(max_length=200, truncation="right"))
+
+
+def test_a_template_that_writes_nothing(tmp_path):
+    """No token at all: a bad row, as nothing counts. Would not catch one that leaves out answers alone."""
+    path = written(tmp_path / "data.jsonl", GOOD["messages"], GOOD["messages"])
+    with pytest.raises(ConfigError, match=r"4 of 4 rows cannot be used \(4 nothing_counted\)"):
+        read_examples([path], byte_level("{% set a = 1 %}"), ReadingOptions(append_eos=False))
 
 
 def test_bad_rows_of_parquet(tmp_path):
@@ -238,6 +245,15 @@ def test_damage_in_the_middle_of_a_parquet_file(tmp_path):
     path.write_bytes(bytes(content))
     with pytest.raises(ConfigError, match="is damaged somewhere from row 0 on"):
         read_examples([str(path)], byte_level(), ReadingOptions())
+
+
+def test_parquet_without_the_columns(tmp_path):
+    """The columns there are, and those that are looked for. Would not catch a column of the right name alone."""
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["what"], "reply": ["that"]}), path)
+    with pytest.raises(ConfigError, match=r"it has prompt \(text\), reply \(text\), and needs messages; or prompt or"):
+        read_examples([str(path)], byte_level(), ReadingOptions())
+    assert len(read_examples([str(path)], byte_level(), ReadingOptions(response_key="reply"))[0]) == 1
 
 
 def test_a_mark_of_utf8_is_no_part_of_the_first_line(tmp_path):

@@ -193,8 +193,9 @@ def test_parquet_and_jsonl_say_the_same(tmp_path):
         "other": [{"k": 1}],
     }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
-    first = dict.fromkeys(row)  # nothing is known from nulls
-    (tmp_path / "a.jsonl").write_text(f"{json.dumps(first)}\nnot JSON\n{json.dumps(row)}\n")
+    # Nothing is known from nulls, and one row of another form is a bad row, not another column.
+    other, good = json.dumps(dict.fromkeys(row) | {"t": 1, "m": "what"}), json.dumps(row)
+    (tmp_path / "a.jsonl").write_text(f"{other}\nnot JSON\n{good}\n{good}\n")
     expected = {"t": "text", "n": "number", "i": "number", "b": "boolean", "m": "messages", "ts": "texts"}
     expected |= {"ns": "numbers", "c": "conversations", "from": "turns", "s": "struct", "s.x": "text", "s.y": "struct"}
     expected |= {"s.y.z": "number", "other": "other"}
