@@ -28,6 +28,7 @@ from megatron_rl.planner.memory import (
 )
 from megatron_rl.planner.recompute import Recompute
 from megatron_rl.planner.step_time import MOST_DIRECT
+from megatron_rl.planner.time import Busy
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 """Samples of the longest length that a micro-batch has room for."""
@@ -36,13 +37,14 @@ RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers"
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run one pass of a role on one layout."""
+    """One way to run one pass of a role on one layout. work: rank-seconds of all ranks, where they share cores."""
 
     kind: str
     one: PassSpec
     recompute: OverrideTransformerConfig | None
     seconds: float
     settings: dict[str, Any] = field(compare=False)
+    work: float = 0.0
 
 
 class OnGrid:
@@ -92,8 +94,23 @@ class OnGrid:
                 yield Option(kind, one, None, seconds, cut)
             for recompute, settings, share in recomputes:
                 load = work.pass_load(role, one, share, self.grid.cp)
-                seconds = estimator.train(load) + load.num_updates * dispatch(work.hardware, self.shape)
-                yield Option(kind, one, recompute, seconds, cut | settings)
+                busy = estimator.trained(load)
+                seconds = estimator.seconds(busy)
+                yield self._option(kind, one, recompute, seconds, busy, load.num_updates, cut | settings)
+
+    def _option(
+        self,
+        kind: str,
+        one: PassSpec,
+        recompute: OverrideTransformerConfig | None,
+        seconds: float,
+        busy: Busy,
+        calls: int,
+        settings: dict[str, Any],
+    ) -> Option:
+        hardware = self.work.hardware
+        rank_seconds = busy.work * self.shape.num_ranks if hardware.parallel_ranks else 0.0
+        return Option(kind, one, recompute, seconds + calls * dispatch(hardware, self.shape), settings, rank_seconds)
 
     def _cuts(self, one: PassSpec) -> Iterator[tuple[PassSpec, dict[str, Any]]]:
         """The pass with other micro-batches, and the key that says so; no larger ones than a rank has samples."""

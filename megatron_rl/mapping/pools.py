@@ -51,10 +51,19 @@ class PoolChoice:
     gen: float
     reshard: float
 
-    @property
+    @cached_property
+    def work(self) -> tuple[float, float]:
+        """Rank-seconds of scores and of updates, where ranks share cores; else 0."""
+        found = {"score": 0.0, "update": 0.0}
+        for options in self.options.values():
+            for kind, option in options.items():
+                found[kind] += option.work
+        return (found["score"], found["update"])
+
+    @cached_property
     def vector(self) -> tuple[float, ...]:
         """What it is judged by."""
-        return (self.score, self.update, self.gen, self.reshard)
+        return (self.score, self.update, self.gen, self.reshard, *self.work)
 
 
 class Pools:

@@ -6,6 +6,8 @@
 A step takes reshard + gen + the longest scores + the longest updates of all pools, so layouts that are beaten in all of
 these are never part of a best placement, and the search is exact over its space. Sizes that cannot reach the best
 placements found so far are skipped by a lower bound: FLOPs of each pool's roles on its ranks, and the best generation.
+Where ranks share cores, as on CPUs, pools are also judged by the work that they take from each other; micro-batches
+still are the fastest of their own pool.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class Others:
-    """Pools with neither actor nor rollout, on some of the ranks."""
+    """Pools with neither actor nor rollout, on some of the ranks. work: as `PoolChoice.work`, of all of them."""
 
     score: float
     update: float
     choices: tuple[PoolChoice, ...] = ()
+    work: tuple[float, float] = (0.0, 0.0)
 
 
 class Search:
@@ -123,6 +126,7 @@ class Search:
         self, trainers: Sequence[PoolChoice], drawers: Sequence[PoolChoice], others: Sequence[Others], ahead: int
     ) -> Placed | None:
         best: tuple[float, tuple[PoolChoice, ...]] | None = None
+        shared = self.work.hardware.parallel_ranks
         for trainer in trainers:
             for drawer in drawers or (None,):
                 if drawer is None:
@@ -132,8 +136,13 @@ class Search:
                     reshard, gen = max(trainer.reshard, drawer.reshard), drawer.gen
                     alone = reshard + gen
                     score, update = max(trainer.score, drawer.score), max(trainer.update, drawer.update)
+                works = [trainer.work] if drawer is None else [trainer.work, drawer.work]
                 for other in others:
                     train = max(score, other.score) + max(update, other.update)
+                    if shared:
+                        # Pools that share cores take as long as all of their work, if that is longer.
+                        scoring, updating = map(sum, zip(*works, other.work, strict=True))
+                        train = max(score, other.score, scoring / shared) + max(update, other.update, updating / shared)
                     seconds = alone + train
                     if ahead and drawer is not None and drawer.generation is not None:
                         seconds = max(reshard + train, drawer.generation.steady)
@@ -179,7 +188,9 @@ class Search:
                 for units, front in fronts.items():
                     if units <= left and (before or units == left):
                         made += [
-                            Others(max(a.score, b.score), max(a.update, b.update), (*a.choices, b))
+                            Others(
+                                max(a.score, b.score), max(a.update, b.update), (*a.choices, b), _both(a.work, b.work)
+                            )
                             for a in inner[left - units]
                             for b in front
                         ]
@@ -228,10 +239,18 @@ class Search:
         return found
 
 
+def _both(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return (one[0] + other[0], one[1] + other[1])
+
+
 def undominated_others(found: Sequence[Others]) -> list[Others]:
-    """Those with fewer updates the more scores they have."""
+    """Those with fewer updates, or less work, the more scores they have."""
     kept: list[Others] = []
-    for one in sorted(found, key=lambda other: (other.score, other.update)):
-        if not kept or one.update < kept[-1].update:
+    for one in sorted(found, key=lambda other: (other.score, other.update, other.work)):
+        beaten = (
+            before.update <= one.update and before.work[0] <= one.work[0] and before.work[1] <= one.work[1]
+            for before in reversed(kept)
+        )
+        if not any(beaten):
             kept.append(one)
     return kept

@@ -53,8 +53,8 @@ def kernel_samples(device: Device, repeats: int) -> Iterator[Sample]:
             yield Sample(f"{MATMUL} {str(dtype).removeprefix('torch.')}", seconds, size=rows)
     dtype, attend = torch.float32 if kind == "cpu" else torch.bfloat16, torch.nn.functional.scaled_dot_product_attention
     for length in LENGTHS:
-        query, key, value = (torch.randn(1, HEADS, length, HEAD_SIZE, device=on, dtype=dtype) for _ in range(3))
-        seconds = timed(partial(attend, query, key, value, is_causal=True), on, repeats)
+        heads = torch.randn(1, HEADS, length, HEAD_SIZE, device=on, dtype=dtype)
+        seconds = timed(partial(attend, heads, heads, heads, is_causal=True), on, repeats)
         yield Sample(ATTENTION, seconds, size=length)
     source = torch.ones(COPY_BYTES[kind] // 4, device=on)
     target = torch.empty_like(source)
