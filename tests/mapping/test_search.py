@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from placing import ACTOR, MODELS, ROLLOUT, enumerated, gpu, request, reward_model_like, write_model
+from published.points import hardware_of
 
 from megatron_rl.mapping.finalists import Finalists
 from megatron_rl.mapping.mapped import find_placements
@@ -117,6 +118,24 @@ def test_a_large_critic_has_ranks_apart_from_the_actor(equal):
     assert not any({"actor", "critic"} <= set(block) for block in blocks(found))
     (critic,) = (choice for choice in found.choices if "critic" in choice.block)
     assert critic.shape.num_ranks > found.choices[0].shape.num_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_placements_on_the_machines_of_hybridflow(equal):
+    """13B models, prompts and answers of 1,024 tokens, as in its evaluation: one pool on 64 GPUs, and on 96 actor and
+    reference apart from critic and reward model. Would not catch what it found at 128, which the clock does not say.
+    """
+    groups = (ACTOR, "actor_rollout_ref.ref", "critic", "reward_model")
+    keep = [f"{group}.megatron.context_parallel_size=1" for group in groups]
+    keep += [f"{group}.ppo_mini_batch_size=128" for group in (ACTOR, "critic")]
+    machines, lengths = hardware_of("a100_200gbps"), (1024.0, 1023.0)
+    found = [
+        best_of(dataclasses.replace(equal("llama-2-13b", gpus, *keep), hardware=machines, lengths=lengths))
+        for gpus in (64, 96)
+    ]
+    assert len(found[0].choices) == 1
+    assert set(blocks(found[1])) == {("actor", "reference", "rollout"), ("critic", "reward_model")}
 
 
 def test_rollout_tp_is_below_training_tp(equal):
