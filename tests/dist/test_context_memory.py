@@ -79,7 +79,7 @@ def alone(model_path) -> int:
     "name", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.exhaustive) for name in WAYS]
 )
 def test_peak_is_divided(name, model_path, alone) -> None:
-    """By the ranks that share the sequence, up to a tenth; and no more than planned, which counts a moment too much.
+    """By the ranks that share the sequence, up to a tenth; and within 15% of the plan.
 
     Would not catch what a kernel holds inside of itself, nor how CUDA's allocator rounds.
     """
@@ -90,4 +90,4 @@ def test_peak_is_divided(name, model_path, alone) -> None:
     for peak in run_ranks(cp_size, peak_of_gradients, config):
         print(f"{name}: {peak / 1e6:.1f} MB of {alone / 1e6:.1f}, planned {wanted / 1e6:.1f}")
         assert peak <= 1.1 * alone / cp_size
-        assert 0.8 * wanted <= peak <= 1.05 * wanted
+        assert peak == pytest.approx(wanted, rel=0.15)
