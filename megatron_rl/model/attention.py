@@ -215,7 +215,7 @@ def bucketed(
 ) -> Tensor:
     """Causal attention within each segment, a bucket at a time: [T, N, D], [T, K, D] twice -> [T, N, D]."""
     rows = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
-    return to_tokens([attend(*bucket, soft_cap, window) for bucket in rows], segments)
+    return to_tokens([attend(q, k, v, soft_cap, window) for q, k, v in rows], segments)
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:
