@@ -31,7 +31,7 @@ def balance_metrics(losses: torch.Tensor, layers: Sequence[int]) -> dict[str, fl
 
     An aux loss of 1 is even, or a router that says nothing; the number of experts over those to a token is the worst.
     """
-    found = dict[str, float]()
+    found: dict[str, float] = {}
     for column, name in enumerate(("aux", "z")):
         values = losses[:, column].tolist()
         found |= {f"actor/moe_{name}_loss/layer_{layer}": value for layer, value in zip(layers, values, strict=True)}

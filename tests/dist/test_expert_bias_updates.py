@@ -14,6 +14,9 @@ from test_layout_parity import NUM_ROWS
 from test_moe_parity import EP2, ETP1, SP
 from tiny_models import random_experience, run_config, save_glm4_moe
 
+from megatron_rl.checkpoint.export_saved import export_saved
+from megatron_rl.lifecycle import copy_model_files
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.exhaustive]
 
 OPTIONS = "override_transformer_config__moe_router_"
@@ -64,7 +67,8 @@ def biases(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_biases_go_everywhere(tmp_path) -> None:
     """In one process and in two layouts; generation is transformers' with the exported biases; resumed in another
-    layout they are what was saved. Would not catch a bias that moves by the wrong sign in all.
+    layout, or exported without ranks, they are what was saved. Would not catch a bias that moves by the wrong sign in
+    all.
     """
     path = save_glm4_moe(tmp_path / "model")
     layouts = {"one": (1, 1, 1, {}), "EP2": (4, 2, 1, SP | EP2 | ETP1), "PP2": (2, 1, 2, {})}
@@ -81,6 +85,9 @@ def test_biases_go_everywhere(tmp_path) -> None:
     for name, step in steps.items():
         assert set(step.abs().mul(10).round().tolist()) <= {0.0, 3.0} and step.any()
         assert all(torch.equal(found[layout][name], found["one"][name]) for layout in layouts)
+    copy_model_files({"actor": path}, tmp_path / "EP2" / "saved")
+    export_saved(tmp_path / "EP2" / "saved", "actor", tmp_path / "offline")
+    assert all(torch.equal(tensor, found["one"][name]) for name, tensor in biases(tmp_path / "offline").items())
     resumed = run_ranks(2, updated, config_of(path, 1, 2), tmp_path / "again", tmp_path / "EP2" / "saved")
     assert all(run["greedy"] == expected for run in resumed)
     assert all(torch.equal(tensor, found["one"][name]) for name, tensor in biases(tmp_path / "again/exported").items())
