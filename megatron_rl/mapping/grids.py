@@ -51,6 +51,7 @@ class Grid:
         return {
             "tensor_model_parallel_size": self.tp,
             "context_parallel_size": self.cp,
+            "dynamic_context_parallel": False,
             "pipeline_model_parallel_size": self.pp,
             "virtual_pipeline_model_parallel_size": self.vpp,
             "num_layers_in_first_pipeline_stage": self.first,

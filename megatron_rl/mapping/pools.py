@@ -20,6 +20,8 @@ from megatron_rl.planner.memory import engine_bytes
 
 MOST_CUT = 512
 """GPUs up to which CP is tried of every layout; of more only where passes do not fit without it."""
+NO_WORK = (0.0, 0.0)
+"""Of ranks that share no cores, `PoolChoice.work`."""
 DROP = "actor_rollout_ref.rollout.drop_train_weights"
 """The key of a choice that is not tried, but may be kept."""
 
@@ -145,7 +147,7 @@ class Pools:
             sum(role.least_cut(kind, cp) for role in roles if kind in role.kinds) for kind in ("score", "update")
         )
         others = {(choice.gen, choice.reshard) for choice in ways}
-        return all(any(beats(one.vector, (score, update, *other)) for one in kept) for other in others)
+        return all(any(beats(one.vector, (score, update, *other, *NO_WORK)) for one in kept) for other in others)
 
     def _cut(self, block: tuple[str, ...], units: int, grid: Grid, found: Sequence[PoolChoice]) -> Iterator[PoolChoice]:
         """As `_on`, of a layout that cuts sequences. found: those of the one that does not, which generate the same."""

@@ -25,7 +25,7 @@ def balance_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterabl
             continue
         options, group = role.megatron.override_transformer_config, f"{role.key}.megatron.override_transformer_config"
         model = next((model for model in models if model.path == role.model_path), None)
-        asked = {name: getattr(options, name) for name in (AUX, Z, BIAS) if getattr(options, name)}
+        asked = {name: getattr(options, name) for name in (AUX, Z, BIAS) if (getattr(options, name) or 0) > 0}
         if asked and role.kind != ACTOR:
             given = {f"{group}.{name}": value for name, value in asked.items()}
             nearest = {f"{group}.{name}": False if name == BIAS else 0.0 for name in asked}
@@ -47,7 +47,7 @@ def _loss_problems(options: OverrideTransformerConfig, group: str) -> Iterable[V
     elif kind not in (NONE, BY_ROW):
         nearest = nearest_name(str(kind), (NONE, BY_ROW))
         yield Violation({key: kind}, f"must be one of {NONE}, {BY_ROW}", {key: nearest})
-    elif kind == NONE and options.moe_aux_loss_coeff:
+    elif kind == NONE and options.moe_aux_loss_coeff > 0:
         given = {f"{group}.{AUX}": options.moe_aux_loss_coeff, key: kind}
         yield Violation(given, f"is of no loss without {TYPE}={BY_ROW}", {key: BY_ROW})
 

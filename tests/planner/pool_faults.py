@@ -169,4 +169,3 @@ values("parts of nothing", "layout", {MODULES: ["mlp"]}, (MODULES, "must be null
 values("cp", "layout", {CP: 4}, (TP, "must divide the 6 ranks"), experts=False)
 values("heads of a2a", "layout", {CP: 4, GPUS: 24, WAY: "a2a"}, (WAY, "query heads of a TP rank"), experts=False)
 values("way of cp", "layout", {WAY: "ring"}, (WAY, "must be one of p2p, all_gather, a2a"))
-values("no cp", "layout", {CP: 0}, (CP, "must be >= 1"))
