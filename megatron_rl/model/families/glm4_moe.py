@@ -16,5 +16,14 @@ FAMILY = Family(
         shared=SharedExperts("shared_experts", size_key="moe_intermediate_size", count_key="n_shared_experts"),
         scoring=Scoring("sigmoid", best=2, bias="gate.e_score_correction_bias", normalised=True),
     ),
-    defaults={"n_shared_experts": 1, "rms_norm_eps": 1e-5, "eos_token_id": None},
+    defaults={
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": None,
+    },
 )
