@@ -1,5 +1,5 @@
 # make demo       install once, make the demo's model and data once, train:  make demo ARGS="trainer.seed=2"
-# make demo-real  the same with a real chat model of 135M parameters, which it fetches once (90 MB): 20 minutes
+# make demo-real  the same with a real chat model of 135M parameters, which it fetches once (90 MB): 5 to 10 minutes
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
 #                 make test-exhaustive: the sweeps that make test leaves out, docs/testing.md
 # make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu --small" without one
