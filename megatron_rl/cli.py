@@ -49,7 +49,7 @@ from megatron_rl.planner.hardware import default_hardware, planned_hardware
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.planner.stage_plan import StagePlanned
 from megatron_rl.port.port import SOMETHING_LOST, port
-from megatron_rl.profiling.profile import CPU_RANKS, number_of_gpus, profile
+from megatron_rl.profiling.profile import CPU_RANKS, DeviceKind, number_of_gpus, profile
 from megatron_rl.profiling.profile import Request as ProfileRequest
 from megatron_rl.profiling.written import hardware_text
 from megatron_rl.profiling.written import sentences as profile_sentences
@@ -337,13 +337,6 @@ def map_command(
     refuse_to_lose_output()
 
 
-class Device(StrEnum):
-    """Where ranks compute."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
 @app.command("profile")
 def profile_command(
     hardware_file: Annotated[
@@ -352,7 +345,7 @@ def profile_command(
     ranks: Annotated[
         int | None, typer.Option(help="Ranks of this machine. Default: its GPUs, or 4 processes on CPUs.")
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")] = None,
+    device: Annotated[DeviceKind | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")] = None,
     short_run: Annotated[bool, typer.Option(help="Also a run of a few steps, for calls and transition.")] = True,
 ) -> None:
     """Measure what the clock of plan and map needs to know of this machine, in minutes, and write a hardware file."""
@@ -364,7 +357,7 @@ def profile_command(
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     found = number_of_gpus()
-    kind = (device or (Device.CUDA if found else Device.CPU)).value
+    kind = (device or (DeviceKind.CUDA if found else DeviceKind.CPU)).value
     measured = profile(ProfileRequest(kind, ranks or (found if kind == "cuda" else CPU_RANKS)), say, short_run)
     with writing():
         hardware_file.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ from megatron_rl.profiling.machine import base_hardware
 from megatron_rl.profiling.samples import Case, Task, World
 from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.trial import Patience, Trial
+
+
+class DeviceKind(StrEnum):
+    """Where ranks compute."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
 
 PASSES = (Case(4, 8, 4), Case(16, 8, 4), Case(16, 40, 24), Case(48, 8, 4))
 CUT_PASSES = (Case(16, 8, 4), Case(32, 16, 8))

@@ -11,7 +11,7 @@ from megatron_rl.planner.memory import plan_stages
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.records import ragged, ragged_from_lengths
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
 PROMPT, RESPONSE = 1800, 248
 ACTOR = "actor_rollout_ref__actor"

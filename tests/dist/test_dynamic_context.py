@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
+from test_balanced_routers import LOSSES
 from test_context_parallel import A2A, ACTOR, ALL_GATHER, CP, EP2, ETP1, FULL, MEGATRON, P2P, SELECTIVE, SP, VPP2
 from test_layout_parity import OPTIMIZER, assert_same, often, one_update
 from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
@@ -86,8 +87,20 @@ def test_layouts_equal_one_process(layout, model_path, reference) -> None:
 
 @pytest.mark.parametrize("layout", often(MOE_LAYOUTS, OFTEN))
 def test_moe_layouts_equal_one_process(layout, moe_path, moe_reference) -> None:
-    """Ranks that work on other sequences need each other's experts. Would not catch a balancing loss."""
+    """Ranks that work on other sequences need each other's experts."""
     assert_same(run_layout(moe_path, *MOE_LAYOUTS[layout]), moe_reference, moe_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_routers_are_balanced_as_in_one_process(layout, moe_path) -> None:
+    """Losses of routers are means over rows of which ranks have different ones. Would not catch what one process gets
+    wrong, too.
+    """
+    losses = {f"{MEGATRON}__{key}": value for key, value in LOSSES.items()}
+    reference = run_ranks(1, one_update, run_config(moe_path, 1, 1, **optimizers(), **losses))
+    ranks, cp_size, changes = MOE_LAYOUTS[layout]
+    assert_same(run_layout(moe_path, ranks, cp_size, changes | losses), reference, moe_path)
 
 
 def own_blocks(config) -> tuple[list[tuple[int, int, bool]], torch.Tensor | None, torch.Tensor]:

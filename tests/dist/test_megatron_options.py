@@ -134,11 +134,8 @@ def run_compare(layout: str, options: dict[str, object], tmp_path, **changes) ->
     return run_ranks(world_size, compare, config, options)
 
 
-def in_sweeps(name: str):
-    return pytest.param(name, marks=pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize("layout", ["EP2", *map(in_sweeps, ("TP2xPP2", "TP2xDP2", "PP2, VPP2"))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_updates_are_the_same(layout, tmp_path):
     """Metrics, weights, masters, moments and later scores, bit for bit where the arithmetic is the same; in buckets.
 

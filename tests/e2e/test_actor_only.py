@@ -34,6 +34,7 @@ ACTOR = "actor_rollout_ref.actor"
 MODEL = REPOSITORY / "assets/demo/model"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("one", THROUGH)
 def test_saves_and_goes_on(command_line, one) -> None:
     """GRPO without a reference, two steps and two more; PPO cannot go on from there, nor its critic be exported.

@@ -48,6 +48,7 @@ def test_gspo_on_235b(command_line, tmp_path: Path) -> None:
     assert step["training/rollout_logprob_diff_max"] < 5e-5
 
 
+@pytest.mark.exhaustive
 def test_128k_grpo(command_line, tmp_path: Path) -> None:
     """Up to CP2 with EP2: 12 tokens on a rank are half of the longest sequence; a leash to the reference.
 

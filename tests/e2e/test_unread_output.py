@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 TRAIN = (sys.executable, "-m", "megatron_rl", "train", "--config", "configs/demo_cpu.yaml")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("one", THROUGH)
 def test_a_reader_that_leaves_and_a_closed_stderr(command_line, one, tmp_path: Path) -> None:
     """`2>&- | head -1`, a reward function that prints, a folder with a dash, a space and an umlaut in its name.
