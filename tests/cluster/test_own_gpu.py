@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
 
 def test_ranks_see_their_own_gpu_or_their_worlds_whatever_the_node_says() -> None:

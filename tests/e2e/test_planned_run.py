@@ -12,7 +12,7 @@ import yaml
 
 from megatron_rl.planner.hardware import FOLDER
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(300)]
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = (
