@@ -10,8 +10,10 @@ longest sequence. A step is as long as the slower rank's; the sum of log-probs m
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
+import sys
 import time
 from typing import Annotated, Any
 
@@ -140,7 +142,9 @@ def rank(number: int, port: int, num_rows: int, rounds: int) -> None:
             table.add_row(name, arm, f"{statistics.median(taken):.2f}", spread, f"{statistics.median(ratios):.2f}")
     if number == 0:
         Console(width=110).print(table)
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # the groups of all arms are still there, and gloo's threads would be waited for
 
 
 def main(
