@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.stages import BAD_ROWS, LOSS_ON
 from megatron_rl.errors import ConfigError
 
-LOSS_ON = ("answers", "last", "all")
 TRUNCATIONS = ("error", "left", "right", "drop")
-BAD_ROWS = ("error", "skip")
 CHOICES = {"loss_on": LOSS_ON, "truncation": TRUNCATIONS, "bad_rows": BAD_ROWS}
 
 
