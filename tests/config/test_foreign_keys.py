@@ -229,6 +229,11 @@ def test_what_keys_become(override, kind, became):
     assert notes(override) == [(kind, became, "")]
 
 
+def test_a_key_of_the_schema_is_not_renamed_to_itself():
+    """A row of several spellings has the schema's own among them. Would not catch a row that is not listed here."""
+    assert notes(f"{OVERLONG}.len=128", f"{OVERLONG}.enable=true", "trainer.total_epochs=2") == []
+
+
 def test_graphs_are_left_out_on_cpus_only():
     """verl's scripts ask for them wherever they run. Would not catch a device that is named later."""
     graphs = "actor_rollout_ref.rollout.enforce_eager=False"

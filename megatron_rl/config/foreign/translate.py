@@ -132,7 +132,8 @@ def _by_row(row: Row, match: re.Match[str], setting: Setting, given: Mapping[str
             return None
         return Note(Kind.RENAMED, setting, why if not row.off else "", outcome)
     if row.to is not None:
-        return Note(Kind.RENAMED, setting, why if not row.off else "", {filled(row.to, match): value})
+        target = filled(row.to, match)
+        return Note(Kind.RENAMED, setting, why if not row.off else "", {target: value}) if target != key else None
     if row.feature is not None:
         return Note(Kind.UNSUPPORTED, setting, filled(row.instead, match), feature=filled(row.feature, match))
     return None
