@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 CONFIG, GRID = "configs/demo_cpu.yaml", "configs/ablation.yaml"
-RANKS, STEPS, WARM_UP = 4, 6, 2
+RANKS, STEPS, WARM_UP = 4, 14, 4
 CACHE = "actor_rollout_ref.rollout.kv_cache_memory_bytes"
 """The search decides it, so that it is no kept value."""
 

@@ -2,7 +2,8 @@
 
 A lane runs its tasks one by one, in the order in which they are given, as a pool runs the verbs it is sent. A task
 starts when the tasks it comes after have stopped and all of its lanes are free. Where lanes share what they work with,
-such as the cores of one machine, tasks that want more of it together than there is all slow down alike.
+such as the cores of one machine, tasks that want more of it together than there is all slow down alike, and taking
+turns may cost a share of it.
 """
 
 from __future__ import annotations
@@ -57,15 +58,16 @@ class Timeline:
         return path[::-1]
 
 
-def simulate_tasks(tasks: Sequence[Task], shared: float = 0.0) -> Timeline:
-    """Run them all. shared: what there is of what tasks want; 0: as much as they want.
+def simulate_tasks(tasks: Sequence[Task], shared: float = 0.0, turns_share: float = 1.0) -> Timeline:
+    """Run them all. shared: what there is of what tasks want; 0: as much as they want. turns_share: of that, what is
+    left while they want more.
 
     Raises KeyError for a task that comes after one which is not given before it.
     """
     bars: dict[str, Bar] = {}
     before = _before(tasks)
     if shared and sum(task.wants for task in tasks) > shared:
-        return _simulate_sharing(tasks, before, shared)
+        return _simulate_sharing(tasks, before, shared, turns_share)
     for task in tasks:
         # Of two that stop at once the later one counts, whose own past may be the longer.
         waited_for = max(reversed(before[task.name]), key=lambda name: bars[name].stop, default=None)
@@ -87,7 +89,9 @@ def _before(tasks: Sequence[Task]) -> dict[str, list[str]]:
     return found
 
 
-def _simulate_sharing(tasks: Sequence[Task], before: Mapping[str, list[str]], shared: float) -> Timeline:
+def _simulate_sharing(
+    tasks: Sequence[Task], before: Mapping[str, list[str]], shared: float, turns_share: float
+) -> Timeline:
     """From one start or stop to the next, between which every task that runs goes on at the same pace."""
     left = {task.name: task.seconds for task in tasks}
     start: dict[str, float] = {}
@@ -98,7 +102,8 @@ def _simulate_sharing(tasks: Sequence[Task], before: Mapping[str, list[str]], sh
             if task.name not in start and all(name in stop for name in before[task.name]):
                 start[task.name] = now
         running = [task for task in tasks if task.name in start and task.name not in stop]
-        pace = min(1.0, shared / max(shared, sum(task.wants for task in running)))
+        wanted = sum(task.wants for task in running)
+        pace = shared * turns_share / wanted if wanted > shared and len(running) > 1 else 1.0
         passed = min(left[task.name] for task in running)
         now += passed / pace
         for task in running:

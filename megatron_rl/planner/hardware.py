@@ -62,9 +62,10 @@ class Hardware:
     (scripts/published); all else is data sheet.
 
     What `profile` adds: half_rows: rows of a matrix product at which it reaches half of that; attention_share: part of
-    it that attention reaches. parallel_ranks: ranks of a machine that can work at once, while more of them take turns;
-    0: each has a device of its own. collectives, engine_collectives: size of a group -> seconds that a collective takes
-    however small, in training and in the engine. error: the share by which a phase may differ from its plan.
+    it that attention reaches. parallel_ranks: ranks of a machine that can work at once, while more of them take turns,
+    and turns_share of what these could do is then done; 0: each has a device of its own. collectives,
+    engine_collectives: size of a group -> seconds that a collective takes however small, in training and in the
+    engine. error: the share by which a phase may differ from its plan.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Hardware:
     half_rows: float = 0.0
     attention_share: float = 1.0
     parallel_ranks: float = 0.0
+    turns_share: float = 1.0
     error: float = 0.3
     collectives: Mapping[int, float] = field(default_factory=dict, hash=False)
     engine_collectives: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -98,7 +100,9 @@ class Hardware:
 
     def crowding(self, num_ranks: float) -> float:
         """How many times as long ranks take when so many of a machine work at once."""
-        return max(1.0, num_ranks / self.parallel_ranks) if self.parallel_ranks else 1.0
+        if not self.parallel_ranks or num_ranks <= self.parallel_ranks:
+            return 1.0
+        return num_ranks / (self.parallel_ranks * self.turns_share)
 
 
 def latency(table: Mapping[int, float], size: int) -> float:

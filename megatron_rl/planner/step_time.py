@@ -36,6 +36,7 @@ class StepTime:
 
     rounds: phases that may run at the same time where their pools differ. wants: phase -> ranks that work in it, in the
     mean, of the parallel_ranks that can work at once where all pools share one machine's cores; 0: none is shared.
+    turns_share: what of them is left while pools take turns.
     """
 
     seconds: dict[str, float]
@@ -43,6 +44,7 @@ class StepTime:
     rounds: tuple[tuple[str, ...], ...]
     wants: dict[str, float] = field(default_factory=dict)
     parallel_ranks: float = 0.0
+    turns_share: float = 1.0
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -55,7 +57,7 @@ class StepTime:
                 for phase in phases
             ]
             before = phases or before
-        return simulate_tasks(tasks, self.parallel_ranks)
+        return simulate_tasks(tasks, self.parallel_ranks, self.turns_share)
 
     @property
     def critical_path(self) -> list[str]:
@@ -133,6 +135,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         tuple(tuple(phase for phase in order if phase in one) for one in rounds),
         wants,
         hardware.parallel_ranks,
+        hardware.turns_share,
     )
 
 

@@ -257,7 +257,8 @@ class Estimator:
     def _pass_overheads(self, tokens: float, passes: float, all_reduces: float) -> tuple[float, float]:
         """Seconds of one micro-batch beside FLOPs and bytes: on each stage, and of each of its layers.
 
-        Half of what tokens cost is taken to be on every TP rank, as norms and residuals are.
+        A stage is passed once for each of its chunks. Half of what tokens cost is taken to be on every TP rank, as
+        norms and residuals are.
         """
         layout, hidden, known = self.layout, self.model.hidden, self.hardware.overheads
         tokens *= hidden * (1 + 1 / layout.tp) / 2
@@ -268,7 +269,7 @@ class Estimator:
         collective = latency(self.hardware.collectives, layout.tp)
         hops = 2 * (passes > 1) + (passes == 1) if layout.pp > 1 else 0
         on_stage += all_reduces * collective + hops * latency(self.hardware.collectives, 2)
-        return on_stage, on_layer + all_reduces * collective
+        return layout.vpp * on_stage, on_layer + all_reduces * collective
 
     def _weight_bytes(self) -> float:
         """That one rank of TP and EP would hold of all stages."""

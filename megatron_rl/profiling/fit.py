@@ -21,7 +21,7 @@ from megatron_rl.planner.time import (
     Load,
     ModelCost,
 )
-from megatron_rl.profiling.samples import GENERATE, SCORE, UPDATE, Sample, World
+from megatron_rl.profiling.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, Sample, World
 
 REWEIGHINGS, NEAR = 20, 0.02
 """NEAR: an error that is as good as none, as a share."""
@@ -231,3 +231,17 @@ def parallel_ranks(alone: Sample, together: Sample, num_ranks: int, num_cores: i
     """
     most = min(num_ranks, num_cores / max(1, num_cores // num_ranks))
     return max(1.0, min(float(most), num_ranks * alone.seconds / together.seconds))
+
+
+def turns_share(together: World, shared: float) -> float:
+    """Part that is done of what `shared` ranks could do while data-parallel groups take turns: the seconds that a group
+    should need beside the others, from those that it needs alone, over those that it does need. 1 where none waits, or
+    nothing was measured.
+    """
+    beside, alone = together.of(SCORE), together.of(SCORE_ALONE)
+    num_ranks, group = together.task.world_size, together.task.tp_size
+    if not alone or num_ranks <= shared:
+        return 1.0
+    ideal = num_ranks / max(shared, group)
+    found = sorted(ideal * one.seconds / all_.seconds for one, all_ in zip(alone, beside, strict=True))
+    return min(1.0, found[len(found) // 2])

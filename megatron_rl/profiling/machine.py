@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_rl.planner.hardware import Hardware, Overheads
 from megatron_rl.planner.time import LINK_EFFICIENCY, MEMORY_EFFICIENCY
-from megatron_rl.profiling.fit import half_rows, parallel_ranks
+from megatron_rl.profiling.fit import half_rows, parallel_ranks, turns_share
 from megatron_rl.profiling.samples import (
     ALL_REDUCE,
     ATTENTION,
@@ -32,11 +32,12 @@ def base_hardware(
     """
     device, width = alone.task.device, WIDTH[alone.task.device]
     rates = {name: half_rows(alone.of(f"{MATMUL} {name}"), width) for name in ("float32", "bfloat16")}
-    shared = 0.0
+    shared, turns = 0.0, 1.0
     if device == "cpu":
         everyone = (together or alone).of(SMALL)[0]
         shared = parallel_ranks(alone.of(SMALL)[0], everyone, num_ranks, num_cores)
-    crowding = max(1.0, num_ranks / shared) if shared else 1.0
+        turns = turns_share(together or alone, shared)
+    crowding = num_ranks / (shared * turns) if shared and num_ranks > shared else 1.0
     crowded = crowding if together is not None else 1.0
     copying = (together or alone).of(COPY)[0]
     link = _link_bandwidth(together.of(ALL_REDUCE), crowded) if together is not None else copying.size / copying.seconds
@@ -57,6 +58,7 @@ def base_hardware(
         half_rows=rates[dtype][1],
         attention_share=_attention_share(alone.of(ATTENTION), peak),
         parallel_ranks=shared,
+        turns_share=turns,
         overheads=Overheads(call=0.0, launch=0.0),
     )
 

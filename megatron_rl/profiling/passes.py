@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.device import Device
 from megatron_rl.profiling.kernels import timed
-from megatron_rl.profiling.samples import GENERATE, SCORE, UPDATE, Case, Sample, Task
+from megatron_rl.profiling.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, Case, Sample, Task
 from megatron_rl.records import Experience, Prompts, Sampling, non_tensor, ragged, ragged_from_lengths
 from megatron_rl.roles.host import RankHost
 
@@ -38,6 +38,9 @@ def pass_samples(host: RankHost, device: Device, task: Task) -> Iterator[Sample]
             body = partial(host.run, role, verb, (argument,), {})
             seconds = timed(body, device.torch_device, task.repeats)
             yield Sample(kind, seconds, case.rows, case.prompt, case.response)
+            if task.alone and kind == SCORE:
+                seconds = timed(body if host.groups.dp_rank == 0 else list, device.torch_device, task.repeats)
+                yield Sample(SCORE_ALONE, seconds, case.rows, case.prompt, case.response)
 
 
 def generation_samples(host: RankHost, device: Device, task: Task) -> Iterator[Sample]:

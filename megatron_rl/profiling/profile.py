@@ -122,7 +122,7 @@ def tasks(request: Request, folder: Path) -> list[Task]:
     found = [task(probes.SHALLOW, 1, alone, kernels=True, **cases), task(probes.DEEP, 1, alone, **cases)]
     cut = {"passes": CUT_PASSES, "generations": CUT_GENERATIONS}
     for number, tp_size in enumerate(request.tp_sizes):
-        own = {"kernels": True, "collectives": request.group_sizes} if number == 0 else {}
+        own = {"kernels": True, "collectives": request.group_sizes, "alone": device == "cpu"} if number == 0 else {}
         found.append(task(probes.DEEP, tp_size, request.num_ranks, **own, **cut))
     if request.num_ranks > 1 and not request.tp_sizes:
         found.append(task(probes.DEEP, 1, request.num_ranks, kernels=True, collectives=request.group_sizes))

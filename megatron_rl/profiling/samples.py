@@ -9,6 +9,8 @@ from pathlib import Path
 
 SCORE, UPDATE, GENERATE = "score", "update", "generate"
 """Kinds of samples that roles make."""
+SCORE_ALONE = "score alone"
+"""SCORE of one data-parallel group, while the others wait."""
 MATMUL, ATTENTION, COPY, HOST_COPY, SMALL, ALL_REDUCE = (
     *("matmul", "attention", "copy", "host copy", "small operations", "all-reduce"),
 )
@@ -49,7 +51,8 @@ class Case:
 class Task:
     """What every rank of one world does. tp_size: of training and of the engine.
 
-    kernels: also measure matrix products, attention and memory. collectives: group sizes to measure.
+    kernels: also measure matrix products, attention and memory. collectives: group sizes to measure. alone: also
+    measure passes of one data-parallel group while the others wait.
     """
 
     device: str
@@ -59,6 +62,7 @@ class Task:
     world_size: int
     kernels: bool = False
     collectives: tuple[int, ...] = ()
+    alone: bool = False
     passes: tuple[Case, ...] = ()
     generations: tuple[Case, ...] = ()
     repeats: int = 5

@@ -72,7 +72,8 @@ def tables(measured: Measured) -> list[Table]:
         ("host and device", f"{hardware.host_bandwidth / 1e9:.1f} GB/s", ""),
     ]
     if hardware.parallel_ranks:
-        rows.append(("ranks at once", f"{hardware.parallel_ranks:.2f}", "more of them take turns"))
+        left = f"more of them take turns, which leaves {hardware.turns_share:.0%}"
+        rows.append(("ranks at once", f"{hardware.parallel_ranks:.2f}", left))
     rows += [
         (
             f"collective of {size}",

@@ -73,6 +73,9 @@ def test_lanes_that_share_slow_down_alike():
     }  # fmt: skip
     assert found.critical_path == ["a", "c"]
     assert simulate_tasks(tasks).total == 4 and simulate_tasks(tasks, shared=4.0).total == 4
+    # Turns leave half: at 1/3 b is done after 6 s; a has 1 s left, which it runs alone.
+    slowed = simulate_tasks(tasks, shared=2.0, turns_share=0.5)
+    assert [slowed.bars[name].stop for name in "abc"] == pytest.approx([7.0, 6.0, 8.0])
 
 
 @given(

@@ -48,6 +48,8 @@ def test_ranks_that_share_cores_take_turns():
     assert [shared.crowding(ranks) for ranks in (1, 2, 4, 6)] == [1, 1, 2, 3] and BARE.crowding(64) == 1
     estimator = Estimator(MODEL, Layout(4, 4), shared)
     assert estimator.seconds(Busy(3.0, 1.0)) == 3.0 and estimator.seconds(Busy(3.0, 2.0)) == 4.0
+    dear = dataclasses.replace(shared, turns_share=0.8)
+    assert [dear.crowding(ranks) for ranks in (2, 4)] == pytest.approx([1, 2.5])
 
 
 def test_pass_overheads_by_hand():
@@ -57,6 +59,9 @@ def test_pass_overheads_by_hand():
     assert Estimator(MODEL, Layout(1, 4), one).forward(LOAD) == pytest.approx(passes)
     stage = 100 + 2 * (10 + 20 * 10 * 0.01)
     assert Estimator(MODEL, Layout(2, 4, pp=2), one).forward(LOAD) == pytest.approx((4 + 1) * stage)
+    chunks = 100 * 2 + 2 * (10 + 20 * 10 * 0.01)  # each of a stage's two chunks is a pass of its own
+    halves = Estimator(MODEL, Layout(2, 4, pp=2, vpp=2), one).forward(LOAD)
+    assert halves == pytest.approx(4 * chunks + chunks / 2)
     crowded = dataclasses.replace(one, parallel_ranks=1.0)
     assert Estimator(MODEL, Layout(2, 4, pp=2), crowded).forward(LOAD) == pytest.approx(4 * 2 * stage)
     cut = dataclasses.replace(one, collectives={2: 1.0})

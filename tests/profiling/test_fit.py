@@ -21,10 +21,22 @@ from megatron_rl.profiling.fit import (
     not_negative,
     parallel_ranks,
     quantile,
+    turns_share,
 )
 from megatron_rl.profiling.machine import base_hardware
 from megatron_rl.profiling.profile import CUT_GENERATIONS, CUT_PASSES, GENERATIONS, PASSES, Measured, Request, tasks
-from megatron_rl.profiling.samples import GENERATE, SCORE, UPDATE, Sample, Task, World, read_task, slowest, write_task
+from megatron_rl.profiling.samples import (
+    GENERATE,
+    SCORE,
+    SCORE_ALONE,
+    UPDATE,
+    Sample,
+    Task,
+    World,
+    read_task,
+    slowest,
+    write_task,
+)
 from megatron_rl.profiling.written import hardware_text, sentences, tables
 
 MICRO_BATCH = 16
@@ -108,6 +120,17 @@ def test_numbers_of_kernels_by_hand():
     assert parallel_ranks(Sample("small", 1.0), Sample("small", 0.5), 4, 8) == 4.0
     assert parallel_ranks(Sample("small", 1.0), Sample("small", 1.0), 4, 2) == 2.0
     assert quantile([3.0, 1.0, 2.0, 4.0], 0.5) == 3.0 and quantile([1.0], 0.9) == 1.0
+
+
+def test_what_turns_leave_by_hand():
+    """Two groups of two on two cores: each needs twice its time beside the other if turns cost nothing. Would not catch
+    groups that wait for each other.
+    """
+    task = Task("cpu", "none", 2, 2, 4)
+    beside = [Sample(SCORE, seconds, rows=4) for seconds in (2.5, 2.0, 8.0)]
+    alone = [Sample(SCORE_ALONE, 1.0, rows=4) for _ in beside]
+    assert turns_share(World(task, [*beside, *alone]), 2.0) == pytest.approx(0.8)
+    assert turns_share(World(task, [*beside, *alone]), 4.0) == 1.0 and turns_share(World(task, beside), 2.0) == 1.0
 
 
 def kernels(world_size: int, slower: float) -> World:
