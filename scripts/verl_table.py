@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl import cli
+from megatron_rl.planner.checked import checked
 from megatron_rl.port.port import port
 
 BEGIN, END = "<!-- table by scripts/verl_table.py -->", "<!-- end of the table -->"
@@ -40,7 +40,7 @@ def judge(file: Path) -> Judged:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "ported.yaml"
         written.write_text(ported.yaml())
-        violations = cli.checked(written, [], without_files=True).violations
+        violations = checked(written, [], without_files=True).violations
     others = [str(violation) for violation in violations] if not ported.features else []
     return Judged(file.stem, ported.features, others)
 

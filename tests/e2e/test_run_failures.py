@@ -28,7 +28,7 @@ def assert_clean_end(run, code: int, *fragments: str) -> None:
     assert run.wait(LIMIT) == code, run.text()
     for fragment in fragments:
         assert fragment in run.text().replace("\n", " "), run.text()
-    assert "megatron_rl/cli.py" not in run.text(), run.text()
+    assert "megatron_rl/cli/" not in run.text(), run.text()
     assert run.left_over() == []
 
 

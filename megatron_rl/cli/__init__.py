@@ -1,0 +1,60 @@
+"""The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | ablate | export | nightly | port.
+
+Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from megatron_rl.cli.models import export_command
+from megatron_rl.cli.planning import map_command, plan_command, profile_command
+from megatron_rl.cli.porting import port_command
+from megatron_rl.cli.stages import dpo_command, reward_command, sft_command, train_command
+from megatron_rl.cli.trials import ablate_command, nightly_command
+from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.observe.output import drop_unread_output
+
+app = typer.Typer(
+    help="PPO with Megatron training and vLLM generation on one memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train_command)
+app.command("sft")(sft_command)
+app.command("reward")(reward_command)
+app.command("dpo")(dpo_command)
+app.command("port", context_settings={"ignore_unknown_options": True})(port_command)
+app.command("plan")(plan_command)
+app.command("map")(map_command)
+app.command("profile")(profile_command)
+app.command("export")(export_command)
+app.command("nightly")(nightly_command)
+app.command("ablate")(ablate_command)
+
+
+def refuse_hydra_options(arguments: Sequence[str]) -> None:
+    """Hydra's names of configuration files mean something to `port` alone. Raises ConfigError with what to do."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in ("--config-path", "--config-name", "--config-dir") and arguments[0] != "port":
+            rule = "is Hydra's, and no file of verl's is read here: its values are verl's defaults"
+            raise ConfigError(f"{name} {rule}; nearest: --config FILE.yaml, made by megatron-rl port SCRIPT.sh")
+
+
+def main() -> None:
+    """Run the command line; an error we raise on purpose becomes one message and its exit code, without a traceback."""
+    drop_unread_output()
+    try:
+        refuse_hydra_options(sys.argv[1:])
+        app()
+    except MegatronRLError as error:
+        message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
+        Console(stderr=True).print(message, soft_wrap=True, highlight=False)
+        sys.exit(error.exit_code)

@@ -1,0 +1,189 @@
+"""megatron-rl plan | map | profile: what a run will take, before it is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.checkpoint.storage import writing
+from megatron_rl.cli.options import ConfigPath, Overrides
+from megatron_rl.cli.output import print_json, refuse_to_lose_output
+from megatron_rl.cluster.signals import exit_on_signals
+from megatron_rl.config.problems import raise_problems, violations_of
+from megatron_rl.config.stages import WITHOUT_ROLLOUT
+from megatron_rl.errors import ConfigError
+from megatron_rl.mapping.explain import explain, explained
+from megatron_rl.mapping.explain import lines as explain_lines
+from megatron_rl.mapping.mapped import find_placements
+from megatron_rl.mapping.report import as_json as placements_as_json
+from megatron_rl.mapping.report import placement_table, time_table
+from megatron_rl.mapping.report import sentences as placement_sentences
+from megatron_rl.mapping.request import Request, cluster_of, read_base
+from megatron_rl.mapping.sample import sampled, write_points
+from megatron_rl.mapping.written import command_of, write_placement
+from megatron_rl.observe.quiet import quiet_libraries
+from megatron_rl.observe.summary import layout_table
+from megatron_rl.planner.batch_arithmetic import batch_table, stage_table
+from megatron_rl.planner.cache_share import with_kv_cache
+from megatron_rl.planner.checked import Checked, checked, staged
+from megatron_rl.planner.hardware import default_hardware, planned_hardware
+from megatron_rl.planner.run_plan import RunPlan, mean_lengths
+from megatron_rl.planner.stage_plan import StagePlanned
+from megatron_rl.profiling.profile import CPU_RANKS, DeviceKind, number_of_gpus, profile
+from megatron_rl.profiling.profile import Request as ProfileRequest
+from megatron_rl.profiling.written import hardware_text
+from megatron_rl.profiling.written import sentences as profile_sentences
+from megatron_rl.profiling.written import tables as profile_tables
+
+MAP_WIDTH = 150
+"""Columns that the tables of placements need."""
+
+
+def plan_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables and sentences.")] = False,
+    without_files: Annotated[
+        bool,
+        typer.Option("--without-files", help="Of models read config.json alone, and no data: plan, then download."),
+    ] = False,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="a100 | h100 | h200 | b200 | cpu | FILE.yaml. Default: cpu or h100, as trainer.device."),
+    ] = None,
+    prompt_length: Annotated[
+        float | None, typer.Option(help="Mean tokens of a prompt. Default: half the longest.")
+    ] = None,
+    response_length: Annotated[
+        float | None, typer.Option(help="Mean tokens of an answer. Default: half the longest.")
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
+) -> None:
+    """Print layout, groups, memory, time and transition, and every rule the configuration breaks. Starts nothing.
+
+    Exit code 2 where a rule is broken; a plan that does not fit the GPU's memory is said to, and is no error.
+    """
+    try:
+        run = checked(config, overrides, without_files, change=lambda found: staged(found, stage))
+        gpu = None if run.config is None else planned_hardware(run.config.trainer, hardware)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        run, gpu = Checked(None, violations_of(error)), None
+    run_config, violations = run.config, run.violations
+    plan: RunPlan | StagePlanned | None = None
+    if run_config is not None and gpu is not None and not violations and run_config.trainer.stage in WITHOUT_ROLLOUT:
+        lengths = [length for length in (prompt_length, response_length) if length is not None]
+        plan = StagePlanned.of(run_config, gpu, sum(lengths) or None)
+    elif run_config is not None and gpu is not None and not violations:
+        run_config = with_kv_cache(run_config, gpu)
+        plan = RunPlan.of(run_config, gpu, mean_lengths(run_config.data, prompt_length, response_length))
+    if as_json:
+        content = {"valid": not violations, "violations": [violation.as_json() for violation in violations]}
+        content |= run.as_json()
+        print_json(content | ({"plan": plan.as_json()} if plan else {}))
+        refuse_to_lose_output()
+        raise typer.Exit(ConfigError.exit_code if violations else 0)
+    console = Console()
+    if plan is not None:
+        for table in plan.tables():
+            console.print(table)
+        for note in (*run.lines(), *plan.notes()):
+            console.print(note, soft_wrap=True, highlight=False, markup=False)
+    elif run_config is not None:
+        is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
+        console.print(layout_table(batch_table(run_config) if is_ppo else stage_table(run_config)))
+    refuse_to_lose_output()
+    raise_problems("this run cannot start", violations)
+
+
+def map_command(
+    config: ConfigPath,
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the cluster, or processes where trainer.device=cpu.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="More of --keep: KEY=VALUE.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="a100 | h100 | h200 | b200 | cpu | FILE.yaml. Default: cpu or h100, as trainer.device."),
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of one machine. Default: 8, or fewer.")] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option("--keep", help="KEY=VALUE that must stay, and those after it. May be repeated.")
+    ] = None,
+    explain_key: Annotated[str | None, typer.Option("--explain", help="KEY: what another value would change.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write the fastest placement to.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG to write: a timeline of each placement.")] = None,
+    points: Annotated[Path | None, typer.Option(help="Ablation's file to write: the fastest, and random ones.")] = None,
+    sample: Annotated[int, typer.Option(help="Random placements of --points.", min=1)] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    prompt_length: Annotated[float | None, typer.Option(help="Mean tokens of a prompt. Default: half.")] = None,
+    response_length: Annotated[float | None, typer.Option(help="Mean tokens of an answer. Default: half.")] = None,
+) -> None:
+    """Find the fastest placement of roles on pools and layout of each, by the clock of `plan`. Starts nothing.
+
+    Of models config.json is read alone. Exit code 2 where nothing fits or a kept value breaks a rule.
+    """
+    kept = [*(overrides or []), *(keep or [])]
+    run_config, keeps = read_base(config, kept)
+    gpu = planned_hardware(run_config.trainer, hardware)
+    cluster = cluster_of(run_config, gpus, gpus_per_node, keeps)
+    lengths = mean_lengths(run_config.data, prompt_length, response_length)
+    request = Request(config, tuple(kept), run_config, gpu, cluster, keeps, lengths, gpus_per_node)
+    mapped = find_placements(request)
+    best = mapped.candidates[0]
+    others = explain(mapped, explain_key) if explain_key is not None else []
+    if out is not None:
+        write_placement(request, best, out)
+    if points is not None:
+        named = hardware or run_config.trainer.hardware_file or default_hardware(run_config.trainer.device)
+        write_points(request, best, sampled(request, sample), named, points)
+    if picture is not None:
+        from megatron_rl.mapping.picture import draw_placements
+
+        with writing():
+            draw_placements(mapped, picture)
+    command = command_of(request, best, out)
+    if as_json:
+        print_json(placements_as_json(mapped) | {"command": command, "explained": explained(others)})
+        refuse_to_lose_output()
+        return
+    console = Console(width=max(Console().width, MAP_WIDTH))
+    for table in (placement_table(mapped), time_table(mapped)):
+        console.print(table)
+    for line in (*placement_sentences(mapped), *explain_lines(others, explain_key or "")):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print(command, soft_wrap=True, highlight=False, markup=False)
+    refuse_to_lose_output()
+
+
+def profile_command(
+    hardware_file: Annotated[
+        Path, typer.Option("--hardware-file", help="The file to write, for plan, map and ablate --hardware.")
+    ] = Path("outputs/hardware.yaml"),
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks of this machine. Default: its GPUs, or 4 processes on CPUs.")
+    ] = None,
+    device: Annotated[DeviceKind | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")] = None,
+    short_run: Annotated[bool, typer.Option(help="Also a run of a few steps, for calls and transition.")] = True,
+) -> None:
+    """Measure what the clock of plan and map needs to know of this machine, in minutes, and write a hardware file."""
+    quiet_libraries()
+    exit_on_signals()
+    console = Console()
+
+    def say(text: object) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    found = number_of_gpus()
+    kind = (device or (DeviceKind.CUDA if found else DeviceKind.CPU)).value
+    measured = profile(ProfileRequest(kind, ranks or (found if kind == "cuda" else CPU_RANKS)), say, short_run)
+    with writing():
+        hardware_file.parent.mkdir(parents=True, exist_ok=True)
+        hardware_file.write_text(hardware_text(measured))
+    for table in profile_tables(measured):
+        console.print(table)
+    for line in profile_sentences(measured):
+        say(line)
+    say(f"written to {hardware_file}; try megatron-rl plan --hardware {hardware_file}")

@@ -1,0 +1,43 @@
+"""megatron-rl port: a launch script of verl becomes a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.checkpoint.storage import writing
+from megatron_rl.cli.output import refuse_to_lose_output
+from megatron_rl.config.foreign.translate import Kind
+from megatron_rl.port.port import SOMETHING_LOST, port
+
+
+def port_command(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(help="SCRIPT.sh or verl's YAML, and Hydra arguments; or these alone."),
+    ],
+    out: Annotated[Path | None, typer.Option(help="The file to write. Default: to stdout.")] = None,
+) -> None:
+    """Turn a launch script of verl into a file for `train --config`; says what is renamed, ignored and not supported.
+
+    The script's shell is run with stubs for every program. Exit codes: 0 nothing of substance is lost, 3 something is.
+    """
+    first = None if "=" in arguments[0] or arguments[0].startswith("-") else Path(arguments[0])
+    result = port(first, arguments if first is None else arguments[1:], os.environ)
+    said = Console(stderr=out is None)
+    if out is None:
+        sys.stdout.write(result.yaml())
+        refuse_to_lose_output()
+    else:
+        with writing():
+            out.write_text(result.yaml())
+    for line in result.lists():
+        said.print(line, soft_wrap=True, highlight=False, markup=False)
+    if out is not None:
+        said.print(f"written to {out}", soft_wrap=True, highlight=False, markup=False)
+    raise typer.Exit(SOMETHING_LOST if result.of(Kind.UNSUPPORTED) else 0)

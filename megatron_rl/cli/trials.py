@@ -1,0 +1,94 @@
+"""megatron-rl ablate | nightly: many runs, and a verdict."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.checkpoint.storage import writing
+from megatron_rl.cli.options import ConfigPath, Overrides
+from megatron_rl.cluster.signals import exit_on_signals
+from megatron_rl.config.problems import raise_problems
+from megatron_rl.errors import Violation
+from megatron_rl.planner.checked import checked
+from megatron_rl.trials.ablation import Ablation, only_ablation
+from megatron_rl.trials.ablation_file import read_ablation
+from megatron_rl.trials.ablation_report import dry_run_tables
+from megatron_rl.trials.golden import read_golden, write_golden
+from megatron_rl.trials.nightly import REPORT, nightly_trial, run_nightly
+from megatron_rl.trials.outcome import FAILED, TrialOutcome
+from megatron_rl.trials.planned import plan_points
+from megatron_rl.trials.verdict import Verdict
+
+SOME_POINTS_FAILED = 11
+"""Exit code of an ablation some of whose valid points have no result."""
+
+
+def nightly_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    golden: Annotated[Path, typer.Option(help="Golden metrics and their bands.")] = Path("configs/nightly_golden.json"),
+    folder: Annotated[Path, typer.Option(help="Emptied first where it is a nightly's own.")] = Path("outputs/nightly"),
+    renew: Annotated[bool, typer.Option("--renew", help="Put what this run reaches into the golden file.")] = False,
+) -> None:
+    """Train, stop in the middle, go on, compare with golden metrics; FOLDER/report.md.
+
+    Exit codes: 0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang.
+    """
+    bands = read_golden(golden)
+    raise_problems("this run cannot start", checked(config, overrides).violations)
+    trial = nightly_trial(bands, config, folder, overrides or ())
+    exit_on_signals()  # so that training ends, too
+    verdict = run_nightly(trial, bands, shlex.join(["megatron-rl", *sys.argv[1:]]))
+    if renew and verdict in (Verdict.PASS, Verdict.REGRESSION):
+        write_golden(bands.renewed(trial.recorded()), golden)
+        Console().print(f"{golden} renewed; it was a {verdict.name.lower()} before", soft_wrap=True, markup=False)
+        verdict = Verdict.PASS
+    Console().print(f"nightly: {verdict.name.lower()}; {folder / REPORT}", soft_wrap=True, markup=False)
+    raise typer.Exit(verdict.value)
+
+
+def ablate_command(
+    config: Annotated[Path, typer.Option("--config", help="An ablation's file, such as configs/ablation.yaml.")],
+    overrides: Overrides = None,
+    folder: Annotated[Path | None, typer.Option(help="Instead of the file's `folder`.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points and what is planned, no more.")] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Also run again what crashed, timed out or ran out of memory.")
+    ] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the report of what has run.")] = False,
+) -> None:
+    """Run every point of a grid of layouts and options; a table and a picture in FOLDER. Goes on where it was stopped.
+
+    Exit codes: 0 all valid points finished, 2 nothing can run, 11 some failed, 129, 130 and 143 interrupted.
+    """
+    ablation = read_ablation(config, overrides or ())
+    folder = folder or Path(ablation.folder)
+    planned = plan_points(ablation, folder)
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    if dry_run:
+        for table in dry_run_tables(Ablation(ablation, folder, planned, say).rows()):
+            console.print(table)
+    if all(point.violations for point in planned):
+        raise_problems("no point can run", [Violation({}, f"{one.point.name}: {one.reason}") for one in planned])
+    if dry_run:
+        return
+    exit_on_signals()
+    try:
+        with writing(), only_ablation(folder):
+            work = Ablation(ablation, folder, planned, say)
+            rows = work.write_report() if report_only else work.run(retry_failed)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    say(f"{sum(row.result is not None for row in rows)} of {len(rows)} points have results; report in {folder}")
+    if any(row.outcome in FAILED or (row.outcome is TrialOutcome.INVALID and row.seconds) for row in rows):
+        raise typer.Exit(SOME_POINTS_FAILED)
