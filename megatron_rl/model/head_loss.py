@@ -1,10 +1,10 @@
 """Cross-entropy straight from hidden states: loss and gradients in one walk over the tokens, a few at a time.
 
 Legend: n tokens, H hidden size, v rows of the padded vocabulary on this rank.
-A sum of log-probs weighs all tokens alike, so its gradient is known as soon as a chunk's logits are: they are made once,
-where `log_probs.HeadLogProb`, which is told the gradient later, makes them twice. Three products with the vocabulary
-instead of four. The price: gradients of hidden states and weight exist from forward to backward, so the two must follow
-each other.
+A sum of log-probs weighs all tokens alike, so its gradient is known as soon as a chunk's logits are, and they are made
+once; `log_probs.HeadLogProb`, which is told the gradient later, makes them twice. So there are three products with the
+vocabulary instead of four. The price: gradients of hidden states and weight exist from forward to backward, so the two
+must follow each other.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ import yaml
 from step import HERE, LR, SIZES, TRL, TRL_SETTINGS, WEIGHT_DECAY, Arm, make_model, spread
 
 OURS = ("local", "ray")
-EXAMPLES, PROMPT_SHARE, LONGEST = 32, 0.25, 512
-"""Of a step, of an example's tokens, tokens."""
+PROMPT_SHARE, LONGEST = 0.25, 512
+"""Of an example's tokens; tokens."""
 THEIRS = {"trl": {"max_length": LONGEST}, "trl_padding_free": {"padding_free": True, "max_length": None}}
 """Arm -> fields of SFTConfig."""
 TOLERANCE = 1e-4
@@ -44,7 +44,7 @@ LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of examples in tokens: log-normal with a median, cut off at 16 and `LONGEST`; a spread of 0: all equal."""
+    """Lengths of examples in tokens: log-normal with a median, cut off at 16 and `LONGEST`; of spread 0 all equal."""
 
     name: str
     median: int
@@ -70,14 +70,14 @@ def write_examples(shape: Shape, number: int, path: Path) -> None:
             file.write(json.dumps({"prompt": text[:prompt], "completion": text[prompt:]}) + "\n")
 
 
-def our_config(folder: Path, steps: int, max_tokens: int) -> dict:
+def our_config(folder: Path, steps: int, examples: int, max_tokens: int) -> dict:
     """What `megatron-rl sft` would read."""
     files = str(folder / "examples.jsonl")
     return {
         "data": {
             "train_files": files,
             "val_files": files,
-            "train_batch_size": EXAMPLES,
+            "train_batch_size": examples,
             "max_length": LONGEST,
             "shuffle": False,
         },
@@ -117,7 +117,7 @@ def command_of(arm: str, folder: Path, steps: int, options) -> list[str]:
     """How an arm is started; its files are in `folder`."""
     if arm in OURS:
         config = folder / f"{arm}.yaml"
-        config.write_text(yaml.safe_dump(our_config(folder, steps, options.max_tokens)))
+        config.write_text(yaml.safe_dump(our_config(folder, steps, options.examples, options.max_tokens)))
         overrides = [f"trainer.default_local_dir={folder / arm}", *options.ours]
         return [sys.executable, str(HERE / "step_ours.py"), str(config), arm, *overrides]
     job = {
@@ -126,7 +126,7 @@ def command_of(arm: str, folder: Path, steps: int, options) -> list[str]:
         "examples": tokens_of(folder),
         "threads": options.threads,
         "steps": steps,
-        "batch": EXAMPLES,
+        "batch": options.examples,
         "rows": options.trl_rows,
         "lr": LR,
         "weight_decay": WEIGHT_DECAY,
@@ -172,11 +172,11 @@ def measure(shape: Shape, options) -> dict:
     with tempfile.TemporaryDirectory() as place, ExitStack() as opened:
         folder = Path(place)
         num_params = make_model(SIZES["small"], folder / "model")
-        number = EXAMPLES * (rounds + 1)  # the last step of a run, which would validate, is not taken
+        number = options.examples * (rounds + 1)  # the last step of a run, which would validate, is not taken
         write_examples(shape, number, folder / "examples.jsonl")
         lengths = list(shape.lengths(number))
         print(
-            f"{shape.name}: {num_params / 1e6:.1f}M parameters, {EXAMPLES} examples a step of "
+            f"{shape.name}: {num_params / 1e6:.1f}M parameters, {options.examples} examples a step of "
             f"{statistics.mean(lengths):.0f} tokens in the mean, {max(lengths)} at most; filled up, passes of "
             f"{options.trl_rows} have {filled_up(lengths, options.trl_rows):.2f} times as many tokens",
             flush=True,
@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=[*OURS, *THEIRS], default=["local", *THEIRS])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before those")
+    parser.add_argument("--examples", type=int, default=32, help="of a step; a multiple of --trl-rows")
     parser.add_argument("--threads", type=int, default=2, help="of each process")
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a pass of this package")
     parser.add_argument("--ours", nargs="*", default=[], help="dotted overrides of this package's configuration")
