@@ -36,6 +36,9 @@ def stage_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
     Passes for validation, and those that compute a stored reference before the first step, are no part of a step.
     """
     config, seconds, pools = models.config, dict[str, float](), dict[str, tuple[str, ...]]()
+    if hardware.is_measured:
+        # The rate of products was measured as passes reach it, and what else they take is in the overheads.
+        load = replace(load, efficiency_share=1.0)
     has_baseline = config.trainer.stage == DPO and config.dpo.loss == "kto"
     for role in models.placement.megatron_roles:
         pool = models.pools[role.pool]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_rl.planner.memory import plan_stages
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.planner.stage_plan import StagePlanned
+from megatron_rl.planner.time import RL_SHARE
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ACTOR = "actor_rollout_ref.actor"
@@ -83,6 +85,14 @@ def test_time_of_a_step(config) -> None:
     # The step's answers, and those to other prompts.
     assert kto_fly["ref"] == pytest.approx(2 * kto["log_probs"])
     assert tuned.fits and tuned.as_json()["batch"]["DP"] == "2" and tuned.tables() and not tuned.notes()
+
+
+def test_a_profiled_machine_reaches_its_measured_rate(config) -> None:
+    """No share of it, as of a data sheet's. Would not catch a rate that was measured wrongly."""
+    sheet = load_hardware("h100")
+    profiled = replace(sheet, half_rows=1e-9)
+    seconds = [StagePlanned.of(config("sft"), one, 1024.0).time.total for one in (sheet, profiled)]
+    assert RL_SHARE * seconds[0] <= seconds[1] < 0.95 * seconds[0]
 
 
 @pytest.mark.parametrize(
