@@ -162,6 +162,14 @@ class MicroBatch:
         default = self.predicts_response.new_ones(int(self.response_lengths.sum()), dtype=torch.float32)
         return self.fields.get("kept", default)
 
+    @property
+    def counts(self) -> Tensor | None:
+        """bool, of each token in `targets`: whether it counts in a loss; None: all do, as the record does not say."""
+        if "kept" not in self.fields:
+            return None
+        kept = self.fields["kept"].bool()
+        return kept if self.share is None else kept[self.share.numbers]
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same block on another device."""
         return replace(

@@ -1,14 +1,15 @@
-"""Log-probabilities and entropy straight from hidden states, a few tokens at a time.
+"""Log-probabilities, with or without entropy, straight from hidden states, a few tokens at a time.
 
 Legend: N tokens, H hidden size, V rows of the padded vocabulary, v = V / tp_size rows of this rank.
 With z = W h / temperature and Z = sum(exp z):  log p = z_target - log Z,  E = log Z - sum(p * z).
-No tensor of N x v elements exists, forward or backward: logits are made for a chunk of tokens, reduced to five numbers
-a token, and made again when gradients are asked for.
+No tensor of N x v elements exists, forward or backward: logits are made for a chunk of tokens, reduced to a few numbers
+a token, and made again when gradients are asked for. Without entropy a chunk is walked through less often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megatron_rl.model.chunks import chunk_tokens
 
 
 class HeadLogProb(torch.autograd.Function):
-    """(log-prob of the target [N], entropy [N]) in float32 from hidden [N, H] and this rank's weight [v, H]."""
+    """(log-prob of the target [N], entropy [N] or None) in float32 from hidden [N, H] and this rank's weight [v, H]."""
 
     @staticmethod
     def forward(
@@ -31,16 +32,17 @@ class HeadLogProb(torch.autograd.Function):
         temperature: float,
         tp_group: dist.ProcessGroup,
         soft_cap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `head_log_probs`."""
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `head_log_probs`, and without entropy `head_log_probs_alone`."""
         rows = LocalRows(weight, vocab_size, temperature, tp_group.rank(), soft_cap)
-        log_z, log_prob, entropy, _ = combine(*local_sums(hidden, rows, targets), tp_group)
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        found = combine(local_sums(hidden, rows, targets, with_entropy), tp_group)
+        ctx.save_for_backward(hidden, weight, targets, found.log_z, found.entropy)
         ctx.rows = (vocab_size, temperature, tp_group.rank(), soft_cap)
-        return log_prob, entropy
+        return found.log_prob, found.entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """d log p / d z_j = 1[j = target] - p_j;   d E / d z_j = -p_j (log p_j + E).
 
         Of the gradient of `hidden` this is the part that goes through this rank's rows.
@@ -54,38 +56,76 @@ class HeadLogProb(torch.autograd.Function):
             logits = rows.logits(hidden[chunk])
             slope = rows.slope(logits)
             log_probs = logits.sub_(log_z[chunk, None])
-            probs = log_probs.exp()
-            grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
-            grad.mul_(-grad_entropy[chunk, None]).sub_(grad_log_prob[chunk, None]).mul_(probs)
-            rows.add(grad, targets[chunk], grad_log_prob[chunk])
-            grad = grad if slope is None else grad.mul_(slope)
-            grad = grad.div_(rows.temperature).to(weight.dtype)
-            torch.mm(grad, weight, out=grad_hidden[chunk])
-            if grad.dtype == grad_weight.dtype:
-                grad_weight.addmm_(grad.t(), hidden[chunk])
+            if entropy is None or grad_entropy is None:
+                grad = log_probs.exp_().mul_(-grad_log_prob[chunk, None])
             else:
-                grad_weight.add_(torch.mm(grad.t(), hidden[chunk]))
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+                probs = log_probs.exp()
+                grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
+                grad.mul_(-grad_entropy[chunk, None]).sub_(grad_log_prob[chunk, None]).mul_(probs)
+            rows.add(grad, targets[chunk], grad_log_prob[chunk])
+            rows.add_product(grad, slope, hidden[chunk], grad_hidden[chunk], grad_weight)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
-def local_sums(hidden: Tensor, rows: LocalRows, targets: Tensor, squares: bool = False) -> tuple[Tensor, Tensor]:
-    """What `combine` needs of this rank's rows, from hidden [N, H] and targets [N], a chunk of tokens at a time."""
-    largest = hidden.new_empty(len(hidden), dtype=torch.float32)
-    sums = hidden.new_empty(4 if squares else 3, len(hidden), dtype=torch.float32)
-    for chunk in chunks(len(hidden), hidden.shape[1], len(rows.weight)):
-        logits = rows.logits(hidden[chunk])
-        # A shard of padding alone has no largest logit; any finite number gives it the sum 0.
-        largest[chunk] = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min / 4)
-        target_logit = rows.take(logits, targets[chunk])
-        shifted = logits.sub_(largest[chunk, None])
-        exp = shifted.exp()
-        sums[0, chunk] = exp.sum(-1)
-        if squares:
-            sums[3, chunk] = exp.square().sum(-1)
-        # exp is 0 where the logit is -inf, and 0 * -inf is NaN.
-        sums[1, chunk] = exp.mul_(shifted.clamp_(min=-1e30)).sum(-1)
-        sums[2, chunk] = target_logit
-    return largest, sums
+@dataclass(frozen=True)
+class LocalSums:
+    """What one rank finds in its rows v, each float32 [N]. With m = max z over them:
+
+    largest: m. exp: sum exp(z - m). target_logit: the target's z, 0 where another rank has it. Where they are wanted:
+    exp_times_logit: sum exp(z - m) (z - m), for the entropy; squares: sum exp(z - m)^2.
+    """
+
+    largest: Tensor
+    exp: Tensor
+    target_logit: Tensor
+    exp_times_logit: Tensor | None = None
+    squares: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[LocalSums]) -> LocalSums:
+        """Of chunks of tokens, at least one, one after the other."""
+
+        def column(name: str) -> Any:
+            values = [getattr(part, name) for part in parts]
+            return None if values[0] is None else torch.cat(values)
+
+        return cls(*(column(field.name) for field in fields(cls)))
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What the ranks find together, each float32 [N] and the same on all: log Z, log-prob of the target, and where they
+    are wanted entropy and sum of p^2."""
+
+    log_z: Tensor
+    log_prob: Tensor
+    entropy: Tensor | None
+    sum_pi_squared: Tensor | None
+
+
+def local_sums(
+    hidden: Tensor, rows: LocalRows, targets: Tensor, entropy: bool = False, squares: bool = False
+) -> LocalSums:
+    """Of hidden [N, H] and targets [N], a chunk of tokens at a time. entropy, squares: what else is wanted."""
+    cut = list(chunks(len(hidden), hidden.shape[1], len(rows.weight))) or [slice(0, 0)]
+    return LocalSums.joined(
+        [sums_of_logits(rows.logits(hidden[chunk]), rows, targets[chunk], entropy, squares) for chunk in cut]
+    )
+
+
+def sums_of_logits(
+    logits: Tensor, rows: LocalRows, targets: Tensor, entropy: bool = False, squares: bool = False
+) -> LocalSums:
+    """Of one chunk's logits [n, v], which become exp(z - m), or something else where the entropy is wanted."""
+    # A shard of padding alone has no largest logit; any finite number gives it the sum 0.
+    largest = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min / 4)
+    target_logit = rows.take(logits, targets)
+    shifted = logits.sub_(largest[:, None])
+    exp = shifted.exp() if entropy else shifted.exp_()
+    exp_sum, square_sum = exp.sum(-1), exp.square().sum(-1) if squares else None
+    # exp is 0 where the logit is -inf, and 0 * -inf is NaN.
+    exp_times_logit = exp.mul_(shifted.clamp_(min=-1e30)).sum(-1) if entropy else None
+    return LocalSums(largest, exp_sum, target_logit, exp_times_logit, square_sum)
 
 
 class LocalRows:
@@ -127,6 +167,21 @@ class LocalRows:
         local, is_here = self._local(targets)
         grad.scatter_add_(-1, local[:, None], (values * is_here)[:, None])
 
+    def add_product(
+        self, grad: Tensor, slope: Tensor | None, hidden: Tensor, grad_hidden: Tensor, grad_weight: Tensor
+    ) -> None:
+        """From the gradient [n, v] of a chunk's logits, which is used up: fill grad_hidden [n, H], and add to
+        grad_weight [v, H], float32 or more. slope: what `slope` says of these logits; hidden: [n, H].
+        """
+        grad = grad if slope is None else grad.mul_(slope)
+        grad = grad if self.temperature == 1.0 else grad.div_(self.temperature)
+        grad = grad.to(self.weight.dtype)
+        torch.mm(grad, self.weight, out=grad_hidden)
+        if grad.dtype == grad_weight.dtype:
+            grad_weight.addmm_(grad.t(), hidden)
+        else:
+            grad_weight.add_(torch.mm(grad.t(), hidden))
+
     def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         local = targets - self.first
         return local.clamp(0, len(self.weight) - 1), (local >= 0) & (local < len(self.weight))
@@ -144,24 +199,26 @@ def chunks(num_tokens: int, hidden_size: int, num_rows: int) -> Iterator[slice]:
         yield slice(start, min(start + size, num_tokens))
 
 
-def combine(largest: Tensor, sums: Tensor, tp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(log Z, log-prob of the target, entropy, sum of p^2 or None), each [N], from what every rank found in its rows.
-
-    largest m [N]; sums [3 or 4, N]: of exp(z - m), of exp(z - m) (z - m), the target's logit or 0, and, where sums of
-    p^2 are wanted, of exp(z - m)^2.
-    """
-    top = largest.clone()
+def combine(mine: LocalSums, tp_group: dist.ProcessGroup) -> Combined:
+    """From what every rank found in its rows; all ranks must call."""
+    top = mine.largest.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=tp_group)
-    below = largest - top
+    below = mine.largest - top
     scale = below.exp()
-    exp, exp_times_logit, target_logit, *squares = sums
-    mine = [scale * exp, scale * (exp_times_logit + below.clamp(min=-1e30) * exp), target_logit]
-    total = torch.stack([*mine, *(scale.square() * square for square in squares)])
+    parts = [scale * mine.exp, mine.target_logit]
+    if mine.exp_times_logit is not None:
+        parts.append(scale * (mine.exp_times_logit + below.clamp(min=-1e30) * mine.exp))
+    if mine.squares is not None:
+        parts.append(scale.square() * mine.squares)
+    total = torch.stack(parts)
     dist.all_reduce(total, group=tp_group)
     log_sum = total[0].log()
-    log_prob = (total[2] - top - log_sum).clamp(max=0.0)
-    sum_pi_squared = total[3] / total[0].square() if squares else None
-    return top + log_sum, log_prob, log_sum - total[1] / total[0], sum_pi_squared
+    return Combined(
+        top + log_sum,
+        (total[1] - top - log_sum).clamp(max=0.0),
+        None if mine.exp_times_logit is None else log_sum - total[2] / total[0],
+        None if mine.squares is None else total[-1] / total[0].square(),
+    )
 
 
 def head_log_probs(
@@ -180,9 +237,24 @@ def head_log_probs(
     are divided by it. soft_cap: see `LocalRows`. All ranks of `tp_group` must call.
     """
     found: tuple[Tensor, Tensor] = HeadLogProb.apply(
-        hidden, weight, targets, vocab_size, temperature, tp_group, soft_cap
+        hidden, weight, targets, vocab_size, temperature, tp_group, soft_cap, True
     )
     return found
+
+
+def head_log_probs_alone(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    temperature: float,
+    tp_group: dist.ProcessGroup,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """The log-probs of `head_log_probs`, bit for bit, without the entropy's work."""
+    log_prob: Tensor
+    log_prob, _ = HeadLogProb.apply(hidden, weight, targets, vocab_size, temperature, tp_group, soft_cap, False)
+    return log_prob
 
 
 @torch.no_grad()
@@ -200,7 +272,7 @@ def head_log_probs_and_squares(
     Arguments as of `head_log_probs`. All ranks of `tp_group` must call.
     """
     rows = LocalRows(weight, vocab_size, temperature, tp_group.rank(), soft_cap)
-    _, log_prob, _, sum_pi_squared = combine(*local_sums(hidden, rows, targets, squares=True), tp_group)
-    if sum_pi_squared is None:
+    found = combine(local_sums(hidden, rows, targets, squares=True), tp_group)
+    if found.sum_pi_squared is None:
         raise RuntimeError("sums of squares were asked for and not computed")
-    return log_prob, sum_pi_squared
+    return found.log_prob, found.sum_pi_squared

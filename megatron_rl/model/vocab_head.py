@@ -12,7 +12,13 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_rl.model.log_probs import capped_logits, head_log_probs, head_log_probs_and_squares
+from megatron_rl.model.head_loss import head_cross_entropy
+from megatron_rl.model.log_probs import (
+    capped_logits,
+    head_log_probs,
+    head_log_probs_alone,
+    head_log_probs_and_squares,
+)
 
 
 def pass_hidden_states(output_layer: ColumnParallelLinear, tp_group: dist.ProcessGroup) -> None:
@@ -65,6 +71,23 @@ class VocabHead:
         """
         hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         return head_log_probs(
+            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group, self.soft_cap
+        )
+
+    def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The log-probs of `log_probs_and_entropy` without the entropy's work."""
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return head_log_probs_alone(
+            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group, self.soft_cap
+        )
+
+    def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """hidden [N, H], targets int64 [N] -> -(sum of the log-probs), float32. All TP ranks must call.
+
+        Backward must come before the next forward pass: see `head_loss`.
+        """
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return head_cross_entropy(
             hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group, self.soft_cap
         )
 

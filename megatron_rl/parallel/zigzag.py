@@ -74,6 +74,27 @@ class ContextShare:
         found: Tensor = Whole.apply(values, self)
         return found
 
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a scalar over the ranks of the group, which all must call; a rank's gradient is its own."""
+        found: Tensor = Total.apply(value, self)
+        return found
+
+
+class Total(torch.autograd.Function):
+    """A scalar of every rank's own tokens -> its sum. Every rank goes on to compute the whole loss, so the gradient
+    passes as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, share: ContextShare) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total, group=share.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
 
 class Whole(torch.autograd.Function):
     """values [n, ...] of every rank's own tokens -> [N, ...], the same on all ranks of the group.

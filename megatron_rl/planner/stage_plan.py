@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.config.roles import answers_together
+from megatron_rl.config.roles import PassSpec, answers_together
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stages import DPO
 from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.batch_arithmetic import stage_table
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import StageMemory, phase_order, plan_pools
 from megatron_rl.planner.memory_report import Change, advice, usable_bytes
-from megatron_rl.planner.run_models import RunModels
+from megatron_rl.planner.run_models import PoolModels, RunModels
 from megatron_rl.planner.run_plan import POOL_HEADINGS, amount, pool_as_json, pool_groups, pool_row
 from megatron_rl.planner.step_time import StepTime, dispatch_seconds, estimator_of, recomputed_share
 from megatron_rl.planner.time import Load
@@ -29,38 +30,41 @@ def stage_load(config: RunConfig, length: float) -> Load:
 
 
 def stage_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
-    """Seconds of the trained role's update, and of the reference's pass where every batch has one.
+    """Seconds of the trained role's update, of the reference's pass where every batch has one, and of kto's passes over
+    the step's prompts with other answers.
 
     Passes for validation, and those that compute a stored reference before the first step, are no part of a step.
     """
     config, seconds, pools = models.config, dict[str, float](), dict[str, tuple[str, ...]]()
-    together = answers_together(config)
+    if hardware.is_measured:
+        # The rate of products was measured as passes reach it, and what else they take is in the overheads.
+        load = replace(load, efficiency_share=1.0)
+    has_baseline = config.trainer.stage == DPO and config.dpo.loss == "kto"
     for role in models.placement.megatron_roles:
         pool = models.pools[role.pool]
-        estimator, one = estimator_of(models, pool, role, hardware, pool.grid.cp_size), role.update or role.score
-        if one is None:
-            continue
-        units = one.num_rows * (together if one is role.update else 1)
-        block = one.max_tokens or int(units * load.length / pool.grid.cp_size)
+        estimator = estimator_of(models, pool, role, hardware, pool.grid.cp_size)
         recompute = recomputed_share(pool, role) if role.is_trained else 0.0
-        asked = Load(
-            load.num_samples,
-            load.prompt,
-            load.response,
-            load.max_response,
-            load.mini_batch,
-            max(1, block),
-            recompute=recompute,
-        )
-        work = estimator.train(asked) if role.is_trained else estimator.forward(asked)
-        seconds[one.phase] = work + dispatch_seconds(pool.spec.size, hardware)
-        pools[one.phase] = (role.pool,)
+        call = dispatch_seconds(pool.spec.size, hardware)
+        if role.update is not None:
+            units = role.update.num_rows * answers_together(config)
+            asked = replace(load, block_tokens=block_tokens(role.update, units, load, pool), recompute=recompute)
+            seconds[role.update.phase] = estimator.train(asked) + call
+        if role.score is not None and (role.update is None or has_baseline):
+            asked = replace(load, block_tokens=block_tokens(role.score, role.score.num_rows, load, pool))
+            num_passes = 2 if role.update is None and has_baseline else 1
+            seconds[role.score.phase] = num_passes * (estimator.forward(asked) + call)
+        pools |= {one.phase: (role.pool,) for one in role.passes}
     order = [phase for phase in phase_order(models.placement.megatron_roles) if phase in seconds]
     return StepTime(
         {phase: seconds[phase] for phase in order},
         {phase: pools[phase] for phase in order},
         tuple((phase,) for phase in order),
     )
+
+
+def block_tokens(one: PassSpec, num_rows: int, load: Load, pool: PoolModels) -> int:
+    """Tokens of one pass on a rank: as many as are joined, or its part of so many rows of mean length."""
+    return max(1, one.max_tokens or int(num_rows * load.length / pool.grid.cp_size))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
+from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.model.families import head_cap
 from megatron_rl.model.vocab_head import VocabHead
 from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths
@@ -40,9 +41,35 @@ class TokenScorer:
         log_probs, entropy = block.whole(torch.stack(found, -1)).unbind(-1)
         return log_probs, entropy
 
+    def log_probs(self, hidden: Tensor, block: MicroBatch) -> Tensor:
+        """hidden [b, S / C, H] -> log-prob [N] of the block's response tokens, float32; 0 of those that do not count.
+
+        The head is applied to those that count alone. C and calls: as of `log_probs_and_entropy`.
+        """
+        counts = block.counts
+        if counts is None:
+            return block.whole(self.head.log_probs(block.scored(hidden), block.targets))
+        found = self.head.log_probs(block.scored(hidden)[counts], block.targets[counts])
+        return block.whole(found.new_zeros(len(counts)).masked_scatter(counts, found))
+
+    def cross_entropy(self, hidden: Tensor, block: MicroBatch) -> Tensor:
+        """hidden [b, S / C, H] -> -(sum of the log-probs of the block's tokens that count), a float32 scalar.
+
+        C and calls: as of `log_probs_and_entropy`. Where it can be, logits are made only once.
+        """
+        # Interleaved stages run several blocks forward before the first comes back, and float16 has no room for
+        # gradients that are scaled later.
+        if len(self.pipeline.chunks) > 1 or hidden.dtype == torch.float16:
+            return cross_entropy(self.log_probs(hidden, block), block.kept, 1.0)
+        rows, targets, counts = block.scored(hidden), block.targets, block.counts
+        if counts is not None:
+            rows, targets = rows[counts], targets[counts]
+        total = self.head.cross_entropy(rows, targets)
+        return total if block.share is None else block.share.total(total)
+
     def score(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
         """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
-        return self.pipeline.score(sequences, cut, lambda hidden, block: self.log_probs_and_entropy(hidden, block)[0])
+        return self.pipeline.score(sequences, cut, self.log_probs)
 
     def score_with_squares(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
         """The same with `sum_pi_squared` of every response token."""

@@ -9,7 +9,6 @@ from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.stages import DPO
 from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.experience.micro_batches import MicroBatch
-from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.losses.objectives import preference_objective, reads_means
 from megatron_rl.losses.terms import sum_answers
 from megatron_rl.records import AnswerBatch, AnswerScores, Sequences, SequenceScores, TokenBatch
@@ -31,10 +30,7 @@ class TunedPolicy(TrainedRole):
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         preferences = rank.config.dpo
         means = rank.config.trainer.stage == DPO and reads_means(preferences)
-        self.learner = AnswerLearner(self.trainable, self._log_probs, preference_objective(preferences), means)
-
-    def _log_probs(self, hidden: Tensor, block: MicroBatch) -> Tensor:
-        return self.scorer.log_probs_and_entropy(hidden, block)[0]
+        self.learner = AnswerLearner(self.trainable, self.scorer.log_probs, preference_objective(preferences), means)
 
     @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: TokenBatch) -> dict[str, float]:
@@ -48,7 +44,7 @@ class TunedPolicy(TrainedRole):
         totals = self.trainable.totals(blocks)
 
         def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
-            total = cross_entropy(self._log_probs(hidden, block), block.kept, float(totals.tokens))
+            total = self.scorer.cross_entropy(hidden, block) / max(totals.tokens, 1)
             return total, total.detach()[None]
 
         means = self.trainable.compute_gradients(blocks, totals, loss)
@@ -57,7 +53,7 @@ class TunedPolicy(TrainedRole):
     @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_likelihoods(self, batch: TokenBatch) -> SequenceScores | None:
         """Of each row the log-probs of its tokens that count, summed; None before the last stage."""
-        flat = self.trainable.pipeline.forward(batch, self.score_cut, self._log_probs)
+        flat = self.trainable.pipeline.forward(batch, self.score_cut, self.scorer.log_probs)
         if flat is None:
             return None
         summed = sum_answers(flat, batch.kept.values(), batch.response_lengths)

@@ -24,12 +24,16 @@ def sft(config: RunConfig, local: bool = False) -> dict[str, Any]:
         policy, measure = run.role(TunedPolicy), partial(measured, run)
         run.held_out.before_training(measure, run.life.is_resumed)
         for step in run.life.steps():
-            batch = token_batch(run.data.next())
-            metrics = run.book.update_metrics(ACTOR, [policy.update(batch)])
-            metrics |= run.describe(batch.input_ids.values().numel())
-            run.book.log(metrics | run.held_out.after(step, measure), step)
+            run.book.log(take_step(run) | run.held_out.after(step, measure), step)
         rows = token_batch(run.data.val[:NUM_PARITY_ROWS]).sequences()
         return finish_stage(run, measure, lambda target: exported_policy(policy, rows, target, run.config))
+
+
+def take_step(run: StageRun) -> dict[str, float]:
+    """One optimizer step on the next batch; its metrics."""
+    batch = token_batch(run.data.next())
+    metrics = run.book.update_metrics(ACTOR, [run.role(TunedPolicy).update(batch)])
+    return metrics | run.describe(batch.input_ids.values().numel())
 
 
 def measured(run: StageRun) -> dict[str, float]:

@@ -1,10 +1,11 @@
 """What do log-probs and entropy from hidden states cost, forward and backward? Ours against the naive form.
 
-    python scripts/bench/logprob.py [--tokens 4096] [--vocab 32000] [--hidden 512] [--rounds 7]
+    python scripts/bench/logprob.py [--what entropy|loss] [--tokens 4096] [--vocab 32000] [--hidden 512] [--rounds 7]
 
-Naive: logits of all tokens, a softmax over them (over the shards of all ranks), autograd. Prints at TP1 and TP2 the
-peak growth of the largest rank's resident set beyond the inputs, gradients included, the median seconds of interleaved
-rounds with their range, and ratios naive / ours.
+Naive: logits of all tokens, a softmax over them (over the shards of all ranks), autograd. With --what loss:
+cross-entropy from our log-probs with entropy, from those without, and at once. Prints at TP1 and TP2 the peak growth of
+the largest rank's resident set beyond the inputs, gradients included, the median seconds of interleaved rounds with
+their range, and ratios to the last arm's.
 """
 
 from __future__ import annotations
@@ -67,7 +68,32 @@ def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Te
     return head_log_probs(hidden, weight, targets, vocab_size, 1.0, dist.group.WORLD)
 
 
-ARMS: dict[str, Callable] = {"naive": naive, "ours": chunked}
+def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
+    """Cross-entropy, with an entropy that nobody reads."""
+    return (-chunked(hidden, weight, targets)[0].mean(),)
+
+
+def mean_loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
+    """The same without it."""
+    from megatron_rl.model.log_probs import head_log_probs_alone
+
+    vocab_size = len(weight) * dist.get_world_size()
+    return (-head_log_probs_alone(hidden, weight, targets, vocab_size, 1.0, dist.group.WORLD).mean(),)
+
+
+def mean_loss_at_once(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
+    """The same with gradients made where the loss is."""
+    from megatron_rl.model.head_loss import head_cross_entropy
+
+    vocab_size = len(weight) * dist.get_world_size()
+    return (head_cross_entropy(hidden, weight, targets, vocab_size, 1.0, dist.group.WORLD) / len(targets),)
+
+
+ARMS: dict[str, dict[str, Callable]] = {
+    "entropy": {"naive": naive, "ours": chunked},
+    "loss": {"with entropy": mean_loss, "without": mean_loss_alone, "at once": mean_loss_at_once},
+}
+"""What is computed -> the ways to do it."""
 
 
 class Case:
@@ -81,27 +107,27 @@ class Case:
         self.targets = torch.randint(vocab_size, (num_tokens,), generator=generator)
 
     def run(self, arm: Callable) -> list[Tensor]:
-        """Forward and backward; [log-probs, entropies, gradient of hidden, gradient of weight]."""
+        """Forward and backward; [what the arm gives, ..., gradient of hidden, gradient of weight]."""
         self.hidden.grad = self.weight.grad = None
-        log_probs, entropies = arm(self.hidden, self.weight, self.targets)
-        (log_probs.mean() + 0.1 * entropies.mean()).backward()
-        return [log_probs.detach(), entropies.detach(), self.hidden.grad, self.weight.grad]
+        first, *further = arm(self.hidden, self.weight, self.targets)
+        (first.mean() + 0.1 * sum(one.mean() for one in further)).backward()
+        return [*(one.detach() for one in (first, *further)), self.hidden.grad, self.weight.grad]
 
 
-def check_equal(case: Case) -> None:
+def check_equal(case: Case, arms: dict[str, Callable]) -> None:
     """Raises AssertionError where the arms' numbers differ."""
-    for name, ours, theirs in zip(
-        ("log-probs", "entropies", "hidden.grad", "weight.grad"), case.run(chunked), case.run(naive), strict=True
-    ):
-        error = float((ours - theirs).abs().max() / theirs.abs().max())
-        assert error < TOLERANCE, f"{name} differ by {error:.2g}"
+    *others, expected = (case.run(arm) for arm in arms.values())
+    for name, found in zip(arms, others, strict=False):
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            error = float((one - other).abs().max() / other.abs().max())
+            assert error < TOLERANCE, f"{name}: number {number} differs by {error:.2g}"
 
 
-def measure(case: Case, rounds: int) -> dict[str, tuple[int, list[float]]]:
+def measure(case: Case, arms: dict[str, Callable], rounds: int) -> dict[str, tuple[int, list[float]]]:
     """Arm -> (peak growth in bytes, seconds of every round), of the rank that has most of each."""
-    peaks, seconds = dict.fromkeys(ARMS, 0), {name: [] for name in ARMS}
+    peaks, seconds = dict.fromkeys(arms, 0), {name: [] for name in arms}
     for _ in range(rounds):
-        for name, arm in ARMS.items():
+        for name, arm in arms.items():
             case.hidden.grad = case.weight.grad = None
             give_back()
             dist.barrier()
@@ -111,16 +137,16 @@ def measure(case: Case, rounds: int) -> dict[str, tuple[int, list[float]]]:
             dist.all_reduce(most, dist.ReduceOp.MAX)
             peaks[name] = max(peaks[name], int(most[0]))
             seconds[name].append(float(most[1]))
-    return {name: (peaks[name], seconds[name]) for name in ARMS}
+    return {name: (peaks[name], seconds[name]) for name in arms}
 
 
-def rank_main(rank: int, tp_size: int, port: int, sizes: tuple[int, int, int], rounds: int, answers) -> None:
+def rank_main(rank: int, tp_size: int, port: int, what: str, sizes: tuple[int, int, int], rounds: int, answers) -> None:
     torch.set_num_threads(max(1, os.cpu_count() // tp_size))
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, world_size=tp_size, rank=rank)
     case = Case(*sizes)
-    check_equal(case)
-    measured = measure(case, rounds)
+    check_equal(case, ARMS[what])
+    measured = measure(case, ARMS[what], rounds)
     if rank == 0:
         answers.put(measured)
     dist.barrier()
@@ -128,24 +154,28 @@ def rank_main(rank: int, tp_size: int, port: int, sizes: tuple[int, int, int], r
 
 
 def main(
+    what: Annotated[str, typer.Option(help=" | ".join(ARMS))] = "entropy",
     tokens: Annotated[int, typer.Option(help="Response tokens.")] = 4096,
     vocab: Annotated[int, typer.Option(help="Rows of the vocabulary, a multiple of 2.")] = 32000,
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 512,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 7,
 ) -> None:
     """Measure at TP1 and TP2 and print one table."""
-    table = Table(title=f"log-prob + entropy, forward and backward: T={tokens}, V={vocab}, H={hidden}, float32")
-    for column in ("", "arm", "peak growth MB", "naive / ours", "median s", "range s", "naive / ours"):
+    title = {"entropy": "log-prob + entropy", "loss": "cross-entropy"}[what]
+    table = Table(title=f"{title}, forward and backward: T={tokens}, V={vocab}, H={hidden}, float32")
+    ratio = f"/ {list(ARMS[what])[-1]}"
+    for column in ("", "arm", "peak growth MB", ratio, "median s", "range s", ratio):
         table.add_column(column, justify="right")
     for tp_size in (1, 2):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         answers = mp.get_context("spawn").SimpleQueue()
-        arguments = (tp_size, port, (tokens, vocab, hidden), rounds, answers)
+        arguments = (tp_size, port, what, (tokens, vocab, hidden), rounds, answers)
         mp.spawn(rank_main, args=arguments, nprocs=tp_size)
         measured = answers.get()
-        peak, median = measured["ours"][0], statistics.median(measured["ours"][1])
+        last = measured[list(ARMS[what])[-1]]
+        peak, median = last[0], statistics.median(last[1])
         for name, (bytes_, seconds) in measured.items():
             middle = statistics.median(seconds)
             table.add_row(

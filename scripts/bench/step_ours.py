@@ -1,9 +1,9 @@
-"""GRPO steps of this package in one process, each when a line comes in. `step.py` starts it.
+"""Steps of this package in one process, each when a line comes in. `step.py` and `sft_step.py` start it.
 
     python scripts/bench/step_ours.py CONFIG local|ray [DOTTED=OVERRIDE ...]
 
-Builds what `megatron-rl train` builds, with `--local` or through Ray, and takes the steps of its loop. A line of JSON
-says that it is ready, and one for each step what it came to.
+Builds what `megatron-rl train` builds, or `megatron-rl sft` where `trainer.stage` says so, with `--local` or through
+Ray, and takes the steps of its loop. A line of JSON says that it is ready, and one for each step what it came to.
 """
 
 from __future__ import annotations
@@ -12,11 +12,43 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import read_run
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stages import SFT
 from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
 from megatron_rl.roles.environment import worker_environment
+
+
+@contextmanager
+def opened(config: RunConfig, local: bool) -> Iterator[Callable[[], dict[str, float]]]:
+    """What takes the next step of a run and returns its metrics, with its tokens under `tokens`."""
+    from megatron_rl.run import open_run
+    from megatron_rl.stages import sft
+    from megatron_rl.stages.run import open_stage
+    from megatron_rl.train import take_step
+
+    def step_of_sft() -> dict[str, float]:
+        step = next(steps)
+        metrics = sft.take_step(run)
+        run.book.log(metrics, step)
+        return metrics | {"tokens": metrics["perf/total_num_tokens"]}
+
+    def step_of_grpo() -> dict[str, float]:
+        step = next(steps)
+        metrics = take_step(run, step)
+        run.book.log(metrics, step)
+        samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+        return metrics | {"tokens": metrics["response_length/mean"] * samples}
+
+    is_sft = config.trainer.stage == SFT
+    with (open_stage if is_sft else open_run)(config, local=local) as run:
+        steps = run.life.steps()
+        yield step_of_sft if is_sft else step_of_grpo
 
 
 def main() -> None:
@@ -33,24 +65,18 @@ def main() -> None:
         quiet_engines()
     quiet_libraries()
 
-    from megatron_rl.run import open_run
-    from megatron_rl.train import take_step
-
     def say(**told: object) -> None:
         print(json.dumps(told), file=answers, flush=True)
 
-    with open_run(config, local=cluster == "local") as run:
+    with opened(as_stage(config, config.trainer.stage), cluster == "local") as take_step:
         say(ready=True)
-        steps = run.life.steps()
         while sys.stdin.readline():
-            step = next(steps)
             start, cpu_start = time.perf_counter(), time.process_time()
-            metrics = take_step(run, step)
-            run.book.log(metrics, step)
+            metrics = take_step()
             seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
             told = {name: value for name, value in metrics.items() if name.startswith("timing_s/")}
-            tokens = metrics["response_length/mean"] * config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-            say(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens, phases=told)
+            tokens, loss = metrics["tokens"], metrics.get("actor/loss")
+            say(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens, loss=loss, phases=told)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,23 @@ def test_all_layouts(layout: str, is_packed: bool, micro_batch: int, model_path:
     assert_same(run_layout(model_path, *LAYOUTS[layout], **overrides), alone, "actor", model_path)
 
 
+MEGATRON = "actor_rollout_ref__actor__megatron__"
+FURTHER = {
+    "CP2": ((2, 1, 1), {f"{MEGATRON}context_parallel_size": 2}),
+    "TP2xCP2": ((4, 2, 1), {f"{MEGATRON}context_parallel_size": 2}),
+    "PP2, VPP2": ((2, 1, 2), {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", FURTHER)
+def test_split_sequences_and_interleaved_stages(layout: str, model_path: str, alone: list[dict]) -> None:
+    """Where each rank's head sees a part of the tokens that count, and where logits are made twice. Would not catch a
+    rank that has none of a block's tokens, which is rare."""
+    sizes, overrides = FURTHER[layout]
+    assert_same(run_layout(model_path, *sizes, **overrides), alone, "actor", model_path)
+
+
 @pytest.mark.exhaustive
 def test_blocks_by_tokens(model_path: str, alone: list[dict]) -> None:
     """Would not catch blocks of unequal work."""

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from dense_log_probs import dense_gradients, dense_log_probs, random_case
 from ranks import run_ranks
 
-from megatron_rl.model.log_probs import head_log_probs, head_log_probs_and_squares
+from megatron_rl.model.head_loss import head_cross_entropy
+from megatron_rl.model.log_probs import head_log_probs, head_log_probs_alone, head_log_probs_and_squares
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -37,6 +38,15 @@ def compare_with_dense():
         expected = dense_gradients(hidden, whole, targets, vocab, 0.9, mix)
         torch.testing.assert_close(found[0].double(), expected[0], atol=5e-5, rtol=1e-4)
         torch.testing.assert_close(found[1].double(), expected[1][mine], atol=5e-5, rtol=1e-4)
+        assert torch.equal(head_log_probs_alone(hidden, weight, targets, vocab, 0.9, dist.group.WORLD), log_prob)
+        loss = head_cross_entropy(hidden, weight, targets, vocab, 0.9, dist.group.WORLD)
+        torch.testing.assert_close(loss.double(), -dense[0].sum(), atol=5e-5, rtol=5e-6)
+        found = torch.autograd.grad(loss, (hidden, weight))
+        dist.all_reduce(found[0])
+        mix = torch.stack([torch.full((tokens,), -1.0), torch.zeros(tokens)])
+        expected = dense_gradients(hidden, whole, targets, vocab, 0.9, mix)
+        torch.testing.assert_close(found[0].double(), expected[0], atol=5e-5, rtol=1e-4)
+        torch.testing.assert_close(found[1].double(), expected[1][mine], atol=5e-5, rtol=1e-4)
         outputs.append((log_prob.tolist(), entropy.tolist(), squares.tolist()))
 
     extreme, row = torch.tensor([[1e4, -1e4], [-1e4, 1e4]]), torch.eye(2)[dist.get_rank(), None]
@@ -49,7 +59,7 @@ def compare_with_dense():
 
 
 def test_two_shards_agree_with_dense_and_with_each_other():
-    """Values, sums of squares, this shard's rows of the gradient, equal outputs.
+    """Values, sums of squares, this shard's rows of the gradient, equal outputs; cross-entropy and its gradients.
 
     Would not catch an error on three shards only.
     """

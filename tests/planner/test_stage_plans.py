@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_rl.planner.memory import plan_stages
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_models import RunModels
 from megatron_rl.planner.stage_plan import StagePlanned
+from megatron_rl.planner.time import RL_SHARE
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ACTOR = "actor_rollout_ref.actor"
@@ -62,8 +64,8 @@ def test_pairs_take_twice_the_activations(config) -> None:
 
 
 def test_time_of_a_step(config) -> None:
-    """Pairs cost twice the rows, a reference on the fly a third of an update more, at least. Would not catch a wrong
-    share of the peak, which is PPO's."""
+    """Pairs cost twice the rows, a reference on the fly a third of an update more, at least, and kto's baseline a pass
+    of each model. Would not catch a wrong share of the peak, which is PPO's."""
     hardware = load_hardware("h100")
     tuned, pairs, fly = (
         StagePlanned.of(config(stage, *overrides), hardware, 1024.0)
@@ -71,7 +73,26 @@ def test_time_of_a_step(config) -> None:
     )
     assert pairs.time.total == pytest.approx(2 * tuned.time.total, rel=0.1)
     assert fly.time.total > pairs.time.total * 1.2 and set(fly.time.seconds) == {"ref", "update_actor"}
+    shared = "actor_rollout_ref"
+    one_row = (f"{shared}.{part}.log_prob_micro_batch_size_per_gpu=1" for part in ("rollout", "ref"))
+    keys = ("dpo.loss=kto", *one_row)
+    kto, kto_fly = (
+        StagePlanned.of(config("dpo", *keys, f"dpo.reference={reference}"), hardware, 1024.0).time.seconds
+        for reference in ("stored", "on_the_fly")
+    )
+    assert kto["update_actor"] == pytest.approx(tuned.time.total) and set(kto) == {"log_probs", "update_actor"}
+    assert 0.25 < kto["log_probs"] / kto["update_actor"] < 0.4
+    # The step's answers, and those to other prompts.
+    assert kto_fly["ref"] == pytest.approx(2 * kto["log_probs"])
     assert tuned.fits and tuned.as_json()["batch"]["DP"] == "2" and tuned.tables() and not tuned.notes()
+
+
+def test_a_profiled_machine_reaches_its_measured_rate(config) -> None:
+    """No share of it, as of a data sheet's. Would not catch a rate that was measured wrongly."""
+    sheet = load_hardware("h100")
+    profiled = replace(sheet, half_rows=1e-9)
+    seconds = [StagePlanned.of(config("sft"), one, 1024.0).time.total for one in (sheet, profiled)]
+    assert RL_SHARE * seconds[0] <= seconds[1] < 0.95 * seconds[0]
 
 
 @pytest.mark.parametrize(
