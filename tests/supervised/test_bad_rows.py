@@ -182,7 +182,8 @@ def test_bad_rows_of_parquet(tmp_path):
 
 
 def test_many_bad_rows_are_counted_and_the_first_listed(tmp_path):
-    """Two files, 30 bad rows of two kinds, in order. Would not catch a list that leaves out the last."""
+    """Two files, 30 bad rows of two kinds, in order, and one of each kind among them. Would not catch a list that
+    leaves out the last."""
     paths = []
     for name in ("a", "b"):
         rows = [GOOD["answer"]] + [{"prompt": "", "response": "that"}] * 10 + [{"prompt": "what"}] * 5
@@ -193,6 +194,8 @@ def test_many_bad_rows_are_counted_and_the_first_listed(tmp_path):
     message = str(refused.value)
     assert message.startswith("30 of 32 rows cannot be used (20 empty_prompt, 10 missing)")
     assert message.count("\n") == 11 and message.endswith("and 20 more")
+    assert [line.count("[empty_prompt]") for line in message.splitlines()[1:]] == [1] * 9 + [0, 0]
+    assert "a.jsonl: row 11 (line 12), field 'response'" in message.splitlines()[10]
     listed = tmp_path / "bad.jsonl"
     _, report = read_examples(paths, byte_level(), ReadingOptions(bad_rows="skip", bad_rows_file=str(listed)))
     assert len(listed.read_text().splitlines()) == 30 == len(report.bad_rows)
