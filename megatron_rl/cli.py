@@ -21,7 +21,6 @@ from rich.text import Text
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cluster.signals import exit_on_signals
-from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.foreign.translate import Kind
 from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems, violations_of
@@ -44,7 +43,7 @@ from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
 from megatron_rl.observe.summary import finite_or_null, layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table, stage_table
 from megatron_rl.planner.cache_share import with_kv_cache
-from megatron_rl.planner.checked import Checked, checked, staged
+from megatron_rl.planner.checked import Checked, checked, commanded, only_ppo, staged
 from megatron_rl.planner.hardware import default_hardware, planned_hardware
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.planner.stage_plan import StagePlanned
@@ -146,7 +145,7 @@ def dpo_command(
 
 def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse: bool) -> RunConfig:
     """The configuration of a stage. Raises ConfigError with everything that is wrong; notes go to stderr."""
-    run = checked(path, overrides, change=lambda config: as_stage(collapsed(config) if collapse else config, stage))
+    run = checked(path, overrides, change=lambda config: commanded(collapsed(config) if collapse else config, stage))
     raise_problems("this run cannot start", run.violations)
     assert run.config is not None  # a file without a configuration has violations
     for note in run.notes:
@@ -420,7 +419,8 @@ def nightly_command(
     Exit codes: 0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang.
     """
     bands = read_golden(golden)
-    raise_problems("this run cannot start", checked(config, overrides).violations)
+    run = checked(config, overrides, change=lambda found: only_ppo(found, "nightly"))
+    raise_problems("this run cannot start", run.violations)
     trial = nightly_trial(bands, config, folder, overrides or ())
     exit_on_signals()  # so that training ends, too
     verdict = run_nightly(trial, bands, shlex.join(["megatron-rl", *sys.argv[1:]]))
