@@ -101,8 +101,8 @@ class RowProblem(Exception):
 
 
 def refuse(bad_rows: Sequence[BadRow], num_rows: int) -> None:
-    """Raise a ConfigError that counts all bad rows by kind and lists the first of each kind, and then the first of all, up
-    to `SHOWN`; nothing if there is none."""
+    """Raise a ConfigError that counts all bad rows by kind and lists the first of each kind and, up to `SHOWN`, the
+    first of the others; nothing if there is none."""
     if not bad_rows:
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in bad_rows).most_common())
@@ -113,7 +113,9 @@ def refuse(bad_rows: Sequence[BadRow], num_rows: int) -> None:
     if len(bad_rows) > len(shown):
         lines.append(f"  and {len(bad_rows) - len(shown)} more")
     headline = f"{len(bad_rows)} of {num_rows} rows cannot be used ({kinds})"
-    remedy = "mend them, or set data.bad_rows=skip to go on without them and have all of them listed"
+    remedy = "mend them"
+    if len(bad_rows) < num_rows:
+        remedy += ", or set data.bad_rows=skip to go on without them and have all of them listed"
     raise ConfigError("\n".join([f"{headline}: {remedy}", *lines]))
 
 

@@ -130,7 +130,7 @@ def test_a_plan_that_cannot_fit_asks_for_more(config) -> None:
     plan = StagePlanned.of(
         config("sft", "trainer.nnodes=1", f"{ACTOR}.megatron.pipeline_model_parallel_size=1"), load_hardware("h100")
     )
-    assert not plan.fits and plan.notes()[-1] == "  these are not enough: take more GPUs"
+    assert not plan.fits and plan.notes()[-1].endswith("take more GPUs")
 
 
 def test_what_belongs_to_rollouts_is_no_rule_of_a_stage(config) -> None:

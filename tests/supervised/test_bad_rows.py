@@ -203,11 +203,13 @@ def test_many_bad_rows_are_counted_and_the_first_listed(tmp_path):
 
 
 def test_only_bad_rows_end_the_run_even_where_they_are_skipped(tmp_path):
-    """Nothing would be left. Would not catch one good row among thousands."""
-    path = tmp_path / "data.jsonl"
+    """Nothing would be left: they are listed all the same, and skipping is not recommended. Would not catch one good
+    row among thousands."""
+    path, listed = tmp_path / "data.jsonl", tmp_path / "bad"
     path.write_text('{"prompt": "what", "response": ""}\n')
-    with pytest.raises(ConfigError, match=r"1 of 1 rows cannot be used \(1 empty_answer\)"):
-        read_examples([str(path)], byte_level(), ReadingOptions(bad_rows="skip", bad_rows_file=str(tmp_path / "bad")))
+    with pytest.raises(ConfigError, match=r"1 of 1 rows cannot be used \(1 empty_answer\): mend them\n"):
+        read_examples([str(path)], byte_level(), ReadingOptions(bad_rows="skip", bad_rows_file=str(listed)))
+    assert json.loads(listed.read_text())["kind"] == "empty_answer"
 
 
 #  name, bytes (None: nothing there; "folder"), what the error says
