@@ -6,6 +6,9 @@ import json
 import random
 from pathlib import Path
 
+from command_line import CommandLine
+from safetensors.torch import load_file
+
 SHORT = (
     "data.train_batch_size=16",
     "actor_rollout_ref.actor.optim.lr=1e-3",
@@ -45,3 +48,13 @@ def keys_of(files: Path, stage: str) -> tuple[str, ...]:
 def command_of(stage: str) -> str:
     """The command that runs it."""
     return {"dpo on the fly": "dpo", "kto": "dpo"}.get(stage, stage)
+
+
+def weights_apart(run: CommandLine, other: CommandLine) -> float:
+    """Of the exported models the mean difference of the tensor with most.
+
+    Without biases of keys: attention does not depend on them, so Adam makes full steps of their rounding noise.
+    """
+    ours, theirs = (load_file(one.run / "hf_model/model.safetensors") for one in (run, other))
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[key] - theirs[key]).abs().mean()) for key in ours if not key.endswith("k_proj.bias"))
