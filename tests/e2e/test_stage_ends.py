@@ -59,7 +59,7 @@ def test_a_signal_ends_the_scoring_of_the_reference(command_line, files: Path) -
     that takes longer than the grace."""
     keys = (*keys_of(files, "dpo"), *LOCAL, "data.train_batch_size=1")
     run = command_line(*keys, stage="dpo")
-    run.wait_for(lambda: "examples per step" in run.text(), timeout=240, interval=0.02)
+    run.wait_for(lambda: run.output.exists() and "examples per step" in run.text(), timeout=240, interval=0.02)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(60) == 21, run.text()
     assert "stopped before the first step; there was nothing to save" in run.text()
