@@ -188,6 +188,12 @@ class Lifecycle:
             message = f"stopped in step {step + 1}, which was given up; step {step} is saved"
             raise StoppedBeforeStep(message) from None
 
+    def check_stop(self) -> None:
+        """Before the first step, where there is nothing to save: raises StoppedBeforeStep if a signal asked to stop."""
+        if self.pace.stop.is_set:
+            self.pace.stop.fulfil(StoppedBeforeStep.exit_code)
+            raise StoppedBeforeStep("stopped before the first step; there was nothing to save")
+
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
         if self._under_way is not None:

@@ -13,6 +13,8 @@ from megatron_rl.checkpoint.resume import select
 from megatron_rl.checkpoint.run_file import read_run_file, reading
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stages import PPO
+from megatron_rl.errors import ConfigError
 from megatron_rl.planner.file_rules import make_folders
 from megatron_rl.planner.resume_rules import configured_models
 
@@ -71,3 +73,9 @@ class RunFolder:
     def _select(self) -> None:
         self.start = select(self._trainer, self.models)
         self.saved = {} if self.start.path is None else read_run_file(self.start.path / RUN_FILE)
+        if self.start.path is not None:
+            with reading(self.start.path / RUN_FILE):
+                stage = self.saved["config"]["trainer"].get("stage", PPO)
+            if stage != self._trainer.stage:
+                rule = f"{self.start.path} was saved by {stage}, and this is {self._trainer.stage}"
+                raise ConfigError(f"cannot go on: {rule}; nearest: another trainer.default_local_dir")

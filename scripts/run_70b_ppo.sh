@@ -5,14 +5,16 @@
 #   RAY_ADDRESS=node0:6379 MODEL_PATH=... bash scripts/run_70b_ppo.sh                    join a Ray cluster
 #   DRY_RUN=1 bash scripts/run_70b_ppo.sh       the whole plan and the commands of every node; starts nothing
 #   SCALE=tiny bash scripts/run_70b_ppo.sh      the same configuration on 8 CPU processes, TP2 x PP2 x DP2, rollout TP1
+#   STAGE=sft ... bash scripts/run_70b_ppo.sh   a stage before PPO with the configuration of its own, all else alike
 #
 # The same command again goes on from the newest checkpoint. Exit codes are megatron-rl's; 2: this cannot work.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+STAGE="${STAGE:-ppo}"           # ppo | sft | reward | dpo
 SCALE="${SCALE:-70b}"           # 70b | tiny
 DRY_RUN="${DRY_RUN:-0}"         # 1: print, start nothing
-CONFIG="${CONFIG:-configs/llama3_70b_ppo.yaml}"
+CONFIG="${CONFIG:-}"            # empty: the stage's
 PYTHON="${PYTHON:-$([[ -x .venv/bin/python ]] && echo "$PWD/.venv/bin/python" || echo python3)}" # the same on all nodes
 MODEL_PATH="${MODEL_PATH:-}"    # Hugging Face folder, at the same place on all nodes; empty: the shape, DRY_RUN only
 TRAIN_FILES="${TRAIN_FILES:-}"  # one file, or [a.parquet,b.parquet]
@@ -25,9 +27,26 @@ REMOTE_SHELL="${REMOTE_SHELL:-ssh -o BatchMode=yes}" # runs "$REMOTE_SHELL HOST 
 NODES_TIMEOUT="${NODES_TIMEOUT:-600}"                # seconds for all nodes to join
 HARDWARE="${HARDWARE:-}"        # a100 | h100 | h200 | cpu | FILE.yaml, for the memory and time plan
 
+case "$STAGE" in # configuration, command, role that is trained; nodes, TP and PP of the configuration; tiny files
+ppo) OF_STAGE=(configs/llama3_70b_ppo.yaml train actor_rollout_ref.actor 8 8 4 assets/demo/{train,test}.parquet) ;;
+sft) OF_STAGE=(configs/stages/llama3_70b_sft.yaml sft actor_rollout_ref.actor 4 8 4
+    assets/demo_stages/answers_{train,test}.parquet) ;;
+reward) OF_STAGE=(configs/stages/llama3_8b_reward.yaml reward critic 1 2 1
+    assets/demo_stages/pairs_{train,test}.parquet) ;;
+dpo) OF_STAGE=(configs/stages/llama3_70b_dpo.yaml dpo actor_rollout_ref.actor 8 8 4
+    assets/demo_stages/pairs_{train,test}.parquet) ;;
+*)
+    echo "STAGE=$STAGE must be ppo, sft, reward or dpo; nearest: STAGE=ppo" >&2
+    exit 2
+    ;;
+esac
+CONFIG="${CONFIG:-${OF_STAGE[0]}}"
+ROLE="${OF_STAGE[2]}"
+
 case "$SCALE" in
 70b)
-    NNODES="${NNODES:-8}" GPUS_PER_NODE="${GPUS_PER_NODE:-8}" TP="${TP:-8}" PP="${PP:-4}" ROLLOUT_TP="${ROLLOUT_TP:-8}"
+    NNODES="${NNODES:-${OF_STAGE[3]}}" GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+    TP="${TP:-${OF_STAGE[4]}}" PP="${PP:-${OF_STAGE[5]}}" ROLLOUT_TP="${ROLLOUT_TP:-8}"
     HARDWARE="${HARDWARE:-h100}"
     RESOURCE=GPU
     SHRUNK=()
@@ -37,26 +56,33 @@ tiny)
     HARDWARE="${HARDWARE:-cpu}"
     RESOURCE=CPU
     MODEL_PATH="${MODEL_PATH:-assets/llama3_70b_tiny}"
-    TRAIN_FILES="${TRAIN_FILES:-assets/demo/train.parquet}"
-    VAL_FILES="${VAL_FILES:-assets/demo/test.parquet}"
-    OUTPUT_DIR="${OUTPUT_DIR:-outputs/llama3_70b_tiny}"
+    TRAIN_FILES="${TRAIN_FILES:-${OF_STAGE[6]}}"
+    VAL_FILES="${VAL_FILES:-${OF_STAGE[7]}}"
+    OUTPUT_DIR="${OUTPUT_DIR:-outputs/llama3_70b_tiny$([[ "$STAGE" == ppo ]] || echo "_$STAGE")}"
     SHRUNK=(
         trainer.device=cpu
         data.train_batch_size=32
-        data.max_prompt_length=16
-        data.max_response_length=8
-        actor_rollout_ref.actor.ppo_mini_batch_size=16
-        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128
+        "$ROLE.ppo_max_token_len_per_gpu=128"
         actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256
-        actor_rollout_ref.rollout.max_num_batched_tokens=2048
-        actor_rollout_ref.rollout.kv_cache_memory_bytes=8388608
-        actor_rollout_ref.rollout.update_weights_bucket_megabytes=1
-        custom_reward_function.path=scripts/demo_reward.py
         trainer.total_training_steps=4
         trainer.test_freq=0
         trainer.val_before_train=false
         trainer.save_freq=1
     )
+    if [[ "$STAGE" == ppo ]]; then
+        SHRUNK+=(
+            data.max_prompt_length=16
+            data.max_response_length=8
+            actor_rollout_ref.actor.ppo_mini_batch_size=16
+            actor_rollout_ref.rollout.max_num_batched_tokens=2048
+            actor_rollout_ref.rollout.kv_cache_memory_bytes=8388608
+            actor_rollout_ref.rollout.update_weights_bucket_megabytes=1
+            custom_reward_function.path=scripts/demo_reward.py
+        )
+    else
+        SHRUNK+=(data.max_length=24)
+        [[ "$STAGE" != reward ]] || SHRUNK+=(critic.forward_max_token_len_per_gpu=256)
+    fi
     ;;
 *)
     echo "SCALE=$SCALE must be 70b or tiny; nearest: SCALE=70b" >&2
@@ -72,10 +98,10 @@ fi
 LAYOUT=(
     trainer.nnodes="$NNODES"
     trainer.n_gpus_per_node="$GPUS_PER_NODE"
-    actor_rollout_ref.actor.megatron.tensor_model_parallel_size="$TP"
-    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size="$PP"
-    actor_rollout_ref.rollout.tensor_model_parallel_size="$ROLLOUT_TP"
+    "$ROLE.megatron.tensor_model_parallel_size=$TP"
+    "$ROLE.megatron.pipeline_model_parallel_size=$PP"
 )
+[[ "$STAGE" != ppo ]] || LAYOUT+=(actor_rollout_ref.rollout.tensor_model_parallel_size="$ROLLOUT_TP")
 PLACES=()
 [[ -z "$MODEL_PATH" ]] || PLACES+=(actor_rollout_ref.model.path="$MODEL_PATH")
 [[ -z "$TRAIN_FILES" ]] || PLACES+=(data.train_files="$TRAIN_FILES")
@@ -83,8 +109,8 @@ PLACES=()
 [[ -z "$OUTPUT_DIR" ]] || PLACES+=(trainer.default_local_dir="$OUTPUT_DIR")
 
 SETTINGS=("${SHRUNK[@]}" "${LAYOUT[@]}" "${PLACES[@]}" "$@")
-PLAN=("$PYTHON" -m megatron_rl plan --config "$CONFIG" --hardware "$HARDWARE" "${SETTINGS[@]}")
-TRAIN=("$PYTHON" -m megatron_rl train --config "$CONFIG" "${SETTINGS[@]}")
+PLAN=("$PYTHON" -m megatron_rl plan --stage "$STAGE" --config "$CONFIG" --hardware "$HARDWARE" "${SETTINGS[@]}")
+TRAIN=("$PYTHON" -m megatron_rl "${OF_STAGE[1]}" --config "$CONFIG" "${SETTINGS[@]}")
 [[ "$DRY_RUN" == 1 && -z "$MODEL_PATH" ]] && PLAN+=(--without-files)
 
 if [[ -n "$HOSTS" ]]; then
@@ -150,6 +176,7 @@ start_ray() { # head here, then the others; what is there already is joined
 if [[ "$SCALE" == tiny ]]; then
     "$PYTHON" scripts/make_demo_assets.py
     "$PYTHON" scripts/make_tiny_model.py
+    [[ "$STAGE" == ppo ]] || "$PYTHON" scripts/make_demo_preferences.py
 fi
 "${PLAN[@]}" # ends here with code 2 when something cannot work
 if [[ "$DRY_RUN" == 1 ]]; then

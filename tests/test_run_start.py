@@ -17,6 +17,7 @@ from megatron_rl.checkpoint.folders import commit, unfinished_folder
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, digest_files
 from megatron_rl.cluster.last_resort import LastResort
 from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.lifecycle import Lifecycle, Pace
@@ -47,6 +48,15 @@ def save(folder: RunFolder, book: Book, step: int) -> None:
     content = {"run": state, "config": dataclasses.asdict(book.config), "roles": {}}
     (unfinished / RUN_FILE).write_text(json.dumps(content))
     commit(unfinished, Manifest(FORMAT, step, folder.models, digest_files(unfinished, names)))
+
+
+def test_a_checkpoint_of_another_stage_is_refused(tmp_path, monkeypatch):
+    """Of PPO by sft, which trains the same actor. Would not catch two runs of one stage with other losses."""
+    run_folder, book = new_run(tmp_path, monkeypatch)
+    with run_folder:
+        save(run_folder, book, 1)
+    with pytest.raises(ConfigError, match="global_step_1 was saved by ppo, and this is sft; nearest: another trainer"):
+        RunFolder(as_stage(book.config, "sft"))
 
 
 class NothingDrawn:

@@ -169,7 +169,7 @@ def _differences(manifest: Manifest, models: Models) -> list[str]:
     for role, identity in models.items():
         saved = manifest.models.get(role)
         if saved is None:
-            found.append(f"it has no {role}")
+            found.append(f"it has no {role}, but {', '.join(manifest.models)}")
             continue
         for name, value in identity.items():
             if saved.get(name) != value:

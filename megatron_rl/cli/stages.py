@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from megatron_rl.cli.options import ConfigPath, Overrides
-from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
@@ -20,7 +19,7 @@ from megatron_rl.config.stages import DPO, PPO, REWARD, SFT
 from megatron_rl.errors import ConfigError
 from megatron_rl.loading import without_collections
 from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
-from megatron_rl.planner.checked import checked
+from megatron_rl.planner.checked import checked, commanded
 from megatron_rl.roles.environment import worker_environment
 
 Local = Annotated[
@@ -84,7 +83,7 @@ def dpo_command(
 
 def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse: bool) -> RunConfig:
     """The configuration of a stage. Raises ConfigError with everything that is wrong; notes go to stderr."""
-    run = checked(path, overrides, change=lambda config: as_stage(collapsed(config) if collapse else config, stage))
+    run = checked(path, overrides, change=lambda config: commanded(collapsed(config) if collapse else config, stage))
     raise_problems("this run cannot start", run.violations)
     assert run.config is not None  # a file without a configuration has violations
     for note in run.notes:

@@ -15,7 +15,7 @@ from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import Violation
-from megatron_rl.planner.checked import checked
+from megatron_rl.planner.checked import checked, only_ppo
 from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
 from megatron_rl.trials.ablation_report import dry_run_tables
@@ -41,7 +41,8 @@ def nightly_command(
     Exit codes: 0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang.
     """
     bands = read_golden(golden)
-    raise_problems("this run cannot start", checked(config, overrides).violations)
+    run = checked(config, overrides, change=lambda found: only_ppo(found, "nightly"))
+    raise_problems("this run cannot start", run.violations)
     trial = nightly_trial(bands, config, folder, overrides or ())
     exit_on_signals()  # so that training ends, too
     verdict = run_nightly(trial, bands, shlex.join(["megatron-rl", *sys.argv[1:]]))

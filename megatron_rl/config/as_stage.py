@@ -24,9 +24,10 @@ def as_stage(config: RunConfig, stage: str) -> RunConfig:
     data, shared, trainer = found.data, found.actor_rollout_ref, found.trainer
     data.max_length = longest_example(config)
     data.max_prompt_length, data.max_response_length = 1, max(1, data.max_length - 1)
-    data.gen_batch_size = data.train_batch_size
+    batch = max(1, data.train_batch_size)  # a smaller one is that key's own fault
+    data.gen_batch_size = batch
     for trained in (shared.actor, found.critic):
-        trained.ppo_mini_batch_size, trained.ppo_epochs, trained.shuffle = data.train_batch_size, 1, False
+        trained.ppo_mini_batch_size, trained.ppo_epochs, trained.shuffle = batch, 1, False
     shared.rollout.n, shared.rollout.temperature = 1, 1.0
     shared.rollout.disable_custom_all_reduce = True
     shared.hybrid_engine = None

@@ -16,6 +16,7 @@ from megatron_rl.config.schema import GLOBAL_POOL, PoolConfig, RunConfig
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.mapping.keeps import Keeps
 from megatron_rl.mapping.work import Cluster, Work
+from megatron_rl.planner.checked import only_ppo
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.hub_cache import with_local_models
 from megatron_rl.planner.preflight import preflight
@@ -64,7 +65,7 @@ def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
     reading = read_run(path, keep)
     raise_problems(f"cannot use {path}", reading.violations)
     assert reading.config is not None  # it has no violations
-    config = with_local_models(reading.config)
+    config = only_ppo(with_local_models(reading.config), "map")
     keeps = Keeps.of(config, keep)
     for pool in set(keeps.pools.values()) - {GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL, *config.pools}:
         config.pools[pool] = PoolConfig()  # the search gives it its size

@@ -8,6 +8,7 @@ from megatron_rl.config.algorithms import needs_of
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import PoolSize, pool_sizes, roles_of, rollout_pool
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
+from megatron_rl.config.stages import SFT
 from megatron_rl.planner.recompute import Recompute
 
 UNDEFINED = "-"
@@ -86,7 +87,11 @@ def stage_table(config: RunConfig) -> list[tuple[str, str, str]]:
         *([("CP", str(cp), "ranks that share every sequence")] if cp > 1 else []),
         ("DP", str(dp or UNDEFINED), _meaning_of_dp(cp)),
         ("examples per step", str(batch), "data.train_batch_size: one optimizer step"),
-        ("examples per DP rank", _share(batch, dp), "answers to one prompt stay together"),
+        (
+            "examples per DP rank",
+            _share(batch, dp),
+            "data.train_batch_size / DP" if config.trainer.stage == SFT else "answers to one prompt stay together",
+        ),
         ("micro-batches per rank", passes, f"passes of {limit}"),
         *_recomputed(config),
     ]

@@ -13,10 +13,13 @@ from megatron_rl.config.foreign.translate import Kind, Note
 from megatron_rl.config.load import read_run
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.stages import STAGES
+from megatron_rl.config.stages import PPO, STAGES, WITHOUT_ROLLOUT
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.planner.hub_cache import with_local_models
 from megatron_rl.planner.preflight import preflight
+
+COMMANDS = {PPO: "train"} | {stage: stage for stage in WITHOUT_ROLLOUT}
+"""Stage -> the command that trains it."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,29 @@ def checked(
     notes = [note for note in reading.notes if note.kind is not Kind.UNSUPPORTED]
     if reading.config is None:
         return Checked(None, reading.violations, notes)
-    different = differences(reading.config, reading.given)
     run_config = with_local_models(reading.config if change is None else change(reading.config))
+    # The defaults that are compared are those of verl's PPO.
+    is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
+    different = differences(reading.config, reading.given) if is_ppo else []
     violations = [*reading.violations, *preflight(run_config, config_only=without_files)]
     return Checked(run_config, violations, notes, different)
+
+
+def commanded(config: RunConfig, stage: str) -> RunConfig:
+    """The configuration as the stage of a command sees it. Raises ConfigError where it is that of another stage."""
+    named, command = config.trainer.stage, COMMANDS.get(config.trainer.stage, "")
+    if command and named not in (PPO, stage):
+        rule = f"trainer.stage={named} is what `megatron-rl {command}` trains, and this is `{COMMANDS[stage]}`"
+        raise ConfigError(f"this run cannot start: {rule}; nearest: megatron-rl {command}, or trainer.stage={stage}")
+    return as_stage(config, stage)
+
+
+def only_ppo(config: RunConfig, command: str) -> RunConfig:
+    """The same. Raises ConfigError for a stage that does not generate, of a command that is for PPO alone."""
+    if config.trainer.stage in WITHOUT_ROLLOUT:
+        rule = f"megatron-rl {command} is for PPO alone, and trainer.stage={config.trainer.stage}"
+        raise ConfigError(f"{rule}; nearest: megatron-rl plan, once for each layout")
+    return config
 
 
 def staged(config: RunConfig, stage: str | None) -> RunConfig:

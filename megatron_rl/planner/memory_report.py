@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +78,7 @@ class MemoryReport:
 
     def kinds(self, pool: str) -> dict[str, StageMemory]:
         """The first, the last and the heaviest of the other stages of a pool."""
-        found: dict[str, StageMemory] = {}
-        for stage in self.pools[pool]:
-            if stage.kind not in found or stage.peak > found[stage.kind].peak:
-                found[stage.kind] = stage
-        return found
+        return worst_of_kinds(self.pools[pool])
 
     def as_json(self) -> dict[str, Any]:
         """Every number of the plan, in bytes."""
@@ -100,6 +96,15 @@ class MemoryReport:
                 "largest_tokens": self.kv_cache.num_tokens(self.room_kv_bytes),
             },
         }
+
+
+def worst_of_kinds(stages: Sequence[StageMemory]) -> dict[str, StageMemory]:
+    """Kind -> the heaviest of the stages of this kind, in the stages' order."""
+    found: dict[str, StageMemory] = {}
+    for stage in stages:
+        if stage.kind not in found or stage.peak > found[stage.kind].peak:
+            found[stage.kind] = stage
+    return found
 
 
 def usable_bytes(hardware: Hardware) -> int:

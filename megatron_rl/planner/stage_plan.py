@@ -15,7 +15,7 @@ from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.batch_arithmetic import stage_table
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.memory import StageMemory, phase_order, plan_pools
-from megatron_rl.planner.memory_report import Change, advice, usable_bytes
+from megatron_rl.planner.memory_report import Change, advice, usable_bytes, worst_of_kinds
 from megatron_rl.planner.run_models import PoolModels, RunModels
 from megatron_rl.planner.run_plan import POOL_HEADINGS, amount, pool_as_json, pool_groups, pool_row
 from megatron_rl.planner.step_time import StepTime, dispatch_seconds, estimator_of, recomputed_share
@@ -155,12 +155,13 @@ class StagePlanned:
             return []
         usable = usable_bytes(self.hardware)
         found = [f"the plan does not fit: the worst rank needs {amount(self.worst.peak - usable)} more than there is"]
-        return found + [
-            f"  change {change}: the worst rank then needs {amount(change.peak)}" for change in self.changes
-        ]
+        found += [f"  change {change}: the worst rank then needs {amount(change.peak)}" for change in self.changes]
+        if not self.changes or self.changes[-1].peak > usable:
+            found.append("  these are not enough: take more GPUs" if self.changes else "  take more GPUs")
+        return found
 
     def _memory_table(self, stages: list[StageMemory]) -> Table:
-        kinds = {stage.kind: stage for stage in sorted(stages, key=lambda stage: stage.peak)}
+        kinds = worst_of_kinds(stages)
         usable = f"the {amount(usable_bytes(self.hardware))} that tensors may have of a {self.hardware.name}"
         rows = [(phase, *(amount(stage.total(phase)) for stage in kinds.values())) for phase in stages[0].phases]
         headings = ("phase", *(f"{kind} stage" for kind in kinds))

@@ -53,7 +53,7 @@ class StageData:
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         data, read = config.data, reader_of(config)
-        self.stage, self.max_length = config.trainer.stage, data.max_length or 0
+        self.max_length = data.max_length or 0
         self.train, report = read(as_list(data.train_files), tokenizer, reading_options(config, "train"))
         self.val, val_report = read(as_list(data.val_files), tokenizer, reading_options(config, "val"))
         self.notes = [*report.lines(), *(f"held out: {line}" for line in val_report.lines())]
@@ -71,14 +71,11 @@ class StageData:
         return [self.train[index] for index in self.next_indices()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands, and of what; JSON-ready."""
-        return {"stage": self.stage, "cursor": self.cursor.state_dict()}
+        """Where the order stands; JSON-ready."""
+        return {"cursor": self.cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ConfigError when stage, examples or their order are others."""
-        if state.get("stage") != self.stage:
-            was = f"was saved by {state.get('stage', 'ppo')}, and this is {self.stage}"
-            raise ConfigError(f"cannot go on from a checkpoint that {was}; nearest: another trainer.default_local_dir")
+        """Go on where `state_dict` was taken. Raises ConfigError when examples or their order are others."""
         self.cursor.load_state_dict(state["cursor"])
 
 

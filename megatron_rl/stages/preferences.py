@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -15,13 +16,24 @@ from megatron_rl.losses.preferences import kto_baseline
 from megatron_rl.losses.terms import sum_answers
 from megatron_rl.records import AnswerBatch, ragged_from_lengths
 from megatron_rl.roles.tuned import TunedPolicy
-from megatron_rl.stages.batches import mismatched, preference_batch
+from megatron_rl.stages.batches import answers_of, mismatched, preference_batch
 from megatron_rl.stages.held_out import LOSS
 from megatron_rl.stages.run import StageRun
+from megatron_rl.supervised.records import Labelled, Ranking
 
 TRAIN, VAL, MISMATCHED = "train", "val", "_mismatched"
 CHUNK = 16
 """Batches that are scored in one call, where all answers are scored before the first step."""
+
+
+def digest_of(records: Sequence[Ranking] | Sequence[Labelled]) -> str:
+    """Of all tokens and loss masks, in their order."""
+    found = sha256()
+    for record in records:
+        for answer in answers_of(record):
+            found.update(f"{len(answer.tokens)},{answer.prompt_length};".encode())
+            found.update(answer.tokens.numpy().tobytes() + answer.loss_mask.numpy().tobytes())
+    return found.hexdigest()
 
 
 class Preferences:
@@ -39,21 +51,26 @@ class Preferences:
     def store_reference(self) -> None:
         """Score all answers with the weights that the run starts from, where that is asked for and not done.
 
-        Raises ConfigError where the run goes on from a checkpoint without these scores, or with those of other answers.
+        Raises StoppedBeforeStep between chunks when a signal asked to stop, ConfigError where the run goes on from a
+        checkpoint without these scores, or with those of other answers.
         """
         stored, path = self.run.stored, self.run.folder.start.path
         for name, records in self.sets.items() if self.is_stored else ():
+            answers = digest_of(records)
             if path is not None:
-                if name not in stored or stored.num_rows(name) != len(records):
+                if not stored.holds(name, answers):
                     rule = f"{path} does not hold the reference's log-probs of these {len(records)} examples ({name})"
-                    raise ConfigError(f"{rule}; nearest: dpo.reference=on_the_fly")
+                    raise ConfigError(
+                        f"{rule}; nearest: the files and lengths it was made with, or dpo.reference=on_the_fly"
+                    )
                 continue
             size = CHUNK * self.run.config.data.train_batch_size
             scores: list[torch.Tensor] = []
             for first in range(0, len(records), size):
+                self.run.life.check_stop()
                 chunk = preference_batch(records[first : first + size])
                 scores += self.policy.answer_log_probs(chunk).get().scores.unbind()
-            stored.put(name, scores)
+            stored.put(name, scores, answers)
 
     def batch(self, name: str, numbers: Sequence[int]) -> AnswerBatch:
         """Some prompts of a set, with the reference's log-probs where the loss reads them."""

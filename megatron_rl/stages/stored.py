@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import ConfigError
@@ -23,29 +24,29 @@ class StoredReference:
 
     def __init__(self, checkpoint: Path | None) -> None:
         self._rows: dict[str, list[torch.Tensor]] = {}
+        self._answers: dict[str, str] = {}
         file = None if checkpoint is None else checkpoint / FILE
         if file is None or not file.is_file():
             return
         try:
             found = load_file(file)
+            with safe_open(file, "pt") as opened:
+                self._answers = opened.metadata() or {}
         except Exception as error:
             raise ConfigError(f"{file} cannot be read: {error}") from error
         for name in {name.partition(".")[0] for name in found}:
             self._rows[name] = list(found[f"{name}.values"].split(found[f"{name}.sizes"].tolist()))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._rows
+    def holds(self, name: str, answers: str) -> bool:
+        """Whether a set was put, of these answers."""
+        return name in self._rows and self._answers.get(name) == answers
 
-    def put(self, name: str, scores: Sequence[torch.Tensor]) -> None:
-        """Keep the log-probs [n] of each prompt's answers under the name of their set."""
-        self._rows[name] = [one.float() for one in scores]
-
-    def num_rows(self, name: str) -> int:
-        """Prompts of a set. Raises KeyError for one that was not put, as the next."""
-        return len(self._rows[name])
+    def put(self, name: str, scores: Sequence[torch.Tensor], answers: str) -> None:
+        """Keep the log-probs [n] of each prompt's answers under the name of their set. answers: a digest of these."""
+        self._rows[name], self._answers[name] = [one.float() for one in scores], answers
 
     def ragged(self, name: str, numbers: Sequence[int]) -> torch.Tensor:
-        """Those of some prompts of a set, float32 [G, (n)]."""
+        """Those of some prompts of a set, float32 [G, (n)]. Raises KeyError for one that was not put."""
         return ragged([self._rows[name][number] for number in numbers])
 
     @contextmanager
@@ -59,5 +60,5 @@ class StoredReference:
             return []
         tensors = {f"{name}.values": torch.cat(rows) for name, rows in self._rows.items()}
         tensors |= {f"{name}.sizes": torch.tensor([len(row) for row in rows]) for name, rows in self._rows.items()}
-        save_file(tensors, folder / FILE)
+        save_file(tensors, folder / FILE, metadata=self._answers)
         return [FILE]

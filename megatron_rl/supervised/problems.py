@@ -12,7 +12,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.supervised.records import Place
 
 SHOWN = 10
-"""Bad rows that an error message lists; the others are counted by kind."""
+"""Bad rows that an error message lists, or the first of every kind where those are more; the others are counted."""
 
 KINDS: dict[str, tuple[str, str]] = {
     "not_json": ("a line must be JSON", "mend the line, or write the file anew"),
@@ -101,15 +101,21 @@ class RowProblem(Exception):
 
 
 def refuse(bad_rows: Sequence[BadRow], num_rows: int) -> None:
-    """Raise a ConfigError that counts all bad rows by kind and lists the first; nothing if there is none."""
+    """Raise a ConfigError that counts all bad rows by kind and lists the first of each kind and, up to `SHOWN`, the
+    first of the others; nothing if there is none."""
     if not bad_rows:
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in bad_rows).most_common())
-    lines = [f"  {row}" for row in bad_rows[:SHOWN]]
-    if len(bad_rows) > SHOWN:
-        lines.append(f"  and {len(bad_rows) - SHOWN} more")
+    first = {row.kind: number for number, row in reversed(list(enumerate(bad_rows)))}
+    others = [number for number in range(len(bad_rows)) if first[bad_rows[number].kind] != number]
+    shown = sorted([*first.values(), *others[: max(0, SHOWN - len(first))]])
+    lines = [f"  {bad_rows[number]}" for number in shown]
+    if len(bad_rows) > len(shown):
+        lines.append(f"  and {len(bad_rows) - len(shown)} more")
     headline = f"{len(bad_rows)} of {num_rows} rows cannot be used ({kinds})"
-    remedy = "mend them, or set data.bad_rows=skip to go on without them and have all of them listed"
+    remedy = "mend them"
+    if len(bad_rows) < num_rows:
+        remedy += ", or set data.bad_rows=skip to go on without them and have all of them listed"
     raise ConfigError("\n".join([f"{headline}: {remedy}", *lines]))
 
 

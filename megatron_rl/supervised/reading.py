@@ -102,12 +102,12 @@ def _read(
         found += own
     totals: Totals = reader.totals
     num_rows = sum(one.num_rows for one in read)
+    if options.bad_rows_file is not None:
+        write_bad_rows(options.bad_rows_file, totals.bad_rows)
     if options.bad_rows == "error" or not found:
         refuse(totals.bad_rows, num_rows)
     if not found:
         reader.refuse_nothing(num_rows)
-    if options.bad_rows_file is not None:
-        write_bad_rows(options.bad_rows_file, totals.bad_rows)
     return found, Report(
         tuple(read),
         tuple(totals.bad_rows),

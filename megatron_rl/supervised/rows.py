@@ -76,7 +76,8 @@ class RowReader:
         value = value_of(content, self._name(use))
         if value is None:
             given = ", ".join(name for name, one in content.items() if one is not None)
-            raise RowProblem("missing", self._name(use), f"nothing; the row has {given or 'no field'}")
+            others = ", and other rows have it" if use == "margin" else ""
+            raise RowProblem("missing", self._name(use), f"nothing{others}; the row has {given or 'no field'}")
         return value
 
     def _text(self, content: dict[str, Any], use: str, empty: str) -> str:

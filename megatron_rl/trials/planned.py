@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_rl.config.load import read_config, read_file
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
+from megatron_rl.planner.checked import only_ppo
 from megatron_rl.planner.hardware import planned_hardware
 from megatron_rl.planner.preflight import preflight
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
@@ -102,6 +103,7 @@ def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, fold
     options = " ".join(f"{name}={shown(value)}" for name, value in others.items())
     config, violations = read_config(ablation.config, trial_of(point, ablation, folder).overrides)
     if config is not None:
+        only_ppo(config, "ablate")
         violations = [*violations, *preflight(config), *_recording_problems(config, ablation)]
     if config is None or violations:
         return PlannedPoint(point, options, violations)

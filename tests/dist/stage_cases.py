@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from test_layout_parity import OPTIMIZER, relative, whole_weights
@@ -16,6 +17,12 @@ from megatron_rl.records import AnswerBatch, TokenBatch, ragged
 
 NUM_ROWS = 11
 NAMES = {SFT: "actor", DPO: "actor", REWARD: "critic"}
+
+
+def in_pairs(layouts: Iterable[str]) -> list[tuple[str, str, str]]:
+    """(layout, packed or padded, accumulated or at once): each layout with all four, and these in all pairs."""
+    words = (("packed", "accumulated"), ("padded", "at once")), (("packed", "at once"), ("padded", "accumulated"))
+    return [(layout, *both) for number, layout in enumerate(layouts) for both in words[number % 2]]
 
 
 @functools.cache

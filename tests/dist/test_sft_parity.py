@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import run_ranks
-from stage_cases import PlainLoop, assert_equals_plain, assert_same, one_update, stage_config, token_batch
+from stage_cases import PlainLoop, assert_equals_plain, assert_same, in_pairs, one_update, stage_config, token_batch
 from tiny_models import save_qwen2, save_qwen3_moe
 
 from megatron_rl.config.stages import SFT
@@ -55,12 +55,11 @@ def test_layouts_equal_one_process(case: str, model_path: str, alone: list[dict]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("micro_batch", [3, 16], ids=["accumulated", "at once"])
-def test_all_layouts(layout: str, is_packed: bool, micro_batch: int, model_path: str, alone: list[dict]) -> None:
-    """Would not catch what only other families do."""
-    overrides = {PACKED: is_packed, MICRO_BATCH: micro_batch}
+@pytest.mark.parametrize(("layout", "rows", "passes"), in_pairs(LAYOUTS))
+def test_all_layouts(layout: str, rows: str, passes: str, model_path: str, alone: list[dict]) -> None:
+    """Every pair of an axis, a way to lay rows out, and several passes or one. Would not catch what only three of them
+    together do, nor other families."""
+    overrides = {PACKED: rows == "packed", MICRO_BATCH: 3 if passes == "accumulated" else 16}
     assert_same(run_layout(model_path, *LAYOUTS[layout], **overrides), alone, "actor", model_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from megatron_rl.config.load import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "configs").glob("*_cpu.yaml"))
+STAGES_FOLDER = REPOSITORY / "configs/stages"
 NEEDS = {"real_cpu": ("assets/real/real.json", "python scripts/make_real_model.py")}
 LARGE = sorted((REPOSITORY / "configs/recipes").glob("*.yaml"))
 LARGE += [REPOSITORY / f"configs/{name}.yaml" for name in ("llama3_70b_ppo", "qwen3_235b_a22b_gspo")]
+STAGE_RECIPES = sorted(set(STAGES_FOLDER.glob("*.yaml")) - set(STAGES_FOLDER.glob("*_cpu.yaml")))
 NUM_GPUS = {
     **dict.fromkeys(("llama3_8b_grpo", "llama3_8b_ppo", "qwen2.5_7b_grpo", "qwen2.5_7b_ppo"), 8),
     "qwen3_30b_a3b_grpo": 16,
@@ -53,3 +56,30 @@ def test_large_recipes_fit_their_gpus(recipe, monkeypatch):
     assert answer["valid"] and answer["violations"] == []
     assert answer["plan"]["memory"]["fits"], answer["plan"]["memory"]["peak_bytes"]
     assert answer["plan"]["batch"]["ranks"] == str(NUM_GPUS[recipe.stem])
+
+
+@pytest.mark.parametrize("recipe", STAGE_RECIPES, ids=lambda path: path.stem)
+def test_large_stages_fit_their_gpus(recipe, monkeypatch):
+    """As `plan --without-files` says for H100s of 80 GB, and as docs/stages.md prints it: ranks, memory, seconds. Would
+    not catch what the memory plan forgets, nor a sixth more or less of the seconds."""
+    monkeypatch.chdir(REPOSITORY)
+    row = next(line for line in (REPOSITORY / "docs/stages.md").read_text().splitlines() if f"{recipe.name})" in line)
+    ran = CliRunner().invoke(app, ["plan", "--without-files", "--json", "--config", str(recipe)])
+    assert ran.exit_code == 0, ran.output
+    answer = json.loads(ran.stdout)
+    assert answer["valid"] and answer["differs_from_verl"] == {}
+    plan = answer["plan"]
+    assert plan["memory"]["fits"], plan["memory"]["changes"]
+    nodes, per_node, peak, seconds, tokens = (
+        float(re.search(pattern, row)[1])
+        for pattern in (r"\| (\d+) x \d+ ", r"\d x (\d+) ", r"([\d.]+) GB", r"([\d.]+) s ", r"at (\d+) tokens")
+    )
+    assert plan["batch"]["ranks"] == str(int(nodes * per_node))
+    assert plan["memory"]["peak_bytes"] / 1e9 == pytest.approx(peak, abs=0.06)
+    assert plan["time"]["step_seconds"] == pytest.approx(seconds, rel=1 / 6)
+    assert plan["time"]["mean_length"] == tokens
+
+
+def test_there_is_a_large_one_for_each_stage():
+    """Would not catch two that are the same."""
+    assert {path.stem.rpartition("_")[2] for path in STAGE_RECIPES} == {"sft", "reward", "dpo"}

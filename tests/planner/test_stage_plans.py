@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_rl.cli import app
 from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.planner.hardware import load_hardware
 from megatron_rl.planner.memory import plan_stages
 from megatron_rl.planner.preflight import preflight
@@ -111,6 +114,44 @@ def test_what_cannot_start_is_refused(config, stage: str, override: str, key: st
     assert preflight(config(stage), config_only=True) == []
     problems = preflight(config(stage, override), config_only=True)
     assert any(key in problem.settings for problem in problems), problems
+
+
+def test_one_fault_is_one_sentence(config) -> None:
+    """A batch of 0, from which mini-batches follow. Would not catch a batch that is too small to be wise."""
+    [problem] = preflight(config("sft", "data.train_batch_size=0"), config_only=True)
+    assert set(problem.settings) == {"data.train_batch_size"} and problem.nearest == {"data.train_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("dpo", "--config"), "what `megatron-rl sft` trains, and this is `dpo`; nearest: megatron-rl sft"),
+        (("train", "--config"), "what `megatron-rl sft` trains, and this is `train`; nearest: megatron-rl sft"),
+        (("map", "--gpus", "8", "--config"), "megatron-rl map is for PPO alone, and trainer.stage=sft"),
+        (("nightly", "--config"), "megatron-rl nightly is for PPO alone, and trainer.stage=sft"),
+        (("ablate", "--config"), "megatron-rl ablate is for PPO alone, and trainer.stage=sft"),
+    ],
+    ids=lambda one: one[0] if isinstance(one, tuple) else "",
+)
+def test_a_configuration_goes_to_its_own_command(arguments, said: str, monkeypatch, tmp_path) -> None:
+    """One that names its stage, given to another command. Would not catch one that names none, which has no other
+    columns than what the command looks for."""
+    monkeypatch.chdir(MODELS.parents[1])
+    file = "configs/stages/llama3_70b_sft.yaml"
+    if arguments[0] == "ablate":
+        (tmp_path / "ablation.yaml").write_text(f"config: {file}\npoints: [{{trainer.seed: 2}}]\n")
+        file = str(tmp_path / "ablation.yaml")
+    ran = CliRunner().invoke(app, [*arguments, file])
+    assert isinstance(ran.exception, ConfigError) and said in str(ran.exception), ran.exception
+
+
+def test_a_plan_that_cannot_fit_asks_for_more(config) -> None:
+    """70B on one node: what can be changed is said, and that it is not enough. Would not catch advice that is worse
+    than other advice."""
+    plan = StagePlanned.of(
+        config("sft", "trainer.nnodes=1", f"{ACTOR}.megatron.pipeline_model_parallel_size=1"), load_hardware("h100")
+    )
+    assert not plan.fits and plan.notes()[-1].endswith("take more GPUs")
 
 
 def test_what_belongs_to_rollouts_is_no_rule_of_a_stage(config) -> None:

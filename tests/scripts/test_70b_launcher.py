@@ -106,6 +106,29 @@ def test_faults_of_a_launch_exit_with_2():
     assert no_files.returncode == 2 and "there is none" in no_files.stderr and "*.safetensors" in no_files.stderr
 
 
+def test_a_stage_is_started_by_the_same_script():
+    """Command, configuration, nodes and layout of the stage, under the keys of its role; a plan that fits; code 2 for
+    an unknown stage and for a layout that does not. Would not catch a stage that fails on GPUs."""
+    tuned = launcher(DRY_RUN="1", STAGE="sft")
+    assert (tuned.returncode, tuned.stderr) == (0, ""), tuned.stderr
+    assert "does not fit" not in tuned.stdout and "update_actor" in tuned.stdout
+    *_, wait, train = commands_of(tuned.stdout)
+    assert wait[1:4] == ["scripts/cluster/wait_for_nodes.py", "--nodes", "4"]
+    assert train[2:6] == ["megatron_rl", "sft", "--config", "configs/stages/llama3_70b_sft.yaml"]
+    reward = launcher("trainer.seed=2", DRY_RUN="1", STAGE="reward", NNODES="2", HOSTS="a b", TP="4")
+    assert (reward.returncode, reward.stderr) == (0, ""), reward.stderr
+    train = commands_of(reward.stdout)[-1]
+    assert train[2:4] == ["megatron_rl", "reward"] and train[-1] == "trainer.seed=2"
+    assert {"trainer.nnodes=2", "critic.megatron.tensor_model_parallel_size=4"} <= set(train)
+    assert not [word for word in train if "rollout" in word]
+    unknown = launcher(DRY_RUN="1", STAGE="rm")
+    assert unknown.returncode == 2 and "STAGE=rm must be ppo, sft, reward or dpo" in unknown.stderr
+    layout = launcher(DRY_RUN="1", STAGE="dpo", PP="3")
+    assert (
+        layout.returncode == 2 and "pipeline_model_parallel_size" in layout.stderr and not layout.stdout.count("node1")
+    )
+
+
 def test_scripts_parse():
     """`bash -n`, and the job's YAML with eight workers of eight GPUs. Would not catch what SLURM or KubeRay refuse."""
     for script in (SCRIPT, "scripts/cluster/slurm_70b.sbatch"):

@@ -182,7 +182,8 @@ def test_bad_rows_of_parquet(tmp_path):
 
 
 def test_many_bad_rows_are_counted_and_the_first_listed(tmp_path):
-    """Two files, 30 bad rows of two kinds, in order. Would not catch a list that leaves out the last."""
+    """Two files, 30 bad rows of two kinds, in order, and one of each kind among them. Would not catch a list that
+    leaves out the last."""
     paths = []
     for name in ("a", "b"):
         rows = [GOOD["answer"]] + [{"prompt": "", "response": "that"}] * 10 + [{"prompt": "what"}] * 5
@@ -193,6 +194,8 @@ def test_many_bad_rows_are_counted_and_the_first_listed(tmp_path):
     message = str(refused.value)
     assert message.startswith("30 of 32 rows cannot be used (20 empty_prompt, 10 missing)")
     assert message.count("\n") == 11 and message.endswith("and 20 more")
+    assert [line.count("[empty_prompt]") for line in message.splitlines()[1:]] == [1] * 9 + [0, 0]
+    assert "a.jsonl: row 11 (line 12), field 'response'" in message.splitlines()[10]
     listed = tmp_path / "bad.jsonl"
     _, report = read_examples(paths, byte_level(), ReadingOptions(bad_rows="skip", bad_rows_file=str(listed)))
     assert len(listed.read_text().splitlines()) == 30 == len(report.bad_rows)
@@ -200,11 +203,13 @@ def test_many_bad_rows_are_counted_and_the_first_listed(tmp_path):
 
 
 def test_only_bad_rows_end_the_run_even_where_they_are_skipped(tmp_path):
-    """Nothing would be left. Would not catch one good row among thousands."""
-    path = tmp_path / "data.jsonl"
+    """Nothing would be left: they are listed all the same, and skipping is not recommended. Would not catch one good
+    row among thousands."""
+    path, listed = tmp_path / "data.jsonl", tmp_path / "bad"
     path.write_text('{"prompt": "what", "response": ""}\n')
-    with pytest.raises(ConfigError, match=r"1 of 1 rows cannot be used \(1 empty_answer\)"):
-        read_examples([str(path)], byte_level(), ReadingOptions(bad_rows="skip", bad_rows_file=str(tmp_path / "bad")))
+    with pytest.raises(ConfigError, match=r"1 of 1 rows cannot be used \(1 empty_answer\): mend them\n"):
+        read_examples([str(path)], byte_level(), ReadingOptions(bad_rows="skip", bad_rows_file=str(listed)))
+    assert json.loads(listed.read_text())["kind"] == "empty_answer"
 
 
 #  name, bytes (None: nothing there; "folder"), what the error says
