@@ -100,6 +100,7 @@ def write_answers(num_prompts: int, folder: Path, suffix: str) -> float:
     pairs, labelled = folder / f"pairs{suffix}.jsonl", folder / f"labelled{suffix}.jsonl"
     with pairs.open("w") as of_pairs, labelled.open("w") as of_labels:
         for number, length in enumerate(SHAPES["ragged"].lengths(num_prompts)):
+            length = min(length, LONGEST - 8)  # the labelled ones have a number before their prompt
             prompt = "".join(draw.choices(LETTERS, k=max(1, round(PROMPT_SHARE * length))))
             size = max(1, length - len(prompt) - 1)
             answers = ["".join(draw.choices(LETTERS, k=size)) for _ in range(2)]
@@ -139,14 +140,16 @@ def measured(case: Case, file: Path, place: Path, folder: Path) -> list[dict[str
     return [step for step in steps if "step" in step][1:]
 
 
-def report(cases: Sequence[Case], plans: dict[str, dict], steps: dict[str, list[dict]]) -> None:
-    """One line for each case and phase."""
-    for case in cases:
-        for phase, seconds in plans[case.name].items():
-            found = [step[phase] for step in steps[case.name] if phase in step]
-            if found:
-                ratio = seconds / statistics.median(found)
-                print(f"{case.name:42} {phase:14} planned {seconds:7.3f} s, measured {spread(found)} s: {ratio:.2f}")
+def report(case: Case, plan: dict[str, float], steps: Sequence[dict[str, float]]) -> None:
+    """One line for each phase."""
+    for phase, seconds in plan.items():
+        found = [step[phase] for step in steps if phase in step]
+        if found:
+            ratio = seconds / statistics.median(found)
+            print(
+                f"{case.name:28} {phase:14} planned {seconds:7.3f} s, measured {spread(found)} s: {ratio:.2f}",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -182,8 +185,8 @@ def main() -> None:
             for case in cases:
                 run = folder / f"{case.name.replace(' ', '_')}_{turn}"
                 steps[case.name] += measured(case, files[case.name], run, folder)
-                print(f"round {turn + 1}: {case.name} has run", file=sys.stderr, flush=True)
-        report(cases, plans, steps)
+                if turn == options.rounds - 1:
+                    report(case, plans[case.name], steps[case.name])
     if options.json:
         options.json.write_text(json.dumps({"planned": plans, "measured": steps}, indent=1))
 
