@@ -42,7 +42,7 @@ from megatron_rl.reward.here import RewardHere
 from megatron_rl.reward.keeper import KeeperSettings
 from megatron_rl.reward.processes import RewardProcesses
 from megatron_rl.reward.rule import NoRule, RuleReward
-from megatron_rl.rewards import Rewards, text_readers
+from megatron_rl.rewards import Rewards, reward_shaping, text_readers
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
@@ -98,6 +98,7 @@ class Run:
         if scored is None:
             raise ValueError("the batch has no scores yet")
         metrics = self.rollouts.describe() | batch.metrics  # while the step's clock runs
+        metrics |= self.rewards.shaping.metrics()
         metrics |= self.book.step_metrics(prompts, generations, experience, scored)
         if self.planned is not None:
             planned, departures = self.planned.note(metrics)
@@ -120,12 +121,13 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         rules = rule_reward(config, tokenizer, data.sources, local)
         readers, said = text_readers(config, tokenizer, (data.train, data.val))
+        shaping = reward_shaping(config)
         folder = RunFolder(config)
         book = Book(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, book.clock)
         opened.enter_context(folder)
         opened.enter_context(book)
-        parts = (data, algorithm, book)
+        parts = (data, algorithm, shaping, book)
         for part in parts:
             folder.give_back(part.load_state_dict)
         book.console.print(layout_table(batch_table(config)))
@@ -139,7 +141,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         hosting = hosting_of(config, placement, Ears(pace, book))
         cluster = opened.enter_context(make_cluster(placement, hosting, local))
         roles = build_roles(cluster, placement, book)
-        rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock, readers)
+        rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock, readers, shaping)
         sources = Sources(config, data.train, data.cursor, roles.rollout, rewards, book)
         looks = (partial(look_round, cluster), partial(pace.before, NEXT_BATCH))
         rollouts = open_rollouts(schedule, sources, roles.actor, roles.replicas, looks, opened)

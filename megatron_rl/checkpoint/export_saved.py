@@ -8,11 +8,14 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.checkpoint.constants import read_constants
+from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.keys import BIAS, OPTIMIZER_PREFIX, checkpoint_key
+from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
+from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import free_space, writing
 from megatron_rl.errors import StorageError
 from megatron_rl.model.families import ModelShape, constant_map, family_of, param_map, value_param_map
@@ -43,10 +46,14 @@ def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     def read(name: str) -> torch.Tensor:
         return constants[name] if name in constants else reader.read(tensors[name])
 
+    run = checkpoint / RUN_FILE
+    told = saved_statistics(read_run_file(run)["run"]) if is_critic and run.exists() else None
     with removing_unfinished(target):
         try:
             with writing():
                 write_hf_folder(target, sizes, read, description)
+                if told is not None:
+                    write_statistics(target, told)
         except StorageError as error:
             raise StorageError(f"{target} could not be written: {error}; {free_space(target)}") from error
 

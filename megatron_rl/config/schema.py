@@ -358,6 +358,11 @@ class RewardModelConfig:
     """Weight of the rule's score, also without a reward model."""
     weight: float = 1.0
     """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
+    normalize_reward: str | None = None
+    """How training takes that score. null: as it is | held_out: less the mean of the model's own held-out scores, over
+    their spread, both from its folder | running: the same with those of all training scores until now."""
+    reward_clip_range: list[float] | None = None
+    """[lowest, highest] that training takes of the score, once it is normalised; null: any."""
     max_length: int | None = None
     """With model.input_tokenizer: tokens that the reward model reads of a conversation at most; the end of a longer one
     is cut off. null: data.max_prompt_length + data.max_response_length."""
@@ -384,6 +389,8 @@ class FurtherRewardModelConfig:
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     pool: str = GLOBAL_POOL
     weight: float = 1.0
+    normalize_reward: str | None = None
+    reward_clip_range: list[float] | None = None
     max_length: int | None = None
     micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")

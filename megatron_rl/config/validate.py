@@ -23,6 +23,7 @@ from megatron_rl.config.value_tables import (
     CRITIC,
     FINITE,
     LAYOUT_RANGES,
+    NORMALISATIONS,
     RANGES,
     RANGES_OR_NULL,
     REWARD_ARGUMENTS,
@@ -156,6 +157,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     reward, has_rule = config.reward_model, uses_rule(config)
     if reward.enable:
         yield from _folder_problems("reward_model", reward, "reward_model.enable=true")
+    yield from _clip_problems("reward_model", reward)
     yield from _further_model_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
@@ -184,6 +186,17 @@ def _folder_problems(
         yield Violation({key: reward.max_length}, rule, {key: None})
 
 
+def _clip_problems(group: str, reward: RewardModelConfig | FurtherRewardModelConfig) -> Iterable[Violation]:
+    limits, key = reward.reward_clip_range, f"{group}.reward_clip_range"
+    if limits is None:
+        return
+    known = sorted(limit for limit in limits if math.isfinite(limit))
+    if len(limits) != 2 or len(known) != 2 or not limits[0] < limits[1]:
+        nearest = [known[0], known[-1]] if len(known) > 1 and known[0] < known[-1] else [-10.0, 10.0]
+        rule = "must be [lowest, highest], both finite and the first below the second"
+        yield Violation({key: limits}, rule, {key: nearest})
+
+
 def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
     for name, further in config.reward_models.items():
         group = f"reward_models.{name}"
@@ -195,6 +208,11 @@ def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
                 yield Violation({key: value}, f"must be {interval}", {key: interval.nearest(value)})
         if not math.isfinite(further.weight):
             yield Violation({f"{group}.weight": further.weight}, "must be a finite number", {f"{group}.weight": 1.0})
+        if further.normalize_reward not in (None, *NORMALISATIONS):
+            key, rule = f"{group}.normalize_reward", f"must be one of {', '.join(NORMALISATIONS)}"
+            nearest = nearest_name(further.normalize_reward, NORMALISATIONS)
+            yield Violation({key: further.normalize_reward}, rule, {key: nearest})
+        yield from _clip_problems(group, further)
 
 
 def data_problems(config: RunConfig) -> Iterable[Violation]:

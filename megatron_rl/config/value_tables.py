@@ -43,7 +43,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Keys whose value (or, for a list, each element) is one of a few names."""
 
+HELD_OUT, RUNNING = NORMALISATIONS = ("held_out", "running")
+"""What `normalize_reward` of a reward model may be beside null."""
+
 CHOICES_OR_NULL: dict[str, tuple[str, ...]] = {
+    f"{REWARD_MODEL}.normalize_reward": NORMALISATIONS,
     f"{CORRECTION}.rollout_is": IS_LEVELS,
 }
 """Keys whose value is one of a few names, or null."""

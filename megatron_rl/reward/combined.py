@@ -10,6 +10,7 @@ import torch
 from megatron_rl.errors import RewardError
 from megatron_rl.reward.outcome import describe
 from megatron_rl.reward.rule import Scored
+from megatron_rl.reward.shaping import Shaped
 
 FIRST_MODEL, FIRST_NAME = "reward_model", "rm_score"
 """The reward model of verl's keys, and what its score is called; that of another is its name with "_score"."""
@@ -20,12 +21,14 @@ class ModelScores:
     """What one reward model gives B answers: float32 [B], and what that counts.
 
     is_cut: bool [B], of which conversations it does not read the end; None where it reads the actor's tokens.
+    shaped: what training takes in the place of the scores; None: they themselves.
     """
 
     name: str
     scores: torch.Tensor
     weight: float
     is_cut: torch.Tensor | None = None
+    shaped: Shaped | None = None
 
     @property
     def label(self) -> str:
@@ -33,21 +36,32 @@ class ModelScores:
         return FIRST_NAME if self.name == FIRST_MODEL else f"{self.name}_score"
 
     @property
+    def rewards(self) -> torch.Tensor:
+        """float32 [B]: what its weight multiplies."""
+        return self.scores if self.shaped is None else self.shaped.rewards
+
+    @property
     def columns(self) -> dict[str, list[float]]:
         """What is logged of each answer, by name."""
+        short = self.label.removesuffix("_score")
         found = {self.label: self.scores.tolist()}
         if self.is_cut is not None:
-            found[f"{self.label.removesuffix('_score')}_truncated"] = self.is_cut.float().tolist()
+            found[f"{short}_truncated"] = self.is_cut.float().tolist()
+        if self.shaped is not None:
+            found[f"{short}_reward"] = self.shaped.rewards.tolist()
+            if self.shaped.is_clipped is not None:
+                found[f"{short}_clipped"] = self.shaped.is_clipped.float().tolist()
         return found
 
 
 def combine(ruled: Scored, models: Sequence[ModelScores], rule_weight: float) -> Scored:
-    """score = rule_weight * rule + sum of weight * model over the models.
+    """score = rule_weight * rule + sum of weight * model over the models, each as it is shaped.
 
     With a model all parts are among the further numbers of each answer, "rule_score" (where there is a rule),
     "rm_score" and so on, so they are logged, validated and in sample tables; so is "rm_truncated", 1 where a reward
     model with a tokenizer of its own does not read the end of a conversation, else 0. The rule's "acc" stays what it
-    is. Raises RewardError, naming the first sample, when a model's score is not finite.
+    is. Where scores are shaped, "rm_reward" is what counts of each and "rm_clipped" whether it was clipped.
+    Raises RewardError, naming the first sample, when a model's score is not finite.
     """
     scores = rule_weight * ruled.scores
     for model in models:
@@ -55,7 +69,7 @@ def combine(ruled: Scored, models: Sequence[ModelScores], rule_weight: float) ->
             row = int(model.scores.isfinite().int().argmin())
             who = "the reward model" if model.name == FIRST_MODEL else f"the reward model {model.name}"
             raise RewardError(f"{who} gives {float(model.scores[row])} to {describe(ruled.samples[row])}")
-        scores = scores + model.weight * model.scores
+        scores = scores + model.weight * model.rewards
     if not models:
         return replace(ruled, scores=scores)
     given = {label: values for model in models for label, values in model.columns.items()}

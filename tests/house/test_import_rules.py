@@ -84,6 +84,7 @@ PURE_PARTS = (
     f"{PACKAGE}.checkpoint.manifest",
     f"{PACKAGE}.checkpoint.pickles",
     f"{PACKAGE}.checkpoint.resume",
+    f"{PACKAGE}.checkpoint.score_statistics",
     f"{PACKAGE}.checkpoint.storage",
     f"{PACKAGE}.checkpoint.weight_files",
     f"{PACKAGE}.model.chunks",
