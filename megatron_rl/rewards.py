@@ -33,16 +33,18 @@ from megatron_rl.roles.reward_model import RewardModel
 @dataclass(frozen=True)
 class PendingScores:
     """Scores of a reward model that are under way. is_cut: bool [B], rows whose end it does not read; None: it reads
-    the actor's tokens, which are never cut.
+    the actor's tokens, which are never cut. rows: int64 [B], of all answers those that it scores; None: all.
     """
 
     spec: RoleSpec
     scores: Future[SequenceScores]
     is_cut: torch.Tensor | None
+    rows: torch.Tensor | None = None
 
     def get(self) -> ModelScores:
         """Wait for them."""
-        return ModelScores(self.spec.name, self.scores.get().scores, self.spec.settings.weight, self.is_cut)
+        scores, weight = self.scores.get().scores, self.spec.settings.weight
+        return ModelScores(self.spec.name, scores, weight, self.is_cut, rows=self.rows)
 
 
 Pending = list[PendingScores]
@@ -75,21 +77,25 @@ class Rewards:
         self._cut_said: set[str] = set()
 
     def start(self, prompts: Prompts, generations: Generations) -> Pending:
-        """Have every reward model score answers, beside whatever else happens.
+        """Have every reward model score its sources' answers, beside whatever else happens.
 
         Raises RewardError where one with a chat template of its own cannot read a conversation.
         """
         pending: Pending = []
         # Those that read tokens score while conversations are tokenised for the others.
         for spec, model in sorted(self.models, key=lambda one: one[0].name in self._readers):
+            rows = scored_rows(spec, prompts)
+            if rows is not None and not len(rows):
+                continue
+            asked, answers = (prompts, generations) if rows is None else (prompts[rows], generations[rows])
             if spec.name not in self._readers:
-                sequences = assemble(prompts, generations).sequences()
-                pending.append(PendingScores(spec, model.scores(sequences), None))
+                sequences = assemble(asked, answers).sequences()
+                pending.append(PendingScores(spec, model.scores(sequences), None, rows))
                 continue
             with self._clock.phase("reward"):
-                read = self._readers[spec.name].read(prompts, generations)
+                read = self._readers[spec.name].read(asked, answers)
             self._say_cut(self._readers[spec.name], read.is_cut)
-            pending.append(PendingScores(spec, model.scores(read.sequences), read.is_cut))
+            pending.append(PendingScores(spec, model.scores(read.sequences), read.is_cut, rows))
         return pending
 
     def _say_cut(self, reader: TextReader, is_cut: torch.Tensor) -> None:
@@ -172,13 +178,21 @@ def reward_shaping(config: RunConfig) -> RewardShaping:
     return RewardShaping(shapes)
 
 
+def scored_rows(spec: RoleSpec, prompts: Prompts) -> torch.Tensor | None:
+    """int64: the rows whose answers a reward model scores; None where it scores those of all sources."""
+    if spec.settings.data_sources is None:
+        return None
+    mine = set(spec.settings.data_sources)
+    return torch.tensor([row for row, source in enumerate(prompts.data_source) if source in mine], dtype=torch.int64)
+
+
 def text_readers(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, datasets: Sequence[PromptDataset]
 ) -> tuple[dict[str, TextReader], list[str]]:
     """The readers of reward models with a tokenizer of their own, by role, and what a user should know of them.
 
-    tokenizer: the actor's. All prompts are read once. Raises ConfigError where a tokenizer cannot be loaded, has more
-    tokens than its model, or where prompts cannot be read.
+    tokenizer: the actor's. All prompts of a model's sources are read once. Raises ConfigError where a tokenizer cannot
+    be loaded, has more tokens than its model, or where prompts cannot be read.
     """
     readers, notes = {}, []
     for role in roles_of(config):
@@ -194,7 +208,8 @@ def text_readers(
                 f"vocab_size of its config.json is {size}: its files do not go together"
             )
         readers[role.name] = TextReader(role.name, policy, own, role.score.longest, f"{role.key}.max_length")
-        conversations, prompt_ids = zip(*(data.texts() for data in datasets), strict=True)
+        texts = (data.texts(role.settings.data_sources) for data in datasets)
+        conversations, prompt_ids = zip(*texts, strict=True)
         notes += readers[role.name].check(
             [one for part in conversations for one in part], [ids for part in prompt_ids for ids in part]
         )

@@ -42,6 +42,7 @@ from megatron_rl.reward.here import RewardHere
 from megatron_rl.reward.keeper import KeeperSettings
 from megatron_rl.reward.processes import RewardProcesses
 from megatron_rl.reward.rule import NoRule, RuleReward
+from megatron_rl.reward.sources import check_sources
 from megatron_rl.rewards import Rewards, reward_shaping, text_readers
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import AcrossBridge
@@ -119,6 +120,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         data = Data.read(config, tokenizer)
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
+        alone = check_sources(config, data.sources)
         rules = rule_reward(config, tokenizer, data.sources, local)
         readers, said = text_readers(config, tokenizer, (data.train, data.val))
         shaping = reward_shaping(config)
@@ -131,7 +133,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         for part in parts:
             folder.give_back(part.load_state_dict)
         book.console.print(layout_table(batch_table(config)))
-        for note in (*data.notes(config), *said, *(f"skipped {reason}" for reason in folder.start.skipped)):
+        for note in (*data.notes(config), *alone, *said, *(f"skipped {reason}" for reason in folder.start.skipped)):
             book.warn(note)
         if handed := handed_on():
             book.say(f"every rank gets {', '.join(f'{name}={value}' for name, value in handed.items())}")

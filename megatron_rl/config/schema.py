@@ -358,6 +358,8 @@ class RewardModelConfig:
     """Weight of the rule's score, also without a reward model."""
     weight: float = 1.0
     """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
+    data_sources: list[str] | None = None
+    """Whose answers it scores: those to prompts with one of these names in column data.reward_fn_key; null: all."""
     normalize_reward: str | None = None
     """How training takes that score. null: as it is | held_out: less the mean of the model's own held-out scores, over
     their spread, both from its folder | running: the same with those of all training scores until now."""
@@ -389,6 +391,7 @@ class FurtherRewardModelConfig:
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     pool: str = GLOBAL_POOL
     weight: float = 1.0
+    data_sources: list[str] | None = None
     normalize_reward: str | None = None
     reward_clip_range: list[float] | None = None
     max_length: int | None = None

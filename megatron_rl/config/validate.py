@@ -157,7 +157,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     reward, has_rule = config.reward_model, uses_rule(config)
     if reward.enable:
         yield from _folder_problems("reward_model", reward, "reward_model.enable=true")
-    yield from _clip_problems("reward_model", reward)
+    yield from _shaping_problems("reward_model", reward)
     yield from _further_model_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
@@ -186,7 +186,11 @@ def _folder_problems(
         yield Violation({key: reward.max_length}, rule, {key: None})
 
 
-def _clip_problems(group: str, reward: RewardModelConfig | FurtherRewardModelConfig) -> Iterable[Violation]:
+def _shaping_problems(group: str, reward: RewardModelConfig | FurtherRewardModelConfig) -> Iterable[Violation]:
+    """Of the answers that a reward model scores, and of the limits of what training takes of its scores."""
+    if reward.data_sources is not None and not reward.data_sources:
+        key = f"{group}.data_sources"
+        yield Violation({key: []}, "must name at least one source of prompts, or be null", {key: None})
     limits, key = reward.reward_clip_range, f"{group}.reward_clip_range"
     if limits is None:
         return
@@ -212,7 +216,7 @@ def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
             key, rule = f"{group}.normalize_reward", f"must be one of {', '.join(NORMALISATIONS)}"
             nearest = nearest_name(further.normalize_reward, NORMALISATIONS)
             yield Violation({key: further.normalize_reward}, rule, {key: nearest})
-        yield from _clip_problems(group, further)
+        yield from _shaping_problems(group, further)
 
 
 def data_problems(config: RunConfig) -> Iterable[Violation]:

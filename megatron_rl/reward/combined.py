@@ -21,7 +21,8 @@ class ModelScores:
     """What one reward model gives B answers: float32 [B], and what that counts.
 
     is_cut: bool [B], of which conversations it does not read the end; None where it reads the actor's tokens.
-    shaped: what training takes in the place of the scores; None: they themselves.
+    shaped: what training takes in the place of the scores; None: they themselves. rows: int64 [B], numbers of these
+    answers among all, where it does not score all; else None.
     """
 
     name: str
@@ -29,11 +30,17 @@ class ModelScores:
     weight: float
     is_cut: torch.Tensor | None = None
     shaped: Shaped | None = None
+    rows: torch.Tensor | None = None
 
     @property
     def label(self) -> str:
         """What the score is called in logs and tables."""
         return FIRST_NAME if self.name == FIRST_MODEL else f"{self.name}_score"
+
+    @property
+    def all_rows(self) -> torch.Tensor:
+        """int64 [B]: the answers' numbers."""
+        return torch.arange(len(self.scores)) if self.rows is None else self.rows
 
     @property
     def rewards(self) -> torch.Tensor:
@@ -55,7 +62,7 @@ class ModelScores:
 
 
 def combine(ruled: Scored, models: Sequence[ModelScores], rule_weight: float) -> Scored:
-    """score = rule_weight * rule + sum of weight * model over the models, each as it is shaped.
+    """score = rule_weight * rule + sum of weight * model over the models that score an answer, each as it is shaped.
 
     With a model all parts are among the further numbers of each answer, "rule_score" (where there is a rule),
     "rm_score" and so on, so they are logged, validated and in sample tables; so is "rm_truncated", 1 where a reward
@@ -66,17 +73,21 @@ def combine(ruled: Scored, models: Sequence[ModelScores], rule_weight: float) ->
     scores = rule_weight * ruled.scores
     for model in models:
         if not model.scores.isfinite().all():
-            row = int(model.scores.isfinite().int().argmin())
+            row = int(model.all_rows[model.scores.isfinite().int().argmin()])
             who = "the reward model" if model.name == FIRST_MODEL else f"the reward model {model.name}"
-            raise RewardError(f"{who} gives {float(model.scores[row])} to {describe(ruled.samples[row])}")
-        scores = scores + model.weight * model.rewards
+            bad = float(model.scores[~model.scores.isfinite()][0])
+            raise RewardError(f"{who} gives {bad} to {describe(ruled.samples[row])}")
+        scores = scores.index_add(0, model.all_rows, model.weight * model.rewards)
     if not models:
         return replace(ruled, scores=scores)
-    given = {label: values for model in models for label, values in model.columns.items()}
+    given: list[dict[str, float]] = [{} for _ in ruled.outcomes]
+    for model in models:
+        for label, values in model.columns.items():
+            for row, value in zip(model.all_rows.tolist(), values, strict=True):
+                given[row][label] = value
     outcomes = []
-    for row, (rule_score, outcome) in enumerate(zip(ruled.scores.tolist(), ruled.outcomes, strict=True)):
+    for parts, rule_score, outcome in zip(given, ruled.scores.tolist(), ruled.outcomes, strict=True):
         has_rule = outcome.failure or outcome.score is not None
-        parts = {"rule_score": rule_score} if has_rule else {}
-        parts |= {label: values[row] for label, values in given.items()}
-        outcomes.append(replace(outcome, extras=outcome.extras | parts))
+        said = {"rule_score": rule_score} if has_rule else {}
+        outcomes.append(replace(outcome, extras=outcome.extras | said | parts))
     return replace(ruled, scores=scores, outcomes=outcomes)

@@ -178,6 +178,11 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
             (*WITH_MODEL, "reward_model.reward_clip_range=[5,-5]"),
             ["reward_model.reward_clip_range=[5.0, -5.0] must be [lowest, highest], both finite and the first below"],
         ),
+        (
+            (*WITH_MODEL, "reward_model.data_sources=[]"),
+            ["reward_model.data_sources=[] must name at least one source of prompts, or be null; nearest: null"],
+        ),
+        ((FURTHER, "reward_models.helpful.data_sources=[]"), ["reward_models.helpful.data_sources=[] must name at"]),
         ((*WITH_MODEL, "reward_model.reward_clip_range=[5]"), ["reward_model.reward_clip_range=[5.0] must be"]),
         ((*WITH_MODEL, "reward_model.reward_clip_range=[0,9]", "reward_model.normalize_reward=held_out"), []),
         (
