@@ -33,6 +33,7 @@ from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.hardware import Hardware, planned_hardware
 from megatron_rl.planner.memory import planned_memory
 from megatron_rl.planner.planned_steps import PlannedSteps
+from megatron_rl.pretraining import Pretraining
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.prompts.tokenizer import load_tokenizer
@@ -87,6 +88,7 @@ class Run:
     rollouts: Rollouts
     rewards: Rewards
     algorithm: Algorithm
+    pretraining: Pretraining
     validation: Validation
     life: Lifecycle
     book: Book
@@ -124,16 +126,23 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         rules = rule_reward(config, tokenizer, data.sources, local)
         readers, said = text_readers(config, tokenizer, (data.train, data.val))
         shaping = reward_shaping(config)
+        pretraining = Pretraining(config, tokenizer)
         folder = RunFolder(config)
         book = Book(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, book.clock)
         opened.enter_context(folder)
         opened.enter_context(book)
-        parts = (data, algorithm, shaping, book)
+        parts = (data, algorithm, shaping, pretraining, book)
         for part in parts:
             folder.give_back(part.load_state_dict)
         book.console.print(layout_table(batch_table(config)))
-        for note in (*data.notes(config), *alone, *said, *(f"skipped {reason}" for reason in folder.start.skipped)):
+        for note in (
+            *data.notes(config),
+            *alone,
+            *said,
+            *pretraining.notes,
+            *(f"skipped {reason}" for reason in folder.start.skipped),
+        ):
             book.warn(note)
         if handed := handed_on():
             book.say(f"every rank gets {', '.join(f'{name}={value}' for name, value in handed.items())}")
@@ -155,7 +164,9 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
             planned = None
             if config.trainer.hardware_file is not None:
                 planned = PlannedSteps(config, hardware_here(config))
-            yield Run(config, roles, rollouts, rewards, algorithm, validation, life, book, started, planned)
+            yield Run(
+                config, roles, rollouts, rewards, algorithm, pretraining, validation, life, book, started, planned
+            )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.config.async_training import AsyncTrainingConfig
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
+from megatron_rl.config.pretraining import PretrainingConfig
 from megatron_rl.config.stages import DPOConfig, RewardStageConfig, StageDataConfig
 from megatron_rl.config.trainer import TrainerConfig
 
@@ -463,6 +464,7 @@ class RunConfig:
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
+    ptx: PretrainingConfig = field(default_factory=PretrainingConfig)
     reward_training: RewardStageConfig = field(default_factory=RewardStageConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

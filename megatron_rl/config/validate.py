@@ -231,20 +231,26 @@ def data_problems(config: RunConfig) -> Iterable[Violation]:
         if not is_path_or_paths(files):
             rule = "must be a path or a list of at least one path"
             yield Violation({key: files}, rule, hint="such as [prompts.parquet]")
-    weights, key = data.train_file_weights, "data.train_file_weights"
-    if weights is not None and is_path_or_paths(data.train_files):
-        number = len(as_list(data.train_files))
-        if len(weights) != number:
-            rule = f"must be one number for each of data.train_files, of which there are {number}"
-            yield Violation({key: weights}, rule, {key: [*map(_usable, weights), *[1.0] * number][:number]})
-    if weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        yield Violation({key: weights}, "must be > 0 and finite", {key: [*map(_usable, weights)]})
+    yield from _file_weight_problems("data.train_file_weights", data.train_file_weights, "data.train_files", data)
+    yield from _file_weight_problems("ptx.file_weights", config.ptx.file_weights, "ptx.files", config.ptx)
     if val_kwargs.n > 1 and not val_kwargs.do_sample:
         yield Violation(
             {f"{ROLLOUT}.val_kwargs.n": val_kwargs.n, f"{ROLLOUT}.val_kwargs.do_sample": False},
             "ask for one greedy answer several times",
             {f"{ROLLOUT}.val_kwargs.do_sample": True},
         )
+
+
+def _file_weight_problems(key: str, weights: list[float] | None, files_key: str, group: Any) -> Iterable[Violation]:
+    """group: what has the files under the last part of `files_key`."""
+    files = getattr(group, files_key.rpartition(".")[2])
+    if weights is not None and is_path_or_paths(files):
+        number = len(as_list(files))
+        if len(weights) != number:
+            rule = f"must be one number for each of {files_key}, of which there are {number}"
+            yield Violation({key: weights}, rule, {key: [*map(_usable, weights), *[1.0] * number][:number]})
+    if weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        yield Violation({key: weights}, "must be > 0 and finite", {key: [*map(_usable, weights)]})
 
 
 def _usable(weight: float) -> float:

@@ -28,6 +28,7 @@ from megatron_rl.planner.layout_rules import layout_problems, rollout_problems, 
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planner.option_rules import option_problems
 from megatron_rl.planner.pool_rules import countable_pools, pool_problems
+from megatron_rl.planner.pretraining_rules import pretraining_problems
 from megatron_rl.planner.recompute_rules import recompute_problems
 from megatron_rl.planner.replay_rules import replay_problems
 from megatron_rl.planner.resume_rules import resume_problems
@@ -81,6 +82,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
             *_pack_problems(config),
             *_length_problems(config, models),
             *cache_problems(config, models),
+            *pretraining_problems(config, models, config_only=config_only),
             *resume_problems(config),
         ],
         followed_keys(config),

@@ -31,6 +31,7 @@ LOOP = {
     "open_rollouts",
     "rewards",
     "algorithm",
+    "pretraining",
     "validation",
     "lifecycle",
     "run_folder",
