@@ -1,4 +1,5 @@
-"""The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | ablate | export | nightly.
+"""The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | ablate | export |
+average | nightly.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -10,7 +11,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
+from megatron_rl.cli_weights import average_command, export_command
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.foreign.translate import Kind
@@ -381,30 +381,8 @@ def refuse_to_lose_output() -> None:
         raise StorageError(f"what was to be printed could not be written to stdout: {error.strerror}")
 
 
-class Role(StrEnum):
-    """The roles of a checkpoint."""
-
-    ACTOR = "actor"
-    CRITIC = "critic"
-
-
-@app.command("export")
-def export_command(
-    checkpoint: Annotated[Path, typer.Option(help="A global_step_N folder, or a run's folder for its newest.")],
-    target: Annotated[Path, typer.Option(help="The Hugging Face folder to write; it must not exist.")],
-    role: Annotated[Role, typer.Option(help="critic: as a reward model with one label.")] = Role.ACTOR,
-) -> None:
-    """Write a checkpointed model as a Hugging Face folder. One process, no GPU."""
-    folder = usable_checkpoint(checkpoint)
-    if not (folder / role.value).is_dir():
-        raise ConfigError(f"--role {role.value}: {folder} has none, as its run trained none; nearest: --role actor")
-    if target.exists():
-        raise ConfigError(f"--target {target} must not exist; nearest: --target {target}-{folder.name}")
-    quiet_libraries()
-    from megatron_rl.checkpoint.export_saved import export_saved
-
-    export_saved(folder, role.value, target)
-    Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
+app.command("export")(export_command)
+app.command("average")(average_command)
 
 
 @app.command("nightly")

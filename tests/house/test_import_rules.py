@@ -66,7 +66,10 @@ ROOMS: dict[str, set[str]] = {
     "port": {"errors", "config", "planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
     "profiling": GROUND | {"planner", "roles", "cluster", "trials"},
-    "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port", "mapping", "profiling"},
+    "cli_weights": {"errors", "observe", "checkpoint"},
+    "cli": GROUND
+    | LOOP
+    | {"planner", "cluster", "roles", "checkpoint", "trials", "port", "mapping", "profiling", "cli_weights"},
     "__main__": {"cli"},
 }
 """Room -> rooms it may import."""
@@ -111,7 +114,7 @@ LIBRARIES: dict[str, set[str]] = {
 
 WITHOUT_TORCH = (
     *("errors", "balance", "dispatch", "loading", "config", "clock", "planner", "mapping"),
-    *("port", "trials", "cli", "__main__"),
+    *("port", "trials", "cli", "cli_weights", "__main__"),
 )
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "slices", "stream", "observe"),

@@ -1,0 +1,64 @@
+"""Commands that make Hugging Face folders of checkpoints: export | average. One process, no GPU."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.checkpoint.resume import usable_checkpoint
+from megatron_rl.errors import ConfigError
+from megatron_rl.observe.quiet import quiet_libraries
+
+
+class Role(StrEnum):
+    """The roles of a checkpoint."""
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+
+
+def export_command(
+    checkpoint: Annotated[Path, typer.Option(help="A global_step_N folder, or a run's folder for its newest.")],
+    target: Annotated[Path, typer.Option(help="The Hugging Face folder to write; it must not exist.")],
+    role: Annotated[Role, typer.Option(help="critic: as a reward model with one label.")] = Role.ACTOR,
+) -> None:
+    """Write a checkpointed model as a Hugging Face folder. One process, no GPU."""
+    folder = usable_checkpoint(checkpoint)
+    if not (folder / role.value).is_dir():
+        raise ConfigError(f"--role {role.value}: {folder} has none, as its run trained none; nearest: --role actor")
+    if target.exists():
+        raise ConfigError(f"--target {target} must not exist; nearest: --target {target}-{folder.name}")
+    quiet_libraries()
+    from megatron_rl.checkpoint.export_saved import export_saved
+
+    export_saved(folder, role.value, target)
+    Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
+
+
+def average_command(
+    checkpoints: Annotated[
+        list[Path],
+        typer.Option(help="global_step_N folders or Hugging Face folders; a run's folder for all of its checkpoints."),
+    ],
+    target: Annotated[Path, typer.Option(help="The Hugging Face folder to write; it must not exist.")],
+    further: Annotated[list[Path] | None, typer.Argument(help="More of --checkpoints.")] = None,
+    weights: Annotated[str | None, typer.Option(help="1,1,2: what each counts, to any total. Default: equal.")] = None,
+    ema: Annotated[
+        float | None, typer.Option(help="Exponential moving average with this decay, over them in their order.")
+    ] = None,
+    role: Annotated[Role, typer.Option(help="critic: of reward models.")] = Role.ACTOR,
+) -> None:
+    """Write the average of several checkpoints of one model as a Hugging Face folder. One process, no GPU."""
+    quiet_libraries()
+    from megatron_rl.checkpoint.averaging import Averaging
+
+    if len(checkpoints) > 1 and further:
+        raise ConfigError("name all checkpoints after one --checkpoints, or each after one of its own, in one order")
+    made = Averaging.of([*checkpoints, *(further or [])], weights, ema, role.value, target)
+    made.write()
+    for line in made.lines():
+        Console().print(line, soft_wrap=True, markup=False)
