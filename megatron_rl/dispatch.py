@@ -65,6 +65,16 @@ class Verb:
 
 
 @dataclass(frozen=True)
+class Beside(Generic[Answer]):
+    """A record in a call whose rows are shared out by themselves, as there are others than of the call's own records.
+
+    A rank gets it with its share of the rows; or, where there are fewer than ranks, with a row that counts nothing.
+    """
+
+    record: Answer
+
+
+@dataclass(frozen=True)
 class Coordinates:
     """Where one rank stands, as it reports itself once its process groups exist.
 

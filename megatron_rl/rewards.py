@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.config.algorithms import needs_of
-from megatron_rl.config.roles import RoleSpec, roles_of
+from megatron_rl.config.roles import REWARD_MODEL, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.value_tables import HELD_OUT, RUNNING
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.assemble import assemble
@@ -23,31 +26,38 @@ from megatron_rl.reward.combined import ModelScores, combine
 from megatron_rl.reward.overlong import overlong_penalty
 from megatron_rl.reward.reader import TextReader
 from megatron_rl.reward.rule import NoRule, RuleReward, Scored
+from megatron_rl.reward.shaping import RewardShaping, Shape
 from megatron_rl.roles.reward_model import RewardModel
 
 
 @dataclass(frozen=True)
 class PendingScores:
     """Scores of a reward model that are under way. is_cut: bool [B], rows whose end it does not read; None: it reads
-    the actor's tokens, which are never cut.
+    the actor's tokens, which are never cut. rows: int64 [B], of all answers those that it scores; None: all.
     """
 
     spec: RoleSpec
     scores: Future[SequenceScores]
     is_cut: torch.Tensor | None
+    rows: torch.Tensor | None = None
 
     def get(self) -> ModelScores:
         """Wait for them."""
-        return ModelScores(self.spec.name, self.scores.get().scores, self.spec.settings.weight, self.is_cut)
+        scores, weight = self.scores.get().scores, self.spec.settings.weight
+        return ModelScores(self.spec.name, scores, weight, self.is_cut, rows=self.rows)
 
 
 Pending = list[PendingScores]
+
+Shaping = Callable[[ModelScores], ModelScores]
+"""What becomes of a model's scores before they are added up."""
 
 
 class Rewards:
     """Scores answers. models: every reward model and its handle. warn: says a line that nobody should miss.
 
     readers: name -> how a reward model with a tokenizer of its own reads; the others read the actor's tokens.
+    shaping: what training makes of the models' scores; None: nothing.
     """
 
     def __init__(
@@ -58,28 +68,34 @@ class Rewards:
         warn: Callable[[str], None],
         clock: Clock,
         readers: Mapping[str, TextReader] | None = None,
+        shaping: RewardShaping | None = None,
     ) -> None:
         self.config, self.rules, self.models = config, rules, models
+        self.shaping = RewardShaping() if shaping is None else shaping
         self._readers = dict(readers or {})
         self._warn, self._clock = warn, clock
         self._cut_said: set[str] = set()
 
     def start(self, prompts: Prompts, generations: Generations) -> Pending:
-        """Have every reward model score answers, beside whatever else happens.
+        """Have every reward model score its sources' answers, beside whatever else happens.
 
         Raises RewardError where one with a chat template of its own cannot read a conversation.
         """
         pending: Pending = []
         # Those that read tokens score while conversations are tokenised for the others.
         for spec, model in sorted(self.models, key=lambda one: one[0].name in self._readers):
+            rows = scored_rows(spec, prompts)
+            if rows is not None and not len(rows):
+                continue
+            asked, answers = (prompts, generations) if rows is None else (prompts[rows], generations[rows])
             if spec.name not in self._readers:
-                sequences = assemble(prompts, generations).sequences()
-                pending.append(PendingScores(spec, model.scores(sequences), None))
+                sequences = assemble(asked, answers).sequences()
+                pending.append(PendingScores(spec, model.scores(sequences), None, rows))
                 continue
             with self._clock.phase("reward"):
-                read = self._readers[spec.name].read(prompts, generations)
+                read = self._readers[spec.name].read(asked, answers)
             self._say_cut(self._readers[spec.name], read.is_cut)
-            pending.append(PendingScores(spec, model.scores(read.sequences), read.is_cut))
+            pending.append(PendingScores(spec, model.scores(read.sequences), read.is_cut, rows))
         return pending
 
     def _say_cut(self, reader: TextReader, is_cut: torch.Tensor) -> None:
@@ -94,19 +110,34 @@ class Rewards:
     def task_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> Scored:
         """The scores of answers, by the rule while reward models do; says so when the rule could not score some.
 
-        Raises RewardError when it could score none, or when a reward model gives no number.
+        Those of reward models count as they are, so that they can be compared over a run. Raises RewardError when the
+        rule could score none, or when a reward model gives no number.
         """
+        return self._combined(prompts, generations, pending, lambda scores: scores)
+
+    def _combined(self, prompts: Prompts, generations: Generations, pending: Pending, shaped: Shaping) -> Scored:
         with self._clock.phase("reward"):
             scored, config = self.rules(prompts, generations), self.config.reward_model
             if scored.first_failure is not None:
                 failed = sum(outcome.failure != "" for outcome in scored.outcomes)
                 first = scored.first_failure
                 self._warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
-            return combine(scored, [one.get() for one in pending], config.rule_weight)
+            return combine(scored, [shaped(one.get()) for one in pending], config.rule_weight)
 
-    def training_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> Scored:
-        """What training rewards: the task's scores, less the penalty of overlong answers if configured."""
-        scored, overlong = self.task_scores(prompts, generations, pending), self.config.reward_model.overlong_buffer
+    def training_scores(
+        self, prompts: Prompts, generations: Generations, pending: Pending, counts: bool = True
+    ) -> Scored:
+        """What training rewards: the task's scores with those of reward models normalised and clipped as configured,
+        less the penalty of overlong answers if configured.
+
+        counts: whether the answers join what scores are normalised by, where that is a running mean.
+        """
+
+        def shaped(scores: ModelScores) -> ModelScores:
+            return dataclasses.replace(scores, shaped=self.shaping(scores.name, scores.scores, counts))
+
+        scored = self._combined(prompts, generations, pending, shaped)
+        overlong = self.config.reward_model.overlong_buffer
         if not overlong.enable:
             return scored
         lengths, longest = row_lengths(generations.response_ids), self.config.data.max_response_length
@@ -125,7 +156,34 @@ class Rewards:
     def greedy_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> torch.Tensor:
         """float32 [B]: for each row of `prompts` the score of its group's answer, in the order of `one_per_group`."""
         _, group = known(prompts.uid).unique(return_inverse=True)
-        return self.training_scores(prompts.one_per_group(), generations, pending).scores[group]
+        return self.training_scores(prompts.one_per_group(), generations, pending, counts=False).scores[group]
+
+
+def reward_shaping(config: RunConfig) -> RewardShaping:
+    """As the keys of the reward models say, with the statistics in their folders. Raises ConfigError."""
+    shapes = {}
+    for role in roles_of(config):
+        if role.kind != REWARD_MODEL:
+            continue
+        keys, fixed = role.settings, None
+        if keys.normalize_reward == HELD_OUT:
+            try:
+                found = read_statistics(Path(role.model_path).expanduser())
+            except StatisticsError as error:
+                raise ConfigError(f"{role.model_key}={role.model_path}: {error}") from error
+            fixed = (found.mean, found.std)
+        clip = None if keys.reward_clip_range is None else (keys.reward_clip_range[0], keys.reward_clip_range[1])
+        if keys.normalize_reward is not None or clip is not None:
+            shapes[role.name] = Shape(role.model_path, fixed, keys.normalize_reward == RUNNING, clip)
+    return RewardShaping(shapes)
+
+
+def scored_rows(spec: RoleSpec, prompts: Prompts) -> torch.Tensor | None:
+    """int64: the rows whose answers a reward model scores; None where it scores those of all sources."""
+    if spec.settings.data_sources is None:
+        return None
+    mine = set(spec.settings.data_sources)
+    return torch.tensor([row for row, source in enumerate(prompts.data_source) if source in mine], dtype=torch.int64)
 
 
 def text_readers(
@@ -133,8 +191,8 @@ def text_readers(
 ) -> tuple[dict[str, TextReader], list[str]]:
     """The readers of reward models with a tokenizer of their own, by role, and what a user should know of them.
 
-    tokenizer: the actor's. All prompts are read once. Raises ConfigError where a tokenizer cannot be loaded, has more
-    tokens than its model, or where prompts cannot be read.
+    tokenizer: the actor's. All prompts of a model's sources are read once. Raises ConfigError where a tokenizer cannot
+    be loaded, has more tokens than its model, or where prompts cannot be read.
     """
     readers, notes = {}, []
     for role in roles_of(config):
@@ -150,7 +208,8 @@ def text_readers(
                 f"vocab_size of its config.json is {size}: its files do not go together"
             )
         readers[role.name] = TextReader(role.name, policy, own, role.score.longest, f"{role.key}.max_length")
-        conversations, prompt_ids = zip(*(data.texts() for data in datasets), strict=True)
+        texts = (data.texts(role.settings.data_sources) for data in datasets)
+        conversations, prompt_ids = zip(*texts, strict=True)
         notes += readers[role.name].check(
             [one for part in conversations for one in part], [ids for part in prompt_ids for ids in part]
         )

@@ -33,6 +33,7 @@ from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.hardware import Hardware, planned_hardware
 from megatron_rl.planner.memory import planned_memory
 from megatron_rl.planner.planned_steps import PlannedSteps
+from megatron_rl.pretraining import Pretraining
 from megatron_rl.prompts.dataset import PromptDataset
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.prompts.tokenizer import load_tokenizer
@@ -42,7 +43,8 @@ from megatron_rl.reward.here import RewardHere
 from megatron_rl.reward.keeper import KeeperSettings
 from megatron_rl.reward.processes import RewardProcesses
 from megatron_rl.reward.rule import NoRule, RuleReward
-from megatron_rl.rewards import Rewards, text_readers
+from megatron_rl.reward.sources import check_sources
+from megatron_rl.rewards import Rewards, reward_shaping, text_readers
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
@@ -86,6 +88,7 @@ class Run:
     rollouts: Rollouts
     rewards: Rewards
     algorithm: Algorithm
+    pretraining: Pretraining
     validation: Validation
     life: Lifecycle
     book: Book
@@ -98,6 +101,7 @@ class Run:
         if scored is None:
             raise ValueError("the batch has no scores yet")
         metrics = self.rollouts.describe() | batch.metrics  # while the step's clock runs
+        metrics |= self.rewards.shaping.metrics()
         metrics |= self.book.step_metrics(prompts, generations, experience, scored)
         if self.planned is not None:
             planned, departures = self.planned.note(metrics)
@@ -118,18 +122,27 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         data = Data.read(config, tokenizer)
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
+        alone = check_sources(config, data.sources)
         rules = rule_reward(config, tokenizer, data.sources, local)
         readers, said = text_readers(config, tokenizer, (data.train, data.val))
+        shaping = reward_shaping(config)
+        pretraining = Pretraining(config, tokenizer)
         folder = RunFolder(config)
         book = Book(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, book.clock)
         opened.enter_context(folder)
         opened.enter_context(book)
-        parts = (data, algorithm, book)
+        parts = (data, algorithm, shaping, pretraining, book)
         for part in parts:
             folder.give_back(part.load_state_dict)
         book.console.print(layout_table(batch_table(config)))
-        for note in (*data.notes(config), *said, *(f"skipped {reason}" for reason in folder.start.skipped)):
+        for note in (
+            *data.notes(config),
+            *alone,
+            *said,
+            *pretraining.notes,
+            *(f"skipped {reason}" for reason in folder.start.skipped),
+        ):
             book.warn(note)
         if handed := handed_on():
             book.say(f"every rank gets {', '.join(f'{name}={value}' for name, value in handed.items())}")
@@ -139,7 +152,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         hosting = hosting_of(config, placement, Ears(pace, book))
         cluster = opened.enter_context(make_cluster(placement, hosting, local))
         roles = build_roles(cluster, placement, book)
-        rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock, readers)
+        rewards = Rewards(config, rules, roles.reward_models, book.warn, book.clock, readers, shaping)
         sources = Sources(config, data.train, data.cursor, roles.rollout, rewards, book)
         looks = (partial(look_round, cluster), partial(pace.before, NEXT_BATCH))
         rollouts = open_rollouts(schedule, sources, roles.actor, roles.replicas, looks, opened)
@@ -151,7 +164,9 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
             planned = None
             if config.trainer.hardware_file is not None:
                 planned = PlannedSteps(config, hardware_here(config))
-            yield Run(config, roles, rollouts, rewards, algorithm, validation, life, book, started, planned)
+            yield Run(
+                config, roles, rollouts, rewards, algorithm, pretraining, validation, life, book, started, planned
+            )
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,6 @@ def score(run: Run, batch: Batch, step: int) -> Experience:
     roles, rewards, algorithm = run.roles, run.rewards, run.algorithm
     prompts, generations, greedy = batch.prompts, batch.generations, batch.greedy
     experience = batch.experience()
-
     sequences, told = experience.sequences(), experience.sequences(with_experts=True)
     old_log_probs = roles.actor.log_probs(told) if scores_old_log_probs(run.config) else None
     unreplayed = roles.actor.log_probs_without_replay(sequences) if algorithm.compares_replay(step) else None
@@ -88,11 +87,12 @@ def update(run: Run, experience: Experience, step: int) -> dict[str, float]:
         of_critic = [roles.critic.update(batch) for batch in algorithm.critic_batches(experience, step)]
     if experience.old_log_probs is None:
         batch, rows = algorithm.on_policy_batch(experience, step)
-        told, log_probs = roles.actor.update_on_policy(batch).get()
+        told, log_probs = roles.actor.update_on_policy(batch, run.pretraining.next()).get()
         metrics |= algorithm.take_old_log_probs(experience, log_probs, rows, step)
         of_actor = [Future.done(told)]
     elif step >= run.config.trainer.critic_warmup:
-        of_actor = [roles.actor.update(batch) for batch in algorithm.actor_batches(experience, step)]
+        batches = algorithm.actor_batches(experience, step)
+        of_actor = [roles.actor.update(batch, run.pretraining.next()) for batch in batches]
     if of_critic:
         metrics |= run.book.update_metrics("critic", of_critic)
     if of_actor:

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig
 
 from megatron_rl.checkpoint.constants import read_constants
+from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.keys import BIAS, OPTIMIZER_PREFIX, checkpoint_key
+from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
+from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import free_space, writing
 from megatron_rl.errors import StorageError
 from megatron_rl.model.families import ModelShape, constant_map, family_of, param_map, value_param_map
 
 
-def export_saved(checkpoint: Path, role: str, target: Path) -> None:
-    """Write the actor's language model, or the critic as a reward model, of a complete checkpoint to `target`.
+@dataclass(frozen=True)
+class StoredModel:
+    """A model somewhere on disk as the tensors of a Hugging Face folder.
 
-    The tensors keep the dtype they were trained in. An existing `target` is replaced. Raises StorageError where it
-    cannot be written, and then nothing of it is left.
+    source: what has its config.json and tokenizer. shapes, dtypes: by name, in the order of the files. read: a tensor
+    by its name.
     """
+
+    source: Path
+    architecture: str
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    read: Callable[[str], torch.Tensor]
+
+    @property
+    def description(self) -> Description:
+        """Of a folder with these tensors, whose dtype is that of the first."""
+        return Description(self.source, self.architecture, next(iter(self.dtypes.values())))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor."""
+        return {name: torch.Size(shape).numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items()}
+
+
+def saved_model(checkpoint: Path, role: str) -> StoredModel:
+    """The actor's language model, or the critic as a reward model, of a complete checkpoint."""
     source = checkpoint / role / HF_FOLDER
     settings = AutoConfig.from_pretrained(source).to_dict()
     family, shape = family_of(settings["architectures"]), ModelShape.from_hf(settings)
@@ -32,21 +58,45 @@ def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
     reader = _Reader(SavedTensors(checkpoint / role))
     dtype = reader.saved.dtype(reader.saved.weights[0])
-    description = Description(source, family.reward_architecture if is_critic else family.architecture, dtype)
-    sizes = {name: tensor.numel * dtype.itemsize for name, tensor in tensors.items()}
     constants = read_constants(constant_map(family, shape).values(), source, torch.device("cpu"), dtype=None)
     biases = {name: f"{OPTIMIZER_PREFIX}{BIAS}.{name}" for name in constants}
     if set(biases.values()) <= set(reader.saved.names):
         constants = {name: reader.saved.read([key])[key] for name, key in biases.items()}
-    sizes |= {name: tensor.nbytes for name, tensor in constants.items()}
 
     def read(name: str) -> torch.Tensor:
         return constants[name] if name in constants else reader.read(tensors[name])
 
+    return StoredModel(
+        source,
+        family.reward_architecture if is_critic else family.architecture,
+        {name: tensor.shape for name, tensor in tensors.items()}
+        | {name: tuple(tensor.shape) for name, tensor in constants.items()},
+        dict.fromkeys(tensors, dtype) | {name: tensor.dtype for name, tensor in constants.items()},
+        read,
+    )
+
+
+def export_saved(checkpoint: Path, role: str, target: Path) -> None:
+    """Write the actor's language model, or the critic as a reward model, of a complete checkpoint to `target`.
+
+    The tensors keep the dtype they were trained in; beside a reward model lies what its validation said of its scores.
+    An existing `target` is replaced. Raises StorageError where it cannot be written, and then nothing of it is left.
+    """
+    run = checkpoint / RUN_FILE
+    told = saved_statistics(read_run_file(run)["run"]) if role == "critic" and run.exists() else None
+    write_model(saved_model(checkpoint, role), target)
+    if told is not None:
+        with writing():
+            write_statistics(target, told)
+
+
+def write_model(model: StoredModel, target: Path) -> None:
+    """Write a model as a Hugging Face folder in place of `target`. Raises StorageError where that fails, and then
+    nothing of it is left."""
     with removing_unfinished(target):
         try:
             with writing():
-                write_hf_folder(target, sizes, read, description)
+                write_hf_folder(target, model.sizes, model.read, model.description)
         except StorageError as error:
             raise StorageError(f"{target} could not be written: {error}; {free_space(target)}") from error
 

@@ -1,4 +1,5 @@
-"""The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | ablate | export | nightly | port.
+"""The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | ablate | export |
+average | nightly | port.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -12,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_rl.cli.models import export_command
+from megatron_rl.cli.models import average_command, export_command
 from megatron_rl.cli.planning import map_command, plan_command, profile_command
 from megatron_rl.cli.porting import port_command
 from megatron_rl.cli.stages import dpo_command, reward_command, sft_command, train_command
@@ -35,6 +36,7 @@ app.command("plan")(plan_command)
 app.command("map")(map_command)
 app.command("profile")(profile_command)
 app.command("export")(export_command)
+app.command("average")(average_command)
 app.command("nightly")(nightly_command)
 app.command("ablate")(ablate_command)
 

@@ -1,4 +1,4 @@
-"""megatron-rl export: models from checkpoints."""
+"""Commands that make Hugging Face folders of checkpoints: export | average. One process, no GPU."""
 
 from __future__ import annotations
 
@@ -37,3 +37,28 @@ def export_command(
 
     export_saved(folder, role.value, target)
     Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
+
+
+def average_command(
+    checkpoints: Annotated[
+        list[Path],
+        typer.Option(help="global_step_N folders or Hugging Face folders; a run's folder for all of its checkpoints."),
+    ],
+    target: Annotated[Path, typer.Option(help="The Hugging Face folder to write; it must not exist.")],
+    further: Annotated[list[Path] | None, typer.Argument(help="More of --checkpoints.")] = None,
+    weights: Annotated[str | None, typer.Option(help="1,1,2: what each counts, to any total. Default: equal.")] = None,
+    ema: Annotated[
+        float | None, typer.Option(help="Exponential moving average with this decay, over them in their order.")
+    ] = None,
+    role: Annotated[Role, typer.Option(help="critic: of reward models.")] = Role.ACTOR,
+) -> None:
+    """Write the average of several checkpoints of one model as a Hugging Face folder. One process, no GPU."""
+    quiet_libraries()
+    from megatron_rl.checkpoint.averaging import Averaging
+
+    if len(checkpoints) > 1 and further:
+        raise ConfigError("name all checkpoints after one --checkpoints, or each after one of its own, in one order")
+    made = Averaging.of([*checkpoints, *(further or [])], weights, ema, role.value, target)
+    made.write()
+    for line in made.lines():
+        Console().print(line, soft_wrap=True, markup=False)

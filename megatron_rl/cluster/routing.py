@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tensordict import is_tensor_collection
 
 from megatron_rl.balance import SequenceWork, share_out
 from megatron_rl.cluster.messages import Payload
-from megatron_rl.dispatch import Coordinates, Dispatch
+from megatron_rl.dispatch import Beside, Coordinates, Dispatch
 from megatron_rl.records import row_lengths
 
 
@@ -89,7 +90,8 @@ def split_call(
     """Cut a call into one payload per chunk.
 
     Top-level arguments that are records are split, all others go whole into every payload. With `work` chunks have
-    about equal work, judged by the `input_ids` of the first record; without, rows stay in their order.
+    about equal work, judged by the `input_ids` of the first record; without, rows stay in their order. A record in
+    `Beside` is split in the same way by itself.
     Raises ValueError when records of one call differ in rows or have none.
     """
     records = [value for value in (*args, *kwargs.values()) if is_record(value)]
@@ -101,30 +103,60 @@ def split_call(
     if row_counts[0] == 0:
         raise ValueError("the records of a call have no rows: there is nothing to split, nor a row to pad with")
     sizes = chunk_sizes(row_counts[0], num_chunks)
-    order = None
-    if work is not None and num_chunks > 1:
-        costs = work(row_lengths(records[0].input_ids).tolist())
-        shares = share_out(costs, [1] * len(costs), sizes)
-        assert shares is not None  # weights of one always fill the sizes
-        order = torch.tensor([row for part in shares for row in part])
+    order = _order(records[0], sizes, work)
+    if order is not None:
         args = tuple(value[order] if is_record(value) else value for value in args)
         kwargs = {name: value[order] if is_record(value) else value for name, value in kwargs.items()}
+    args = tuple(_parts_of(value, num_chunks, work) for value in args)
+    kwargs = {name: _parts_of(value, num_chunks, work) for name, value in kwargs.items()}
     payloads: list[Payload] = []
     start = 0
-    for size in sizes:
+    for number, size in enumerate(sizes):
         stop = start + size
         payloads.append(
             (
-                tuple(_chunk(value, start, stop) for value in args),
-                {name: _chunk(value, start, stop) for name, value in kwargs.items()},
+                tuple(_chunk(value, start, stop, number) for value in args),
+                {name: _chunk(value, start, stop, number) for name, value in kwargs.items()},
             )
         )
         start = stop
     return Split(payloads, sizes, order)
 
 
-def _chunk(value: Any, start: int, stop: int) -> Any:
-    """Rows `start:stop` of a record, or its padding row when there are none; anything else unchanged."""
+def _order(record: Any, sizes: list[int], work: SequenceWork | None) -> torch.Tensor | None:
+    """Row numbers, chunk after chunk, with which chunks of these sizes have about equal work; None: as they are."""
+    if work is None or len(sizes) == 1:
+        return None
+    costs = work(row_lengths(record.input_ids).tolist())
+    shares = share_out(costs, [1] * len(costs), sizes)
+    assert shares is not None  # weights of one always fill the sizes
+    return torch.tensor([row for part in shares for row in part])
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A record beside the call's own, in chunks."""
+
+    chunks: list[Any]
+
+
+def _parts_of(value: Any, num_chunks: int, work: SequenceWork | None) -> Any:
+    """Of a record beside the call's own; anything else unchanged."""
+    if not isinstance(value, Beside):
+        return value
+    record: Any = value.record
+    sizes = chunk_sizes(len(record), num_chunks)
+    order = _order(record, sizes, work)
+    record = record if order is None else record[order]
+    stops = list(accumulate(sizes))
+    return _Parts([Beside(_chunk(record, stop - size, stop)) for stop, size in zip(stops, sizes, strict=True)])
+
+
+def _chunk(value: Any, start: int, stop: int, number: int = 0) -> Any:
+    """Rows `start:stop` of a record, or its padding row when there are none; of parts that with this number; anything
+    else unchanged."""
+    if isinstance(value, _Parts):
+        return value.chunks[number]
     if not is_record(value):
         return value
     if start == stop:

@@ -36,6 +36,7 @@ def as_stage(config: RunConfig, stage: str) -> RunConfig:
     found.algorithm.filter_groups.enable = False
     found.reward_model.enable = found.reward_model.enable_resource_pool = False
     found.reward_models = {}
+    found.ptx.coef, found.ptx.files = 0.0, None
     trainer.rollout_ahead, trainer.critic_warmup = 0, 0
     found.async_training.partial_rollout = False
     if trainer.total_epochs is None and trainer.total_training_steps is None:

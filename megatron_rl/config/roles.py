@@ -47,11 +47,20 @@ class PassSpec:
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """Examples that join the samples of every optimizer step: how many, and tokens of the longest, all of which may
+    count."""
+
+    num_examples: int
+    longest: int
+
+
+@dataclass(frozen=True)
 class RoleSpec:
     """One role. key: the group of its settings. model_path: the Hugging Face folder it starts from.
 
     megatron: its training layout; of the rollout the actor's, which names the dtype. score, update: its passes; a role
-    with `update` is trained and saved. settings: the group itself.
+    with `update` is trained and saved. settings: the group itself. mixed: what its update reads beside the samples.
     """
 
     name: str
@@ -64,6 +73,7 @@ class RoleSpec:
     settings: Any
     score: PassSpec | None = None
     update: PassSpec | None = None
+    mixed: Mixed | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -308,7 +318,14 @@ def _actor(config: RunConfig) -> RoleSpec:
             {"log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu},
         ),
         update=_update_pass("update_actor", packed, key, actor),
+        mixed=Mixed(config.ptx.mini_batch_size, pretraining_length(config)) if config.ptx.coef else None,
     )
+
+
+def pretraining_length(config: RunConfig) -> int:
+    """Tokens of an example of `ptx.files` at most."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return longest if config.ptx.max_length is None else config.ptx.max_length
 
 
 def _reference(config: RunConfig) -> RoleSpec:

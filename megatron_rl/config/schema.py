@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.config.async_training import AsyncTrainingConfig
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
+from megatron_rl.config.pretraining import PretrainingConfig
 from megatron_rl.config.stages import DPOConfig, RewardStageConfig, StageDataConfig
 from megatron_rl.config.trainer import TrainerConfig
 
@@ -358,6 +359,13 @@ class RewardModelConfig:
     """Weight of the rule's score, also without a reward model."""
     weight: float = 1.0
     """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
+    data_sources: list[str] | None = None
+    """Whose answers it scores: those to prompts with one of these names in column data.reward_fn_key; null: all."""
+    normalize_reward: str | None = None
+    """How training takes that score. null: as it is | held_out: less the mean of the model's own held-out scores, over
+    their spread, both from its folder | running: the same with those of all training scores until now."""
+    reward_clip_range: list[float] | None = None
+    """[lowest, highest] that training takes of the score, once it is normalised; null: any."""
     max_length: int | None = None
     """With model.input_tokenizer: tokens that the reward model reads of a conversation at most; the end of a longer one
     is cut off. null: data.max_prompt_length + data.max_response_length."""
@@ -384,6 +392,9 @@ class FurtherRewardModelConfig:
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     pool: str = GLOBAL_POOL
     weight: float = 1.0
+    data_sources: list[str] | None = None
+    normalize_reward: str | None = None
+    reward_clip_range: list[float] | None = None
     max_length: int | None = None
     micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
@@ -453,6 +464,7 @@ class RunConfig:
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
+    ptx: PretrainingConfig = field(default_factory=PretrainingConfig)
     reward_training: RewardStageConfig = field(default_factory=RewardStageConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

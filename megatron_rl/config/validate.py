@@ -23,6 +23,7 @@ from megatron_rl.config.value_tables import (
     CRITIC,
     FINITE,
     LAYOUT_RANGES,
+    NORMALISATIONS,
     RANGES,
     RANGES_OR_NULL,
     REWARD_ARGUMENTS,
@@ -156,6 +157,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     reward, has_rule = config.reward_model, uses_rule(config)
     if reward.enable:
         yield from _folder_problems("reward_model", reward, "reward_model.enable=true")
+    yield from _shaping_problems("reward_model", reward)
     yield from _further_model_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
@@ -184,6 +186,21 @@ def _folder_problems(
         yield Violation({key: reward.max_length}, rule, {key: None})
 
 
+def _shaping_problems(group: str, reward: RewardModelConfig | FurtherRewardModelConfig) -> Iterable[Violation]:
+    """Of the answers that a reward model scores, and of the limits of what training takes of its scores."""
+    if reward.data_sources is not None and not reward.data_sources:
+        key = f"{group}.data_sources"
+        yield Violation({key: []}, "must name at least one source of prompts, or be null", {key: None})
+    limits, key = reward.reward_clip_range, f"{group}.reward_clip_range"
+    if limits is None:
+        return
+    known = sorted(limit for limit in limits if math.isfinite(limit))
+    if len(limits) != 2 or len(known) != 2 or not limits[0] < limits[1]:
+        nearest = [known[0], known[-1]] if len(known) > 1 and known[0] < known[-1] else [-10.0, 10.0]
+        rule = "must be [lowest, highest], both finite and the first below the second"
+        yield Violation({key: limits}, rule, {key: nearest})
+
+
 def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
     for name, further in config.reward_models.items():
         group = f"reward_models.{name}"
@@ -195,6 +212,11 @@ def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
                 yield Violation({key: value}, f"must be {interval}", {key: interval.nearest(value)})
         if not math.isfinite(further.weight):
             yield Violation({f"{group}.weight": further.weight}, "must be a finite number", {f"{group}.weight": 1.0})
+        if further.normalize_reward not in (None, *NORMALISATIONS):
+            key, rule = f"{group}.normalize_reward", f"must be one of {', '.join(NORMALISATIONS)}"
+            nearest = nearest_name(further.normalize_reward, NORMALISATIONS)
+            yield Violation({key: further.normalize_reward}, rule, {key: nearest})
+        yield from _shaping_problems(group, further)
 
 
 def data_problems(config: RunConfig) -> Iterable[Violation]:
@@ -209,20 +231,26 @@ def data_problems(config: RunConfig) -> Iterable[Violation]:
         if not is_path_or_paths(files):
             rule = "must be a path or a list of at least one path"
             yield Violation({key: files}, rule, hint="such as [prompts.parquet]")
-    weights, key = data.train_file_weights, "data.train_file_weights"
-    if weights is not None and is_path_or_paths(data.train_files):
-        number = len(as_list(data.train_files))
-        if len(weights) != number:
-            rule = f"must be one number for each of data.train_files, of which there are {number}"
-            yield Violation({key: weights}, rule, {key: [*map(_usable, weights), *[1.0] * number][:number]})
-    if weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        yield Violation({key: weights}, "must be > 0 and finite", {key: [*map(_usable, weights)]})
+    yield from _file_weight_problems("data.train_file_weights", data.train_file_weights, "data.train_files", data)
+    yield from _file_weight_problems("ptx.file_weights", config.ptx.file_weights, "ptx.files", config.ptx)
     if val_kwargs.n > 1 and not val_kwargs.do_sample:
         yield Violation(
             {f"{ROLLOUT}.val_kwargs.n": val_kwargs.n, f"{ROLLOUT}.val_kwargs.do_sample": False},
             "ask for one greedy answer several times",
             {f"{ROLLOUT}.val_kwargs.do_sample": True},
         )
+
+
+def _file_weight_problems(key: str, weights: list[float] | None, files_key: str, group: Any) -> Iterable[Violation]:
+    """group: what has the files under the last part of `files_key`."""
+    files = getattr(group, files_key.rpartition(".")[2])
+    if weights is not None and is_path_or_paths(files):
+        number = len(as_list(files))
+        if len(weights) != number:
+            rule = f"must be one number for each of {files_key}, of which there are {number}"
+            yield Violation({key: weights}, rule, {key: [*map(_usable, weights), *[1.0] * number][:number]})
+    if weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        yield Violation({key: weights}, "must be > 0 and finite", {key: [*map(_usable, weights)]})
 
 
 def _usable(weight: float) -> float:

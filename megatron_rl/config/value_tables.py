@@ -19,6 +19,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle", "drop"),
     "data.loss_on": LOSS_ON,
     "data.bad_rows": BAD_ROWS,
+    "ptx.truncation": ("error", "left", "right", "drop"),
+    "ptx.loss_on": LOSS_ON,
+    "ptx.bad_rows": BAD_ROWS,
     "reward_training.loss": REWARD_LOSSES,
     "dpo.loss": PREFERENCE_LOSSES,
     "dpo.reference": REFERENCES,
@@ -43,7 +46,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Keys whose value (or, for a list, each element) is one of a few names."""
 
+HELD_OUT, RUNNING = NORMALISATIONS = ("held_out", "running")
+"""What `normalize_reward` of a reward model may be beside null."""
+
 CHOICES_OR_NULL: dict[str, tuple[str, ...]] = {
+    f"{REWARD_MODEL}.normalize_reward": NORMALISATIONS,
     f"{CORRECTION}.rollout_is": IS_LEVELS,
 }
 """Keys whose value is one of a few names, or null."""
@@ -51,6 +58,7 @@ CHOICES_OR_NULL: dict[str, tuple[str, ...]] = {
 AT_LEAST_ONE = (
     "data.train_batch_size",
     "data.gen_batch_size",
+    "ptx.mini_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",
     "algorithm.kl_ctrl.horizon",
@@ -145,6 +153,7 @@ OPTIONS = tuple(f"{role}.megatron.override_transformer_config" for role in (ACTO
 """Megatron's own options of every role's model."""
 RANGES_OR_NULL: dict[str, Interval] = {
     "data.max_length": Interval(2),
+    "ptx.max_length": Interval(2),
     **dict.fromkeys(AT_LEAST_ONE_OR_NULL, Interval(1)),
     "trainer.stall_timeout_s": Interval(0, nearest_low=1800.0),
     f"{ROLLOUT}.gpu_memory_utilization": Interval(0, 1, nearest_low=0.5),
@@ -184,6 +193,7 @@ RANGES: dict[str, Interval] = {
     "trainer.heartbeat_timeout_s": Interval(10),
     f"{ROLLOUT}.verify_weights_every": NOT_NEGATIVE,
     "algorithm.gamma": UNIT,
+    "ptx.coef": NOT_NEGATIVE,
     "dpo.beta": Interval(0, nearest_low=0.1),
     "dpo.label_smoothing": Interval(0, 0.5),
     "dpo.simpo_gamma": NOT_NEGATIVE,

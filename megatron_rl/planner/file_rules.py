@@ -26,6 +26,7 @@ PROMPT_SUFFIXES = (".parquet", ".jsonl")
 PATHS = (
     "data.train_files",
     "data.val_files",
+    "ptx.files",
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.actor.policy_loss.custom.path",
     "critic.model.path",
@@ -58,6 +59,15 @@ def stage_file_problems(config: RunConfig) -> Iterable[Violation]:
                 yield _within_list(wrong, key, path, paths)
     yield from _folder_problems(config.trainer)
     yield from _logger_problems(config.trainer)
+
+
+def pretraining_file_problems(config: RunConfig) -> Iterable[Violation]:
+    """Of `ptx.files`, which must be a path or a list of some; what is in them is found when they are read."""
+    paths = as_list(config.ptx.files)
+    for path in paths:
+        wrong = _wrong_file("ptx.files", path, PROMPT_SUFFIXES)
+        if wrong is not None:
+            yield _within_list(wrong, "ptx.files", path, paths)
 
 
 def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:

@@ -8,7 +8,7 @@ taken to be as long as they may get, and experts to be used evenly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, PassSpec, RoleSpec
@@ -339,14 +339,25 @@ def passes_of(
     config: RunConfig, role: RoleSpec, one: PassSpec, dp_size: int, multiple: int, cp_size: int = 1
 ) -> Passes:
     """The largest block of a rank's share of a step's samples, or of a mini-batch's, all of full length, or of the most
-    that fits into a pass over cp_size ranks.
+    that fits into a pass over cp_size ranks; what an update mixes in is counted with it.
 
     multiple: of tokens, to which a rank's part of a block is padded.
     """
-    data, prompts = config.data, config.data.train_batch_size
+    prompts = config.data.train_batch_size
     if one is role.update:
         prompts = min(role.settings.ppo_mini_batch_size, prompts)
     num_samples = prompts * config.actor_rollout_ref.rollout.n
+    own = blocks_of(config, one, num_samples, dp_size, multiple, cp_size)
+    if one is not role.update or role.mixed is None:
+        return own
+    longer = replace(one, longest=role.mixed.longest, scored=role.mixed.longest - 1)
+    mixed = blocks_of(config, longer, role.mixed.num_examples, dp_size, multiple, cp_size)
+    return replace(largest_of([own, mixed]), num_blocks=own.num_blocks + mixed.num_blocks)
+
+
+def blocks_of(config: RunConfig, one: PassSpec, num_samples: int, dp_size: int, multiple: int, cp_size: int) -> Passes:
+    """Of a pass over so many rows."""
+    data = config.data
     longest = data.max_prompt_length + data.max_response_length if one.longest is None else one.longest
     length = longest + one.extra_tokens
     if one.max_tokens is not None:

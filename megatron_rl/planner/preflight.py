@@ -28,9 +28,11 @@ from megatron_rl.planner.layout_rules import layout_problems, rollout_problems, 
 from megatron_rl.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planner.option_rules import option_problems
 from megatron_rl.planner.pool_rules import countable_pools, pool_problems
+from megatron_rl.planner.pretraining_rules import pretraining_problems
 from megatron_rl.planner.recompute_rules import recompute_problems
 from megatron_rl.planner.replay_rules import replay_problems
 from megatron_rl.planner.resume_rules import resume_problems
+from megatron_rl.planner.reward_rules import statistics_problems
 from megatron_rl.planner.stage_lengths import stage_length_problems
 from megatron_rl.planner.tuning_rules import tuning_option_problems
 from megatron_rl.planner.vocabulary import reading_problems
@@ -62,7 +64,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
     return without_echoes(
         [
             *value_problems(config),
-            *(() if config_only else file_problems(config)),
+            *(() if config_only else (*file_problems(config), *statistics_problems(config))),
             *algorithm_problems(config),
             *async_problems(config),
             *problems,
@@ -80,6 +82,7 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
             *_pack_problems(config),
             *_length_problems(config, models),
             *cache_problems(config, models),
+            *pretraining_problems(config, models, config_only=config_only),
             *resume_problems(config),
         ],
         followed_keys(config),

@@ -234,12 +234,17 @@ def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float
     settings, prompts = role.settings, config.data.train_batch_size
     if role.update is None:
         raise ValueError(f"{role.name} is not trained")
+    mixed = None
+    if role.mixed is not None:  # taken to be half as long as they may be, as prompts and answers are
+        mixed = replace(load, num_samples=role.mixed.num_examples, prompt=role.mixed.longest / 2, response=0.0)
+        mixed = replace(mixed, block_tokens=_block_tokens(mixed, role.update, cp_size))
     return replace(
         load,
         mini_batch=min(settings.ppo_mini_batch_size, prompts) * config.actor_rollout_ref.rollout.n,
         epochs=settings.ppo_epochs,
         block_tokens=_block_tokens(load, role.update, cp_size),
         recompute=recompute,
+        mixed=mixed,
     )
 
 

@@ -137,7 +137,8 @@ class Load:
 
     mini_batch: samples of an optimizer step. block_tokens: tokens of one pass. max_seqs: sequences that a replica
     decodes at once. recompute: share of the layers that training runs forward twice. efficiency_share: of the
-    hardware's, in training. overlaps_dp: data-parallel traffic is hidden.
+    hardware's, in training. overlaps_dp: data-parallel traffic is hidden. mixed: what every optimizer step reads beside
+    its samples, as their number and prompts.
     """
 
     num_samples: int
@@ -153,6 +154,7 @@ class Load:
     decode_overhead: float = DECODE_OVERHEAD
     collective_latency: float = COLLECTIVE_LATENCY
     overlaps_dp: bool = False
+    mixed: Load | None = None
 
     @property
     def length(self) -> float:
@@ -217,6 +219,9 @@ class Estimator:
         steps = load.num_updates
         samples = load.num_samples * load.epochs / steps
         passes = self._passes(load, samples, passes=3 + load.recompute, all_reduces=4 + 2 * load.recompute)
+        if load.mixed is not None:
+            times = {"passes": 3 + load.recompute, "all_reduces": 4 + 2 * load.recompute}
+            passes += self._passes(load.mixed, load.mixed.num_samples, **times)
         return (passes + self._optimizer_step(load)).times(steps)
 
     def scored(self, load: Load) -> Busy:

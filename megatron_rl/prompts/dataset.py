@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import jinja2
@@ -71,9 +71,10 @@ class PromptDataset:
         """Every data source that occurs."""
         return {prompt.row.data_source for prompt in self._prompts}
 
-    def texts(self) -> tuple[list[Conversation], list[list[int]]]:
-        """Every prompt as its file has it, and its tokens."""
-        return [one.row.prompt for one in self._prompts], [one.token_ids.tolist() for one in self._prompts]
+    def texts(self, data_sources: Collection[str] | None = None) -> tuple[list[Conversation], list[list[int]]]:
+        """Every prompt of these sources, or of all, as its file has it, and its tokens."""
+        kept = [one for one in self._prompts if data_sources is None or one.row.data_source in data_sources]
+        return [one.row.prompt for one in kept], [one.token_ids.tolist() for one in kept]
 
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices` (each in [0, len(self)), at least one) as a record of B = len(indices) rows.

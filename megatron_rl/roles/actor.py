@@ -11,16 +11,17 @@ from torch import Tensor
 
 from megatron_rl.config.algorithms import MEAN_OVER_ANSWERS, needs_of
 from megatron_rl.config.roles import RoleSpec
-from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.dispatch import Beside, Dispatch, Stop, verb
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
+from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
 from megatron_rl.losses.registry import policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
 from megatron_rl.observe.expert_load import balance_metrics, expert_load_metrics
-from megatron_rl.records import ActorBatch, Sequences, TokenScores, ragged_from_lengths, row_lengths
+from megatron_rl.records import ActorBatch, Sequences, TokenBatch, TokenScores, ragged_from_lengths, row_lengths
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
@@ -28,6 +29,12 @@ from megatron_rl.roles.role import TrainedRole
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
     from megatron_rl.roles.expert_routing import ExpertRouting
+
+
+REPORTED = tuple(
+    f"actor/{name}" for name in ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
+)
+"""Metrics of every policy loss."""
 
 
 class Actor(TrainedRole):
@@ -49,6 +56,8 @@ class Actor(TrainedRole):
         temperature = rank.config.actor_rollout_ref.rollout.temperature
         settings = source.hf_config.to_dict()
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature)
+        # Of given examples, which nobody has sampled.
+        self.reader = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         self.rank = rank
         self.routing: ExpertRouting | None = None
         if source.family.is_moe:
@@ -104,14 +113,19 @@ class Actor(TrainedRole):
         return scores
 
     @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
-    def update(self, batch: ActorBatch) -> dict[str, float]:
-        """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage)."""
-        return self.compute_gradients(batch) | self._step()
+    def update(self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None = None) -> dict[str, float]:
+        """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage).
+
+        pretraining: examples whose cross-entropy, times `ptx.coef`, joins the loss.
+        """
+        return self.compute_gradients(batch, pretraining) | self._step()
 
     @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
-    def update_on_policy(self, batch: ActorBatch) -> tuple[dict[str, float], TokenScores | None]:
+    def update_on_policy(
+        self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None = None
+    ) -> tuple[dict[str, float], TokenScores | None]:
         """The same with a batch whose old log-probs are those of this very pass, and these log-probs as `log_probs`."""
-        metrics, own = self._gradients(batch)
+        metrics, own = self._gradients(batch, pretraining)
         scores = None
         if own is not None:
             scores = TokenScores(ragged_from_lengths(own, batch.response_lengths), batch_size=batch.batch_size)
@@ -226,17 +240,19 @@ class Actor(TrainedRole):
             )
         return self.sender.send(version)
 
-    def compute_gradients(self, batch: ActorBatch) -> dict[str, float]:
+    def compute_gradients(self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None = None) -> dict[str, float]:
         """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.
 
         Losses among the metrics are aggregated like the loss itself; the others are means over tokens.
         """
-        metrics = self._gradients(batch)[0]
+        metrics = self._gradients(batch, pretraining)[0]
         if self.routing is not None:
             self.routing.finish(row_lengths(batch.input_ids))
         return metrics
 
-    def _gradients(self, batch: ActorBatch) -> tuple[dict[str, float], Tensor | None]:
+    def _gradients(
+        self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None
+    ) -> tuple[dict[str, float], Tensor | None]:
         """(metrics, the log-prob of every response token where the batch has no old ones), both on the last stage."""
         own: list[Tensor] = []
         is_own = batch.old_log_probs is None
@@ -247,18 +263,28 @@ class Actor(TrainedRole):
             self.routing.begin(replays=replays, records=named and is_own)
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
+        # After the samples, whose losses say how many metrics there are.
+        mixed = [] if pretraining is None else self.trainable.pipeline.micro_batches(pretraining.record, self.cut)
+        mixed_totals = self.trainable.totals(mixed) if mixed else BatchTotals(0, 0)
         if self.routing is not None and self.routing.is_balanced:
-            self.routing.count_rows(blocks)
-        means = self.trainable.compute_gradients(
-            blocks, totals, lambda hidden, block: self._loss(hidden, block, totals, own)
-        )
+            self.routing.count_rows([*blocks, *mixed])
+
+        def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+            if "advantages" not in block.fields:
+                return self._pretraining_loss(hidden, block, mixed_totals)
+            total, sums = self._loss(hidden, block, totals, own)
+            return total, torch.cat([sums, sums.new_zeros(1)])
+
+        counted = replace(totals, tokens=totals.tokens + mixed_totals.tokens)
+        means = self.trainable.compute_gradients([*blocks, *mixed], counted, loss)
         load = {} if self.routing is None else self._expert_metrics(self.routing)
         if means is None:
             return {}, None
         log_probs = self.trainable.pipeline.in_row_order(torch.cat(own), blocks, batch) if is_own else None
-        reported = ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
-        names = (*(f"actor/{name}" for name in reported), *self._further_metrics)
+        names = (*REPORTED, *self._further_metrics, "actor/ptx_loss")
         metrics = dict(zip(names, means.tolist(), strict=True)) | load
+        if pretraining is None:
+            del metrics["actor/ptx_loss"]
         if self.config.use_kl_loss:
             return metrics | {"actor/kl_coef": self.config.kl_loss_coef}, log_probs
         del metrics["actor/kl_loss"]
@@ -269,6 +295,13 @@ class Actor(TrainedRole):
         losses = balance_metrics(routing.losses(), routing.routed) if routing.is_balanced else {}
         self._load = routing.load()
         return expert_load_metrics(self._load, routing.routed) | losses
+
+    def _pretraining_loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals) -> tuple[Tensor, Tensor]:
+        """(ptx.coef * cross-entropy of a block's examples, metric sums that are all 0 but for the cross-entropy)."""
+        log_probs, _ = self.reader.log_probs_and_entropy(hidden, block)
+        value = cross_entropy(log_probs, block.kept, float(totals.tokens))
+        nothing = value.new_zeros(len(REPORTED) + len(self._further_metrics))
+        return self.rank.config.ptx.coef * value, torch.cat([nothing, value.detach()[None]])
 
     def _loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals, own: list[Tensor]) -> tuple[Tensor, Tensor]:
         """(loss of a block, its metric sums); log-probs go to `own` where the block has no old ones."""

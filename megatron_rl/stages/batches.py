@@ -7,25 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.records import AnswerBatch, TokenBatch, ragged
+from megatron_rl.records import AnswerBatch, ragged
 from megatron_rl.supervised.records import Example, Labelled, Ranking, Scored
 
 ONE_MORE = torch.zeros(1, dtype=torch.int64)
 """A token after the last one: the value before it is the value of the whole sequence."""
-
-
-def token_batch(examples: Sequence[Example]) -> TokenBatch:
-    """Of each example the tokens up to the last that counts. Raises ValueError where one has none that counts."""
-    rows, responses, kept = [], [], []
-    for example in examples:
-        counted = example.loss_mask.nonzero()[:, 0]
-        if not len(counted):
-            raise ValueError(f"{example.where}: no token counts in the loss")
-        first, end = int(counted[0]), int(counted[-1]) + 1
-        rows.append(example.tokens[:end])
-        responses.append(end - first)
-        kept.append(example.loss_mask[first:end].float())
-    return TokenBatch(ragged(rows), torch.tensor(responses), ragged(kept), batch_size=[len(rows)])
 
 
 def scored_answer(example: Example) -> tuple[Tensor, int, Tensor]:

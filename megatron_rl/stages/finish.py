@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
+from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
@@ -95,9 +96,14 @@ def exported_policy(policy: TunedPolicy, rows: Sequences, target: Path, config: 
     return compared(hf_response_logits(target, rows), torch.cat(answers), target, config)
 
 
-def exported_scorer(scorer: TrainedScorer, batch: AnswerBatch, target: Path, config: RunConfig) -> float:
-    """Export a reward model; largest difference of its scores to the trainer's on these answers. Raises ParityError."""
+def exported_scorer(
+    scorer: TrainedScorer, batch: AnswerBatch, target: Path, config: RunConfig, told: ScoreStatistics
+) -> float:
+    """Export a reward model with what is told of its held-out scores; largest difference of its scores to the trainer's
+    on these answers. Raises ParityError.
+    """
     scorer.export_hf(target).get()
+    write_statistics(target, told)
     ours = scorer.scores(batch).get().scores.values()
     return compared(hf_scores(target, batch), ours, target, config)
 

@@ -17,7 +17,8 @@ Measure = Callable[[], dict[str, float]]
 
 
 class HeldOut:
-    """One run's validations. losses: of every one until now. best_step, best_loss: of the lowest after a step."""
+    """One run's validations. losses: of every one until now. best_step, best_loss: of the lowest after a step. last,
+    last_step: metrics of the newest, and the step that it came after."""
 
     def __init__(self, config: RunConfig, book: Book, stop: StopRequest) -> None:
         self.config, self.book, self._stop = config, book, stop
@@ -25,17 +26,18 @@ class HeldOut:
         self.best_step: int | None = None
         self.best_loss = float("inf")
         self.last: dict[str, float] = {}
+        self.last_step: int | None = None
 
     def before_training(self, measure: Measure, is_resumed: bool) -> None:
         """Validate where that is configured and the run begins."""
         if self.config.trainer.val_before_train and not is_resumed:
-            self.book.log(self._measured(measure), step=0)
+            self.book.log(self._measured(measure, 0), step=0)
 
     def after(self, step: int, measure: Measure) -> dict[str, float]:
         """Validate where that is due after `step`; not where the run is to stop."""
         if not is_validation_step(self.config.trainer, step) or self._stop.is_set:
             return {}
-        metrics = self._measured(measure)
+        metrics = self._measured(measure, step)
         if metrics[LOSS] < self.best_loss:
             self.best_step, self.best_loss = step, metrics[LOSS]
         return metrics
@@ -44,20 +46,22 @@ class HeldOut:
         """The best step, where its checkpoint is to be kept."""
         return self.best_step if self.config.trainer.save_best else None
 
-    def _measured(self, measure: Measure) -> dict[str, float]:
+    def _measured(self, measure: Measure, step: int) -> dict[str, float]:
         with self.book.clock.phase("testing"):
-            self.last = measure()
+            self.last, self.last_step = measure(), step
         self.losses.append(self.last[LOSS])
         return self.last | self.book.clock.take("testing")
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         best = None if self.best_step is None else [self.best_step, self.best_loss]
-        return {"held_out": {"losses": list(self.losses), "best": best, "last": dict(self.last)}}
+        last = {"last": dict(self.last), "last_step": self.last_step}
+        return {"held_out": {"losses": list(self.losses), "best": best, **last}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         held_out = state["held_out"]
         self.losses, self.last = list(held_out["losses"]), dict(held_out["last"])
+        self.last_step = held_out.get("last_step")
         if held_out["best"] is not None:
             self.best_step, self.best_loss = held_out["best"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.checkpoint.score_statistics import SCORE_MEAN, SCORE_STD, ScoreStatistics
 from megatron_rl.config.roles import CRITIC
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.losses.objectives import Answers, reward_objective
@@ -33,9 +34,10 @@ def reward(config: RunConfig, local: bool = False) -> dict[str, Any]:
             metrics |= run.describe(batch.input_ids.values().numel())
             run.book.log(metrics | run.held_out.after(step, measure), step)
         held_out = reward_batch(run.data.val)
-        draw_calibration(run, held_out, scorer.scores(held_out).get())
-        rows = held_out[:NUM_PARITY_ROWS]
-        return finish_stage(run, measure, lambda target: exported_scorer(scorer, rows, target, run.config))
+        found = scorer.scores(held_out).get()
+        draw_calibration(run, held_out, found)
+        rows, told = held_out[:NUM_PARITY_ROWS], statistics_of(found)
+        return finish_stage(run, measure, lambda target: exported_scorer(scorer, rows, target, run.config, told))
 
 
 def measured(run: StageRun) -> dict[str, float]:
@@ -50,5 +52,11 @@ def loss_metrics(config: RunConfig, batch: AnswerBatch, found: AnswerScores) -> 
     told = Answers(scores, batch.given.values(), batch.labels.values(), batch.sizes, torch.zeros(()))
     terms = reward_objective(config.reward_training)(told)
     means = {f"val/{name}": float(pair[0] / pair[1]) for name, pair in terms.metrics.items() if pair[1]}
-    spread = float(scores.std()) if scores.numel() > 1 else 0.0
-    return {LOSS: float(terms.loss.mean()), "val/score/mean": float(scores.mean()), "val/score/std": spread} | means
+    said = statistics_of(found)
+    return {LOSS: float(terms.loss.mean()), SCORE_MEAN: said.mean, SCORE_STD: said.std} | means
+
+
+def statistics_of(found: AnswerScores) -> ScoreStatistics:
+    """Mean and spread of all scores; of one score the spread is 0."""
+    scores = found.scores.values().double()
+    return ScoreStatistics(float(scores.mean()), float(scores.std()) if scores.numel() > 1 else 0.0)

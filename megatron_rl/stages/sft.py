@@ -12,10 +12,10 @@ from typing import Any
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.roles.tuned import TunedPolicy
-from megatron_rl.stages.batches import token_batch
 from megatron_rl.stages.finish import NUM_PARITY_ROWS, exported_policy, finish_stage
 from megatron_rl.stages.held_out import LOSS
 from megatron_rl.stages.run import StageRun, open_stage
+from megatron_rl.supervised.batches import token_batch
 
 
 def sft(config: RunConfig, local: bool = False) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from toy_worker import Toy
 
 from megatron_rl.balance import SequenceWork
 from megatron_rl.cluster.routing import Split, chunk_sizes, join_answers, route_call, split_call
-from megatron_rl.dispatch import Coordinates, Dispatch
+from megatron_rl.dispatch import Beside, Coordinates, Dispatch
 from megatron_rl.records import ActorBatch, Prompts, Sequences, non_tensor, ragged
 
 
@@ -104,6 +104,26 @@ def test_empty_chunks_are_padded_with_a_neutral_row_and_dropped_again() -> None:
     assert [chunk.row.tolist() for chunk in chunks] == [[0], [1], [0], [0]]
     assert [chunk.weight.tolist() for chunk in chunks] == [[1], [1], [0], [0]]
     assert join_answers(chunks, split).row.tolist() == [0, 1]
+
+
+def test_a_record_beside_is_shared_out_by_itself() -> None:
+    """Five rows with two beside them on three chunks, in order; and by work, where a long row is alone. Would not catch
+    a worker that takes the wrapper for the record."""
+    split = split_call((toy(5), Beside(toy(2))), {}, 3)
+    assert split.sizes == [2, 2, 1] and [args[0].row.tolist() for args, _ in split.payloads] == [[0, 1], [2, 3], [4]]
+    beside = [args[1].record for args, _ in split.payloads]
+    assert [one.row.tolist() for one in beside] == [[0], [1], [0]]
+    assert [one.weight.tolist() for one in beside] == [[1], [1], [0]]
+
+    def rows(lengths: list[int]) -> Sequences:
+        tokens = ragged([torch.full((length,), row) for row, length in enumerate(lengths)])
+        return Sequences(tokens, torch.ones(len(lengths), dtype=torch.int64), batch_size=[len(lengths)])
+
+    balanced = split_call((rows([9, 9]),), {"beside": Beside(rows([1, 1, 1, 30]))}, 2, SequenceWork(100.0))
+    lengths = [
+        sorted(len(row) for row in kwargs["beside"].record.input_ids.unbind()) for _, kwargs in balanced.payloads
+    ]
+    assert sorted(lengths) == [[1, 1], [1, 30]]
 
 
 def test_actor_batches_pad_with_empty_responses() -> None:

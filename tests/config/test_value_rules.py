@@ -72,7 +72,7 @@ FLOATS = [key for key, kind in KEYS.items() if "float" in str(kind)]
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
 def test_no_number_may_be_infinite_or_nan(config, key, value):
     """Every key of the schema that holds a float, alone or in a list. Would not catch a number the user names."""
-    given = f"[{value}]" if "weights" in key else f"[0.9,{value}]" if "betas" in key else value
+    given = f"[{value}]" if "weights" in key else f"[0.9,{value}]" if "betas" in key or "clip_range" in key else value
     assert any(problem.startswith(f"{key}=") for problem in value_problems(config(f"{key}={given}")))
 
 
@@ -170,6 +170,32 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
             ["reward_model.weight=0 must not be 0, as no other score counts; nearest: 1"],
         ),
         (("reward_models.helpful.weight=2",), ["reward_models.helpful.model.path=null must be a model folder"]),
+        (
+            (*WITH_MODEL, "reward_model.normalize_reward=runing"),
+            ["reward_model.normalize_reward=runing must be one of held_out, running; nearest: running"],
+        ),
+        (
+            (*WITH_MODEL, "reward_model.reward_clip_range=[5,-5]"),
+            ["reward_model.reward_clip_range=[5.0, -5.0] must be [lowest, highest], both finite and the first below"],
+        ),
+        (
+            (*WITH_MODEL, "reward_model.data_sources=[]"),
+            ["reward_model.data_sources=[] must name at least one source of prompts, or be null; nearest: null"],
+        ),
+        ((FURTHER, "reward_models.helpful.data_sources=[]"), ["reward_models.helpful.data_sources=[] must name at"]),
+        ((*WITH_MODEL, "reward_model.reward_clip_range=[5]"), ["reward_model.reward_clip_range=[5.0] must be"]),
+        ((*WITH_MODEL, "reward_model.reward_clip_range=[0,9]", "reward_model.normalize_reward=held_out"), []),
+        (
+            (
+                FURTHER,
+                "reward_models.helpful.normalize_reward=true",
+                "reward_models.helpful.reward_clip_range=[1,.nan]",
+            ),
+            [
+                "reward_models.helpful.normalize_reward=",
+                "reward_models.helpful.reward_clip_range=[1.0, nan] must be [lowest, highest]",
+            ],
+        ),
         ((FURTHER, "reward_models.helpful.weight=.nan"), ["reward_models.helpful.weight=nan must be a finite number"]),
         (
             (FURTHER, "reward_models.helpful.micro_batch_size_per_gpu=0"),

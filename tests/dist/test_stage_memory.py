@@ -14,7 +14,8 @@ from megatron_rl.config.as_stage import as_stage, holds_reference
 from megatron_rl.config.stages import DPO, REWARD, SFT
 from megatron_rl.planner.memory import plan_stages
 from megatron_rl.planner.run_models import RunModels
-from megatron_rl.stages.batches import preference_batch, reward_batch, token_batch
+from megatron_rl.stages.batches import preference_batch, reward_batch
+from megatron_rl.supervised.batches import token_batch
 from megatron_rl.supervised.records import Example, Place, Ranking
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

@@ -10,6 +10,9 @@ from lives import LOCAL, ONE, TP2, metrics, reached, steps_saved
 from stage_files import STAGES, command_of, keys_of, weights_apart, write_files
 from transformers import AutoModelForSequenceClassification
 
+from megatron_rl.checkpoint.export_saved import export_saved
+from megatron_rl.checkpoint.score_statistics import read_statistics
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 OFTEN = ("sft",)
@@ -73,21 +76,32 @@ def test_stage_goes_on_in_another_layout(command_line, files: Path, stage: str) 
 
 @pytest.mark.exhaustive
 def test_reward_model_is_what_ppo_takes(command_line, files: Path) -> None:
-    """Its folder is a classifier with one label; PPO scores with it and its critic starts from it. A checkpoint of
-    another stage is no place to go on from. Would not catch a reward model that has learned nothing."""
+    """Its folder is a classifier with one label, with what validation said of its scores, which the export of its
+    checkpoint has too; PPO scores with it, normalises by that, and its critic starts from it. Would not catch a reward
+    model that has learned nothing."""
     reward = command_line(*keys_of(files, "reward"), *LOCAL, "trainer.total_training_steps=2", stage="reward")
     assert reward.wait(180) == 0, reward.text()
     model = reward.run / "hf_model"
     head = AutoModelForSequenceClassification.from_pretrained(model)
     assert head.config.num_labels == 1 and head.score.weight.abs().sum() > 0
     assert json.loads((reward.run / "calibration.json").read_text())["bins"]
+    last = json.loads((reward.run / "summary.json").read_text())["val_last"]
+    export_saved(reward.run / "global_step_2", "critic", reward.folder / "exported")
+    for folder in (model, reward.folder / "exported"):
+        told = read_statistics(folder)
+        assert told.mean == pytest.approx(last["val/score/mean"], rel=1e-5, abs=1e-6)
+        assert told.std == pytest.approx(last["val/score/std"], rel=1e-5)
     ppo = command_line(
         *(*LOCAL, "reward_model.enable=true", f"reward_model.model.path={model}", f"critic.model.path={model}"),
+        "reward_model.normalize_reward=held_out",
         *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.val_before_train=false"),
         *("trainer.total_training_steps=1", "custom_reward_function.name=null", "custom_reward_function.path=null"),
     )
     assert ppo.wait(240) == 0, ppo.text()
-    assert "critic/score/mean" in metrics(ppo)[1]
+    found = metrics(ppo)[1]
+    normalised = (found["reward/rm_score/mean"] - told.mean) / told.std
+    assert found["reward/rm_reward/mean"] == pytest.approx(normalised, abs=1e-4)
+    assert found["critic/score/mean"] == pytest.approx(found["reward/rm_reward/mean"], abs=1e-6)
 
 
 @pytest.mark.exhaustive

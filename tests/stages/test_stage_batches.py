@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.stages.batches import mismatched, preference_batch, reward_batch, token_batch
+from megatron_rl.stages.batches import mismatched, preference_batch, reward_batch
+from megatron_rl.supervised.batches import token_batch
 from megatron_rl.supervised.records import Example, Labelled, Place, Ranking, Scored
 
 HERE = Place("file.jsonl", 0)

@@ -1,0 +1,141 @@
+"""The average of several models' weights, tensor by tensor: one process, no GPU.
+
+Of each tensor the sum of weight * tensor is made in float64 and rounded once, to the dtype of the first model: a tensor
+that all models share comes out as it is. In memory are one file of the result, one tensor in float64 and one as read;
+with experts one layer's of every checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
+
+from megatron_rl.checkpoint.export_saved import StoredModel, write_model
+from megatron_rl.checkpoint.identity import computed_settings
+from megatron_rl.checkpoint.manifest import model_identity
+from megatron_rl.checkpoint.storage import writing
+from megatron_rl.checkpoint.weight_files import read_weight_files
+from megatron_rl.errors import ConfigError
+
+FILE = "average.json"
+"""What a folder says of how it was made."""
+
+
+def uniform(number: int) -> list[float]:
+    """As much of each model."""
+    return [1 / number] * number
+
+
+def moving(number: int, decay: float) -> list[float]:
+    """What each of `number` models, in their order, counts in an exponential moving average that begins at the first:
+    average = decay * average + (1 - decay) * model."""
+    return [decay ** (number - 1), *((1 - decay) * decay ** (number - 1 - place) for place in range(1, number))]
+
+
+def shares_of(weights: Sequence[float], number: int) -> list[float]:
+    """Weights to any total as parts of 1. Raises ConfigError."""
+    if len(weights) != number:
+        raise ConfigError(f"--weights has {len(weights)} numbers, which must be one for each of {number} checkpoints")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
+        said = ",".join(f"{weight:g}" for weight in weights)
+        nearest = ",".join("1" for _ in weights)
+        raise ConfigError(f"--weights {said} must be finite, >= 0 and not all 0; nearest: --weights {nearest}")
+    return [weight / sum(weights) for weight in weights]
+
+
+def folder_model(folder: Path) -> StoredModel:
+    """A Hugging Face folder of safetensors. Raises ConfigError where its weights cannot be read."""
+    tensors, faults = read_weight_files(folder)
+    if faults or not tensors:
+        raise ConfigError(f"{folder} cannot be averaged: {'; '.join(faults) or 'it has no weights'}")
+    settings = AutoConfig.from_pretrained(folder)
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(tensors[name].file, "pt") as file:
+            found: torch.Tensor = file.get_tensor(name)
+        return found
+
+    dtypes = {name: read_dtype(tensor.dtype) for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return StoredModel(folder, settings.architectures[0], shapes, dtypes, read)
+
+
+def read_dtype(name: str) -> torch.dtype:
+    """Of safetensors' name. Raises ConfigError for one that cannot be averaged."""
+    known = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    if name not in known:
+        raise ConfigError(f"tensors of dtype {name} cannot be averaged; those of {', '.join(known)} can")
+    return known[name]
+
+
+def first_difference(first: StoredModel, other: StoredModel) -> str | None:
+    """Why two models cannot be averaged, in a sentence about the second; None where they can."""
+    ours, theirs = (_settings(model) for model in (first, other))
+    for name in ours:
+        if ours[name] != theirs[name]:
+            return f"its {name} is {theirs[name]}, not {ours[name]}"
+    for name in first.shapes:
+        if name not in other.shapes:
+            return f"it has no tensor {name}"
+        if first.shapes[name] != other.shapes[name]:
+            return f"its {name} has shape {list(other.shapes[name])}, not {list(first.shapes[name])}"
+    for name in other.shapes:
+        if name not in first.shapes:
+            return f"it has a tensor {name} more"
+    ours, theirs = (_tokens(model.source) for model in (first, other))
+    differ = [token for token, number in ours.items() if theirs.get(token, number) != number]
+    return f"its tokenizer has {differ[0]!r} as {theirs[differ[0]]}, not {ours[differ[0]]}" if differ else None
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """Token -> its number; {} where there is no tokenizer to read."""
+    try:
+        found: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+        return found
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _settings(model: StoredModel) -> dict[str, Any]:
+    settings = AutoConfig.from_pretrained(model.source).to_dict()
+    settings["architectures"] = [model.architecture]
+    return model_identity(settings) | computed_settings(settings)
+
+
+def averaged(models: Sequence[StoredModel], shares: Sequence[float], names: Sequence[str]) -> StoredModel:
+    """The sum of share * model; what lies beside the weights is the first's. names: of the models, for messages.
+
+    Raises ConfigError where two are different models, with the first difference.
+    """
+    for model, name in zip(models[1:], names[1:], strict=True):
+        difference = first_difference(models[0], model)
+        if difference is not None:
+            raise ConfigError(f"{name} is another model than {names[0]}: {difference}; only one model can be averaged")
+
+    def read(tensor: str) -> torch.Tensor:
+        total = torch.zeros(models[0].shapes[tensor], dtype=torch.float64)
+        for model, share in zip(models, shares, strict=True):
+            if share:
+                total.add_(model.read(tensor), alpha=share)
+        return total.to(models[0].dtypes[tensor])
+
+    return replace(models[0], read=read)
+
+
+def write_average(models: Sequence[StoredModel], shares: Sequence[float], names: Sequence[str], target: Path) -> None:
+    """Write the average as a Hugging Face folder, with `average.json` of what it is made of.
+
+    Raises ConfigError as `averaged`, StorageError where it cannot be written.
+    """
+    write_model(averaged(models, shares, names), target)
+    made_of = [{"checkpoint": name, "share": share} for name, share in zip(names, shares, strict=True)]
+    with writing():
+        (target / FILE).write_text(json.dumps(made_of, indent=1) + "\n")

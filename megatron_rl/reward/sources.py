@@ -1,0 +1,56 @@
+"""Which reward model scores which answers, where that goes by the prompts' `data_source`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.problems import nearest_name, raise_problems
+from megatron_rl.config.roles import REWARD_MODEL, RoleSpec, roles_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import Violation
+
+
+def check_sources(config: RunConfig, sources: Collection[str]) -> list[str]:
+    """What a user should know of sources that no reward model scores. sources: of all training and held-out prompts.
+
+    Raises ConfigError for a source whose answers nothing scores, and for one that a reward model names and no prompt
+    has.
+    """
+    models = [role for role in roles_of(config) if role.kind == REWARD_MODEL]
+    named = [role for role in models if role.settings.data_sources is not None]
+    if not named:
+        return []
+    has_rule = uses_rule(config) and config.reward_model.rule_weight != 0
+    alone = sorted(set(sources) - scored_sources(models, sources))
+    problems = [*_unknown(named, config, sources), *(() if has_rule else _unscored(named, config, alone))]
+    raise_problems("this run cannot start", problems)
+    return [f"answers to prompts of data source {source} are scored by the rule alone" for source in alone]
+
+
+def scored_sources(models: Iterable[RoleSpec], sources: Collection[str]) -> set[str]:
+    """Those that a reward model scores whose weight is not 0."""
+    counting = [role.settings.data_sources for role in models if role.settings.weight != 0]
+    return {source for source in sources if any(own is None or source in own for own in counting)}
+
+
+def _unknown(named: Iterable[RoleSpec], config: RunConfig, sources: Collection[str]) -> Iterable[Violation]:
+    for role in named:
+        own, key = role.settings.data_sources, f"{role.key}.data_sources"
+        wrong = [source for source in own if source not in sources]
+        if wrong:
+            column = f"data.reward_fn_key={config.data.reward_fn_key}"
+            there = ", ".join(sorted(sources))
+            rule = f"must be sources of prompts, and none has {', '.join(wrong)} in column {column}; there are {there}"
+            nearest = [nearest_name(source, sorted(sources)) if source in wrong else source for source in own]
+            yield Violation({key: own}, rule, {key: list(dict.fromkeys(nearest))})
+
+
+def _unscored(named: list[RoleSpec], config: RunConfig, alone: list[str]) -> Iterable[Violation]:
+    if not alone:
+        return
+    settings = {f"{role.key}.data_sources": role.settings.data_sources for role in named}
+    why = "there is no rule" if not uses_rule(config) else "reward_model.rule_weight=0"
+    rule = f"leave answers to prompts of {', '.join(alone)} without a score: no reward model scores them, and {why}"
+    key, own = next(iter(settings.items()))
+    yield Violation(settings, rule, {key: [*own, *alone]})
