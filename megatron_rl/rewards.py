@@ -60,6 +60,9 @@ class Rewards:
         readers: Mapping[str, TextReader] | None = None,
     ) -> None:
         self.config, self.rules, self.models = config, rules, models
+        is_apart = config.custom_reward_function.validation_only
+        self._training_rules = NoRule(rules.tokenizer) if is_apart else rules
+        self._rule_weight = 0.0 if is_apart else config.reward_model.rule_weight
         self._readers = dict(readers or {})
         self._warn, self._clock = warn, clock
         self._cut_said: set[str] = set()
@@ -94,19 +97,26 @@ class Rewards:
     def task_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> Scored:
         """The scores of answers, by the rule while reward models do; says so when the rule could not score some.
 
-        Raises RewardError when it could score none, or when a reward model gives no number.
+        Of held-out prompts, or, where the rule is asked about both, of any. Raises RewardError when it could score
+        none, or when a reward model gives no number.
         """
+        return self._scores(self.rules, prompts, generations, pending)
+
+    def _scores(
+        self, rules: RuleReward | NoRule, prompts: Prompts, generations: Generations, pending: Pending
+    ) -> Scored:
         with self._clock.phase("reward"):
-            scored, config = self.rules(prompts, generations), self.config.reward_model
+            scored = rules(prompts, generations)
             if scored.first_failure is not None:
                 failed = sum(outcome.failure != "" for outcome in scored.outcomes)
                 first = scored.first_failure
                 self._warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
-            return combine(scored, [one.get() for one in pending], config.rule_weight)
+            return combine(scored, [one.get() for one in pending], self._rule_weight)
 
     def training_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> Scored:
         """What training rewards: the task's scores, less the penalty of overlong answers if configured."""
-        scored, overlong = self.task_scores(prompts, generations, pending), self.config.reward_model.overlong_buffer
+        scored = self._scores(self._training_rules, prompts, generations, pending)
+        overlong = self.config.reward_model.overlong_buffer
         if not overlong.enable:
             return scored
         lengths, longest = row_lengths(generations.response_ids), self.config.data.max_response_length
