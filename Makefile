@@ -1,6 +1,6 @@
 # make demo       install once, make the demo's model and data once, train:  make demo ARGS="trainer.seed=2"
 # make demo-real  the same with a real chat model of 135M parameters, which it fetches once (90 MB): 5 to 10 minutes
-# make demo-rlhf  supervised fine-tuning, a reward model, PPO against its scores, docs/stages.md: 12 minutes on two cores.
+# make demo-rlhf  supervised fine-tuning, a reward model, PPO against its scores: docs/stages.md
 #                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
 #                 make test-exhaustive: the sweeps that make test leaves out, docs/testing.md
@@ -47,9 +47,9 @@ demo-real: install
 RLHF := outputs/demo_rlhf
 demo-rlhf: install
 	@$(BIN)/python scripts/make_demo_preferences.py
-	test -e $(RLHF)/sft/summary.json || $(BIN)/python -m megatron_rl sft --config configs/stages/sft_cpu.yaml $(ARGS)
-	test -e $(RLHF)/reward/summary.json || $(BIN)/python -m megatron_rl reward --config configs/stages/reward_cpu.yaml $(ARGS)
-	test -e $(RLHF)/ppo/summary.json || $(BIN)/python -m megatron_rl train --config configs/stages/rlhf_cpu.yaml $(ARGS)
+	test -e $(RLHF)/sft/summary.json || exec $(BIN)/python -m megatron_rl sft --config configs/stages/sft_cpu.yaml $(ARGS)
+	test -e $(RLHF)/reward/summary.json || exec $(BIN)/python -m megatron_rl reward --config configs/stages/reward_cpu.yaml $(ARGS)
+	test -e $(RLHF)/ppo/summary.json || exec $(BIN)/python -m megatron_rl train --config configs/stages/rlhf_cpu.yaml $(ARGS)
 	@$(BIN)/python scripts/show_stages.py $(RLHF)
 
 # Three files at a time, in their order: what starts processes waits a good deal, and other files can use that time.

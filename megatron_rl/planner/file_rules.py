@@ -110,10 +110,10 @@ def _prompt_problems(data: DataConfig, judged: Sequence[str]) -> Iterable[Violat
             nearest = {key: nearest_name(column, names)} if names else {}
             yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest)
     for path, columns in tables.items():
-        key = next((key for key, paths in prompt_files(data) if key in judged and path in paths), None)
-        if key is not None and columns.get("reward_model") != "reward":
+        named = [key for key, paths in prompt_files(data) if key in judged and path in paths]
+        if named and columns.get("reward_model") != "reward":
             rule = f"must have a column reward_model with the field ground_truth; it has {', '.join(columns)}"
-            yield Violation({key: path}, rule)
+            yield Violation({named[0]: path}, rule)
 
 
 def _within_list(wrong: Violation, key: str, path: str, paths: list[str]) -> Violation:

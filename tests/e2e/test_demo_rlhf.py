@@ -47,7 +47,7 @@ def test_the_three_stages(command_line, data: Path, tmp_path: Path) -> None:
 
     def run(stage: str, name: str, *keys: str):
         done = command_line(
-            *keys, *SHORT, folder=tmp_path / name, config=f"configs/stages/{name}_cpu.yaml", stage=stage
+            *SHORT, *keys, folder=tmp_path / name, config=f"configs/stages/{name}_cpu.yaml", stage=stage
         )
         assert done.wait(180) == 0, done.text()
         return done

@@ -92,4 +92,4 @@ def test_each_stage_starts_from_what_the_one_before_left():
     made = (REPOSITORY / "Makefile").read_text()
     for config, name in ((sft, "sft"), (reward, "reward"), (ppo, "ppo")):
         assert config.trainer.default_local_dir == f"outputs/demo_rlhf/{name}"
-        assert f"test -e $(RLHF)/{name}/summary.json || " in made and config.trainer.save_freq > 0
+        assert f"test -e $(RLHF)/{name}/summary.json || exec " in made and config.trainer.save_freq > 0
