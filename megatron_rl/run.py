@@ -18,7 +18,7 @@ from megatron_rl.book import Book
 from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.cluster.signals import graceful_signals
-from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placement, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
@@ -123,7 +123,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         data = Data.read(config, tokenizer)
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         alone = check_sources(config, data.sources)
-        rules = rule_reward(config, tokenizer, data.sources, local)
+        rules = rule_reward(config, tokenizer, data.judged_sources(config), local)
         readers, said = text_readers(config, tokenizer, (data.train, data.val))
         shaping = reward_shaping(config)
         pretraining = Pretraining(config, tokenizer)
@@ -180,19 +180,17 @@ class Data:
     @classmethod
     def read(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
         """Raises ConfigError."""
-        data, has_rule = config.data, uses_rule(config)
-        keeps_text = any(role.reads_text for role in roles_of(config))
+        data, keeps_text = config.data, any(role.reads_text for role in roles_of(config))
         train, val = (
-            PromptDataset(as_list(files), tokenizer, data, has_rule, keeps_text)
-            for files in (data.train_files, data.val_files)
+            PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text)
+            for files, is_judged in ((data.train_files, trains_on_rule(config)), (data.val_files, uses_rule(config)))
         )
         cursor = MixtureCursor(train.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed)
         return cls(train, val, cursor)
 
-    @property
-    def sources(self) -> set[str]:
-        """The data sources of all prompts."""
-        return self.train.data_sources | self.val.data_sources
+    def judged_sources(self, config: RunConfig) -> set[str]:
+        """The data sources of all prompts whose answers a rule scores, where there is one."""
+        return self.val.data_sources | (self.train.data_sources if trains_on_rule(config) else set())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training prompts stand; JSON-ready."""

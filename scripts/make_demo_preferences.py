@@ -1,9 +1,12 @@
-"""Make what the demo's stages before PPO learn from: a noisy teacher's answers, and pairs labelled by the demo's rule.
+"""Make what the demo of all stages learns from: a noisy teacher's answers, and pairs labelled by the demo's rule.
 
     python scripts/make_demo_preferences.py --output assets/demo_stages --seed 0
 
     answers_train.parquet, answers_test.parquet  prompt and response: the teacher forgets the carry in 55% of them
     pairs_train.parquet, pairs_test.parquet      prompt, chosen, rejected: of two answers the one that the rule prefers
+    questions_train.parquet                      prompts for PPO, without ground truths
+    questions_test.parquet                       the held-out ones, with ground truths
+    untrained/                                   Hugging Face folder: the demo's tokenizer and model, untrained
     stages.json                                  seed, format version, counts; written last: it marks a finished folder
 
 Questions are those of scripts/make_demo_assets.py under the same seed, and the held-out ones are held out here, too.
@@ -29,12 +32,15 @@ from make_demo_assets import (
     Pair,
     answer,
     answer_without_carry,
+    make_model,
+    make_tokenizer,
     question,
+    rows,
     split_questions,
     write_parquet,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MARKER = "stages.json"
 ANSWERS_PER_QUESTION = 8
 PAIRS_PER_QUESTION = 4
@@ -88,18 +94,18 @@ def pair_rows(questions: list[Pair], per_question: int, seed: int, rule: Rule) -
     prompt: messages, as in the demo's prompts; chosen, rejected: text.
     """
     draw = random.Random(f"pairs,{seed}")
-    rows = []
+    pairs = []
     for _ in range(per_question):
         for a, b in questions:
             chosen, rejected = _preferred(a, b, draw, rule)
-            rows.append(
+            pairs.append(
                 {
                     "prompt": [{"role": "user", "content": question(a, b)}],
                     "chosen": chosen,
                     "rejected": rejected,
                 }
             )
-    return rows
+    return pairs
 
 
 def _preferred(a: int, b: int, draw: random.Random, rule: Rule) -> tuple[str, str]:
@@ -110,6 +116,22 @@ def _preferred(a: int, b: int, draw: random.Random, rule: Rule) -> tuple[str, st
             return (one, other) if scores[0] > scores[1] else (other, one)
 
 
+def without_ground_truth(row: dict) -> dict:
+    """A row of prompts as PPO gets it where a reward model judges."""
+    return {name: value for name, value in row.items() if name != "reward_model"}
+
+
+def save_untrained(folder: Path, seed: int) -> None:
+    """Write the demo's model as `seed` initialises it, with its tokenizer."""
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
 def build(folder: Path, seed: int) -> dict:
     """Fill `folder` with all files and return what `stages.json` says."""
     train, held_out = split_questions(seed)
@@ -118,10 +140,13 @@ def build(folder: Path, seed: int) -> dict:
         "answers_test": answer_rows(held_out, 1, seed + 1),
         "pairs_train": pair_rows(train, PAIRS_PER_QUESTION, seed, compute_score),
         "pairs_test": pair_rows(held_out, 1, seed + 1, compute_score),
+        "questions_train": [without_ground_truth(row) for row in rows(train, "train")],
+        "questions_test": rows(held_out, "test"),
     }
-    for name, rows in tables.items():
-        write_parquet(rows, folder / f"{name}.parquet")
-    facts = {"format_version": FORMAT_VERSION, "seed": seed} | {name: len(rows) for name, rows in tables.items()}
+    for name, table in tables.items():
+        write_parquet(table, folder / f"{name}.parquet")
+    save_untrained(folder / "untrained", seed)
+    facts = {"format_version": FORMAT_VERSION, "seed": seed} | {name: len(table) for name, table in tables.items()}
     (folder / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
     return facts
 

@@ -191,6 +191,40 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
     assert rollouts.rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
+def test_a_rule_of_validation_is_not_asked_in_training():
+    """There the score is the models' alone; held-out answers have the rule's accuracy beside the same reward.
+
+    By hand: 0.5 x row where the prompt is 1. Would not catch a run that hands training prompts to validation.
+    """
+    config, asked = run_config(), []
+    config.reward_model.enable, config.reward_model.weight, config.reward_models = True, 0.5, {}
+    config.custom_reward_function.validation_only = True
+    config.reward_model.rule_weight = 2.0  # not used
+
+    class Rule:
+        tokenizer = load_tokenizer(str(REPOSITORY / "assets/demo/model"))
+
+        def __call__(self, prompts: Prompts, generations: Generations) -> Scored:
+            asked.append(len(prompts))
+            return scored([1.0, 0.0])
+
+    models = zip(Placement.of(config).reward_models, [Judge(1)], strict=True)
+    rewards = Rewards(config, Rule(), list(models), warn=print, clock=Clock(lambda name: None))
+    prompts = Pairs().batch(torch.tensor([0, 0]))
+    prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([1])])
+    answers = OneToken().generate(prompts, Sampling(1.0, 1.0, -1, 1, 0)).get()
+    trained = rewards.training_scores(prompts, answers, rewards.start(prompts, answers))
+    assert trained.scores.tolist() == [0.0, 0.5] and asked == []
+    assert trained.metrics() == {"reward/rm_score/mean": 0.5} and "acc" not in trained.variables()
+    validated = rewards.task_scores(prompts, answers, rewards.start(prompts, answers)).variables()
+    assert asked == [2] and validated == {
+        "acc": [1.0, 0.0],
+        "reward": [0.0, 0.5],
+        "rule_score": [1.0, 0.0],
+        "rm_score": [0.0, 1.0],
+    }
+
+
 class Reading:
     """A reward model that gives each row its number of tokens."""
 

@@ -113,5 +113,10 @@ def scores_old_log_probs(config: RunConfig) -> bool:
 
 
 def uses_rule(config: RunConfig) -> bool:
-    """Whether a rule scores answers; else the reward model is alone."""
+    """Whether a rule scores answers, those to training prompts or held-out ones alone; else reward models are alone."""
     return config.custom_reward_function.name is not None
+
+
+def trains_on_rule(config: RunConfig) -> bool:
+    """Whether a rule scores answers to training prompts."""
+    return uses_rule(config) and not config.custom_reward_function.validation_only

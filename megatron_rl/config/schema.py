@@ -42,6 +42,9 @@ class CustomRewardFunctionConfig:
     data source. null, with a reward model: no rule; then prompts need no ground truth."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of every call."""
+    validation_only: bool = False
+    """Ask the rule about held-out answers alone, for their accuracy: rewards, there too, are the reward models', and
+    training prompts need no ground truth."""
 
 
 @dataclass
@@ -356,7 +359,7 @@ class RewardModelConfig:
     """Ranks per machine of that pool."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     rule_weight: float = 1.0
-    """Weight of the rule's score, also without a reward model."""
+    """Weight of the rule's score, also without a reward model; not used with custom_reward_function.validation_only."""
     weight: float = 1.0
     """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
     data_sources: list[str] | None = None

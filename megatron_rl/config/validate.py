@@ -8,7 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
@@ -167,12 +167,27 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     elif not has_rule and config.custom_reward_function.path is not None:
         path = "custom_reward_function.path"
         yield Violation({path: config.custom_reward_function.path}, f"must be null, as {key}=null", {path: None})
+    yield from _validation_only_problems(config, has_model)
+    has_rule = trains_on_rule(config)
     weights = {"reward_model.weight": reward.weight} if reward.enable else {}
     weights |= {f"reward_models.{name}.weight": further.weight for name, further in config.reward_models.items()}
     if (has_rule or has_model) and not (has_rule and reward.rule_weight) and not any(weights.values()):
         weights["reward_model.rule_weight"] = reward.rule_weight
         key, *_ = weights
         yield Violation({key: weights[key]}, "must not be 0, as no other score counts", {key: 1.0})
+
+
+def _validation_only_problems(config: RunConfig, has_model: bool) -> Iterable[Violation]:
+    key = "custom_reward_function.validation_only"
+    if not config.custom_reward_function.validation_only:
+        return
+    if not uses_rule(config):
+        yield Violation(
+            {key: True}, "must be false, as custom_reward_function.name=null: there is no rule", {key: False}
+        )
+    elif not has_model:
+        rule = "must be false, as reward_model.enable=false: training would have no reward"
+        yield Violation({key: True}, rule, {key: False})
 
 
 def _folder_problems(

@@ -8,10 +8,10 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, as_list
@@ -44,7 +44,8 @@ PATHS = (
 
 def file_problems(config: RunConfig) -> Iterable[Violation]:
     """Every violation. Of data only the columns are read, and the user's code is parsed, never run."""
-    yield from _prompt_problems(config.data, needs_ground_truth=uses_rule(config))
+    judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
+    yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
     yield from _reward_problems(config.custom_reward_function)
     yield from _folder_problems(config.trainer)
     yield from _logger_problems(config.trainer)
@@ -94,7 +95,8 @@ def train_rows(data: DataConfig) -> list[int]:
     return rows
 
 
-def _prompt_problems(data: DataConfig, needs_ground_truth: bool) -> Iterable[Violation]:
+def _prompt_problems(data: DataConfig, judged: Sequence[str]) -> Iterable[Violation]:
+    """judged: the keys of files whose rows need a ground truth."""
     tables: dict[str, dict[str, str]] = {}
     for key, paths in prompt_files(data):
         for path in paths:
@@ -118,10 +120,10 @@ def _prompt_problems(data: DataConfig, needs_ground_truth: bool) -> Iterable[Vio
             nearest = {key: nearest_name(column, names)} if names else {}
             yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest)
     for path, columns in tables.items():
-        if needs_ground_truth and columns.get("reward_model") != "reward":
-            key = next(key for key, paths in prompt_files(data) if path in paths)
+        named = [key for key, paths in prompt_files(data) if key in judged and path in paths]
+        if named and columns.get("reward_model") != "reward":
             rule = f"must have a column reward_model with the field ground_truth; it has {', '.join(columns)}"
-            yield Violation({key: path}, rule)
+            yield Violation({named[0]: path}, rule)
 
 
 def _within_list(wrong: Violation, key: str, path: str, paths: list[str]) -> Violation:

@@ -140,6 +140,7 @@ def test_built_in_rewards_are_chosen_by_name(config):
 MODEL_ALONE = ("custom_reward_function.path=null", "custom_reward_function.name=null")
 FURTHER = "reward_models.helpful.model.path=rm"
 ZERO = ("reward_model.weight=0", "reward_models.helpful.weight=0")
+VALIDATES = "custom_reward_function.validation_only=true"
 WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
 
 
@@ -214,6 +215,17 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
             ["reward_model.max_length=0 must be >= 1; nearest: 1"],
         ),
         ((FURTHER, "reward_models.helpful.model.input_tokenizer=m", "reward_models.helpful.max_length=9"), []),
+        ((*WITH_MODEL, VALIDATES), []),
+        ((FURTHER, VALIDATES, "reward_model.rule_weight=0"), []),
+        ((VALIDATES,), ["custom_reward_function.validation_only=true must be false, as reward_model.enable=false"]),
+        (
+            (*WITH_MODEL, *MODEL_ALONE, VALIDATES),
+            ["custom_reward_function.validation_only=true must be false, as custom_reward_function.name=null"],
+        ),
+        (
+            (*WITH_MODEL, VALIDATES, "reward_model.weight=0"),
+            ["reward_model.weight=0 must not be 0, as no other score counts; nearest: 1"],
+        ),
     ],
 )
 def test_rule_and_reward_model_together(config, overrides, expected):

@@ -300,6 +300,8 @@ values(
 RM = "reward_model"
 values("no reward model", RM, {f"{RM}.enable": True}, (f"{RM}.model.path", "must be a model folder"), offer=False)
 values("no reward", RM, {f"{RM}.rule_weight": 0.0}, (f"{RM}.rule_weight", "must not be 0"))
+ASKED = "custom_reward_function.validation_only"
+values("nothing to train on", RM, {ASKED: True}, (ASKED, "training would have no reward"))
 values("weight", RM, {f"{RM}.weight": float("inf")}, (f"{RM}.weight", "finite"))
 values("entropy", "entropy", {f"{ACTOR}.entropy_coeff": float("inf")}, (f"{ACTOR}.entropy_coeff", "finite"))
 values("score", "score", {"reward_model.failed_score": float("nan")}, ("reward_model.failed_score", "finite"))

@@ -43,6 +43,22 @@ def test_a_good_run_has_no_violations(config):
     check_preflight(config)
 
 
+def test_a_rule_of_validation_needs_ground_truths_there_alone(config, tmp_path):
+    """Training rows without them are refused until the rule is asked in validation only; held-out ones still are.
+
+    Would not catch a row whose ground truth is null, which is found when the file is read.
+    """
+    train, val = (write_prompts(tmp_path / f"{name}.jsonl", reward_model=None) for name in ("train", "val"))
+    head = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    config.reward_model.enable, config.reward_model.model.path = True, write_model(tmp_path / "rm", **head)
+    config.data.train_files = train
+    assert any(one.startswith(f"data.train_files={train} must have a column reward_m") for one in problems(config))
+    config.custom_reward_function.validation_only = True
+    assert problems(config) == []
+    config.data.val_files = val
+    assert any(one.startswith(f"data.val_files={val} must have a column reward_model") for one in problems(config))
+
+
 def test_tp_times_pp_must_divide_the_ranks(config):
     """tp(2) * pp(2) on 6 ranks. Would not catch a suggestion that fits but is far away."""
     set_pp(config, 2)
