@@ -188,6 +188,11 @@ class Data:
         cursor = MixtureCursor(train.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed)
         return cls(train, val, cursor)
 
+    @property
+    def sources(self) -> set[str]:
+        """The data sources of all prompts."""
+        return self.train.data_sources | self.val.data_sources
+
     def judged_sources(self, config: RunConfig) -> set[str]:
         """The data sources of all prompts whose answers a rule scores, where there is one."""
         return self.val.data_sources | (self.train.data_sources if trains_on_rule(config) else set())

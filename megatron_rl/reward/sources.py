@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.problems import nearest_name, raise_problems
 from megatron_rl.config.roles import REWARD_MODEL, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
@@ -21,7 +21,7 @@ def check_sources(config: RunConfig, sources: Collection[str]) -> list[str]:
     named = [role for role in models if role.settings.data_sources is not None]
     if not named:
         return []
-    has_rule = uses_rule(config) and config.reward_model.rule_weight != 0
+    has_rule = trains_on_rule(config) and config.reward_model.rule_weight != 0
     alone = sorted(set(sources) - scored_sources(models, sources))
     problems = [*_unknown(named, config, sources), *(() if has_rule else _unscored(named, config, alone))]
     raise_problems("this run cannot start", problems)
@@ -50,7 +50,9 @@ def _unscored(named: list[RoleSpec], config: RunConfig, alone: list[str]) -> Ite
     if not alone:
         return
     settings = {f"{role.key}.data_sources": role.settings.data_sources for role in named}
-    why = "there is no rule" if not uses_rule(config) else "reward_model.rule_weight=0"
+    why = "reward_model.rule_weight=0" if trains_on_rule(config) else "there is no rule"
+    if uses_rule(config) and not trains_on_rule(config):
+        why = "custom_reward_function.validation_only=true"
     rule = f"leave answers to prompts of {', '.join(alone)} without a score: no reward model scores them, and {why}"
     key, own = next(iter(settings.items()))
     yield Violation(settings, rule, {key: [*own, *alone]})
