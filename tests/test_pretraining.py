@@ -85,7 +85,7 @@ def test_conversations_count_the_answers(tmp_path: Path, tokenizer) -> None:
     ("rows", "overrides", "said"),
     [
         ([{"text": "1" * 99}], (), "must have at most ptx.max_length tokens: raise ptx.max_length, or set ptx.trunc"),
-        ([{"text": None}], (), "set ptx.bad_rows=skip"),
+        ([{"text": None}, {"text": "1"}], (), "set ptx.bad_rows=skip"),
         ([{"word": "1"}], (), "ptx.text_key"),
         ([{"text": "1"}], ("ptx.text_key=txt",), "has no column 'txt' (ptx.text_key)"),
     ],

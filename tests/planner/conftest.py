@@ -43,6 +43,7 @@ def config(tmp_path) -> RunConfig:
     trainer.device, trainer.n_gpus_per_node = "cpu", 6
     trainer.default_local_dir = str(tmp_path / "out")
     config.algorithm.use_kl_in_reward = True
+    config.ptx.mini_batch_size = shared.actor.ppo_mini_batch_size
     return config
 
 

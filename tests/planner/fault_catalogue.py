@@ -478,6 +478,10 @@ for _key in sorted((set(RANGES) | set(CHOICES)) - RULED_ELSEWHERE):
     _table_fault(_key, _key in RANGES)
 
 
+OF_EACH_NUMBER = 72
+"""Configurations of one fault, of two, of three and of four: together at least as many as there are faults."""
+
+
 def draw(number: int) -> tuple[bool, list[Fault]]:
     """One to four faults that do not touch each other, and whether the model has experts. Fault `number` is one."""
     rng = Random(number)
@@ -485,7 +489,7 @@ def draw(number: int) -> tuple[bool, list[Fault]]:
     experts = rng.random() < 0.4 if first.experts is None else first.experts
     chosen = [first]
     for other in rng.sample(CATALOGUE, len(CATALOGUE)):
-        if len(chosen) == 1 + number // 65 % 4:
+        if len(chosen) == 1 + number // OF_EACH_NUMBER % 4:
             break
         if other.experts in (None, experts) and not any(other.areas & one.areas for one in chosen):
             chosen.append(other)
