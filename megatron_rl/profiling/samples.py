@@ -62,10 +62,10 @@ class Task:
     world_size: int
     kernels: bool = False
     collectives: tuple[int, ...] = ()
-    alone: bool = False
     passes: tuple[Case, ...] = ()
     generations: tuple[Case, ...] = ()
     repeats: int = 5
+    alone: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class SleepingActor:
         return zeros(sequences)
 
     @verb(Dispatch.DP, phase="update_actor")
-    def update(self, batch: Sequences) -> dict[str, float]:
+    def update(self, batch: Sequences, pretraining: None = None) -> dict[str, float]:
         time.sleep(0.6)
         return {"actor/slept": 0.6}
 

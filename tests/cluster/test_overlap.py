@@ -105,7 +105,8 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
             take_scores=take_scores,
         )
         book = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
-        run = SimpleNamespace(config=RunConfig(), roles=roles, rewards=SleepingRule(), algorithm=algorithm, book=book)
+        parts = {"roles": roles, "rewards": SleepingRule(), "algorithm": algorithm, "book": book}
+        run = SimpleNamespace(config=RunConfig(), pretraining=SimpleNamespace(next=lambda: None), **parts)
         seconds = []
         for step in range(NUM_STEPS):
             start = time.monotonic()

@@ -15,7 +15,7 @@ from megatron_rl.errors import WorkerFailure
 from megatron_rl.planner.hardware import load_hardware
 from megatron_rl.profiling import probe
 from megatron_rl.profiling.launch import run_world
-from megatron_rl.profiling.samples import GENERATE, SCORE, UPDATE, Case, Task
+from megatron_rl.profiling.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, Case, Task
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def world(tmp_path):
         probe.settings(tmp_path, tmp_path / "model", "cpu", 2, 2, probe.LONGEST_RESPONSE), tmp_path / "probe.yaml"
     )
     case = Case(4, 8, 4)
-    task = Task("cpu", "model", 2, 2, 2, True, (2,), (case,), (case,), repeats=1)
+    task = Task("cpu", "model", 2, 2, 2, True, (2,), (case,), (case,), repeats=1, alone=True)
     return lambda limit=150.0: run_world(task, config, tmp_path / "world", 2, limit)
 
 
@@ -41,7 +41,7 @@ def test_ranks_measure(world):
     """
     found = world()
     kinds = [sample.kind for sample in found.samples]
-    assert kinds.count(SCORE) == kinds.count(UPDATE) == 2 and kinds.count(GENERATE) == 1
+    assert kinds.count(SCORE) == kinds.count(SCORE_ALONE) == kinds.count(UPDATE) == 2 and kinds.count(GENERATE) == 1
     assert [sample.size for sample in found.of("all-reduce")] == [4, 1 << 16, 1 << 22]
     assert len(found.of("matmul float32")) == len(found.of("matmul bfloat16")) == 4 and len(found.of("attention")) == 3
     assert all(0 < sample.seconds < 20 for sample in found.samples)
