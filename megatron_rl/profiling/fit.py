@@ -243,5 +243,6 @@ def turns_share(together: World, shared: float) -> float:
     if not alone or num_ranks <= shared:
         return 1.0
     ideal = num_ranks / max(shared, group)
-    found = sorted(ideal * one.seconds / all_.seconds for one, all_ in zip(alone, beside, strict=True))
+    pairs = zip(alone, beside, strict=True)
+    found = sorted(ideal * by_itself.seconds / with_others.seconds for by_itself, with_others in pairs)
     return min(1.0, found[len(found) // 2])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from dense_log_probs import dense_gradients, dense_log_probs, random_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,14 +9,6 @@ from hypothesis import strategies as st
 from megatron_rl.model import chunks as chunk_sizes
 from megatron_rl.model.head_loss import head_cross_entropy
 from megatron_rl.model.log_probs import head_log_probs, head_log_probs_alone
-
-
-@pytest.fixture(scope="module")
-def tp_group(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @settings(max_examples=60, deadline=None)
