@@ -30,9 +30,13 @@ class OptimConfig:
     lr_warmup_steps_ratio: float = 0.0
     """The same as a share of the whole run, where lr_warmup_steps is 0."""
     lr_decay_style: str = "constant"
-    """constant | linear | cosine."""
+    """constant | linear | cosine | WSD: constant, and only the last lr_wsd_decay_steps of lr_decay_steps go down."""
     lr_decay_steps: int = 0
     """Training steps until min_lr is reached; 0: those of the whole run. Not used when constant."""
+    lr_wsd_decay_style: str = "exponential"
+    """How they go down, where WSD: exponential | linear | cosine | minus_sqrt."""
+    lr_wsd_decay_steps: int = 0
+    """Training steps of going down; where WSD, at least 1."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's moment decay rates."""
     eps: float = 1e-8

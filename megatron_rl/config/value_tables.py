@@ -41,8 +41,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.router_replay.mode": ("disabled", "R2", "R3"),
     f"{ROLLOUT}.name": ("vllm",),
     f"{ACTOR}.megatron.dtype": ("float32", "bfloat16", "float16"),
-    f"{ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
-    f"{CRITIC}.optim.lr_decay_style": ("constant", "linear", "cosine"),
+    **{f"{role}.optim.lr_decay_style": ("constant", "linear", "cosine", "WSD") for role in (ACTOR, CRITIC)},
+    **{
+        f"{role}.optim.lr_wsd_decay_style": ("exponential", "linear", "cosine", "minus_sqrt")
+        for role in (ACTOR, CRITIC)
+    },
 }
 """Keys whose value (or, for a list, each element) is one of a few names."""
 
@@ -231,6 +234,7 @@ RANGES: dict[str, Interval] = {
             ("lr_warmup_steps", NOT_NEGATIVE),
             ("lr_warmup_steps_ratio", UNIT),
             ("lr_decay_steps", NOT_NEGATIVE),
+            ("lr_wsd_decay_steps", NOT_NEGATIVE),
             ("eps", Interval(0, nearest_low=1e-8)),
             ("weight_decay", NOT_NEGATIVE),
             ("clip_grad", NOT_NEGATIVE),

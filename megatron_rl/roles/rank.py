@@ -38,7 +38,12 @@ def in_optimizer_steps(optim: OptimConfig, num_steps: int, num_optimizer_steps: 
     """
     per_step = num_optimizer_steps // num_steps
     warmup = optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * num_steps)
-    return replace(optim, lr_warmup_steps=warmup * per_step, lr_decay_steps=optim.lr_decay_steps * per_step)
+    return replace(
+        optim,
+        lr_warmup_steps=warmup * per_step,
+        lr_decay_steps=optim.lr_decay_steps * per_step,
+        lr_wsd_decay_steps=optim.lr_wsd_decay_steps * per_step,
+    )
 
 
 @dataclass(frozen=True)

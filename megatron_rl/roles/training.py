@@ -259,6 +259,8 @@ def lr_scheduler(optimizer: Any, optim: OptimConfig, num_run_steps: int) -> Opti
         lr_warmup_steps=optim.lr_warmup_steps,
         lr_decay_steps=max(lr_decay_steps, optim.lr_warmup_steps + 1),
         lr_decay_style=optim.lr_decay_style,
+        lr_wsd_decay_style=optim.lr_wsd_decay_style,
+        wsd_decay_steps=optim.lr_wsd_decay_steps,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
         wd_incr_steps=0,

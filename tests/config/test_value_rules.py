@@ -93,6 +93,7 @@ def test_no_number_may_be_infinite_or_nan(config, key, value):
         ("actor_rollout_ref.actor.policy_loss.dro_beta=0", "dro_beta=0 must be > 0; nearest: 0.1"),
         ("algorithm.gdpo_reward_weights=[1,.inf]", "gdpo_reward_weights=[1.0, inf] must be finite; nearest: null"),
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
+        ("critic.optim.lr_decay_style=WSD", "critic.optim.lr_wsd_decay_steps=0 must, with lr_decay_style=WSD, be >= 1"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas=[0.9, 1.0] must both be >= 0 and < 1"),
         ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be >= 0"),
         ("reward_model.timeout_s=0", "reward_model.timeout_s=0 must be > 0; nearest: 10"),

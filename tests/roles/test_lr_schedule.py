@@ -40,6 +40,21 @@ def test_cosine_over_its_own_length():
     assert learning_rates(optim, num_run_steps=100, num_updates=5) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("style", "last"),
+    [
+        ("linear", [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("exponential", [1.0, 2**0.75 - 1, 2**0.5 - 1, 2**0.25 - 1, 0.0]),
+        ("minus_sqrt", [1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0.0]),
+    ],
+)
+def test_only_the_last_steps_go_down(style, last):
+    """A warm-up of one step, two at the peak, and four that go down. Would not catch a restart after them."""
+    optim = OptimConfig(lr=1.0, lr_warmup_steps=1, lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_steps=4)
+    expected = [0.0, 1.0, 1.0, *last]
+    assert learning_rates(optim, num_run_steps=7, num_updates=8) == pytest.approx(expected, abs=1e-12)
+
+
 def test_steps_of_a_run():
     """Counted as the loop makes them, an uneven last mini-batch included. Would not catch skipped updates."""
     per_step = sum(1 for _ in mini_batch_rows(60 * 12, 25 * 12, 2, seed=None))
@@ -52,6 +67,6 @@ def test_steps_of_a_run():
 )
 def test_warm_up_and_decay_count_training_steps(steps, ratio, expected):
     """8 steps of 6 updates each; a share of the run counts where no steps are given. Would not catch a skipped one."""
-    optim = OptimConfig(lr_warmup_steps=steps, lr_warmup_steps_ratio=ratio, lr_decay_steps=3)
+    optim = OptimConfig(lr_warmup_steps=steps, lr_warmup_steps_ratio=ratio, lr_decay_steps=3, lr_wsd_decay_steps=2)
     found = in_optimizer_steps(optim, num_steps=8, num_optimizer_steps=48)
-    assert (found.lr_warmup_steps, found.lr_decay_steps) == expected
+    assert (found.lr_warmup_steps, found.lr_decay_steps, found.lr_wsd_decay_steps) == (*expected, 12)
