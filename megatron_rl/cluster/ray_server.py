@@ -35,8 +35,10 @@ ANSWER_LIMIT_S = 15.0
 JOIN_LIMIT_S = 5.0
 """Nodes may still be joining when a run starts."""
 
-_QUIET = {
+_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",  # ranks have environments of their own, for which no worker waits
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about this setting
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of a failed call that nobody reads
 }
@@ -71,7 +73,7 @@ def join(address: str) -> tuple[dict[int, str], tuple[str, int] | None]:
 
 def init(**options: object) -> BaseContext:
     """`ray.init`, without its words and without its signal handler."""
-    for name, value in _QUIET.items():
+    for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     with keeping_sigterm_handler():
         return ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)

@@ -100,6 +100,16 @@ def test_workers_find_their_place_in_the_environment(group: RayPool) -> None:
     assert master == "127.0.0.1" and 1024 < int(port) < 65536
 
 
+def test_no_process_waits_for_other_work(group: RayPool) -> None:
+    """Ranks have environments of their own, so workers that Ray starts before it is asked would never have any.
+
+    Would not catch one that has not started yet.
+    """
+    lines = [" ".join(process.cmdline()[:1]) for process in psutil.Process().children(recursive=True)]
+    assert [line for line in lines if line.startswith("ray::")], lines
+    assert not [line for line in lines if line.startswith("ray::IDLE")], lines
+
+
 def test_verbs_are_visible_and_unknown_ones_name_them(group: RayPool) -> None:
     """Would not catch a call with wrong arguments, which only the worker refuses."""
     assert list(inspect.signature(group.host(ToyWorker).double).parameters) == ["batch"]
