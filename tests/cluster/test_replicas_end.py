@@ -74,7 +74,7 @@ def test_without_ray_the_thread_that_calls_replicas_ends_too(victim: str) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_random_kills_and_stops() -> None:
-    """Random ranks of 2 replicas of 2, at random times, starts included, until 20 starts have followed; a thread drives
+    """Random ranks of 2 replicas of 2, at random times, starts included, until 8 starts have followed; a thread drives
     them all, and the training pool answers throughout. Would not catch a hang that takes a longer pause to come about.
     """
     draw = random.Random(5)
@@ -82,7 +82,7 @@ def test_random_kills_and_stops() -> None:
         mark, both = mark_of(cluster.pools["train"].pids[0]), replicas(cluster)
         over = threading.Event()
         thread = Driver(lambda: drive(both, over))
-        while sum(one.num_restarts for one in both) < 20 and thread.is_alive():
+        while sum(one.num_restarts for one in both) < 8 and thread.is_alive():
             until = time.monotonic() + draw.uniform(0.0, 6.0)
             while time.monotonic() < until:
                 assert trainer(cluster).count(7, 0.1).get()[0][0] == 7
@@ -93,7 +93,7 @@ def test_random_kills_and_stops() -> None:
         assert thread.must_end_within(120) is None
         answered, restarts = thread.result
         print(f"answers {answered}, restarts {restarts}")
-        assert min(answered) > 0 and sum(restarts) >= 20
+        assert min(answered) > 0 and sum(restarts) >= 8
         assert all(sampler(one).count(9).get() == [(9, one.pids[0])] for one in both)
     assert nothing_left(mark)
 

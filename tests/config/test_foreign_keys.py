@@ -124,7 +124,7 @@ def test_no_unknown_key_changes_the_verdict_on_a_known_one(key, value):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**KEYS_THAT_NOBODY_HAS)
 def test_no_unknown_key_of_many_changes_the_verdict(key, value):
     """The same, for longer."""

@@ -23,8 +23,8 @@ SMALL = (
     *("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1", "trainer.test_freq=2"),
 )
 ROWS = 16 * 4
-MANY_STEPS = 300
-"""Enough for twenty losses and as many starts."""
+NUM_LOSSES, MANY_STEPS = 8, 120
+"""Enough for the losses and as many starts."""
 MEASURED = ("timing_s/", "perf/", "reshard/", "memory/", "rollout/", "trainer/")
 """Metrics of clocks and memory, and of who waited for whom."""
 
@@ -126,62 +126,67 @@ def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("verb", "how"), [("build", signal.SIGKILL), ("rollout_join_bridge", signal.SIGSTOP)])
-def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Path, verb: str, how: int) -> None:
-    """Killed while it builds its engine, or stopped while all ranks meet: the run goes on and all rows are trained.
-
-    Would not catch what only happens before the first meeting.
+def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Path) -> None:
+    """Killed while it builds its engine, and the next stopped while all ranks meet: the run goes on and all rows are
+    trained. Would not catch what only happens before the first meeting.
     """
-    ahead = (*SMALL, "trainer.rollout_ahead=3", "trainer.total_training_steps=60", "trainer.val_before_train=false")
+    ahead = (*SMALL, "trainer.rollout_ahead=3", "trainer.total_training_steps=80", "trainer.val_before_train=false")
     ahead = (*ahead, "trainer.test_freq=0", "trainer.heartbeat_timeout_s=10")
     run = command_line(*ahead, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)
     run.wait_for(lambda: len(events(run, "taken")) >= 2, 300, interval=0.01)
     before = replicas(run)
     before[0].kill()
 
-    def caught() -> bool:
+    def caught(verb: str, how: int) -> bool:
         for one in replicas(run):
             # Ray may have started a process too many, which ends.
             with suppress(psutil.Error):
                 if one not in before and one.cmdline()[:1] == [f"ray::RankHost.{verb}"]:
                     one.send_signal(how)
+                    before.append(one)
                     return True
         return False
 
-    run.wait_for(caught, 300, interval=0.001)
+    run.wait_for(lambda: caught("build", signal.SIGKILL), 300, interval=0.001)
+    run.wait_for(lambda: caught("rollout_join_bridge", signal.SIGSTOP), 300, interval=0.001)
     assert run.wait(600) == 0, run.text()
-    assert run.text().count("starts again, others go on") >= 2 and run.left_over() == []
-    assert sum(trained(tmp_path / "samples").values()) == 60 * ROWS
+    assert run.text().count("starts again, others go on") >= 3 and run.left_over() == []
+    assert sum(trained(tmp_path / "samples").values()) == 80 * ROWS
+
+
+def test_answers_that_are_never_interrupted_have_one_version(command_line) -> None:
+    """In one process, up to three steps ahead and without partial rollouts; no token is older.
+
+    Would not catch answers of two versions that several replicas make.
+    """
+    small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=5", "trainer.rollout_ahead=3")
+    run = command_line(*small, "async_training.partial_rollout=false", "trainer.val_before_train=false", config=ASYNC)
+    assert run.wait(200) == 0, run.text()
+    lines = [line for line in numbers(run) if "staleness/max" in line]
+    assert len(lines) == 5 and 0 < max(line["staleness/max"] for line in lines) <= 3
+    assert not any(line["staleness/mixed_answers"] for line in lines)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("ahead", "partial"), [(1, True), (3, False)])
-def test_the_demo_is_learnt(command_line, tmp_path: Path, ahead: int, partial: bool) -> None:
-    """On 2 + 2 processes: held-out accuracy of 0.90, no token older than the bound, every batch trained once, and
-    without partial rollouts no answer of several versions. Would not catch slower learning than the synchronous run's.
+def test_the_demo_is_learnt(command_line, tmp_path: Path) -> None:
+    """On 2 + 2 processes, a step ahead: held-out accuracy of 0.90, no token older, every batch trained once.
+
+    Would not catch slower learning than the synchronous run's.
     """
-    run = command_line(
-        *(f"trainer.rollout_ahead={ahead}", f"async_training.partial_rollout={partial}"),
-        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
-        validates_all=True,
-        config=ASYNC,
-    )
+    run = command_line(f"trainer.rollout_data_dir={tmp_path / 'samples'}", "trainer.rollout_ahead=1", config=ASYNC)
     assert run.wait(800) == 0, run.text()
     lines = [line for line in numbers(run) if "staleness/max" in line]
-    assert len(lines) == 20 and max(line["staleness/max"] for line in lines) <= ahead
-    assert partial or not any(line["staleness/mixed_answers"] for line in lines)
+    assert len(lines) == 20 and max(line["staleness/max"] for line in lines) <= 1
     assert sum(trained(tmp_path / "samples").values()) == 20 * 64 * 8
     assert json.loads((run.run / "summary.json").read_text())["val_accuracy_after"] >= 0.90
     lanes = {one["lane"] for one in json.loads((run.run / "timeline.json").read_text())}
-    # Of the last three steps; three steps ahead there may be nothing left to draw in them.
-    assert ahead > 1 or any(lane.startswith("rollout_pool/") for lane in lanes)
+    assert any(lane.startswith("rollout_pool/") for lane in lanes)
 
 
 @pytest.mark.exhaustive
 def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
-    """Killed with requests in flight, at two points: while its first checkpoint is written, and two steps after it is
-    there; each goes on from what it has and ends in the bits of the run that was left alone. The schedule is
-    computed.
+    """Killed with requests in flight, twice: while its first checkpoint is written, and two steps after it is there;
+    it goes on from what it has and ends in the bits of the run that was left alone. The schedule is computed.
 
     Would not catch a schedule that depends on the number of processes, which is the same in all of them.
     """
@@ -191,15 +196,17 @@ def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
     )
     whole = command_line(*settings, config=ASYNC)
     assert whole.wait(400) == 0, whole.text()
+    folder = None
     for kind, number in (("saved", 1), ("taken", 4)):
-        life = command_line(*settings, config=ASYNC)
+        life = command_line(*settings, folder=folder, config=ASYNC)
+        folder = life.folder
         life.wait_for(lambda: len(events(life, kind)) >= number, 400, interval=0.01)  # noqa: B023
         life.kill_all()
-        life = command_line(*settings, folder=life.folder, config=ASYNC)
-        assert life.wait(400) == 0, life.text()
-        assert kind == "saved" or "going on after step 2" in life.text()
-        assert weights_equal(life, whole)
-        assert numbers(life)[-3:] == numbers(whole)[-3:]
+    last = command_line(*settings, folder=folder, config=ASYNC)
+    assert last.wait(400) == 0, last.text()
+    assert "going on after step 2" in last.text()
+    assert weights_equal(last, whole)
+    assert numbers(last)[-3:] == numbers(whole)[-3:]
 
 
 @pytest.mark.exhaustive
@@ -215,7 +222,7 @@ def test_no_step_ahead_on_replicas_is_the_split_synchronous_run(command_line) ->
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(2400)
-def test_twenty_replicas_are_lost(command_line, tmp_path: Path) -> None:
+def test_eight_replicas_are_lost(command_line, tmp_path: Path) -> None:
     """Killed or stopped at random moments of a run, one after the other: it ends, nothing is lost or trained twice, and
     a replay in which nothing dies has the same bits.
 
@@ -225,13 +232,13 @@ def test_twenty_replicas_are_lost(command_line, tmp_path: Path) -> None:
     settings = (*SMALL, "trainer.rollout_ahead=2", "async_training.max_replica_restarts=100", "trainer.test_freq=0")
     settings = (*settings, "trainer.heartbeat_timeout_s=10", f"trainer.total_training_steps={MANY_STEPS}")
     run = command_line(*settings, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)
-    for lost in range(20):
+    for lost in range(NUM_LOSSES):
         run.wait_for(lambda: len(events(run, "back")) == lost and events(run, "taken"), 300, interval=0.05)  # noqa: B023
         time.sleep(rng.uniform(0.0, 2.0))
         victim = rng.choice(replicas(run))
         victim.send_signal(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
     assert run.wait(900) == 0, run.text()
-    assert len(events(run, "lost")) == 20 and run.left_over() == []
+    assert len(events(run, "lost")) == NUM_LOSSES and run.left_over() == []
     assert [one["step"] for one in events(run, "taken")] == list(range(1, MANY_STEPS + 1))
     assert sum(trained(tmp_path / "samples").values()) == MANY_STEPS * ROWS
     assert max(line["staleness/max"] for line in numbers(run) if "staleness/max" in line) <= 2

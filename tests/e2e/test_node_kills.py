@@ -59,8 +59,8 @@ def lose_node_in(cluster: Raylets, node: int, run, verb: str) -> list[int]:
     ("layout", "moments"),
     [
         pytest.param(PP2, MOMENTS, id="PP2"),
-        pytest.param(TP2PP2, MOMENTS, id="TP2xPP2"),
-        pytest.param(PP3, MOMENTS[:2], id="PP3-on-three-nodes"),
+        pytest.param(TP2PP2, MOMENTS[1:2], id="TP2xPP2"),
+        pytest.param(PP3, MOMENTS[:1], id="PP3-on-three-nodes"),
     ],
 )
 def test_a_lost_node_ends_the_run_and_the_next_start_goes_on(command_line, layout, moments) -> None:

@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.folders import find
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(1500)]
 
-NUM_CHAINS, NUM_KILLS = 2, 6
+NUM_CHAINS, NUM_KILLS = 2, 3
 KEYS = (*SHORT, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.export_hf=false")
 ASYNC = "actor_rollout_ref.actor.checkpoint.async_save"
 Kill = Callable[[CommandLine], None]
@@ -49,7 +49,7 @@ def test_killed_while_saving(command_line, tmp_path: Path) -> None:
 
 
 def test_killed_at_random_moments(command_line, tmp_path: Path) -> None:
-    """12 kills of the controller or the worker, half of them while a checkpoint is being written, in two runs at once.
+    """Six kills of the controller or the worker, half of them while a checkpoint is being written, in two runs at once.
 
     At the end each has the metrics of a run that was never killed. Would not catch what only a power cut loses.
     """

@@ -45,8 +45,7 @@ def test_the_engines_experts_are_replayed(command_line, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("is_on_policy", [False, True])
-@pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
+@pytest.mark.parametrize(("mode", "is_on_policy"), [("disabled", True), ("R2", True), ("R3", False)])
 def test_modes_on_two_ranks(mode, is_on_policy, command_line, tmp_path: Path) -> None:
     """EP2 through Ray, with the engine's experts known in every mode, also where a step's only update makes the old
     log-probs. Would not catch a mode that does nothing.

@@ -13,12 +13,10 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 MEGATRON = "actor_rollout_ref.actor.megatron"
 LAYOUTS = [
     pytest.param(1, 1, 1, 1, ("--local",), id="one-process"),
-    pytest.param(1, 1, 1, 1, (), id="one-rank", marks=pytest.mark.exhaustive),
     pytest.param(4, 2, 1, 2, (), id="TP2xDP2", marks=pytest.mark.exhaustive),
-    pytest.param(4, 2, 2, 1, (), id="TP2xPP2-to-TP1", marks=pytest.mark.exhaustive),
-    pytest.param(4, 4, 1, 2, (), id="TP4-to-TP2", marks=pytest.mark.exhaustive),
 ]
-"""(ranks, TP, PP, rollout TP, options). The demo's own, TP2xPP2, is in test_several_nodes.py, on one and two nodes."""
+"""(ranks, TP, PP, rollout TP, options). TP2xPP2, the demo's own, and TP4 to TP2 are in test_several_nodes.py."""
+ONE_PROCESS = ("--local", "--collapse")
 SHORT = (
     "data.train_batch_size=16",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -63,7 +61,7 @@ def test_layout_by_overrides(command_line, world_size, tp_size, pp_size, rollout
 @pytest.mark.exhaustive
 @pytest.mark.timeout(950)
 def test_context_parallelism_by_overrides(command_line) -> None:
-    """PP2 x CP2 against PP2, and going on from its first step without CP: the same samples, scores, losses and norms.
+    """PP2 x CP2 against one process, and going on from its first step as PP2: the same samples, losses and norms.
 
     Would not catch a difference below 1e-3 of a metric; tests/dist/test_context_parallel.py does.
     """
@@ -76,7 +74,7 @@ def test_context_parallelism_by_overrides(command_line) -> None:
     assert summary["layout"] == {"world_size": 4, "tp": 1, "cp": 2, "pp": 2, "dp": 1, "rollout_tp": 1}
     received = summary["transition_bytes_received_per_rank"]
     assert received == summary["transition_bytes_lower_bound_per_rank"] and sum(received) > 0
-    whole = command_line(*plain)
+    whole = command_line(*keys, *ONE_PROCESS)
     resumed = command_line(
         *plain, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={cut.run / 'global_step_1'}"
     )
@@ -95,11 +93,12 @@ def test_context_parallelism_by_overrides(command_line) -> None:
 
 @pytest.mark.exhaustive
 def test_the_demo_learns_in_bfloat16(command_line) -> None:
-    """All of its steps in 16 bits, with the default bounds on log-probs: 0.90 of held-out answers.
+    """All of its steps in 16 bits in one process, with the default bounds on log-probs: 0.90 of held-out answers.
 
-    That the bounds stop a wrong matrix is test_parity_bounds.py. Would not catch how CUDA rounds.
+    That the bounds stop a wrong matrix is test_parity_bounds.py; layouts in 16 bits are in test_resumed_roles.py. Would
+    not catch how CUDA rounds.
     """
-    run = command_line(f"{MEGATRON}.dtype=bfloat16", "trainer.export_hf=false")
+    run = command_line(*ONE_PROCESS, f"{MEGATRON}.dtype=bfloat16", "trainer.export_hf=false")
     assert run.wait(460) == 0, run.text()
     summary = json.loads((run.run / "summary.json").read_text())
     assert summary["val_accuracy_before"] < 0.5 and summary["val_accuracy_after"] >= 0.90

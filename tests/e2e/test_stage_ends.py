@@ -118,7 +118,7 @@ def test_a_full_disk_ends_a_stage_and_costs_the_steps_since_its_checkpoint(comma
     """
     keys = (*keys_of(files, "dpo"), *LOCAL, MANY, "trainer.save_freq=2", "trainer.test_freq=10")
     whole, full = command_line(*keys, stage="dpo"), command_line(*keys, stage="dpo")
-    full.wait_for(reached(full, 2), timeout=240, interval=0.02)
+    full.wait_for((full.run / "global_step_2").exists, timeout=240, interval=0.02)
     resource.prlimit(full.process.pid, resource.RLIMIT_FSIZE, (500_000, 500_000))
     assert full.wait(120) == 7, full.text()
     (error,) = (line for line in full.text().splitlines() if line.startswith("StorageError"))

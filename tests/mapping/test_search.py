@@ -197,6 +197,7 @@ def test_128_gpus_take_seconds(equal, limit_s):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+@pytest.mark.quiet
 def test_1024_gpus_take_less_than_a_minute(equal):
     """Would not catch memory that other processes need."""
     asked = ppo_70b(equal, 1024)
