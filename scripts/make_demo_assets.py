@@ -7,8 +7,9 @@
     assets/demo/model/         Hugging Face folder: character tokenizer and a 4-layer Qwen2
     assets/demo/assets.json    seed, format version, accuracies; written last, so it marks a finished folder
 
-The model learns from a noisy teacher, which forgets the carry in 55% of its answers; greedily it answers about a third
-of the held-out questions rightly. Reinforcement learning with an exact-match reward repairs that within minutes.
+`megatron-rl sft` (configs/stages/demo_model_cpu.yaml) teaches it what a noisy teacher answers, who forgets the carry in
+55% of the answers; greedily the model answers about a third of the held-out questions rightly. Reinforcement learning
+with an exact-match reward repairs that within minutes.
 Heavy libraries are imported where they are used, so that a run that finds its assets finished ends at once.
 """
 
@@ -18,12 +19,13 @@ import argparse
 import json
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MARKER = "assets.json"
 DATA_SOURCE = "demo/addition"
 NUM_HELD_OUT = 1000
@@ -35,7 +37,8 @@ CHARACTERS = "0123456789+=-*/()<>[]{}.,:;?!'\"_# abcdefghijklmnopqrstuvwxyz"
 BYTE_LEVEL_SPACE = "\u0120"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
-WARM_UP_STEPS, WARM_UP_BATCH, LEARNING_RATE = 700, 256, 1e-3
+STAGE = Path(__file__).resolve().parents[1] / "configs/stages/demo_model_cpu.yaml"
+LESSON_STEPS, LESSON_BATCH = 700, 256
 FORGET_CARRY = 0.55
 ACCURACY_RANGE = (0.30, 0.60)
 
@@ -130,42 +133,77 @@ def make_model():
     return Qwen2ForCausalLM(config).float()
 
 
-def token_rows(tokenizer, pairs: list[Pair], answer_of: Callable[[int, int], str]):
-    """Question, answer and EOS of each pair as int64 [len(pairs), 10]."""
+def noisy_answer(a: int, b: int, draw: random.Random) -> str:
+    """The teacher's: without the carry in `FORGET_CARRY` of its answers."""
+    return answer_without_carry(a, b) if draw.random() < FORGET_CARRY else answer(a, b)
+
+
+def answer_rows(questions: list[Pair], per_question: int, seed: int) -> list[dict]:
+    """What the teacher answered, every question `per_question` times, drawn from `seed`."""
+    draw = random.Random(f"answers,{seed}")
+    return [
+        {"prompt": question(a, b), "response": noisy_answer(a, b, draw)}
+        for _ in range(per_question)
+        for a, b in questions
+    ]
+
+
+def lessons(questions: list[Pair], seed: int) -> list[dict]:
+    """The teacher's answers in the order in which the model learns them: `LESSON_STEPS` batches of drawn questions."""
     import torch
-
-    texts = [question(a, b) + answer_of(a, b) for a, b in pairs]
-    return torch.tensor([[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts])
-
-
-def warm_up(model, right, wrong, seed: int) -> None:
-    """Supervised training in place on `right` [N, 10], each drawn row replaced by `wrong` with p = FORGET_CARRY."""
-    import torch
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (WARM_UP_STEPS - step) / 200))
-    columns = [TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}")]
-    with Progress(*columns, TimeElapsedColumn()) as progress:
-        task = progress.add_task("warm-up", total=WARM_UP_STEPS, loss=float("nan"))
-        for _ in range(WARM_UP_STEPS):
-            drawn = torch.randint(len(right), (WARM_UP_BATCH,), generator=generator)
-            forgets = torch.rand(WARM_UP_BATCH, 1, generator=generator) < FORGET_CARRY
-            batch = torch.where(forgets, wrong[drawn], right[drawn])
-            logits = model(batch[:, :-1]).logits[:, QUESTION_LENGTH - 1 :]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, QUESTION_LENGTH:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            progress.update(task, advance=1, loss=loss.item())
+    found = []
+    for _ in range(LESSON_STEPS):
+        drawn = torch.randint(len(questions), (LESSON_BATCH,), generator=generator).tolist()
+        forgets = (torch.rand(LESSON_BATCH, generator=generator) < FORGET_CARRY).tolist()
+        for pair, forgotten in zip((questions[index] for index in drawn), forgets, strict=True):
+            response = answer_without_carry(*pair) if forgotten else answer(*pair)
+            found.append({"prompt": question(*pair), "response": response})
+    return found
 
 
-def accuracy(model, expected, temperature: float) -> float:
-    """Share of rows of `expected` [N, 10] that the model completes exactly; greedy when `temperature` is 0."""
+def save_untrained(folder: Path, seed: int) -> None:
+    """Write the demo's model as `seed` initialises it, with its tokenizer."""
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+def tune(folder: Path, seed: int, train: list[Pair], held_out: list[Pair]) -> Path:
+    """Teach an untrained model the lessons with `megatron-rl sft`, all in `folder`; the tuned model's folder.
+
+    Raises subprocess.CalledProcessError where the stage fails, which has said why.
+    """
+    write_parquet(lessons(train, seed), folder / "lessons.parquet")
+    write_parquet(answer_rows(held_out, 1, seed + 1), folder / "held_out.parquet")
+    save_untrained(folder / "untrained", seed)
+    overrides = {
+        "data.train_files": folder / "lessons.parquet",
+        "data.val_files": folder / "held_out.parquet",
+        "data.train_batch_size": LESSON_BATCH,
+        "actor_rollout_ref.model.path": folder / "untrained",
+        "trainer.total_training_steps": LESSON_STEPS,
+        "trainer.default_local_dir": folder / "stage",
+    }
+    command = [sys.executable, "-m", "megatron_rl", "sft", "--local", "--config", STAGE]
+    subprocess.run([*command, *(f"{key}={value}" for key, value in overrides.items())], check=True)
+    return folder / "stage" / "hf_model"
+
+
+def accuracy(model_folder: Path, held_out: list[Pair], temperature: float, seed: int) -> float:
+    """Share of the held-out questions that the model answers exactly; greedy when `temperature` is 0."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    expected = torch.tensor([[*tokenizer.encode(question(a, b) + answer(a, b)), EOS] for a, b in held_out])
+    generator = torch.Generator().manual_seed(seed)
     ids = expected[:, :QUESTION_LENGTH]
     with torch.no_grad():
         for _ in range(ANSWER_LENGTH + 1):
@@ -173,7 +211,7 @@ def accuracy(model, expected, temperature: float) -> float:
             if temperature == 0:
                 token = logits.argmax(-1, keepdim=True)
             else:
-                token = torch.multinomial((logits / temperature).softmax(-1), 1)
+                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             ids = torch.cat([ids, token], dim=1)
     return (ids == expected).all(1).float().mean().item()
 
@@ -181,29 +219,18 @@ def accuracy(model, expected, temperature: float) -> float:
 def build(folder: Path, seed: int) -> dict:
     """Fill `folder` with all assets and return what `assets.json` says.
 
-    Raises RuntimeError if the warmed-up model answers too well or too badly to be of use.
+    Raises RuntimeError if the tuned model answers too well or too badly to be of use.
     """
-    import torch
-    from transformers.utils import logging
-
     train, held_out = split_questions(seed)
     write_parquet(rows(train, "train"), folder / "train.parquet")
     write_parquet(rows(held_out, "test"), folder / "test.parquet")
+    with tempfile.TemporaryDirectory(dir=folder, prefix="tuning-") as work:
+        shutil.move(tune(Path(work), seed, train, held_out), folder / "model")
 
-    torch.set_num_threads(2)
-    torch.manual_seed(seed)
-    tokenizer, model = make_tokenizer(), make_model()
-    right = token_rows(tokenizer, train, answer)
-    warm_up(model, right, token_rows(tokenizer, train, answer_without_carry), seed)
-    expected = token_rows(tokenizer, held_out, answer)
-    greedy, sampled = accuracy(model, expected, 0.0), accuracy(model, expected, 1.0)
+    greedy, sampled = (accuracy(folder / "model", held_out, temperature, seed) for temperature in (0.0, 1.0))
     low, high = ACCURACY_RANGE
     if not low <= greedy <= high:
         raise RuntimeError(f"greedy held-out accuracy {greedy:.3f} is outside [{low}, {high}]: try another --seed")
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
     facts = {
         "format_version": FORMAT_VERSION,
         "seed": seed,
@@ -234,8 +261,10 @@ def describe(facts: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: make the assets unless they are finished. Exits with 2 rather than replace a folder not its own."""
-    parser = argparse.ArgumentParser(description="Make the two-digit addition demo: prompts and a warmed-up model.")
+    """Command line: make the assets unless they are finished. Exits with 2 rather than replace a folder not its own,
+    and as `megatron-rl sft` does where that fails.
+    """
+    parser = argparse.ArgumentParser(description="Make the two-digit addition demo: prompts and a tuned model.")
     parser.add_argument("--output", type=Path, default=Path("assets/demo"), help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the model and its training")
     args = parser.parse_args(arguments)
@@ -252,7 +281,12 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=args.output.parent, prefix=f".{args.output.name}-") as parent:
         unfinished = Path(parent) / args.output.name
         unfinished.mkdir()
-        facts = build(unfinished, args.seed)
+        try:
+            facts = build(unfinished, args.seed)
+        except subprocess.CalledProcessError as error:
+            sys.exit(error.returncode)
+        except KeyboardInterrupt:
+            sys.exit(130)
         if args.output.exists():
             shutil.rmtree(args.output)
         unfinished.rename(args.output)

@@ -28,14 +28,13 @@ from pathlib import Path
 from demo_reward import compute_score
 from make_demo_assets import (
     DATA_SOURCE,
-    FORGET_CARRY,
     Pair,
     answer,
+    answer_rows,
     answer_without_carry,
-    make_model,
-    make_tokenizer,
     question,
     rows,
+    save_untrained,
     split_questions,
     write_parquet,
 )
@@ -48,11 +47,6 @@ RIGHT = 0.5
 """How often an answer of a pair is meant to be right; another is a mistake of one of `MISTAKES`, each as likely."""
 
 Rule = Callable[[str, str, str], float]
-
-
-def noisy_answer(a: int, b: int, draw: random.Random) -> str:
-    """The teacher's: without the carry in `FORGET_CARRY` of its answers, as the demo's model learned it."""
-    return answer_without_carry(a, b) if draw.random() < FORGET_CARRY else answer(a, b)
 
 
 def _other_digit(text: str, draw: random.Random) -> str:
@@ -76,16 +70,6 @@ def drawn_answer(a: int, b: int, draw: random.Random) -> str:
     if draw.random() < RIGHT:
         return answer(a, b)
     return draw.choice(list(MISTAKES.values()))(a, b, draw)
-
-
-def answer_rows(questions: list[Pair], per_question: int, seed: int) -> list[dict]:
-    """What the teacher answered, every question `per_question` times, drawn from `seed`."""
-    draw = random.Random(f"answers,{seed}")
-    return [
-        {"prompt": question(a, b), "response": noisy_answer(a, b, draw)}
-        for _ in range(per_question)
-        for a, b in questions
-    ]
 
 
 def pair_rows(questions: list[Pair], per_question: int, seed: int, rule: Rule) -> list[dict]:
@@ -119,17 +103,6 @@ def _preferred(a: int, b: int, draw: random.Random, rule: Rule) -> tuple[str, st
 def without_ground_truth(row: dict) -> dict:
     """A row of prompts as PPO gets it where a reward model judges."""
     return {name: value for name, value in row.items() if name != "reward_model"}
-
-
-def save_untrained(folder: Path, seed: int) -> None:
-    """Write the demo's model as `seed` initialises it, with its tokenizer."""
-    import torch
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(seed)
-    make_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
 
 
 def build(folder: Path, seed: int) -> dict:

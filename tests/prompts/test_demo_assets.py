@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,38 @@ def test_rows_follow_the_schema(script):
         "reward_model": {"style": "rule", "ground_truth": "042"},
         "extra_info": {"split": "test", "index": 1},
     }
+
+
+def test_the_teacher_forgets_the_carry_in_its_share_of_answers(script):
+    """95 + 17: right or without the carry, 55% of 4,000 draws within 3 standard deviations. Would not catch a teacher
+    that is wrong about the same questions every time.
+    """
+    draw = random.Random(0)
+    counts = Counter(script.noisy_answer(95, 17, draw) for _ in range(4000))
+    assert set(counts) == {"112", "002"} and abs(counts["002"] / 4000 - 0.55) < 0.024
+
+
+def test_lessons_are_those_of_a_teacher_that_forgets_the_carry(script):
+    """95 + 17 in all batches: right or without the carry, 55% within three standard deviations; the same for a seed,
+    others for another. Would not catch lessons that follow the order of questions.
+    """
+    rows = script.lessons([(95, 17)], seed=3)
+    assert len(rows) == script.LESSON_STEPS * script.LESSON_BATCH and {row["prompt"] for row in rows} == {"95+17="}
+    counts = Counter(row["response"] for row in rows)
+    assert set(counts) == {"112", "002"} and abs(counts["002"] / len(rows) - 0.55) < 0.0036
+    assert script.lessons([(95, 17)], seed=3) == rows != script.lessons([(95, 17)], seed=4)
+
+
+def test_a_tuning_that_fails_ends_with_its_exit_code_and_leaves_nothing(script, tmp_path, monkeypatch, capfd):
+    """`megatron-rl sft` says what is wrong with its file. Would not catch a stage that ends well without a model."""
+    stage = tmp_path / "stage.yaml"
+    stage.write_text(script.STAGE.read_text() + "  total_epochs_: 1\n")
+    monkeypatch.setattr(script, "STAGE", stage)
+    with pytest.raises(SystemExit) as exit_info:
+        script.main(["--output", str(tmp_path / "demo")])
+    assert exit_info.value.code == 2
+    assert "trainer.total_epochs" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["stage.yaml"]
 
 
 def test_saved_tokenizer_reads_back_the_same_beside_the_model(script, tmp_path):
