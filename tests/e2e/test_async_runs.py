@@ -127,11 +127,12 @@ def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
 
 @pytest.mark.exhaustive
 def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Path) -> None:
-    """Killed while it builds its engine, and the next stopped while all ranks meet: the run goes on and all rows are
-    trained. Would not catch what only happens before the first meeting.
+    """Killed while it builds its engine, and the next stopped while all ranks meet: the run goes on, all rows are
+    trained, and without partial rollouts no answer has two versions. Would not catch what only happens before the first
+    meeting.
     """
     ahead = (*SMALL, "trainer.rollout_ahead=3", "trainer.total_training_steps=80", "trainer.val_before_train=false")
-    ahead = (*ahead, "trainer.test_freq=0", "trainer.heartbeat_timeout_s=10")
+    ahead = (*ahead, "trainer.test_freq=0", "trainer.heartbeat_timeout_s=10", "async_training.partial_rollout=false")
     run = command_line(*ahead, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)
     run.wait_for(lambda: len(events(run, "taken")) >= 2, 300, interval=0.01)
     before = replicas(run)
@@ -152,19 +153,7 @@ def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Pa
     assert run.wait(600) == 0, run.text()
     assert run.text().count("starts again, others go on") >= 3 and run.left_over() == []
     assert sum(trained(tmp_path / "samples").values()) == 80 * ROWS
-
-
-def test_answers_that_are_never_interrupted_have_one_version(command_line) -> None:
-    """In one process, up to three steps ahead and without partial rollouts; no token is older.
-
-    Would not catch answers of two versions that several replicas make.
-    """
-    small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=5", "trainer.rollout_ahead=3")
-    run = command_line(*small, "async_training.partial_rollout=false", "trainer.val_before_train=false", config=ASYNC)
-    assert run.wait(200) == 0, run.text()
-    lines = [line for line in numbers(run) if "staleness/max" in line]
-    assert len(lines) == 5 and 0 < max(line["staleness/max"] for line in lines) <= 3
-    assert not any(line["staleness/mixed_answers"] for line in lines)
+    assert not any(line.get("staleness/mixed_answers") for line in numbers(run))
 
 
 @pytest.mark.exhaustive
