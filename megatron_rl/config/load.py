@@ -185,7 +185,7 @@ def _fill_in(config: Any, given: set[str]) -> None:
 @cache
 def follows() -> dict[str, str]:
     """Every key whose default is another key's value -> that key."""
-    flat = flat_settings(OmegaConf.to_container(OmegaConf.structured(RunConfig), resolve=False))
+    flat = flat_settings(OmegaConf.to_container(pickle.loads(_schema()), resolve=False))
     found = {key: INTERPOLATION.fullmatch(value) for key, value in flat.items() if isinstance(value, str)}
     return {key: match[1] for key, match in found.items() if match is not None}
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 
+from vllm.platforms import current_platform
+
 from megatron_rl.loading import without_collections
 
 MODULES = (
@@ -32,3 +34,8 @@ MODULES = (
 with without_collections():
     for module in MODULES:
         importlib.import_module(module)
+
+# Without Triton vLLM replaces kernels in every module that has them, and looks through all modules whenever an engine
+# starts. What is replaced in this process is so in its ranks, so there is nothing left to look for in them.
+current_platform.register_triton_kernel_overrides()
+type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
