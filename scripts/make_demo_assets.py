@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 FORMAT_VERSION = 2
@@ -243,13 +244,30 @@ def build(folder: Path, seed: int) -> dict:
     return facts
 
 
-def finished(output: Path, seed: int) -> dict | None:
+def finished(output: Path, marker: str, seed: int, format_version: int) -> dict | None:
     """What the marker in `output` says if it was made with this seed and format version, else None."""
-    marker = output / MARKER
-    if not marker.is_file():
+    if not (output / marker).is_file():
         return None
-    facts = json.loads(marker.read_text())
-    return facts if (facts.get("seed"), facts.get("format_version")) == (seed, FORMAT_VERSION) else None
+    facts = json.loads((output / marker).read_text())
+    return facts if (facts.get("seed"), facts.get("format_version")) == (seed, format_version) else None
+
+
+def replace_folder(output: Path, marker: str, build: Callable[[Path], dict]) -> dict:
+    """Have `build` fill a folder beside `output`, which takes that place when it is finished; what `build` returned.
+
+    Raises FileExistsError rather than replace a folder without the marker.
+    """
+    if output.exists() and not (output / marker).is_file() and any(output.iterdir()):
+        raise FileExistsError(f"{output} holds files but no {marker}: not made by this script; name another --output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as parent:
+        unfinished = Path(parent) / output.name
+        unfinished.mkdir()
+        facts = build(unfinished)
+        if output.exists():
+            shutil.rmtree(output)
+        unfinished.rename(output)
+    return facts
 
 
 def describe(facts: dict) -> str:
@@ -269,27 +287,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the model and its training")
     args = parser.parse_args(arguments)
 
-    facts = finished(args.output, args.seed)
+    facts = finished(args.output, MARKER, args.seed, FORMAT_VERSION)
     if facts is not None:
         print(f"{args.output} is ready: {describe(facts)}")
         return
-    if args.output.exists() and not (args.output / MARKER).is_file() and any(args.output.iterdir()):
-        parser.error(f"{args.output} holds files but no {MARKER}: not made by this script; name another --output")
-
     started = time.monotonic()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.output.parent, prefix=f".{args.output.name}-") as parent:
-        unfinished = Path(parent) / args.output.name
-        unfinished.mkdir()
-        try:
-            facts = build(unfinished, args.seed)
-        except subprocess.CalledProcessError as error:
-            sys.exit(error.returncode)
-        except KeyboardInterrupt:
-            sys.exit(130)
-        if args.output.exists():
-            shutil.rmtree(args.output)
-        unfinished.rename(args.output)
+    try:
+        facts = replace_folder(args.output, MARKER, lambda folder: build(folder, args.seed))
+    except FileExistsError as error:
+        parser.error(str(error))
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)
+    except KeyboardInterrupt:
+        sys.exit(130)
     print(f"{args.output} made in {time.monotonic() - started:.0f} s: {describe(facts)}")
 
 

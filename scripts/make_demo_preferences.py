@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +30,9 @@ from make_demo_assets import (
     answer,
     answer_rows,
     answer_without_carry,
+    finished,
     question,
+    replace_folder,
     rows,
     save_untrained,
     split_questions,
@@ -124,15 +124,6 @@ def build(folder: Path, seed: int) -> dict:
     return facts
 
 
-def finished(output: Path, seed: int) -> dict | None:
-    """What the marker in `output` says if it was made with this seed and format version, else None."""
-    marker = output / MARKER
-    if not marker.is_file():
-        return None
-    facts = json.loads(marker.read_text())
-    return facts if (facts.get("seed"), facts.get("format_version")) == (seed, FORMAT_VERSION) else None
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line: make the files unless they are there. Exits with 2 rather than replace a folder not its own."""
     parser = argparse.ArgumentParser(description="Make the answers and pairs of the demo's stages before PPO.")
@@ -140,18 +131,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the questions' split and of all draws")
     args = parser.parse_args(arguments)
 
-    facts = finished(args.output, args.seed)
+    facts = finished(args.output, MARKER, args.seed, FORMAT_VERSION)
     if facts is None:
-        if args.output.exists() and not (args.output / MARKER).is_file() and any(args.output.iterdir()):
-            parser.error(f"{args.output} holds files but no {MARKER}: not made by this script; name another --output")
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=args.output.parent, prefix=f".{args.output.name}-") as parent:
-            unfinished = Path(parent) / args.output.name
-            unfinished.mkdir()
-            facts = build(unfinished, args.seed)
-            if args.output.exists():
-                shutil.rmtree(args.output)
-            unfinished.rename(args.output)
+        try:
+            facts = replace_folder(args.output, MARKER, lambda folder: build(folder, args.seed))
+        except FileExistsError as error:
+            parser.error(str(error))
     print(
         f"{args.output}: {facts['answers_train']} + {facts['answers_test']} answers of a noisy teacher, "
         f"{facts['pairs_train']} + {facts['pairs_test']} pairs, seed {facts['seed']}"

@@ -107,7 +107,7 @@ def test_finished_folder_is_left_alone_and_foreign_one_refused(script, tmp_path,
     (tmp_path / "assets.json").write_text(json.dumps(facts))
     script.main(["--output", str(tmp_path), "--seed", "3"])
     assert "0.400 greedy" in capsys.readouterr().out
-    assert script.finished(tmp_path, seed=4) is None
+    assert script.finished(tmp_path, script.MARKER, 4, script.FORMAT_VERSION) is None
 
     (tmp_path / "assets.json").rename(tmp_path / "letters.txt")
     with pytest.raises(SystemExit) as exit_info:
