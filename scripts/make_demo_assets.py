@@ -7,8 +7,8 @@
     assets/demo/model/         Hugging Face folder: character tokenizer and a 4-layer Qwen2
     assets/demo/assets.json    seed, format version, accuracies; written last, so it marks a finished folder
 
-`megatron-rl sft` (configs/stages/demo_model_cpu.yaml) teaches it what a noisy teacher answers, who forgets the carry in
-55% of the answers; greedily the model answers about a third of the held-out questions rightly. Reinforcement learning
+It learns with `megatron-rl sft` (configs/stages/demo_model_cpu.yaml) from a noisy teacher, which forgets the carry in
+55% of its answers; greedily it then answers about a third of the held-out questions rightly. Reinforcement learning
 with an exact-match reward repairs that within minutes.
 Heavy libraries are imported where they are used, so that a run that finds its assets finished ends at once.
 """
@@ -39,7 +39,6 @@ BYTE_LEVEL_SPACE = "\u0120"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 STAGE = Path(__file__).resolve().parents[1] / "configs/stages/demo_model_cpu.yaml"
-LESSON_STEPS, LESSON_BATCH = 700, 256
 FORGET_CARRY = 0.55
 ACCURACY_RANGE = (0.30, 0.60)
 
@@ -149,15 +148,15 @@ def answer_rows(questions: list[Pair], per_question: int, seed: int) -> list[dic
     ]
 
 
-def lessons(questions: list[Pair], seed: int) -> list[dict]:
-    """The teacher's answers in the order in which the model learns them: `LESSON_STEPS` batches of drawn questions."""
+def lessons(questions: list[Pair], num_batches: int, batch_size: int, seed: int) -> list[dict]:
+    """The teacher's answers to drawn questions, batch after batch, in the order in which the model learns them."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     found = []
-    for _ in range(LESSON_STEPS):
-        drawn = torch.randint(len(questions), (LESSON_BATCH,), generator=generator).tolist()
-        forgets = (torch.rand(LESSON_BATCH, generator=generator) < FORGET_CARRY).tolist()
+    for _ in range(num_batches):
+        drawn = torch.randint(len(questions), (batch_size,), generator=generator).tolist()
+        forgets = (torch.rand(batch_size, generator=generator) < FORGET_CARRY).tolist()
         for pair, forgotten in zip((questions[index] for index in drawn), forgets, strict=True):
             response = answer_without_carry(*pair) if forgotten else answer(*pair)
             found.append({"prompt": question(*pair), "response": response})
@@ -180,15 +179,17 @@ def tune(folder: Path, seed: int, train: list[Pair], held_out: list[Pair]) -> Pa
 
     Raises subprocess.CalledProcessError where the stage fails, which has said why.
     """
-    write_parquet(lessons(train, seed), folder / "lessons.parquet")
+    import yaml
+
+    stage = yaml.safe_load(STAGE.read_text())
+    num_batches, batch_size = stage["trainer"]["total_training_steps"], stage["data"]["train_batch_size"]
+    write_parquet(lessons(train, num_batches, batch_size, seed), folder / "lessons.parquet")
     write_parquet(answer_rows(held_out, 1, seed + 1), folder / "held_out.parquet")
     save_untrained(folder / "untrained", seed)
     overrides = {
         "data.train_files": folder / "lessons.parquet",
         "data.val_files": folder / "held_out.parquet",
-        "data.train_batch_size": LESSON_BATCH,
         "actor_rollout_ref.model.path": folder / "untrained",
-        "trainer.total_training_steps": LESSON_STEPS,
         "trainer.default_local_dir": folder / "stage",
     }
     command = [sys.executable, "-m", "megatron_rl", "sft", "--local", "--config", STAGE]

@@ -137,14 +137,14 @@ def _optimizer_problems(config: RunConfig) -> Iterable[Violation]:
         if not all(0 <= beta < 1 for beta in optim.betas):
             key = f"{role}.optim.betas"
             yield Violation({key: list(optim.betas)}, "must both be >= 0 and < 1", {key: [0.9, 0.999]})
-        if optim.lr_decay_style == "WSD" and optim.lr_wsd_decay_steps < 1:
-            key = f"{role}.optim.lr_wsd_decay_steps"
-            rule = "must, with lr_decay_style=WSD, be >= 1: the last steps, in which the learning rate goes down"
-            yield Violation({key: optim.lr_wsd_decay_steps}, rule, {key: 1})
-        if optim.lr_decay_style == "WSD" and 0 < optim.lr_decay_steps < optim.lr_wsd_decay_steps:
-            key = f"{role}.optim.lr_wsd_decay_steps"
-            rule = f"must be <= lr_decay_steps={optim.lr_decay_steps}, of which they are the last"
-            yield Violation({key: optim.lr_wsd_decay_steps}, rule, {key: optim.lr_decay_steps})
+        if optim.lr_decay_style == "WSD":
+            key, last = f"{role}.optim.lr_wsd_decay_steps", optim.lr_wsd_decay_steps
+            if last < 1:
+                rule = "must, with lr_decay_style=WSD, be >= 1: the last steps, in which the learning rate goes down"
+                yield Violation({key: last}, rule, {key: 1})
+            elif 0 < optim.lr_decay_steps < last:
+                rule = f"must be <= lr_decay_steps={optim.lr_decay_steps}, of which they are the last"
+                yield Violation({key: last}, rule, {key: optim.lr_decay_steps})
 
 
 def reward_problems(config: RunConfig) -> Iterable[Violation]:

@@ -255,3 +255,10 @@ def test_who_is_first_in_a_pool_brings_its_layout(config, override, expected):
     (problem,) = value_problems(given)
     assert problem.startswith("actor_rollout_ref.ref.megatron.") and problem.endswith(expected)
     assert value_problems(config(f"actor_rollout_ref.ref.megatron.{override}")) == []
+
+
+def test_only_steps_of_the_decay_go_down_at_its_end(config):
+    """Nine last steps of four. Would not catch more of them than the run has steps."""
+    keys = ("lr_decay_style=WSD", "lr_decay_steps=4", "lr_wsd_decay_steps=9")
+    (problem,) = value_problems(config(*(f"critic.optim.{key}" for key in keys)))
+    assert "critic.optim.lr_wsd_decay_steps=9 must be <= lr_decay_steps=4" in problem and problem.endswith("nearest: 4")

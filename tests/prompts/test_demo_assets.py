@@ -63,11 +63,11 @@ def test_lessons_are_those_of_a_teacher_that_forgets_the_carry(script):
     """95 + 17 in all batches: right or without the carry, 55% within three standard deviations; the same for a seed,
     others for another. Would not catch lessons that follow the order of questions.
     """
-    rows = script.lessons([(95, 17)], seed=3)
-    assert len(rows) == script.LESSON_STEPS * script.LESSON_BATCH and {row["prompt"] for row in rows} == {"95+17="}
+    rows = script.lessons([(95, 17)], 700, 256, seed=3)
+    assert len(rows) == 700 * 256 and {row["prompt"] for row in rows} == {"95+17="}
     counts = Counter(row["response"] for row in rows)
     assert set(counts) == {"112", "002"} and abs(counts["002"] / len(rows) - 0.55) < 0.0036
-    assert script.lessons([(95, 17)], seed=3) == rows != script.lessons([(95, 17)], seed=4)
+    assert script.lessons([(95, 17)], 700, 256, seed=3) == rows != script.lessons([(95, 17)], 700, 256, seed=4)
 
 
 def test_a_tuning_that_fails_ends_with_its_exit_code_and_leaves_nothing(script, tmp_path, monkeypatch, capfd):
