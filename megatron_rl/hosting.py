@@ -20,6 +20,20 @@ from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.kinds import KINDS
 from megatron_rl.roles.rank import sequence_work
 
+PRELOADED = (
+    "megatron_rl.roles.host",
+    "megatron_rl.roles.role_checkpoint",
+    "megatron_rl.roles.token_scorer",
+    "megatron_rl.roles.training",
+    "megatron_rl.rollout.engine",
+    "omegaconf.grammar_parser",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What a rank on a CPU imports; some of it late, where an engine asks for it by name."""
+
 
 @dataclass(frozen=True)
 class Ears:
@@ -70,6 +84,7 @@ def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
         observer=ears,
         replicated=replicated_pools(config, placement),
         sees_node=sees_node,
+        preload=() if trainer.device == "cuda" else PRELOADED,
     )
 
 

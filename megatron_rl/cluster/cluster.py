@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
@@ -24,8 +24,8 @@ class Hosting:
 
     host_class(*args, pool_name): one rank's host (see `RayPool`). kinds: role -> its class. env: variables of every
     rank. work, limits: as in `PoolOptions`. replicated: pool name -> ranks of each replica that it is cut into
-    (see `replicas`). replica_observer: hears what replicas are called, in the thread that calls them. sees_node: as in
-    `PoolOptions`.
+    (see `replicas`). replica_observer: hears what replicas are called, in the thread that calls them. sees_node,
+    preload: as in `PoolOptions`.
     """
 
     host_class: type
@@ -39,6 +39,7 @@ class Hosting:
     replicated: Mapping[str, int] = field(default_factory=dict)
     replica_observer: Observer = Nobody()
     sees_node: bool = False
+    preload: Sequence[str] = ()
 
     def kinds_in(self, pool: PoolSpec) -> dict[str, type]:
         """The classes of a pool's roles."""

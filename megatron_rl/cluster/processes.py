@@ -13,6 +13,8 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
+from megatron_rl.cluster.fork_server import fork_command
+from megatron_rl.cluster.leftovers import MARK
 from megatron_rl.cluster.ranks import Ranks
 from megatron_rl.cluster.worker_process import ProcessInfo
 
@@ -22,13 +24,14 @@ _EXIT_TIMEOUT_S = 10.0
 class Processes:
     """One process of Ray's on every rank. handles, infos: in rank order, once there are any.
 
-    env: variables of each, beside its place in its world.
+    env: variables of each, beside its place in its world. preload: modules that a node imports once for all of its
+    ranks (see `fork_server`); where there are none, each process is started by itself.
     """
 
-    def __init__(self, ranks: Ranks, env: Mapping[str, str]) -> None:
+    def __init__(self, ranks: Ranks, env: Mapping[str, str], preload: Sequence[str] = ()) -> None:
         self.handles: list[ActorHandle] = []
         self.infos: list[ProcessInfo] = []
-        self._ranks, self._env = ranks, env
+        self._ranks, self._env, self._preload = ranks, env, preload
         self._descriptions: list[ObjectRef] = []
         self._to_end: list[psutil.Process] = []
 
@@ -69,9 +72,9 @@ class Processes:
 
     def _spawn(self, process_class: type, rank: int) -> ActorHandle:
         ranks = self._ranks
+        shared = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), **self._env}
         env = {
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            **self._env,
+            **shared,
             **ranks.variables,
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks.world_size),
@@ -79,7 +82,11 @@ class Processes:
             "LOCAL_WORLD_SIZE": str(ranks.local_world_size(rank)),
         }
         options = ranks.actor_options(rank) | {"max_restarts": 0, "max_concurrency": 1}
-        return ray.remote(process_class).options(**options, runtime_env={"env_vars": env}).remote(rank)
+        runtime: dict[str, object] = {"env_vars": env}
+        if self._preload:
+            mark = {MARK: ranks.variables.get(MARK, "")}
+            runtime["py_executable"] = fork_command(self._preload, shared | mark)
+        return ray.remote(process_class).options(**options, runtime_env=runtime).remote(rank)
 
 
 def wait_until_gone(processes: Sequence[psutil.Process]) -> None:

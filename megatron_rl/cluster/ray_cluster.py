@@ -106,6 +106,7 @@ class RayCluster:
             phases=phases_of(spec),
             observer=observer,
             sees_node=hosting.sees_node,
+            preload=hosting.preload,
         )
         return RayPool(
             name,

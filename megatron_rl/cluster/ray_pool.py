@@ -59,7 +59,8 @@ class PoolOptions:
     rows keep their order. limits: when a rank that neither raises nor dies has failed. phases: role -> what "score" and
     "update" stand for in the phases of its verbs. After a rank failed, its peers get `grace_s` seconds to report what
     they saw before all processes are killed. direct_ranks: a larger world is called through one rank of each node.
-    sees_node: ranks see the GPUs of their world's other ranks on their node (`nodes.gpu_variables`).
+    sees_node: ranks see the GPUs of their world's other ranks on their node (`nodes.gpu_variables`). preload: as in
+    `Processes`.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class PoolOptions:
     grace_s: float = 3.0
     direct_ranks: int = 128
     sees_node: bool = False
+    preload: Sequence[str] = ()
 
 
 class RayPool:
@@ -103,7 +105,7 @@ class RayPool:
         coordinates = self._targets[HOST].get("coordinates")
         if coordinates is None or coordinates.mark.dispatch is not Dispatch.ONE_TO_ALL:
             raise TypeError(f"{host_class.__name__} must have a ONE_TO_ALL verb `coordinates`")
-        self._processes = Processes(ranks, self._options.env)
+        self._processes = Processes(ranks, self._options.env, self._options.preload)
         self._watch: Watch | None = None
         self._routes: dict[Dispatch, Route] = {}
         self._calls: RankCalls | None = None  # once the processes are up

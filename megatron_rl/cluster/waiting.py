@@ -121,8 +121,9 @@ class StartFuture(PoolFuture[None]):
         except StopIteration:
             self._is_over = True
         except BaseException as error:
+            ended_before = self.pool.fate.error
             self.pool.shutdown(error if isinstance(error, MegatronRLError) else None)
-            self._is_over, self._error, self._missing = True, error, []
+            self._is_over, self._error, self._missing = True, ended_before or error, []
             if not isinstance(error, Exception):
                 raise
         return list(self._missing)
@@ -137,7 +138,6 @@ class StartFuture(PoolFuture[None]):
         if not wait_any([self], timeout):
             raise TimeoutError(f"the pool {self.pool.name} has not started in {timeout:g} s")
         if self._error is not None:
-            self.pool.fate.raise_if_ended()  # as that may have come first
             raise self._error.with_traceback(None)
 
     def _late(self) -> WorkerFailure:

@@ -190,3 +190,9 @@ def test_a_rank_that_only_its_node_hears_is_named(nodes: ResourcePool) -> None:
             waiting.get()
         assert time.monotonic() - killed_at < 30
         assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_start_raises_what_it_has_failed_with(session: RaySession) -> None:
+    """Also what is no error of ours: a host that takes itself for one of four ranks, on a pool of two."""
+    with ResourcePool(1, 2, "cpu", session=session) as two, pytest.raises(ValueError, match="DP needs one collector"):
+        RayPool("toys", two, ToyWorker).start()

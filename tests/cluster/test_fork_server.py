@@ -1,0 +1,174 @@
+"""Ranks that are forked: a child is what its client would have been, they end together, and nothing stays.
+
+Not caught: a library that does not bear to be imported before a fork. Runs through Ray, all forked, would show it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from toy_worker import ToyWorker
+
+from megatron_rl.cluster import fork_server
+from megatron_rl.cluster.fork_server import fork_command
+from megatron_rl.cluster.leftovers import FATE, MARK, end, living, marked
+from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.errors import WorkerFailure
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+HERE = Path(__file__).parent
+IMPORTED = """
+import os, pathlib, time
+with open(os.environ["IMPORTS"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+if os.environ.get("FAILS"):
+    raise ImportError("as asked")
+time.sleep(float(os.environ.get("TAKES", "0")))
+"""
+SAY = """
+import os, sys
+print(os.getcwd(), sys.argv[1:], os.environ["RANK"], "slow_import" in sys.modules, os.getppid(), sys.path[0])
+print("an error", file=sys.stderr)
+sys.exit(int(sys.stdin.readline()))
+"""
+SLEEP = """
+import os, time
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+class Clients:
+    """Started as Ray starts them; folder: has the module `slow_import`, which counts its imports."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mark = folder, uuid.uuid4().hex[:10]
+        (folder / "slow_import.py").write_text(IMPORTED)
+        self._imports = folder / "imports"
+        self._variables = {
+            MARK: self.mark,
+            "IMPORTS": str(self._imports),
+            "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)]),
+        }
+
+    def start(self, code: str, rank: int = 0, **variables: str) -> subprocess.Popen[str]:
+        file = self.folder / f"{uuid.uuid4().hex}.py"
+        file.write_text(code)
+        command = [*shlex.split(fork_command(["slow_import"], {"run": self.mark})), str(file), "an argument"]
+        env = os.environ | self._variables | {"RANK": str(rank), FATE: f"replica/{rank}"} | variables
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        return subprocess.Popen(command, env=env, cwd=self.folder, text=True, **pipes)
+
+    def imports(self) -> list[int]:
+        """The processes that have imported the module."""
+        return [int(pid) for pid in self._imports.read_text().split()]
+
+    def pid(self, client: subprocess.Popen[str]) -> int:
+        """Of a process that sleeps."""
+        return int(client.stdout.readline())
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> Iterator[Clients]:
+    clients = Clients(tmp_path)
+    yield clients
+    assert end(lambda: marked(clients.mark)) == []
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or not living([psutil.Process(pid)])
+
+
+def test_a_child_has_what_its_client_was_given(clients: Clients) -> None:
+    """Folder, arguments, environment, open files; the exit code comes back; the module was imported once for three."""
+    started = [clients.start(SAY, rank) for rank in range(3)]
+    for rank, client in enumerate(started):
+        said, error = client.communicate(f"{rank + 3}\n", timeout=60)
+        folder, rest = said.split(" ", 1)
+        [server] = clients.imports()
+        assert (folder, rest) == (str(clients.folder), f"['an argument'] {rank} True {server} {clients.folder}\n")
+        assert error.endswith("an error\n")
+        assert client.returncode == rank + 3
+
+
+def test_others_find_a_child_by_its_own_environment(clients: Clients) -> None:
+    """By its replica, too, whose end is not the server's."""
+    started = [clients.start(SLEEP, rank) for rank in range(2)]
+    pids = [clients.pid(client) for client in started]
+    for rank, pid in enumerate(pids):
+        shown = psutil.Process(pid).environ()
+        assert (shown["RANK"], shown[FATE], shown[MARK]) == (str(rank), f"replica/{rank}", clients.mark)
+        assert os.getpgid(pid) == pid
+    [server] = clients.imports()
+    assert FATE not in psutil.Process(server).environ()
+    assert {one.pid for one in marked(clients.mark)} == {server, *pids, *(client.pid for client in started)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_child_and_its_client_end_together(clients: Clients, number: int) -> None:
+    """Whichever is killed, and no other; the server stays for those that are left, and goes after them."""
+    first, second, third = [clients.start(SLEEP, rank) for rank in range(3)]
+    pids = [clients.pid(client) for client in (first, second, third)]
+    [server] = clients.imports()
+    first.send_signal(number)
+    eventually(lambda: is_gone(pids[0]))
+    os.kill(pids[1], number)
+    assert second.wait(20) == -number
+    assert third.poll() is None and not is_gone(pids[2])
+    os.kill(pids[2], number)
+    third.wait(20)
+    eventually(lambda: is_gone(server), fork_server.IDLE_S + 20)
+
+
+@pytest.mark.parametrize("variables", [{"FAILS": "1"}, {"TAKES": "600"}], ids=["fails", "is slow"])
+def test_a_client_is_the_process_where_imports_fail(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    monkeypatch.setattr(fork_server, "READY_LIMIT_S", 8.0)
+    client = clients.start(SLEEP, **variables)
+    assert clients.pid(client) == client.pid
+    assert client.pid not in clients.imports()
+    client.kill()
+    client.wait(20)
+
+
+def test_ranks_of_a_pool_are_forked(tmp_path: Path) -> None:
+    """Four ranks through Ray, imported once; a call reaches them; one that dies is named; nothing of them stays."""
+    variables = {"TOY_COLOUR": "red", "IMPORTS": str(tmp_path / "imports")}
+    (tmp_path / "slow_import.py").write_text(IMPORTED)
+    with pytest.MonkeyPatch.context() as patch, ResourcePool(1, 4, "cpu") as ranks:
+        patch.syspath_prepend(tmp_path)
+        options = PoolOptions(env=variables, preload=("slow_import", "toy_worker"))
+        with RayPool("toys", ranks, ToyWorker, options=options) as pool:
+            server = int((tmp_path / "imports").read_text())
+            processes = [psutil.Process(pid) for pid in pool.pids]
+            assert {process.ppid() for process in processes} == {server}
+            assert [process.environ()["RANK"] for process in processes] == ["0", "1", "2", "3"]
+            assert all(process.name().startswith("ray::") for process in processes)
+            toys = pool.host(ToyWorker)
+            assert toys.environment("RANK", "TOY_COLOUR").get() == ["0", "red"]
+            napping = toys.nap(60)
+            processes[2].kill()
+            with pytest.raises(WorkerFailure, match=f"rank 2.*process {processes[2].pid}"):
+                napping.get()
+        assert all(is_gone(process.pid) for process in processes)
+    eventually(lambda: is_gone(server))
