@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +97,18 @@ def _kept(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith(KEPT)}
 
 
-def joined(records: Sequence[Record | None], warmup_steps: int) -> Record | None:
-    """The rounds of one point as one record: the first's, with the others' steps that count after its own.
+def fastest(records: Sequence[Record | None], warmup_steps: int) -> Record | None:
+    """The round of one point that stands for all of them: the one with the lowest median of the steps that count.
 
-    A round that did not finish, or has not run yet, adds nothing. None without a first one.
+    What else a machine does makes steps longer, and may do so for all of a round. A round that did not
+    finish, or has not run yet, does not count. None without a first one; the first where it did not finish.
     """
-    first, *others = records
+    first = records[0]
     if first is None or first.outcome is not TrialOutcome.FINISHED:
         return first
-    steps = dict(first.steps)
-    for other in others:
-        if other is not None and other.outcome is TrialOutcome.FINISHED and other.key == first.key:
-            counted = [metrics for step, metrics in sorted(other.steps.items()) if step > warmup_steps]
-            steps |= dict(enumerate(counted, start=max(steps, default=0) + 1))
-    return replace(first, steps=steps)
+    rounds = [one for one in records if one is not None and one.key == first.key]
+    return min((one for one in rounds if one.outcome is TrialOutcome.FINISHED), key=partial(_median_s, warmup_steps))
+
+
+def _median_s(warmup_steps: int, record: Record) -> float:
+    return statistics.median(one["timing_s/step"] for step, one in record.steps.items() if step > warmup_steps)

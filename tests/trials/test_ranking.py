@@ -11,7 +11,7 @@ from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
 from megatron_rl.trials.points import Point, points_of
 from megatron_rl.trials.ranking import Ranking, kendall_tau, ranking_lines, ranking_of
-from megatron_rl.trials.record import Record, joined
+from megatron_rl.trials.record import Record, fastest
 from megatron_rl.trials.result import Row, result_of
 
 NUMBERS = st.lists(st.integers(0, 6), min_size=2, max_size=9)
@@ -69,15 +69,16 @@ def record(*seconds: float, outcome: TrialOutcome = TrialOutcome.FINISHED, key: 
     return Record("a", key, outcome, steps={step: {"timing_s/step": value} for step, value in enumerate(seconds, 1)})
 
 
-def test_rounds_are_joined():
-    """Steps that warm up count in no round; rounds that failed, or of other settings, add nothing. Would not catch a
-    round that ran on another machine.
+def test_the_fastest_round_counts():
+    """By its median without steps that warm up, however fast those were; not one that failed, or of other settings.
+    Would not catch a round that ran on another machine.
     """
-    crashed, other = record(1.0, outcome=TrialOutcome.CRASHED), record(1.0, 2.0, key="other")
-    found = joined([record(9.0, 1.0, 2.0), record(8.0, 3.0), None, crashed, other], 1)
-    assert [found.steps[step]["timing_s/step"] for step in sorted(found.steps)] == [9.0, 1.0, 2.0, 3.0]
-    assert joined([None, record(1.0)], 0) is None
-    assert joined([crashed, record(1.0)], 0) is crashed
+    crashed, other = record(1.0, 1.0, outcome=TrialOutcome.CRASHED), record(1.0, 0.5, key="other")
+    slow, fast = record(0.1, 3.0, 2.0, 9.0), record(8.0, 1.0, 4.0, 2.5)
+    assert fastest([slow, None, crashed, fast, other], 1) is fast
+    assert fastest([slow, fast], 0) is slow
+    assert fastest([None, slow], 0) is None
+    assert fastest([crashed, slow], 0) is crashed
 
 
 def test_a_chosen_point_must_be_there():
