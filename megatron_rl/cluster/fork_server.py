@@ -197,6 +197,10 @@ def main(name: str, modules: Sequence[str]) -> None:
     with without_collections():
         for module in modules:
             importlib.import_module(module)
+    # Whoever reads what a client prints waits until nobody has that open any more.
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
     request = ForkServer(listener).serve()
     if request is not None:
         become(request)

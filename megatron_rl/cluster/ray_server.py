@@ -37,6 +37,7 @@ JOIN_LIMIT_S = 5.0
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # ranks are what the machine is for
     "RAY_enable_worker_prestart": "0",  # ranks have environments of their own, for which no worker waits
     "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about this setting

@@ -25,8 +25,8 @@ TAG = "MEGATRON_RL_TEST_TAG"
 class CommandLine:
     """One `megatron_rl train` on the demo assets, in its own session; every process it starts carries a tag.
 
-    Several in one `folder`, one after the other, are lives of the same run, whose own folder is `run`. One with
-    `--local`, which is a single process, is forked from a server that has its imports.
+    Several in one `folder`, one after the other, are lives of the same run, whose own folder is `run`. The command is
+    forked from a server that has its imports, unless it is `typed`.
     """
 
     def __init__(
@@ -38,10 +38,12 @@ class CommandLine:
         variables: Mapping[str, str] | None = None,
         names_folder: bool = True,
         stage: str = "train",
+        typed: bool = False,
     ) -> None:
         """`command`: what takes the overrides, instead of `megatron_rl train`; `variables`: its environment.
 
-        names_folder: tell it where its run goes. stage: sft, reward or dpo instead of train.
+        names_folder: tell it where its run goes. stage: sft, reward or dpo instead of train. typed: start it as a user
+        does, with all its imports.
         """
         self.tag = uuid.uuid4().hex
         self.folder = folder
@@ -50,9 +52,9 @@ class CommandLine:
         self.started = time.monotonic()
         self.marks: set[str] = set()  # of the family that was seen, see `cluster/scratch.py`
         arguments = [*overrides, *([f"trainer.default_local_dir={self.run}"] if names_folder else [])]
-        environment = {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {})
         self.process: subprocess.Popen | ForkedRun
-        if "--local" in overrides and not command:
+        environment = {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {})
+        if not command and not typed:
             self.process = ForkedRun([stage, "--config", config, *arguments], REPOSITORY, environment, self.output)
             return
         self.process = subprocess.Popen(

@@ -5,10 +5,12 @@ A run in one process spends two thirds of its time on imports; `test_local_runs.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from ranks import fork_server
 class ForkedRun:
     """As a `subprocess.Popen` of `python -m megatron_rl ARGUMENTS`, in a session of its own, stderr with stdout.
 
-    typed: a file that is its stdin, instead of none.
+    variables: of its environment, beside this process's. typed: a file that is its stdin, instead of none.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class ForkedRun:
         output: Path,
         typed: Path = Path(os.devnull),
     ) -> None:
-        place = (list(arguments), str(cwd), dict(variables), str(output), str(typed))
+        place = (list(arguments), str(cwd), typed_paths(cwd), os.environ | dict(variables), str(output), str(typed))
         # Not a daemon: those may not start processes of their own.
         self._process = fork_server().Process(target=command_line, args=place, daemon=False)
         self._process.start()
@@ -53,7 +55,17 @@ class ForkedRun:
         self.send_signal(signal.SIGKILL)
 
 
-def command_line(arguments: list[str], cwd: str, variables: dict[str, str], output: str, typed: str) -> None:
+@functools.cache
+def typed_paths(cwd: Path) -> list[str]:
+    """Where Python looks for modules when it is started in `cwd`."""
+    asked = [sys.executable, "-c", "import sys; print(*sys.path[1:], sep='\\n')"]
+    found = subprocess.run(asked, cwd=cwd, capture_output=True, text=True, check=True).stdout
+    return [str(cwd), *found.splitlines()[1:]]
+
+
+def command_line(
+    arguments: list[str], cwd: str, paths: list[str], variables: dict[str, str], output: str, typed: str
+) -> None:
     """Where the child begins; it exits as `python -m megatron_rl` does."""
     os.setsid()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -62,7 +74,10 @@ def command_line(arguments: list[str], cwd: str, variables: dict[str, str], outp
     os.dup2(os.open(typed, os.O_RDONLY), 0)
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has given it another
     os.chdir(cwd)
+    os.environ.clear()
     os.environ |= variables
+    tempfile.tempdir = None  # the server has its own
+    sys.path[:] = paths
     sys.argv = ["megatron_rl", *arguments]
     import torch
 

@@ -98,7 +98,7 @@ def test_signal_saves_and_says_so(command_line, number: int) -> None:
     signal before the first step.
     """
     keys = (*SHORT, "trainer.save_freq=1000", "trainer.stop_grace_s=30")
-    stopped = command_line(*keys, *ONE, "trainer.total_training_steps=1000")
+    stopped = command_line(*keys, *ONE, "trainer.total_training_steps=1000", typed=True)
     stopped.wait_for(reached(stopped, 2), timeout=240)
     if number == signal.SIGTERM:
         os.killpg(stopped.process.pid, number)
