@@ -69,11 +69,11 @@ class CommandLine:
     def family(self) -> list[psutil.Process]:
         """Every living process that inherited this run's tag, and a forked one, which was not started with it."""
         members = marked(self.tag, TAG)
-        if isinstance(self.process, ForkedRun) and self.process.poll() is None:
-            members.append(psutil.Process(self.process.pid))
         for process in members:
             with suppress(psutil.Error):  # it has just ended
                 self.marks |= {mark for name, mark in process.environ().items() if name == MARK}
+        if isinstance(self.process, ForkedRun) and self.process.poll() is None:
+            members.append(psutil.Process(self.process.pid))
         return members
 
     def workers(self) -> list[psutil.Process]:

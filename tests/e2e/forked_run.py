@@ -32,6 +32,7 @@ class ForkedRun:
         output: Path,
         typed: Path = Path(os.devnull),
     ) -> None:
+        output.write_bytes(b"")  # there at once, as a typed command's
         place = (list(arguments), str(cwd), typed_paths(cwd), os.environ | dict(variables), str(output), str(typed))
         # Not a daemon: those may not start processes of their own.
         self._process = fork_server().Process(target=command_line, args=place, daemon=False)
@@ -68,7 +69,7 @@ def command_line(
 ) -> None:
     """Where the child begins; it exits as `python -m megatron_rl` does."""
     os.setsid()
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    descriptor = os.open(output, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.dup2(os.open(typed, os.O_RDONLY), 0)
