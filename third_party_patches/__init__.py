@@ -29,6 +29,7 @@ CPU_PATCHES = (
     "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.cpu_partial_prompts",
     "third_party_patches.vllm.cpu_routed_experts",
+    "third_party_patches.vllm.kernel_scan",
     "third_party_patches.vllm.shm_group_name",
     "third_party_patches.vllm.shm_lifetime",
 )

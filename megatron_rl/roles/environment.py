@@ -116,6 +116,8 @@ def worker_environment(device_kind: str, ranks_per_node: int, *, sees_node: bool
         # The engine lives in this process; it must not fork a core of its own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        # What it configures when an engine starts empties the cache of every logger for each of its 350.
+        "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
