@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[RaySession]:
-    with RaySession(8) as session:
+    with RaySession(10) as session:
         yield session
 
 
@@ -137,7 +137,7 @@ def test_shutdown_leaves_no_process_and_later_calls_say_so(group: RayPool) -> No
 
 def test_a_pool_that_cannot_be_had_names_both_sides(pool: ResourcePool) -> None:
     """Would not catch a cluster that has the resources but not on one node."""
-    with pytest.raises(ConfigError, match=r"99 x \[CPU 1, GPU 0\] each: its 1 node\(s\) have \[CPU 8, GPU \d+\]"):
+    with pytest.raises(ConfigError, match=r"99 x \[CPU 1, GPU 0\] each: its 1 node\(s\) have \[CPU 10, GPU \d+\]"):
         ResourcePool(1, 99, "cpu", ready_timeout_s=1).__enter__()
 
 
