@@ -26,7 +26,8 @@ class CommandLine:
     """One `megatron_rl train` on the demo assets, in its own session; every process it starts carries a tag.
 
     Several in one `folder`, one after the other, are lives of the same run, whose own folder is `run`. The command is
-    forked from a server that has its imports, unless it is `typed`.
+    forked from a server that has its imports, unless it is `typed`, or has variables for Ray, whose library reads them
+    when it is imported.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class CommandLine:
         arguments = [*overrides, *([f"trainer.default_local_dir={self.run}"] if names_folder else [])]
         self.process: subprocess.Popen | ForkedRun
         environment = {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {})
+        typed = typed or any(name.startswith("RAY_") for name in environment)
         if not command and not typed:
             self.process = ForkedRun([stage, "--config", config, *arguments], REPOSITORY, environment, self.output)
             return

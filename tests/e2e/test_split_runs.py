@@ -27,7 +27,7 @@ THREE_RANKS = (
     *("critic.megatron.pipeline_model_parallel_size=1",),
 )
 """Of the split configuration: one for each pool."""
-MEASURED = ("timing_s/", "perf/", "reshard/", "training/rollout_")
+MEASURED = ("timing_s/", "perf/", "reshard/", "training/rollout_", "rollout_corr/log_ppl_diff")
 """Metrics of clocks, memory and transfers, and the difference between two engines, which is all rounding."""
 SIX_DIGITS = 1e-5
 
