@@ -25,14 +25,18 @@ PRELOADED = (
     "megatron_rl.roles.role_checkpoint",
     "megatron_rl.roles.token_scorer",
     "megatron_rl.roles.training",
-    "megatron_rl.rollout.engine",
     "omegaconf.grammar_parser",
+)
+"""What every rank on a CPU imports; some of it late."""
+
+PRELOADED_ENGINE = (
+    "megatron_rl.rollout.engine",
     "vllm.model_executor.models.llama",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
-"""What a rank on a CPU imports; some of it late, where an engine asks for it by name."""
+"""Where there are engines, for the pools without them, too; some of it vLLM asks for late, by name."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,15 @@ def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
         observer=ears,
         replicated=replicated_pools(config, placement),
         sees_node=sees_node,
-        preload=() if trainer.device == "cuda" else PRELOADED,
+        preload=preloaded(trainer.device, generates=ROLLOUT in placement.roles),
     )
+
+
+def preloaded(device: str, generates: bool) -> tuple[str, ...]:
+    """Modules that a node imports once for its ranks; none on GPUs, which a forked process cannot use."""
+    if device == "cuda":
+        return ()
+    return (*PRELOADED, *PRELOADED_ENGINE) if generates else PRELOADED
 
 
 def replicated_pools(config: RunConfig, placement: Placement) -> dict[str, int]:

@@ -25,6 +25,7 @@ from megatron_rl.cluster.leftovers import FATE, MARK, end, living, marked
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.errors import WorkerFailure
+from megatron_rl.hosting import preloaded
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -172,3 +173,15 @@ def test_ranks_of_a_pool_are_forked(tmp_path: Path) -> None:
                 napping.get()
         assert all(is_gone(process.pid) for process in processes)
     eventually(lambda: is_gone(server))
+
+
+def test_what_is_imported_for_ranks() -> None:
+    """No vLLM where nobody generates, and it is not dragged in; the engine's modules beside the others where somebody
+    does; nothing on GPUs. Would not catch what a rank imports besides, which costs time alone.
+    """
+    without, beside = preloaded("cpu", generates=False), preloaded("cpu", generates=True)
+    code = f"import importlib, sys; [importlib.import_module(name) for name in {without}]; print('vllm' in sys.modules)"
+    said = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["False"]
+    assert beside[: len(without)] == without and any(name.startswith("vllm.") for name in beside)
+    assert preloaded("cuda", generates=True) == ()
