@@ -100,8 +100,8 @@ def _kept(metrics: Mapping[str, float]) -> dict[str, float]:
 def fastest(records: Sequence[Record | None], warmup_steps: int) -> Record | None:
     """The round of one point that stands for all of them: the one with the lowest median of the steps that count.
 
-    What else a machine does makes steps longer, and may do so for all of a round. A round that did not
-    finish, or has not run yet, does not count. None without a first one; the first where it did not finish.
+    What else a machine does makes steps longer, and may do so for all of a round. A round that did not finish, or has
+    not run yet, does not count. None without a first one; the first where it did not finish.
     """
     first = records[0]
     if first is None or first.outcome is not TrialOutcome.FINISHED:

@@ -95,6 +95,14 @@ def eventually(holds: Callable[[], bool], seconds: float = GONE_S) -> bool:
     return True
 
 
+def lives(pid: int) -> bool:
+    """Not where it is dead, and its parent has not noticed."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def mark_of(pid: int) -> str:
     """The mark of the run that a rank belongs to."""
     return psutil.Process(pid).environ()[MARK]

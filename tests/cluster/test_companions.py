@@ -11,9 +11,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from replica_cluster import eventually
+from replica_cluster import eventually, lives
 
 from megatron_rl.cluster.leftovers import FATE, MARK, end, marked
 
@@ -58,13 +57,6 @@ def kill(rank: tuple[subprocess.Popen, list[int]]) -> Callable[[], bool]:
     process.kill()
     process.wait()
     return lambda: not any(map(lives, pids))
-
-
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_the_end_of_a_replica_is_not_that_of_the_node(node: Node) -> None:

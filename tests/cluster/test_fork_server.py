@@ -10,18 +10,18 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from replica_cluster import eventually, lives
 from toy_worker import ToyWorker
 
 from megatron_rl.cluster import fork_server
 from megatron_rl.cluster.fork_server import fork_command
-from megatron_rl.cluster.leftovers import FATE, MARK, end, living, marked
+from megatron_rl.cluster.leftovers import FATE, MARK, end, marked
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.errors import WorkerFailure
@@ -29,7 +29,6 @@ from megatron_rl.hosting import preloaded
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
-HERE = Path(__file__).parent
 IMPORTED = """
 import os, pathlib, time
 with open(os.environ["IMPORTS"], "a") as file:
@@ -88,17 +87,6 @@ def clients(tmp_path: Path) -> Iterator[Clients]:
     assert end(lambda: marked(clients.mark)) == []
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or not living([psutil.Process(pid)])
-
-
 def test_a_child_has_what_its_client_was_given(clients: Clients) -> None:
     """Folder, arguments, environment, open files; the exit code comes back; the module was imported once for three."""
     started = [clients.start(SAY, rank) for rank in range(3)]
@@ -131,13 +119,13 @@ def test_a_child_and_its_client_end_together(clients: Clients, number: int) -> N
     pids = [clients.pid(client) for client in (first, second, third)]
     [server] = clients.imports()
     first.send_signal(number)
-    eventually(lambda: is_gone(pids[0]))
+    assert eventually(lambda: not lives(pids[0]))
     os.kill(pids[1], number)
     assert second.wait(20) == -number
-    assert third.poll() is None and not is_gone(pids[2])
+    assert third.poll() is None and lives(pids[2])
     os.kill(pids[2], number)
     third.wait(20)
-    eventually(lambda: is_gone(server), fork_server.IDLE_S + 20)
+    assert eventually(lambda: not lives(server), fork_server.IDLE_S + 20)
 
 
 @pytest.mark.parametrize("variables", [{"FAILS": "1"}, {"TAKES": "600"}], ids=["fails", "is slow"])
@@ -171,8 +159,8 @@ def test_ranks_of_a_pool_are_forked(tmp_path: Path) -> None:
             processes[2].kill()
             with pytest.raises(WorkerFailure, match=f"rank 2.*process {processes[2].pid}"):
                 napping.get()
-        assert all(is_gone(process.pid) for process in processes)
-    eventually(lambda: is_gone(server))
+        assert not any(lives(process.pid) for process in processes)
+    assert eventually(lambda: not lives(server))
 
 
 def test_what_is_imported_for_ranks() -> None:
