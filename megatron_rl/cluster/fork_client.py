@@ -47,11 +47,11 @@ def is_ours(connection: socket.socket) -> bool:
 
 
 def start_server(name: str, modules: str, variable: str) -> subprocess.Popen[bytes]:
-    """A process of its own session, with this environment but for `variable`; where there is one, it ends at once."""
+    """A process of a group of its own, with this environment but for `variable`; where there is one, it ends at once."""
     own = {key: value for key, value in os.environ.items() if key != variable}
     command = [sys.executable, "-m", "megatron_rl.cluster.fork_server", name.removeprefix("\0"), modules]
     own[ROOM] = "x" * ROOM_BYTES
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own, start_new_session=True)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own, process_group=0)
 
 
 def connect(name: str, modules: str, variable: str, deadline: float) -> socket.socket | None:

@@ -1,6 +1,7 @@
 """A driver on a node of Ray's own making that is told of four GPUs; prints what ranks see, as JSON.
 
-Four ranks that see their own GPU each; then two worlds of two ranks that see those of their world.
+Two worlds of two ranks at a time: the ranks of one see their own GPU each, those of the other, a replica, their
+world's.
 """
 
 import json
@@ -9,7 +10,7 @@ from contextlib import ExitStack
 
 import ray
 
-from megatron_rl.cluster.ranks import Ranks, ReplicaRanks
+from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.dispatch import Coordinates, Dispatch, verb
@@ -29,21 +30,14 @@ class EveryRank:
         return [os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]]
 
 
-def seen_by(worlds: list[Ranks], options: PoolOptions) -> list[list[list[str]]]:
-    """Of every rank of worlds that run at the same time: the GPUs that it sees, and the number of its own."""
-    with ExitStack() as opened:
-        pools = [opened.enter_context(RayPool("toys", world, EveryRank, options=options)) for world in worlds]
-        return [pool.host(EveryRank).seen().get() for pool in pools]
-
-
 def main() -> None:
     """No GPU is there, and nobody uses one."""
     ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
     try:
-        with ResourcePool(1, 4, "cuda") as ranks:
-            print(json.dumps(seen_by([ranks], PoolOptions())))
-            halves: list[Ranks] = [ReplicaRanks(f"toys/{number}", ranks, number, 2) for number in range(2)]
-            print(json.dumps(seen_by(halves, PoolOptions(sees_node=True))))
+        with ResourcePool(1, 2, "cuda") as whole, ResourcePool(1, 2, "cuda") as cut, ExitStack() as opened:
+            worlds = [(whole, PoolOptions()), (ReplicaRanks("toys/0", cut, 0, 2), PoolOptions(sees_node=True))]
+            pools = [opened.enter_context(RayPool("toys", ranks, EveryRank, options=how)) for ranks, how in worlds]
+            print(json.dumps([pool.host(EveryRank).seen().get() for pool in pools]))
     finally:
         ray.shutdown()
 

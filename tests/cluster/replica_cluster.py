@@ -42,6 +42,7 @@ def cluster_of(
         "cpu",
         limits=limits or Limits(),
         replicated={ROLLOUT: size},
+        preload=("replica_worker",),
     )
     return RayCluster([spec(ROLLOUT, num_replicas * size // num_nodes, num_nodes), spec(TRAIN, 1)], hosting)
 

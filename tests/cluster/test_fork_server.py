@@ -100,13 +100,15 @@ def test_a_child_has_what_its_client_was_given(clients: Clients) -> None:
 
 
 def test_others_find_a_child_by_its_own_environment(clients: Clients) -> None:
-    """By its replica, too, whose end is not the server's."""
+    """By its replica, too, whose end is not the server's. A group of its own, which Ray kills, but no session of its own,
+    to which Linux would share out the cores.
+    """
     started = [clients.start(SLEEP, rank) for rank in range(2)]
     pids = [clients.pid(client) for client in started]
     for rank, pid in enumerate(pids):
         shown = psutil.Process(pid).environ()
         assert (shown["RANK"], shown[FATE], shown[MARK]) == (str(rank), f"replica/{rank}", clients.mark)
-        assert os.getpgid(pid) == pid
+        assert os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0)
     [server] = clients.imports()
     assert FATE not in psutil.Process(server).environ()
     assert {one.pid for one in marked(clients.mark)} == {server, *pids, *(client.pid for client in started)}

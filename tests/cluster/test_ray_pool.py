@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -24,6 +25,8 @@ from megatron_rl.errors import ConfigError, WorkerFailure
 from megatron_rl.records import ragged
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+FORKED = PoolOptions(preload=("toy_worker", "fragile_worker"))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def nodes(session: RaySession) -> Iterator[ResourcePool]:
 
 @pytest.fixture(scope="module")
 def group(pool: ResourcePool) -> Iterator[RayPool]:
-    with RayPool("toys", pool, ToyWorker, options=PoolOptions(env={"TOY_COLOUR": "red"})) as group:
+    with RayPool("toys", pool, ToyWorker, options=replace(FORKED, env={"TOY_COLOUR": "red"})) as group:
         yield group
 
 
@@ -155,7 +158,7 @@ def test_worker_classes_that_cannot_be_a_group_are_refused(pool: ResourcePool) -
 
 def test_relayed_answers_are_those_of_direct_calls(nodes: ResourcePool) -> None:
     """Split, whole, large and refused calls. Would not catch an answer that is copied once too often."""
-    with RayPool("toys", nodes, ToyWorker, options=PoolOptions(direct_ranks=3)) as group:
+    with RayPool("toys", nodes, ToyWorker, options=replace(FORKED, direct_ranks=3)) as group:
         tokens = ragged([torch.full((row + 1,), row) for row in range(5)])
         doubled = group.host(ToyWorker).double(Toy(torch.arange(5), tokens, torch.ones(5), batch_size=[5])).get()
         assert doubled.row.tolist() == [0, 1, 2, 3, 4] and doubled.weight.tolist() == [0, 0, 0, 2, 2]
@@ -175,11 +178,11 @@ def test_relayed_answers_are_those_of_direct_calls(nodes: ResourcePool) -> None:
 
 def test_a_rank_that_only_its_node_hears_is_named(nodes: ResourcePool) -> None:
     """Rank 3 raises while rank 2, which relays to it, waits; then a killed one. Would not catch a lost heartbeat."""
-    group = RayPool("toys", nodes, FragileWorker, options=PoolOptions(direct_ranks=1))
+    group = RayPool("toys", nodes, FragileWorker, options=replace(FORKED, direct_ranks=1))
     group.start()
     with pytest.raises(WorkerFailure, match=r"^rank 3 \(host\) raised ZeroDivisionError in divide_by_zero_on"):
         group.host(FragileWorker).divide_by_zero_on(3).get()
-    with RayPool("toys", nodes, FragileWorker, options=PoolOptions(direct_ranks=1)) as group:
+    with RayPool("toys", nodes, FragileWorker, options=replace(FORKED, direct_ranks=1)) as group:
         pids = group.pids
         waiting = group.host(FragileWorker).barrier_all_but(3)
         with pytest.raises(TimeoutError):
@@ -195,4 +198,4 @@ def test_a_rank_that_only_its_node_hears_is_named(nodes: ResourcePool) -> None:
 def test_a_start_raises_what_it_has_failed_with(session: RaySession) -> None:
     """Also what is no error of ours: a host that takes itself for one of four ranks, on a pool of two."""
     with ResourcePool(1, 2, "cpu", session=session) as two, pytest.raises(ValueError, match="DP needs one collector"):
-        RayPool("toys", two, ToyWorker).start()
+        RayPool("toys", two, ToyWorker, options=FORKED).start()

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,8 @@ from megatron_rl.cluster.watch import Limits
 from megatron_rl.errors import ConfigError, WorkerFailure, WorkerStall
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+FORKED = PoolOptions(preload=("fragile_worker",))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def pair(session: RaySession) -> Iterator[ResourcePool]:
 
 def test_an_exception_names_its_rank_and_ends_the_group(pool: ResourcePool) -> None:
     """Would not catch a failure on a rank whose clock is far off."""
-    with RayPool("toys", pool, FragileWorker) as group:
+    with RayPool("toys", pool, FragileWorker, options=FORKED) as group:
         pids = group.pids
         earlier = group.host(FragileWorker).nap(0)
         broken = group.host(FragileWorker).divide_by_zero_on(2)
@@ -64,7 +67,7 @@ def test_an_exception_names_its_rank_and_ends_the_group(pool: ResourcePool) -> N
 
 def test_a_killed_rank_is_named_while_its_peers_hang_in_a_barrier(pool: ResourcePool) -> None:
     """Would not catch a rank that hangs without dying."""
-    with RayPool("toys", pool, FragileWorker) as group:
+    with RayPool("toys", pool, FragileWorker, options=FORKED) as group:
         waiting = group.host(FragileWorker).barrier_all_but(1)
         with pytest.raises(TimeoutError):
             waiting.get(timeout=2)
@@ -78,7 +81,7 @@ def test_a_killed_rank_is_named_while_its_peers_hang_in_a_barrier(pool: Resource
 
 def test_a_failure_nobody_asked_about_surfaces_at_the_next_call(pool: ResourcePool) -> None:
     """Would not catch a failure that happens after the last call, unless the group is left by its `with` block."""
-    with RayPool("toys", pool, FragileWorker) as group:
+    with RayPool("toys", pool, FragileWorker, options=FORKED) as group:
         group.host(FragileWorker).answer_with_lock()
         with pytest.raises(WorkerFailure, match=r"rank 0 \(host\).*answer_with_lock: TypeError: cannot pickle"):
             for _ in range(100):
@@ -88,7 +91,7 @@ def test_a_failure_nobody_asked_about_surfaces_at_the_next_call(pool: ResourcePo
 
 def test_an_interrupted_driver_takes_its_workers_along(pool: ResourcePool) -> None:
     """Would not catch an interrupt outside of `get`, where only the `with` block helps."""
-    with RayPool("toys", pool, FragileWorker) as group:
+    with RayPool("toys", pool, FragileWorker, options=FORKED) as group:
         pids = group.pids
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -98,7 +101,7 @@ def test_an_interrupted_driver_takes_its_workers_along(pool: ResourcePool) -> No
 
 def test_a_failing_constructor_is_reported_as_its_own_error(pool: ResourcePool) -> None:
     """Would not catch a constructor that hangs."""
-    group = RayPool("toys", pool, FragileWorker, 2)
+    group = RayPool("toys", pool, FragileWorker, 2, options=FORKED)
     with pytest.raises(ConfigError) as raised:
         group.start()
     assert str(raised.value) == "rank 2 (FragileWorker), in __init__: tp(3) does not divide num_heads(8)"
@@ -110,13 +113,13 @@ def test_a_failing_import_on_the_ranks_is_reported(pool: ResourcePool) -> None:
     with pytest.raises(
         WorkerFailure, match=r"\(FragileWorker\) raised ImportError in __init__: no module named 'missing"
     ):
-        RayPool("toys", pool, FragileWorker, FailsToUnpickle()).start()
+        RayPool("toys", pool, FragileWorker, FailsToUnpickle(), options=FORKED).start()
 
 
 def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: ResourcePool, tmp_path: Path) -> None:
     """One sleeps, the other is in a barrier. Would not catch two ranks that wait for each other."""
     limits = Limits(stall_timeout_s=10, stacks_file=tmp_path / "stacks.txt")
-    with RayPool("toys", pair, FragileWorker, -1, True, options=PoolOptions(limits=limits)) as group:
+    with RayPool("toys", pair, FragileWorker, -1, True, options=replace(FORKED, limits=limits)) as group:
         pids = group.pids
         with pytest.raises(WorkerStall) as raised:
             group.host(FragileWorker).barrier_all_but(1).get(timeout=60)
@@ -131,9 +134,8 @@ def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: Resource
 
 def test_a_stopped_process_is_named_and_removed(pair: ResourcePool) -> None:
     """In no verb of its own: its peer stalls first. Would not catch a machine that is unplugged."""
-    with RayPool(
-        "toys", pair, FragileWorker, options=PoolOptions(limits=Limits(stall_timeout_s=600, heartbeat_timeout_s=10))
-    ) as group:
+    options = replace(FORKED, limits=Limits(stall_timeout_s=600, heartbeat_timeout_s=10))
+    with RayPool("toys", pair, FragileWorker, options=options) as group:
         pids = group.pids
         group.host(FragileWorker).nap(0).get()
         os.kill(pids[0], signal.SIGSTOP)
