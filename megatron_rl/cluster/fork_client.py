@@ -47,7 +47,7 @@ def is_ours(connection: socket.socket) -> bool:
 
 
 def start_server(name: str, modules: str, variable: str) -> subprocess.Popen[bytes]:
-    """A process of a group of its own, with this environment but for `variable`; where there is one, it ends at once."""
+    """A process in a group of its own with this environment but for `variable`; it ends at once where there is one."""
     own = {key: value for key, value in os.environ.items() if key != variable}
     command = [sys.executable, "-m", "megatron_rl.cluster.fork_server", name.removeprefix("\0"), modules]
     own[ROOM] = "x" * ROOM_BYTES

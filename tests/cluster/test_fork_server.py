@@ -100,8 +100,8 @@ def test_a_child_has_what_its_client_was_given(clients: Clients) -> None:
 
 
 def test_others_find_a_child_by_its_own_environment(clients: Clients) -> None:
-    """By its replica, too, whose end is not the server's. A group of its own, which Ray kills, but no session of its own,
-    to which Linux would share out the cores.
+    """By its replica, too, whose end is not the server's. It has a group of its own, which Ray kills, but no session of
+    its own, to which Linux would share out the cores.
     """
     started = [clients.start(SLEEP, rank) for rank in range(2)]
     pids = [clients.pid(client) for client in started]
