@@ -53,7 +53,7 @@ def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Proc
 @pytest.mark.parametrize(
     ("doomed", "send", "signals", "exit_code"),
     [
-        ([], os.kill, [signal.SIGINT], 130),
+        pytest.param([], os.kill, [signal.SIGINT], 130, marks=pytest.mark.exhaustive),
         pytest.param([], os.killpg, [signal.SIGTERM], 143, marks=pytest.mark.exhaustive),
         pytest.param(["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code, marks=pytest.mark.exhaustive),
         (["600"], os.kill, [signal.SIGTERM, signal.SIGINT], 130),
