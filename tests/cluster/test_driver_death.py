@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +31,17 @@ def doomed(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, l
     """As `driven`; the fixture's parameter is the driver's argument list."""
     with driven(*request.param) as tree:
         yield tree
+
+
+@pytest.fixture
+def own_temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder for temporary files that no other run on this machine cleans; of a short name, as sockets go there."""
+    folder = Path("/tmp", uuid.uuid4().hex[:4])
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield
+    shutil.rmtree(folder)
 
 
 @contextmanager
@@ -121,7 +134,7 @@ def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -
 
 
 @pytest.mark.exhaustive
-def test_the_next_start_removes_what_nobody_could() -> None:
+def test_the_next_start_removes_what_nobody_could(own_temporary: None) -> None:
     """Driver, workers, Ray and the companion are killed at once, as with a whole control group; of the next one the
     driver alone, which leaves nothing.
 
