@@ -32,7 +32,7 @@ def run(*arguments: str) -> int:
 
 
 def layouts_of_context() -> list[dict[str, str | int]]:
-    """Points of an ablation."""
+    """Layouts with context parallelism, as points of an ablation."""
     return [
         {
             "name": f"tp{tp}-pp{pp}-cp{cp}-rollout_tp1",

@@ -34,8 +34,7 @@ class ForkedRun:
     ) -> None:
         output.write_bytes(b"")  # there at once, as a typed command's
         # Not what Ray has left behind here, where other tests have used it: its library in the server has read nothing.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        place = (list(arguments), str(cwd), typed_paths(cwd), own | dict(variables), str(output), str(typed))
+        place = (list(arguments), str(cwd), typed_paths(cwd), without_ray() | dict(variables), str(output), str(typed))
         # Not a daemon: those may not start processes of their own.
         self._process = fork_server().Process(target=command_line, args=place, daemon=False)
         self._process.start()
@@ -56,6 +55,11 @@ class ForkedRun:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def without_ray() -> dict[str, str]:
+    """This process's environment, without Ray's variables."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from forked_run import without_ray
 
 from megatron_rl.cluster.leftovers import end, marked
 from megatron_rl.cluster.worker_process import listen
@@ -66,7 +66,7 @@ class Raylets:
         where += [f"--{name}={self._new_port()}" for name in ports]
         address = self.address(len(self._nodes))
         tag = secrets.token_hex(8)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment = without_ray()
         self._nodes.append(tag)
         self._run_ray(["start", f"--node-ip-address={address}", f"--num-cpus={num_cpus}", *where], environment, tag)
 

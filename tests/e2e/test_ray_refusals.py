@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from forked_run import without_ray
 from raylets import Raylets, free_port
 
 from megatron_rl.cluster import ray_server
@@ -111,7 +112,7 @@ client.internal_kv_put(CLUSTER_METADATA_KEY, json.dumps(altered).encode(), True,
 
 def drive(variables: Mapping[str, str], program: str, *arguments: str) -> tuple[int, str, float]:
     """Exit code, stdout and seconds of a program with only these of Ray's variables, and no home folder."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    clean = without_ray()
     env = clean | {"HOME": "/proc/none", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variables}
     begun = time.monotonic()
     done = subprocess.run(
