@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import psutil
@@ -108,7 +109,10 @@ def test_no_process_waits_for_other_work(group: RayPool) -> None:
 
     Would not catch one that has not started yet.
     """
-    lines = [" ".join(process.cmdline()[:1]) for process in psutil.Process().children(recursive=True)]
+    lines = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            lines.append(" ".join(process.cmdline()[:1]))
     assert [line for line in lines if line.startswith("ray::")], lines
     assert not [line for line in lines if line.startswith("ray::IDLE")], lines
 

@@ -87,6 +87,14 @@ class CommandLine:
                     found.append(process)
         return found
 
+    def titles(self) -> list[str]:
+        """The command lines of the family, or what its processes have made of them."""
+        found = []
+        for process in self.family():
+            with suppress(psutil.Error):  # it has just ended
+                found.append(" ".join(process.cmdline()))
+        return found
+
     def wait_for(self, condition, timeout: float, may_end: bool = False, interval: float = 0.2) -> None:
         """Poll until `condition()` is true; AssertionError with the output when the run ends first or it is too late.
 
@@ -122,9 +130,9 @@ class CommandLine:
     def left_over(self, patience: float = 10) -> list[str]:
         """Command lines of processes, and files, that outlive the run by more than `patience` seconds."""
         deadline = time.monotonic() + patience
-        while ((family := self.family()) or self.files()) and time.monotonic() < deadline:
+        while (left := [*self.files(), *self.titles()]) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return [*self.files(), *(" ".join(process.cmdline()) for process in family)]
+        return left
 
     def kill_all(self) -> None:
         assert end(self.family) == []

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from megatron_rl.cluster.leftovers import variable_of
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 ASYNC = "configs/async_cpu.yaml"
@@ -62,7 +64,7 @@ def trained(folder: Path) -> Counter[tuple[str, ...]]:
 
 def replicas(run) -> list[psutil.Process]:
     """The processes that generate: of the second pool, whose ranks are told their replica."""
-    return [process for process in run.workers() if "POOL_REPLICA" in process.environ()]
+    return [process for process in run.workers() if variable_of(process, "POOL_REPLICA") is not None]
 
 
 def events(run, kind: str) -> list[dict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -60,8 +61,12 @@ def test_ranks_that_take_too_long_are_ended(world):
 
 
 def ranks_left() -> list[int]:
-    mine = psutil.Process().children(recursive=True)
-    return [process.pid for process in mine if "megatron_rl.profiling.rank" in " ".join(process.cmdline())]
+    left = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if "megatron_rl.profiling.rank" in " ".join(process.cmdline()):
+                left.append(process.pid)
+    return left
 
 
 def command(*arguments: str, limit: float) -> subprocess.CompletedProcess:

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
 
+from megatron_rl.cluster.leftovers import descendants, living
 from megatron_rl.errors import RewardError
 from megatron_rl.reward import keeper
 from megatron_rl.reward.function import RewardSource
@@ -58,16 +60,11 @@ def samples(*answers):
     return [Sample("unit", answer, "ab", {}) for answer in answers]
 
 
-def descendants():
-    return psutil.Process().children(recursive=True)
-
-
 def gone(processes, patience_s=5.0):
     """Whether all of them end in time; ended and not yet waited for counts."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        if not alive:
+        if not living(processes):
             return True
         time.sleep(0.05)
     return False
@@ -136,21 +133,23 @@ def test_keeper_ignores_the_signals_of_the_job(start):
 
 def test_nothing_is_left_when_the_block_ends(start):
     """Neither workers nor what a function left running, in a session of its own. Would not catch files left behind."""
-    before = set(descendants())
+    before = descendants()
     with start() as processes:
         processes.score(samples("subprocess.Popen(['sleep', '1000'], start_new_session=True).pid"))
         processes.score(samples("os.system('setsid sleep 1000 &')"))  # its parent is gone at once
-        family = set(descendants()) - before
+        family = descendants() - before
         assert len(family) == 5
     assert gone(family)
 
 
 def test_what_a_hung_function_started_ends_with_it(start):
     """A child in its own session, under a sample that times out. Would not catch a child that lost its parent."""
-    before = set(descendants())
+    before = descendants()
     with start(num_workers=1) as processes:
         processes.score(samples("subprocess.run(['sleep', '1000'], start_new_session=True)", "1"))
-        assert not [p for p in set(descendants()) - before if p.name() == "sleep" and not gone([p])]
+        for process in descendants() - before:
+            with suppress(psutil.NoSuchProcess):
+                assert process.name() != "sleep" or gone([process])
 
 
 def test_nothing_is_left_when_the_driver_is_killed(start, tmp_path):
@@ -176,10 +175,10 @@ with RewardProcesses(KeeperSettings({processes.settings.source!r}, 2, 100, True)
 
 def test_workers_end_with_a_killed_keeper(start):
     """The driver is told, and the kernel ends the workers. Would not catch what the function had started."""
-    before = set(descendants())
+    before = descendants()
     with start() as processes:
         processes.score(samples("1"))
-        family = set(descendants()) - before
+        family = descendants() - before
         os.kill(processes._keeper.pid, signal.SIGKILL)
         with pytest.raises(RewardError, match="has died"):
             processes.score(samples("1"))
