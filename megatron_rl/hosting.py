@@ -18,25 +18,8 @@ from megatron_rl.planner.stall import stall_timeout_s
 from megatron_rl.roles.environment import handed_on, worker_environment
 from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.kinds import KINDS
+from megatron_rl.roles.preloaded import preloaded
 from megatron_rl.roles.rank import sequence_work
-
-PRELOADED = (
-    "megatron_rl.roles.host",
-    "megatron_rl.roles.role_checkpoint",
-    "megatron_rl.roles.token_scorer",
-    "megatron_rl.roles.training",
-    "omegaconf.grammar_parser",
-)
-"""What every rank on a CPU imports; some of it late."""
-
-PRELOADED_ENGINE = (
-    "megatron_rl.rollout.engine",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_worker",
-)
-"""Where there are engines, for the pools without them, too; some of it vLLM asks for late, by name."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +73,6 @@ def hosting_of(config: RunConfig, placement: Placement, ears: Ears) -> Hosting:
         sees_node=sees_node,
         preload=preloaded(trainer.device, generates=ROLLOUT in placement.roles),
     )
-
-
-def preloaded(device: str, generates: bool) -> tuple[str, ...]:
-    """Modules that a node imports once for its ranks; none on GPUs, which a forked process cannot use."""
-    if device == "cuda":
-        return ()
-    return (*PRELOADED, *PRELOADED_ENGINE) if generates else PRELOADED
 
 
 def replicated_pools(config: RunConfig, placement: Placement) -> dict[str, int]:

@@ -55,7 +55,7 @@ def fork_command(modules: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 class Request(NamedTuple):
-    """What a client asks for: a Python file with its arguments, its environment, and the folder that it starts in."""
+    """What a client asks for: a file or `-m MODULE` with its arguments, its environment, and its folder."""
 
     arguments: list[str]
     variables: dict[str, str]
@@ -177,14 +177,18 @@ def show_environment(variables: Mapping[str, str]) -> None:
 
 
 def become(request: Request) -> None:
-    """Run what a child was asked for, as `python FILE ARGUMENT...` would."""
+    """Run what a child was asked for, as `python FILE ARGUMENT...` or `python -m MODULE ARGUMENT...` would."""
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.variables)
     show_environment(request.variables)
-    sys.argv = list(request.arguments)
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    first, *rest = request.arguments
+    if first == "-m":
+        sys.argv, sys.path[0] = rest, request.folder
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = request.arguments, str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
 
 
 def main(name: str, modules: Sequence[str]) -> None:

@@ -27,11 +27,13 @@ class Overheads:
     """Seconds that come on top of FLOPs and bytes, of a rank that has its device, or a core, to itself.
 
     score_*: of a forward pass, update_*: of forward and backward: _pass of each micro-batch on each stage, _layer of
-    each of its layers, _token of each token, layer and unit of the hidden size. optimizer_step, optimizer_layer: of one
-    optimizer step. generation: of each time that a batch is drawn; request: of each of its answers. engine_step,
-    engine_layer, engine_sequence: of a decode step, each of its layers and sequences; engine_step None takes what is
-    calibrated (`time.DECODE_OVERHEAD`). transition: of one. call: of the controller, for each rank that it calls.
-    launch: of a layer's kernels in a forward pass, which run beside the computing of those before them.
+    each of its layers, _token of each token, layer and unit of the hidden size. context_layer, context_token: of a
+    layer's attention to the keys of each other context-parallel rank, forward; the latter of each token of this rank
+    and unit of the hidden size. optimizer_step, optimizer_layer: of one optimizer step. generation: of each time that a
+    batch is drawn; request: of each of its answers. engine_step, engine_layer, engine_sequence: of a decode step, each
+    of its layers and sequences; engine_step None takes what is calibrated (`time.DECODE_OVERHEAD`). transition: of one.
+    call: of the controller, for each rank that it calls. launch: of a layer's kernels in a forward pass, which run
+    beside the computing of those before them.
     """
 
     score_pass: float = 0.0
@@ -40,6 +42,8 @@ class Overheads:
     update_pass: float = 0.0
     update_layer: float = 0.0
     update_token: float = 0.0
+    context_layer: float = 0.0
+    context_token: float = 0.0
     optimizer_step: float = 0.0
     optimizer_layer: float = 0.0
     generation: float = 0.0

@@ -266,7 +266,7 @@ class Estimator:
         norms and residuals are.
         """
         layout, hidden, known = self.layout, self.model.hidden, self.hardware.overheads
-        tokens *= hidden * (1 + 1 / layout.tp) / 2
+        mine, tokens = tokens, tokens * hidden * (1 + 1 / layout.tp) / 2
         on_stage, on_layer = known.score_pass, known.score_layer + tokens * known.score_token
         if passes > 1:
             again = (passes - 3) * on_layer
@@ -274,7 +274,21 @@ class Estimator:
         collective = latency(self.hardware.collectives, layout.tp)
         hops = 2 * (passes > 1) + (passes == 1) if layout.pp > 1 else 0
         on_stage += all_reduces * collective + hops * latency(self.hardware.collectives, 2)
-        return layout.vpp * on_stage, on_layer + all_reduces * collective
+        on_layer += all_reduces * collective + self._context_overhead(mine, passes)
+        return layout.vpp * on_stage, on_layer
+
+    def _context_overhead(self, tokens: float, passes: float) -> float:
+        """Seconds of one layer's attention across context-parallel ranks beside FLOPs and bytes.
+
+        Keys come in blocks, one of each rank, that are worked with one by one; with a2a tokens and heads change ranks
+        twice, and twice again backward.
+        """
+        layout, known = self.layout, self.hardware.overheads
+        if layout.cp_comm_type == "a2a":
+            changes = 2 if passes == 1 else 2 * (passes - 1)
+            return changes * latency(self.hardware.collectives, layout.cp)
+        block = known.context_layer + tokens * self.model.hidden / layout.tp * known.context_token
+        return passes * (layout.cp - 1) * block
 
     def _weight_bytes(self) -> float:
         """That one rank of TP and EP would hold of all stages."""

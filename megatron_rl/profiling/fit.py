@@ -44,23 +44,27 @@ class Probe:
     def tp(self) -> int:
         return self.world.task.tp_size
 
+    @property
+    def cp(self) -> int:
+        return self.world.task.cp_size
+
     def estimator(self, hardware: Hardware) -> Estimator:
         """Of its layout, with a core for each rank."""
         num_ranks = self.world.task.world_size
-        layout = Layout(num_ranks, num_ranks, tp=self.tp, rollout_tp=self.tp)
+        layout = Layout(num_ranks, num_ranks, tp=self.tp, rollout_tp=self.tp, cp=self.cp)
         return Estimator(self.cost, layout, replace(hardware, parallel_ranks=0.0), self.dtype)
 
     def load(self, sample: Sample) -> Load:
         """What a sample asks of the clock: equal lengths, and as many rows on every data-parallel rank."""
         length = sample.prompt + sample.response
-        rows = sample.rows * (self.world.task.world_size // self.tp)
+        rows = sample.rows * (self.world.task.world_size // self.world.task.sharing)
         return Load(
             rows,
             sample.prompt,
             sample.response,
             sample.response,
             mini_batch=rows,
-            block_tokens=self.micro_batch * length,
+            block_tokens=self.micro_batch * length // self.cp,
         )
 
     def expected(self, hardware: Hardware, sample: Sample) -> float:
@@ -196,6 +200,20 @@ def fit_collectives(known: Hardware, cut: Sequence[Probe]) -> tuple[dict[int, fl
         dict(zip(sizes, training.solve(), strict=True)) if sizes else {},
         dict(zip(sizes, engine.solve(), strict=True)) if sizes else {},
     )
+
+
+def fit_context(known: Hardware, cut: Sequence[Probe]) -> Overheads:
+    """With what passes of context-parallel ranks take above the clock's seconds. known: with all other numbers."""
+    found = Equations()
+    for probe in cut:
+        for sample in probe.world.of(SCORE, UPDATE):
+            whole = probe.measured(known, sample)
+            rest = whole - probe.expected(known, sample)
+            forward = (1 if sample.kind == SCORE else 3) * (probe.cp - 1) * probe.layers
+            tokens = sample.rows * (sample.prompt + sample.response) / probe.cp
+            found.add([forward * probe.blocks(sample), forward * tokens * probe.cost.hidden / probe.tp], rest, whole)
+    layer, token = found.solve() if found.rows else (0.0, 0.0)
+    return replace(known.overheads, context_layer=layer, context_token=token)
 
 
 def errors(hardware: Hardware, probes: Sequence[Probe]) -> list[float]:

@@ -2,57 +2,86 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
+from megatron_rl.cluster.fork_server import fork_command
+from megatron_rl.cluster.leftovers import end, marked
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.profiling.samples import Task, World, read_samples, slowest, write_task
 from megatron_rl.roles.environment import started_with, worker_environment
+from megatron_rl.roles.preloaded import preloaded
 
 LOOPBACK = "127.0.0.1"
 """All ranks of a world are on this machine."""
 POLL_S = 0.1
+MARK = "MEGATRON_RL_PROFILE"
+"""The environment variable that every process of a profile starts with."""
+
 TAIL = 12
 """Lines of a failed rank's output that are shown."""
 
 
-def run_world(task: Task, config: Path, folder: Path, ranks_per_machine: int, time_limit_s: float) -> World:
-    """Every rank of the task's world in a process of its own, on this machine.
+class Worlds:
+    """Starts worlds of ranks on this machine, one after the other; what they have left ends with it.
 
-    folder: new, for their files. ranks_per_machine: that a rank's threads are counted for. Raises WorkerFailure when
-    one fails, or when they take longer than the limit.
+    ranks_per_machine: that a rank's threads are counted for.
     """
-    folder.mkdir()
-    write_task(task, folder / "task.json")
-    with ExitStack() as opened:
-        listener = opened.enter_context(socket.create_server((LOOPBACK, 0), backlog=task.world_size))
-        variables = worker_environment(task.device, ranks_per_machine)
-        variables |= {"WORLD_SIZE": str(task.world_size), "LOCAL_WORLD_SIZE": str(task.world_size), "NODE_RANK": "0"}
-        variables |= {"NODE_ADDRESS": LOOPBACK, "MASTER_ADDR": LOOPBACK}
-        variables |= {"MASTER_PORT": str(listener.getsockname()[1]), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        processes = []
-        for rank in range(task.world_size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            hands_over = rank == 0 and task.world_size > 1
-            own |= {"MASTER_LISTEN_FD": str(listener.fileno())} if hands_over else {}
-            output = opened.enter_context((folder / f"output_{rank}.txt").open("w"))
-            process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.profiling.rank", *_arguments(folder, config, rank)],
-                env=started_with(variables | own),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(listener.fileno(),) if hands_over else (),
-            )
-            opened.callback(_end, process)
-            processes.append(process)
-        _wait(processes, folder, time_limit_s)
-    ranks = [read_samples(folder / f"answer_{rank}.json") for rank in range(task.world_size)]
-    return World(task, slowest(ranks))
+
+    def __init__(self, ranks_per_machine: int) -> None:
+        self._ranks_per_machine = ranks_per_machine
+        self._mark = uuid.uuid4().hex
+
+    def __enter__(self) -> Worlds:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        end(lambda: marked(self._mark, MARK))
+
+    def run(self, task: Task, config: Path, folder: Path, time_limit_s: float) -> World:
+        """Every rank of the task's world in a process of its own.
+
+        folder: new, for their files. Raises WorkerFailure when one fails, or when they take longer than the limit.
+        """
+        folder.mkdir()
+        write_task(task, folder / "task.json")
+        with ExitStack() as opened:
+            listener = opened.enter_context(socket.create_server((LOOPBACK, 0), backlog=task.world_size))
+            python, shared = self._python(task.device)
+            shared |= {"WORLD_SIZE": str(task.world_size), "LOCAL_WORLD_SIZE": str(task.world_size), "NODE_RANK": "0"}
+            shared |= {"NODE_ADDRESS": LOOPBACK, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(listener.getsockname()[1])}
+            processes = []
+            for rank in range(task.world_size):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                hands_over = rank == 0 and task.world_size > 1
+                own |= {"MASTER_LISTEN_FD": "0"} if hands_over else {}
+                output = opened.enter_context((folder / f"output_{rank}.txt").open("w"))
+                process = subprocess.Popen(
+                    [*python, "-m", "megatron_rl.profiling.rank", *_arguments(folder, config, rank)],
+                    env=started_with(shared | own),
+                    # A process that is forked elsewhere gets its standard files, and no other.
+                    stdin=listener.fileno() if hands_over else subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                opened.callback(_end, process)
+                processes.append(process)
+            _wait(processes, folder, time_limit_s)
+        ranks = [read_samples(folder / f"answer_{rank}.json") for rank in range(task.world_size)]
+        return World(task, slowest(ranks))
+
+    def _python(self, device: str) -> tuple[list[str], dict[str, str]]:
+        """What is to run a rank, and its variables: on CPUs ranks are forked, as those of a run are."""
+        shared = worker_environment(device, self._ranks_per_machine)
+        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", MARK: self._mark}
+        modules = preloaded(device, generates=True)
+        return shlex.split(fork_command(modules, shared)) if modules else [sys.executable], shared
 
 
 def _arguments(folder: Path, config: Path, rank: int) -> list[str]:

@@ -18,9 +18,9 @@ FIRST_TOKEN, LAST_TOKEN = 8, 60
 """Of the probe's vocabulary, without special ones."""
 
 
-def build(host: RankHost) -> None:
-    """The roles, as a run builds them; all ranks must call."""
-    for role in ("actor", "critic", "rollout"):
+def build(host: RankHost, task: Task) -> None:
+    """The roles, as a run builds them, that the task measures; all ranks must call."""
+    for role in ("actor", "critic", *(("rollout",) if task.generations else ())):
         host.build(role)
 
 

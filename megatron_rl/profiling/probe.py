@@ -76,7 +76,7 @@ def save_data(folder: Path) -> None:
     (folder / "rule.py").write_text(RULE)
 
 
-def settings(folder: Path, model: Path, device: str, num_ranks: int, tp_size: int, longest: int) -> dict[str, Any]:
+def settings(folder: Path, model: Path, device: str, num_ranks: int, longest: int) -> dict[str, Any]:
     """Of a PPO run with actor, reference, critic and rollout on so many ranks. longest: tokens of an answer."""
     data = str(folder / "prompts.parquet")
     return {
@@ -93,11 +93,10 @@ def settings(folder: Path, model: Path, device: str, num_ranks: int, tp_size: in
                 "ppo_mini_batch_size": NUM_PROMPTS,
                 "ppo_micro_batch_size_per_gpu": MICRO_BATCH,
                 "ppo_epochs": 1,
-                "megatron": {"tensor_model_parallel_size": tp_size, "dtype": dtype_of(device)},
+                "megatron": {"dtype": dtype_of(device)},
             },
             "rollout": {
                 "n": SAMPLES,
-                "tensor_model_parallel_size": tp_size,
                 "log_prob_micro_batch_size_per_gpu": MICRO_BATCH,
                 "kv_cache_memory_bytes": 64 << 20,
                 "max_num_seqs": 64,
@@ -118,6 +117,14 @@ def settings(folder: Path, model: Path, device: str, num_ranks: int, tp_size: in
             "default_local_dir": str(folder / "unused"),
         },
     }
+
+
+def cut(content: dict[str, Any], tp_size: int, cp_size: int) -> dict[str, Any]:
+    """The settings with training on TP and CP, and generation on the same TP; as they are where both are 1."""
+    sizes = {"tensor_model_parallel_size": tp_size, "context_parallel_size": cp_size}
+    content["actor_rollout_ref"]["actor"]["megatron"] |= sizes
+    content["actor_rollout_ref"]["rollout"]["tensor_model_parallel_size"] = tp_size
+    return content
 
 
 def dtype_of(device: str) -> str:

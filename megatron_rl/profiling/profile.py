@@ -23,8 +23,8 @@ from megatron_rl.planner.run_plan import RunPlan
 from megatron_rl.planner.step_time import calls, step_load
 from megatron_rl.planner.time import ModelCost
 from megatron_rl.profiling import probe as probes
-from megatron_rl.profiling.fit import Probe, errors, fit_collectives, fit_overheads, quantile
-from megatron_rl.profiling.launch import run_world
+from megatron_rl.profiling.fit import Probe, errors, fit_collectives, fit_context, fit_overheads, quantile
+from megatron_rl.profiling.launch import Worlds
 from megatron_rl.profiling.machine import base_hardware
 from megatron_rl.profiling.samples import Case, Task, World
 from megatron_rl.trials.outcome import TrialOutcome
@@ -41,6 +41,8 @@ class DeviceKind(StrEnum):
 PASSES = (Case(4, 8, 4), Case(16, 8, 4), Case(16, 40, 24), Case(48, 8, 4))
 CUT_PASSES = (Case(16, 8, 4), Case(32, 16, 8))
 GENERATIONS = (Case(4, 8, 4), Case(4, 8, 24), Case(32, 8, 4), Case(32, 8, 24), Case(32, 40, 24))
+CONTEXT_PASSES = (*CUT_PASSES, Case(16, 40, 24))
+CONTEXT_RANKS = 2
 CUT_GENERATIONS = (Case(8, 8, 8), Case(32, 8, 8))
 LEAST_ERROR = 0.1
 USUAL = 0.9
@@ -102,7 +104,8 @@ def profile(request: Request, say: Callable[[str], None], short_run: bool = True
         probes.save_data(folder)
         for layers in (probes.SHALLOW, probes.DEEP):
             probes.save_model(folder / f"model_{layers}", layers, request.device)
-        worlds = [_measure(task, folder, request, say) for task in tasks(request, folder)]
+        with Worlds(request.num_ranks) as ranks:
+            worlds = [_measure(task, folder, ranks, say) for task in tasks(request, folder)]
         hardware, missed = _fitted(worlds, request, folder)
         measured = Measured(hardware, worlds, missed, 0.0)
         if short_run:
@@ -112,7 +115,7 @@ def profile(request: Request, say: Callable[[str], None], short_run: bool = True
 
 
 def tasks(request: Request, folder: Path) -> list[Task]:
-    """The worlds to measure: one rank with either model, then all ranks at each TP size."""
+    """The worlds to measure: one rank with either model, then all ranks at each TP size, and with CP 2."""
     device, repeats, alone = request.device, request.repeats, 1
 
     def task(layers: int, tp_size: int, world_size: int, **what: Any) -> Task:
@@ -126,17 +129,19 @@ def tasks(request: Request, folder: Path) -> list[Task]:
         found.append(task(probes.DEEP, tp_size, request.num_ranks, **own, **cut))
     if request.num_ranks > 1 and not request.tp_sizes:
         found.append(task(probes.DEEP, 1, request.num_ranks, kernels=True, collectives=request.group_sizes))
+    if request.num_ranks % CONTEXT_RANKS == 0:
+        found.append(task(probes.DEEP, 1, request.num_ranks, passes=CONTEXT_PASSES, cp_size=CONTEXT_RANKS))
     return found
 
 
-def _measure(task: Task, folder: Path, request: Request, say: Callable[[str], None]) -> World:
-    say(f"{task.world_size} rank{'s' * (task.world_size > 1)}, TP{task.tp_size}, a model of {task.num_layers} layers")
-    name = f"world_{task.world_size}_{task.tp_size}_{task.num_layers}"
-    content = probes.settings(
-        folder, Path(task.model), task.device, task.world_size, task.tp_size, probes.LONGEST_RESPONSE
-    )
+def _measure(task: Task, folder: Path, ranks: Worlds, say: Callable[[str], None]) -> World:
+    sizes = f"TP{task.tp_size}" + f", CP{task.cp_size}" * (task.cp_size > 1)
+    say(f"{task.world_size} rank{'s' * (task.world_size > 1)}, {sizes}, a model of {task.num_layers} layers")
+    name = f"world_{task.world_size}_{task.tp_size}_{task.cp_size}_{task.num_layers}"
+    content = probes.settings(folder, Path(task.model), task.device, task.world_size, probes.LONGEST_RESPONSE)
+    content = probes.cut(content, task.tp_size, task.cp_size)
     config = probes.write_config(content, folder / f"{name}.yaml")
-    return run_world(task, config, folder / name, request.num_ranks, WORLD_LIMIT_S)
+    return ranks.run(task, config, folder / name, WORLD_LIMIT_S)
 
 
 def _fitted(worlds: list[World], request: Request, folder: Path) -> tuple[Hardware, list[float]]:
@@ -152,6 +157,7 @@ def _fitted(worlds: list[World], request: Request, folder: Path) -> tuple[Hardwa
     known = replace(base, overheads=fit_overheads(base, found[:2]))
     training, engine = fit_collectives(known, [one for one in found if one.tp > 1])
     known = replace(known, collectives=training, engine_collectives=engine)
+    known = replace(known, overheads=fit_context(known, [one for one in found if one.cp > 1]))
     missed = errors(known, found)
     return replace(known, error=max(LEAST_ERROR, quantile([abs(one) for one in missed], USUAL))), missed
 
@@ -172,7 +178,6 @@ def _with_run(measured: Measured, request: Request, folder: Path) -> Measured:
         folder / f"model_{probes.DEEP}",
         request.device,
         request.num_ranks,
-        1,
         probes.RUN_RESPONSE,
     )
     config = probes.write_config(content, folder / "run.yaml")
@@ -226,7 +231,8 @@ NAMES = ("prompt", "response")
 def kept_samples(measured: Measured) -> list[dict[str, Any]]:
     """Every sample with its world, for people."""
     return [
-        {"ranks": world.task.world_size, "tp": world.task.tp_size, "layers": world.task.num_layers}
+        {"ranks": world.task.world_size, "tp": world.task.tp_size, "cp": world.task.cp_size}
+        | {"layers": world.task.num_layers}
         | {name: value for name, value in asdict(sample).items() if value}
         for world in measured.worlds
         for sample in world.samples

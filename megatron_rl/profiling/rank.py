@@ -32,8 +32,9 @@ def measure(task: Task, config: Path) -> Iterator[Sample]:
         yield from kernel_samples(host.device, task.repeats)
     yield from collective_samples(host.device, task.collectives, task.repeats)
     if task.passes or task.generations:
-        build(host)
+        build(host, task)
         yield from pass_samples(host, host.device, task)
+    if task.generations:
         yield from generation_samples(host, host.device, task)
 
 

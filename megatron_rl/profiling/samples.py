@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank of one world does. tp_size: of training and of the engine.
+    """What every rank of one world does. tp_size: of training and of the engine. cp_size: of training.
 
     kernels: also measure matrix products, attention and memory. collectives: group sizes to measure. alone: also
     measure passes of one data-parallel group while the others wait.
@@ -66,6 +66,12 @@ class Task:
     generations: tuple[Case, ...] = ()
     repeats: int = 5
     alone: bool = False
+    cp_size: int = 1
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share the samples of a data-parallel rank."""
+        return self.tp_size * self.cp_size
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megatron_rl.cluster.leftovers import FATE, MARK, end, marked
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.errors import WorkerFailure
-from megatron_rl.hosting import preloaded
+from megatron_rl.roles.preloaded import preloaded
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -66,7 +66,11 @@ class Clients:
     def start(self, code: str, rank: int = 0, **variables: str) -> subprocess.Popen[str]:
         file = self.folder / f"{uuid.uuid4().hex}.py"
         file.write_text(code)
-        command = [*shlex.split(fork_command(["slow_import"], {"run": self.mark})), str(file), "an argument"]
+        return self.start_as([str(file)], rank, **variables)
+
+    def start_as(self, what: list[str], rank: int = 0, **variables: str) -> subprocess.Popen[str]:
+        """what: that Python is told to run."""
+        command = [*shlex.split(fork_command(["slow_import"], {"run": self.mark})), *what, "an argument"]
         env = os.environ | self._variables | {"RANK": str(rank), FATE: f"replica/{rank}"} | variables
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         return subprocess.Popen(command, env=env, cwd=self.folder, text=True, **pipes)
@@ -97,6 +101,15 @@ def test_a_child_has_what_its_client_was_given(clients: Clients) -> None:
         assert (folder, rest) == (str(clients.folder), f"['an argument'] {rank} True {server} {clients.folder}\n")
         assert error.endswith("an error\n")
         assert client.returncode == rank + 3
+
+
+def test_a_child_may_be_a_module(clients: Clients) -> None:
+    """As `python -m` would run it: its name, and the folder first of all paths."""
+    (clients.folder / "told.py").write_text(SAY)
+    started = clients.start_as(["-m", "told"])
+    said, _ = started.communicate("0\n", timeout=60)
+    assert said.endswith(f"['an argument'] 0 True {clients.imports()[0]} {clients.folder}\n")
+    assert started.returncode == 0
 
 
 def test_others_find_a_child_by_its_own_environment(clients: Clients) -> None:

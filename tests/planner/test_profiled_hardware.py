@@ -26,6 +26,8 @@ BARE = dataclasses.replace(
 MODEL = dataclasses.replace(cost("llama-3-8b"), num_layers=4, hidden=10, num_params=0)
 LOAD = Load(8, 6, 4, 4, mini_batch=4, block_tokens=20, epochs=1)
 """Two optimizer steps of 4 samples of 10 tokens, two samples a pass."""
+SHARED = dataclasses.replace(LOAD, block_tokens=10)
+"""The same, of two ranks of which each has half of the tokens."""
 
 
 def overheads(**changes: float):
@@ -38,6 +40,23 @@ def test_latency_between_and_beyond_measured_sizes():
     assert [latency(table, size) for size in (1, 2, 8)] == [0.0, 1.0, 3.0]
     assert latency(table, 4) == pytest.approx(2.0) and latency(table, 16) == pytest.approx(4.0)
     assert latency({4: 2.0}, 2) == pytest.approx(1.0) and latency({}, 4) == 0.0
+
+
+def test_context_overheads_by_hand():
+    """Two ranks share 20 tokens of a pass: four passes of 4 layers with one block of another's keys, three times as
+    much in training; of four ranks three blocks; with a2a collectives instead. Would not catch a block of late keys
+    that costs more than one of early ones.
+    """
+    known = overheads(context_layer=10.0, context_token=0.01)
+    block = 10 + 10 * 10 * 0.01
+    assert Estimator(MODEL, Layout(2, 4, cp=2), known).forward(SHARED) == pytest.approx(4 * 4 * block)
+    assert Estimator(MODEL, Layout(2, 4, cp=2), known).train(SHARED) == pytest.approx(4 * 4 * 3 * block)
+    block = 10 + 5 * 10 * 0.01
+    quarter = dataclasses.replace(SHARED, block_tokens=5)
+    assert Estimator(MODEL, Layout(4, 4, cp=4), known).forward(quarter) == pytest.approx(4 * 4 * 3 * block)
+    exchanged = dataclasses.replace(known, collectives={2: 1.0})
+    changes = Estimator(MODEL, Layout(2, 4, cp=2, cp_comm_type="a2a"), exchanged)
+    assert changes.forward(SHARED) == pytest.approx(4 * 4 * 2)
 
 
 def test_ranks_that_share_cores_take_turns():

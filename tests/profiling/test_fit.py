@@ -16,6 +16,7 @@ from megatron_rl.profiling.fit import (
     Probe,
     errors,
     fit_collectives,
+    fit_context,
     fit_overheads,
     half_rows,
     not_negative,
@@ -24,7 +25,16 @@ from megatron_rl.profiling.fit import (
     turns_share,
 )
 from megatron_rl.profiling.machine import base_hardware
-from megatron_rl.profiling.profile import CUT_GENERATIONS, CUT_PASSES, GENERATIONS, PASSES, Measured, Request, tasks
+from megatron_rl.profiling.profile import (
+    CONTEXT_PASSES,
+    CUT_GENERATIONS,
+    CUT_PASSES,
+    GENERATIONS,
+    PASSES,
+    Measured,
+    Request,
+    tasks,
+)
 from megatron_rl.profiling.samples import (
     GENERATE,
     SCORE,
@@ -46,7 +56,7 @@ TRUE = dataclasses.replace(
     overheads=Overheads(
         score_pass=2e-3, score_layer=1e-3, score_token=4e-9, update_pass=8e-3, update_layer=5e-3, update_token=1e-8,
         optimizer_step=6e-3, optimizer_layer=1e-3, generation=2e-3, request=2e-4, engine_step=3e-3, engine_layer=2e-4,
-        engine_sequence=1e-5, launch=0.0, call=0.0,
+        engine_sequence=1e-5, context_layer=6e-4, context_token=3e-9, launch=0.0, call=0.0,
     ),
     collectives={2: 4e-4, 4: 9e-4},
     engine_collectives={2: 3e-4, 4: 7e-4},
@@ -59,13 +69,14 @@ def model(num_layers: int):
                                head_params=10**4, q_size=256)  # fmt: skip
 
 
-def probe(num_layers: int, tp_size: int, world_size: int) -> Probe:
+def probe(num_layers: int, tp_size: int, world_size: int, cp_size: int = 1) -> Probe:
     """What the clock says of a known machine, as if it had been measured there."""
-    task = Task("cpu", "none", num_layers, tp_size, world_size)
+    task = Task("cpu", "none", num_layers, tp_size, world_size, cp_size=cp_size)
     empty = Probe(World(task), model(num_layers), "float32", MICRO_BATCH)
     alone = world_size == 1
-    cases = [(kind, case) for kind in (SCORE, UPDATE) for case in (PASSES if alone else CUT_PASSES)]
-    cases += [(GENERATE, case) for case in (GENERATIONS if alone else CUT_GENERATIONS)]
+    passes = CONTEXT_PASSES if cp_size > 1 else PASSES if alone else CUT_PASSES
+    cases = [(kind, case) for kind in (SCORE, UPDATE) for case in passes]
+    cases += [(GENERATE, case) for case in (GENERATIONS if alone else CUT_GENERATIONS) if cp_size == 1]
     samples = []
     for kind, case in cases:
         sample = Sample(kind, 0.0, case.rows, case.prompt, case.response)
@@ -103,8 +114,11 @@ def test_a_machine_is_found_again_from_its_samples():
     known = dataclasses.replace(BASE, overheads=fit_overheads(BASE, alone))
     training, engine = fit_collectives(known, cut)
     found = dataclasses.replace(known, collectives=training, engine_collectives=engine)
-    assert max(map(abs, errors(found, [*alone, *cut]))) < 0.01
-    for name in ("score_layer", "update_layer", "score_token", "engine_layer", "optimizer_step"):
+    shared = [probe(6, 1, 4, cp_size=2)]
+    found = dataclasses.replace(found, overheads=fit_context(found, shared))
+    assert max(map(abs, errors(found, [*alone, *cut, *shared]))) < 0.01
+    decisive = ("score_layer", "update_layer", "score_token", "engine_layer", "optimizer_step")
+    for name in (*decisive, "context_layer", "context_token"):
         assert getattr(found.overheads, name) == pytest.approx(getattr(TRUE.overheads, name), rel=0.05), name
     assert training == pytest.approx(TRUE.collectives, rel=0.05)
     assert engine == pytest.approx(TRUE.engine_collectives, rel=0.05)
@@ -170,15 +184,15 @@ def test_the_file_reads_back(tmp_path):
 
 
 def test_worlds_of_a_request(tmp_path):
-    """Alone with either model, then every TP size; kernels and collectives once. Would not catch worlds that take too
-    long.
+    """Alone with either model, then every TP size, and CP 2; kernels and collectives once. Would not catch worlds that
+    take too long.
     """
     found = tasks(Request("cpu", 4), tmp_path)
-    assert [(task.world_size, task.tp_size, task.num_layers) for task in found] == [
-        (1, 1, 2), (1, 1, 6), (4, 2, 6), (4, 4, 6)
+    assert [(task.world_size, task.tp_size, task.cp_size, task.num_layers) for task in found] == [
+        (1, 1, 1, 2), (1, 1, 1, 6), (4, 2, 1, 6), (4, 4, 1, 6), (4, 1, 2, 6)
     ]  # fmt: skip
-    assert [task.collectives for task in found] == [(), (), (2, 4), ()]
-    assert [task.kernels for task in found] == [True, False, True, False]
+    assert [task.collectives for task in found] == [(), (), (2, 4), (), ()]
+    assert [task.kernels for task in found] == [True, False, True, False, False]
     assert [task.world_size for task in tasks(Request("cpu", 3), tmp_path)] == [1, 1, 3]
     assert len(tasks(Request("cpu", 1), tmp_path)) == 2
     write_task(found[2], tmp_path / "task.json")

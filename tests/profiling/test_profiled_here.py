@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from contextlib import suppress
+import uuid
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
+from megatron_rl.cluster.leftovers import marked
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.planner.hardware import load_hardware
 from megatron_rl.profiling import probe
-from megatron_rl.profiling.launch import run_world
+from megatron_rl.profiling.launch import Worlds
 from megatron_rl.profiling.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, Case, Task
 
 REPOSITORY = Path(__file__).parents[2]
+TAG = "PROFILE_UNDER_TEST"
+
+
+@pytest.fixture(autouse=True)
+def tag(monkeypatch):
+    """In the environment of all that a test starts."""
+    monkeypatch.setenv(TAG, uuid.uuid4().hex)
 
 
 @pytest.fixture
@@ -27,11 +35,17 @@ def world(tmp_path):
     probe.save_data(tmp_path)
     probe.save_model(tmp_path / "model", 2, "cpu")
     config = probe.write_config(
-        probe.settings(tmp_path, tmp_path / "model", "cpu", 2, 2, probe.LONGEST_RESPONSE), tmp_path / "probe.yaml"
+        probe.cut(probe.settings(tmp_path, tmp_path / "model", "cpu", 2, probe.LONGEST_RESPONSE), 2, 1),
+        tmp_path / "probe.yaml",
     )
     case = Case(4, 8, 4)
     task = Task("cpu", "model", 2, 2, 2, True, (2,), (case,), (case,), repeats=1, alone=True)
-    return lambda limit=150.0: run_world(task, config, tmp_path / "world", 2, limit)
+
+    def measured(limit=150.0):
+        with Worlds(2) as worlds:
+            return worlds.run(task, config, tmp_path / "world", limit)
+
+    return measured
 
 
 @pytest.mark.dist
@@ -48,7 +62,7 @@ def test_ranks_measure(world):
     assert all(0 < sample.seconds < 20 for sample in found.samples)
     slow, quick = found.of("matmul float32")[-1], found.of("matmul float32")[0]
     assert slow.size == 64 * quick.size and slow.seconds > quick.seconds
-    assert ranks_left() == []
+    assert nothing_left()
 
 
 @pytest.mark.dist
@@ -57,16 +71,12 @@ def test_ranks_that_take_too_long_are_ended(world):
     """With a limit that nothing meets. Would not catch a rank that cannot be killed."""
     with pytest.raises(WorkerFailure, match="measuring took longer than 1 s"):
         world(1.0)
-    assert ranks_left() == []
+    assert nothing_left()
 
 
-def ranks_left() -> list[int]:
-    left = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has just ended
-            if "megatron_rl.profiling.rank" in " ".join(process.cmdline()):
-                left.append(process.pid)
-    return left
+def nothing_left() -> bool:
+    """Of all that a profile has started, which ends with it."""
+    return marked(os.environ[TAG], TAG) == []
 
 
 def command(*arguments: str, limit: float) -> subprocess.CompletedProcess:
@@ -87,13 +97,14 @@ def test_the_command_writes_a_file_for_plan_and_map(tmp_path):
     assert "A short run" in finished.stdout and f"written to {file}" in finished.stdout.replace("\n", "")
     hardware = load_hardware(str(file))
     assert 1 <= hardware.parallel_ranks <= 2 and set(hardware.collectives) == {2}
+    assert hardware.overheads.context_layer + hardware.overheads.context_token > 0
     assert hardware.overheads.call > 0 and hardware.overheads.update_layer + hardware.overheads.optimizer_layer > 0
     kept = yaml.safe_load(file.read_text())["measured"]
     assert kept["start_up_seconds"] > 1 and len(kept["samples"]) > 60
     probe.save_data(tmp_path)
     probe.save_model(tmp_path / "model", 4, "cpu")
     config = probe.write_config(
-        probe.settings(tmp_path, tmp_path / "model", "cpu", 2, 1, probe.RUN_RESPONSE), tmp_path / "run.yaml"
+        probe.settings(tmp_path, tmp_path / "model", "cpu", 2, probe.RUN_RESPONSE), tmp_path / "run.yaml"
     )
     planned = command("plan", "--config", str(config), "--hardware", str(file), "--json", limit=120)
     assert planned.returncode == 0, planned.stderr
@@ -103,4 +114,4 @@ def test_the_command_writes_a_file_for_plan_and_map(tmp_path):
     mapped = command("map", "--config", str(config), "--gpus", "2", "--hardware", str(file), "--json", limit=120)
     assert mapped.returncode == 0, mapped.stderr
     assert json.loads(mapped.stdout)["candidates"][0]["step_seconds"] <= seconds[0] * 1.01
-    assert ranks_left() == []
+    assert nothing_left()

@@ -1,0 +1,28 @@
+"""What a node imports once, for all ranks that are forked there (`cluster/fork_server.py`)."""
+
+from __future__ import annotations
+
+PRELOADED = (
+    "megatron_rl.roles.host",
+    "megatron_rl.roles.role_checkpoint",
+    "megatron_rl.roles.token_scorer",
+    "megatron_rl.roles.training",
+    "omegaconf.grammar_parser",
+)
+"""What every rank on a CPU imports; some of it late."""
+
+PRELOADED_ENGINE = (
+    "megatron_rl.rollout.engine",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+"""Where there are engines, for the pools without them, too; some of it vLLM asks for late, by name."""
+
+
+def preloaded(device: str, generates: bool) -> tuple[str, ...]:
+    """Modules that a node imports once for its ranks; none on GPUs, which a forked process cannot use."""
+    if device == "cuda":
+        return ()
+    return (*PRELOADED, *PRELOADED_ENGINE) if generates else PRELOADED
