@@ -78,12 +78,22 @@ def trains(config, told: Told, exported: Path, port: int, tp_size: int) -> dict:
         if version in (1, NUM_SWAPS + 2):
             actor.export_hf(exported / str(version))
 
+    def all_say(what: str) -> None:
+        told.wait(*(f"{what} {number}.{tp_rank}" for number in (DIES, STAYS) for tp_rank in range(tp_size)))
+
     attempts = []
 
-    def send(version: int, holding: dict[int, int], late_s: float = 0.0) -> None:
-        """late_s: from the call of the ranks that listen to the first message."""
+    def send(version: int, holding: dict[int, int], late_s: float = 0.0, after: str | None = None) -> None:
+        """late_s: from the call of the ranks that listen to the first message, or from when all have said `after`."""
         sends = actor.sender.send
-        actor.sender.send = lambda version: time.sleep(late_s) or sends(version)
+
+        def later(version: int):
+            if after is not None:
+                all_say(after)
+            time.sleep(late_s)
+            return sends(version)
+
+        actor.sender.send = later
         attempts.append(actor.try_send_weights(version, holding))
         actor.sender.send = sends
         told.say(f"sent {version}")
@@ -92,13 +102,16 @@ def trains(config, told: Told, exported: Path, port: int, tp_size: int) -> dict:
     send(0, {})
     concluded = attempts[0].concluded
     next_version(1)
-    told.wait(f"slices of {DIES}", f"slices of {STAYS}")
+    all_say("slices of")
     send(1, {DIES: 0, STAYS: 0}, LATE_S)
     for version in range(2, NUM_SWAPS + 2):
         next_version(version)
+        holding = {DIES: version - 1, STAYS: version - 1}
         if version == 2:
-            told.wait(f"waits {DIES}", f"waits {STAYS}")
-        send(version, {DIES: version - 1, STAYS: version - 1}, LATE_S if version == 2 else 0.0)
+            all_say("waits")
+            send(version, holding, LATE_S, after="asks")
+        else:
+            send(version, holding)
     next_version(NUM_SWAPS + 2)
     begin = time.monotonic()
     send(NUM_SWAPS + 2, {DIES: NUM_SWAPS + 1, STAYS: NUM_SWAPS + 1}, LATE_S)
@@ -125,13 +138,13 @@ def until(is_true) -> None:
         time.sleep(0.001)
 
 
-def overlapping(rollout, told: Told, number: int, found: dict) -> None:
+def overlapping(rollout, told: Told, number: int, tp_rank: int, found: dict) -> None:
     """Slices of version 0 while version 1 comes; then version 1 for all requests anew."""
     first, generator = starts(0), rollout.generator
     found["whole"] = in_slices(generator, first, None)
     found["no verb"] = refused(rollout.receive_weights)
     parts = [rollout.advance({number: Slice(0, 3, first)}).drawn]
-    told.say(f"slices of {number}")
+    told.say(f"slices of {number}.{tp_rank}")
     arrivals = rollout.weights.arrivals
     found["beside"] = 0
     while generator.sliced.unfinished:
@@ -146,15 +159,16 @@ def overlapping(rollout, told: Told, number: int, found: dict) -> None:
     found["never sent"] = refused(rollout.advance, {number: Slice(99, 1)})
 
 
-def swaps(rollout, told: Told, number: int, found: dict) -> None:
+def swaps(rollout, told: Told, number: int, tp_rank: int, found: dict) -> None:
     """Version after version; the second is named while it comes, the third long after the fourth was called for."""
     parameters = dict(rollout.generator.model.named_parameters())
     addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     arrivals, receiver = rollout.weights.arrivals, rollout.weights.receiver
     for version in range(2, NUM_SWAPS + 2):
         if version == 2:
-            told.say(f"waits {number}")
+            told.say(f"waits {number}.{tp_rank}")
             until(lambda: arrivals._is_arriving)
+            told.say(f"asks {number}.{tp_rank}")
         else:
             told.wait(f"sent {version}")
         if version == 3:
@@ -179,8 +193,8 @@ def receives(config, told: Told, number: int, tp_rank: int, port: int, tp_size: 
     told.wait("sent 0")
     rollout.enter()
     found["memory"] = host.owned_memory()
-    overlapping(rollout, told, number, found)
-    swaps(rollout, told, number, found)
+    overlapping(rollout, told, number, tp_rank, found)
+    swaps(rollout, told, number, tp_rank, found)
     if number == DIES:
         killed_after(rollout.weights.receiver._there.end.transport, 1)
         time.sleep(TIMEOUT_S)
