@@ -12,7 +12,8 @@ from vllm.platforms import current_platform
 from megatron_rl.loading import without_collections
 
 MODULES = (
-    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron_rl.report",
     "megatron_rl.rollout.engine",
     "megatron_rl.roles.host",
@@ -22,7 +23,9 @@ MODULES = (
     "omegaconf",
     "omegaconf.grammar_parser",
     "pytest",
-    "transformers.modeling_utils",
+    "ranks",
+    "tiny_models",
+    "torch.nested._internal.ops",
     "vllm.model_executor.layers.utils",
     "vllm.model_executor.models.llama",
     "vllm.v1.attention.backends.cpu_attn",
