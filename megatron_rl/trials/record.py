@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ NUM_TAIL_LINES = 20
 @dataclass(frozen=True)
 class Record:
     """One attempt at a point. key: the point's. steps: step -> metric -> value. tail: the end of what it printed.
+    further: metrics of steps of the point's other rounds, empty in a file.
 
     received_bytes, bound_bytes: of the last transition to rollout mode, per rank, and the least that is possible.
     """
@@ -40,6 +39,11 @@ class Record:
     received_bytes: list[int] = field(default_factory=list)
     bound_bytes: list[int] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
+    further: list[dict[str, float]] = field(default_factory=list)
+
+    def counted(self, warmup_steps: int) -> list[dict[str, float]]:
+        """The metrics of its steps after those, and of the further ones."""
+        return [metrics for step, metrics in sorted(self.steps.items()) if step > warmup_steps] + self.further
 
 
 def is_current(record: Record | None, point: Point) -> bool:
@@ -97,18 +101,16 @@ def _kept(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith(KEPT)}
 
 
-def fastest(records: Sequence[Record | None], warmup_steps: int) -> Record | None:
-    """The round of one point that stands for all of them: the one with the lowest median of the steps that count.
+def together(records: Sequence[Record | None], warmup_steps: int) -> Record | None:
+    """The rounds of one point: the first, with the steps that count of all others.
 
-    What else a machine does makes steps longer, and may do so for all of a round. A round that did not finish, or has
-    not run yet, does not count. None without a first one; the first where it did not finish.
+    All of them, not the fastest round: rounds of one point differ by more than points do where a machine is uneven. A
+    round that did not finish, or has not run yet, does not count. None without a first one; the first where it did not
+    finish.
     """
-    first = records[0]
+    first, *others = records
     if first is None or first.outcome is not TrialOutcome.FINISHED:
         return first
-    rounds = [one for one in records if one is not None and one.key == first.key]
-    return min((one for one in rounds if one.outcome is TrialOutcome.FINISHED), key=partial(_median_s, warmup_steps))
-
-
-def _median_s(warmup_steps: int, record: Record) -> float:
-    return statistics.median(one["timing_s/step"] for step, one in record.steps.items() if step > warmup_steps)
+    rounds = [one for one in others if one is not None and one.key == first.key]
+    finished = [one for one in rounds if one.outcome is TrialOutcome.FINISHED]
+    return replace(first, further=[metrics for one in finished for metrics in one.counted(warmup_steps)])

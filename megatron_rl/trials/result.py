@@ -1,6 +1,6 @@
 """From a finished run's records to the numbers of a report, and their ratios to the baseline's. Pure.
 
-Times are medians over the steps that count: all but the first `warmup_steps`.
+Times are medians over the steps that count: of every round all but the first `warmup_steps`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Row:
 
 def result_of(record: Record, num_ranks: int, warmup_steps: int) -> Result:
     """The numbers of a record that has more than `warmup_steps` steps."""
-    counted = [metrics for step, metrics in sorted(record.steps.items()) if step > warmup_steps]
+    counted = record.counted(warmup_steps)
 
     def median(name: str) -> float:
         return statistics.median(metrics.get(name, 0.0) for metrics in counted)

@@ -37,13 +37,28 @@ WRONG = {
 }
 
 
-def faults_of(program: Path) -> list[str]:
-    """Line number and code of everything that mypy finds in a file, such as "7 arg-type"."""
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", str(program)]
+def mypy(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What it says, from the repository's root."""
+    command = [sys.executable, "-m", "mypy", *arguments]
     variables = os.environ | {"MYPYPATH": "."}  # the same names of files as in `make lint`, and so its cache
-    checked = subprocess.run(
+    return subprocess.run(
         command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=240, check=False
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_types_hold():
+    """Of everything that `make lint` checks; here, as `make test` does that beside other tests, on a core that they
+    leave. Would not catch what comes from libraries that are not read.
+    """
+    checked = mypy()
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def faults_of(program: Path) -> list[str]:
+    """Line number and code of everything that mypy finds in a file, such as "7 arg-type"."""
+    checked = mypy("--no-error-summary", "--hide-error-context", str(program))
     assert not checked.stderr, checked.stderr
     lines = [line for line in checked.stdout.splitlines() if ": error: " in line]
     return [f"{line.split(':')[1]} {line.rpartition('[')[2].rstrip(']')}" for line in lines]

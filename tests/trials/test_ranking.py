@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
 from megatron_rl.trials.points import Point, points_of
 from megatron_rl.trials.ranking import Ranking, kendall_tau, ranking_lines, ranking_of
-from megatron_rl.trials.record import Record, fastest
+from megatron_rl.trials.record import Record, together
 from megatron_rl.trials.result import Row, result_of
 
 NUMBERS = st.lists(st.integers(0, 6), min_size=2, max_size=9)
@@ -69,16 +71,19 @@ def record(*seconds: float, outcome: TrialOutcome = TrialOutcome.FINISHED, key: 
     return Record("a", key, outcome, steps={step: {"timing_s/step": value} for step, value in enumerate(seconds, 1)})
 
 
-def test_the_fastest_round_counts():
-    """By its median without steps that warm up, however fast those were; not one that failed, or of other settings.
-    Would not catch a round that ran on another machine.
+def test_all_rounds_count_together():
+    """Without steps that warm up, of any round; not one that failed, or of other settings; a first one that failed
+    stands for the point. Would not catch a round that ran on another machine.
     """
     crashed, other = record(1.0, 1.0, outcome=TrialOutcome.CRASHED), record(1.0, 0.5, key="other")
     slow, fast = record(0.1, 3.0, 2.0, 9.0), record(8.0, 1.0, 4.0, 2.5)
-    assert fastest([slow, None, crashed, fast, other], 1) is fast
-    assert fastest([slow, fast], 0) is slow
-    assert fastest([None, slow], 0) is None
-    assert fastest([crashed, slow], 0) is crashed
+    found = together([slow, None, crashed, fast, other], 1)
+    assert found.steps == slow.steps and [step["timing_s/step"] for step in found.further] == [1.0, 4.0, 2.5]
+    scored = replace(found, steps={step: one | {"critic/score/mean": 0.5} for step, one in found.steps.items()})
+    result = result_of(scored, 4, 1)
+    assert result.step_s == (2.75, 1.0, 9.0) and result.num_steps == 6 and result.scores == (0.5,) * 4
+    assert together([None, slow], 0) is None and together([crashed, slow], 0) is crashed
+    assert together([slow], 0) == slow
 
 
 def test_a_chosen_point_must_be_there():
