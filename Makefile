@@ -17,7 +17,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.
 KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real demo-rlhf test test-exhaustive test-fast style lint gpu-check clean
+.PHONY: install assets demo demo-real demo-rlhf test test-sweeps test-exhaustive test-fast style lint gpu-check clean
 
 install: $(STAMP)
 
@@ -58,10 +58,13 @@ test: style assets
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
 
 # Three tests at a time, not files, because one file has sweeps of a quarter of an hour; what failed beside others runs once
-# more, alone; then those that measure seconds, alone.
+# more, alone.
 SWEEPS := $(BIN)/python -m pytest -m "exhaustive and not quiet"
-test-exhaustive: assets
+test-sweeps: assets
 	$(SWEEPS) -n 3 --dist worksteal $(ARGS) || $(SWEEPS) --last-failed --last-failed-no-failures none $(ARGS)
+
+# Then those that measure seconds, alone.
+test-exhaustive: test-sweeps
 	$(BIN)/python -m pytest -m "exhaustive and quiet" $(ARGS)
 
 test-fast: lint

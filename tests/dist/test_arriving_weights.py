@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,6 +61,15 @@ def address_of(told: Told, name: str, first_receiver: int):
     return BridgeAddress(host, int(port), 1, int(num_receivers), first_receiver)
 
 
+@contextmanager
+def late(sender, late_s: float, wait: Callable[[], object]):
+    """Meanwhile the first message of a transfer leaves only so many seconds after `wait` has returned."""
+    sends = sender.send
+    sender.send = lambda version: (wait(), time.sleep(late_s), sends(version))[-1]
+    yield
+    sender.send = sends
+
+
 def trains(config, told: Told, exported: Path, port: int, tp_size: int) -> dict:
     """Send versions 0, 1, 2, ...; version v's weights are nudged v times, and some are exported."""
     host = host_of(config, "global_pool", 0, 1, port)
@@ -85,17 +95,8 @@ def trains(config, told: Told, exported: Path, port: int, tp_size: int) -> dict:
 
     def send(version: int, holding: dict[int, int], late_s: float = 0.0, after: str | None = None) -> None:
         """late_s: from the call of the ranks that listen to the first message, or from when all have said `after`."""
-        sends = actor.sender.send
-
-        def later(version: int):
-            if after is not None:
-                all_say(after)
-            time.sleep(late_s)
-            return sends(version)
-
-        actor.sender.send = later
-        attempts.append(actor.try_send_weights(version, holding))
-        actor.sender.send = sends
+        with late(actor.sender, late_s, lambda: after is None or all_say(after)):
+            attempts.append(actor.try_send_weights(version, holding))
         told.say(f"sent {version}")
 
     offer("first bridge", 2 * tp_size)
