@@ -284,6 +284,8 @@ class Estimator:
         twice, and twice again backward.
         """
         layout, known = self.layout, self.hardware.overheads
+        if layout.cp == 1:
+            return 0.0
         if layout.cp_comm_type == "a2a":
             changes = 2 if passes == 1 else 2 * (passes - 1)
             return changes * latency(self.hardware.collectives, layout.cp)
