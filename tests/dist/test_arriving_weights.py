@@ -65,7 +65,13 @@ def address_of(told: Told, name: str, first_receiver: int):
 def late(sender, late_s: float, wait: Callable[[], object]):
     """Meanwhile the first message of a transfer leaves only so many seconds after `wait` has returned."""
     sends = sender.send
-    sender.send = lambda version: (wait(), time.sleep(late_s), sends(version))[-1]
+
+    def send(version: int):
+        wait()
+        time.sleep(late_s)
+        return sends(version)
+
+    sender.send = send
     yield
     sender.send = sends
 

@@ -74,7 +74,7 @@ def test_an_interrupted_ablation_goes_on(ablate, tmp_path) -> None:
     """
     run = ablate()
     run.wait_for(lambda: "[3/3] last" in run.text(), 200)
-    run.wait_for(lambda: any("raylet" in title for title in run.titles()), 60)
+    run.wait_for(lambda: any("/raylet/raylet " in title for title in run.titles()), 60)
     run.process.send_signal(signal.SIGINT)
     assert run.wait(60) == 130, run.text()
     assert run.left_over(patience=60) == []
