@@ -33,7 +33,7 @@ CPU_PATCHES = (
     "third_party_patches.vllm.shm_group_name",
     "third_party_patches.vllm.shm_lifetime",
 )
-DRIVER_PATCHES = ("third_party_patches.ray.own_session",)
+DRIVER_PATCHES = ("third_party_patches.ray.own_session", "third_party_patches.ray.quick_setup")
 
 __all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]
 

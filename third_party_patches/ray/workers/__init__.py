@@ -1,0 +1,1 @@
+"""Files that Ray runs in the place of its own."""

@@ -1,0 +1,35 @@
+"""What a raylet runs before a Python worker that has an environment of its own: see `../quick_setup.py`.
+
+    setup_worker.py DEFAULT_WORKER ARGUMENT... --language=PYTHON --serialized-runtime-env-context=JSON
+
+It takes on the variables of the context and becomes the context's Python with the arguments that are left. Run as a
+file, it can import nothing of this package; the raylet knows it by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+
+CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    """What this process is to become; os.environ is changed on the way. Raises ValueError for another language."""
+    if f"{LANGUAGE}PYTHON" not in arguments:
+        raise ValueError(f"only workers in Python are set up here, not {arguments}")
+    [context] = [json.loads(one.removeprefix(CONTEXT)) for one in arguments if one.startswith(CONTEXT)]
+    for name, value in context["env_vars"].items():
+        os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
+    worker, *rest = (one for one in arguments if not one.startswith((CONTEXT, LANGUAGE)))
+    words = [shlex.quote(word) for word in (context["override_worker_entrypoint"] or worker, *rest)]
+    return ["bash", "-c", " ".join([*context["command_prefix"], "exec", context["py_executable"], *words])]
+
+
+if __name__ == "__main__":
+    what = command(sys.argv[1:])
+    os.execvp(what[0], what)
