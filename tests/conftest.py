@@ -7,8 +7,11 @@ import math
 import os
 import signal
 import time
+from collections.abc import Generator
 
 import pytest
+
+from megatron_rl.loading import without_collections
 
 STARTED = time.monotonic()
 
@@ -19,6 +22,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Several tests share the cores: a thread that waits for its siblings must not spin, or a model of a few kilobytes takes
 # a hundred times as long as alone. Read by OpenMP when torch is loaded, here and in every process that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What all test files import stays, and is never looked through for garbage."""
+    with without_collections():
+        return (yield)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -35,10 +35,15 @@ CPU_PATCHES = (
 )
 DRIVER_PATCHES = ("third_party_patches.ray.own_session", "third_party_patches.ray.quick_setup")
 
-__all__ = ["Patch", "PatchError", "apply_patches", "patches_for", "require_version"]
-
-
 VLLM = "third_party_patches.vllm."
+
+__all__ = ["Patch", "PatchError", "apply_patches", "modules_for", "patches_for", "require_version"]
+
+
+def modules_for(kind: str, generates: bool = True) -> list[str]:
+    """The names of the modules of `patches_for`, none of which is imported."""
+    modules = {"cpu": COMMON_PATCHES + CPU_PATCHES, "cuda": COMMON_PATCHES, "driver": DRIVER_PATCHES}[kind]
+    return [name for name in modules if generates or not name.startswith(VLLM)]
 
 
 def patches_for(kind: str, generates: bool = True) -> list[Patch]:
@@ -46,9 +51,7 @@ def patches_for(kind: str, generates: bool = True) -> list[Patch]:
 
     generates: false where no engine is ever built, so that vLLM is not even imported.
     """
-    modules = {"cpu": COMMON_PATCHES + CPU_PATCHES, "cuda": COMMON_PATCHES, "driver": DRIVER_PATCHES}[kind]
-    needed = [name for name in modules if generates or not name.startswith(VLLM)]
-    return [importlib.import_module(name).PATCH for name in needed]
+    return [importlib.import_module(name).PATCH for name in modules_for(kind, generates)]
 
 
 def apply_patches(kind: str, generates: bool = True) -> list[str]:

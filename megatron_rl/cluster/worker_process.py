@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,10 +73,9 @@ def listen(host: str) -> socket.socket:
 
     It is held from now on: Ray and gloo open many ports before it is used.
     """
-    ports = list(PORTS)
-    random.SystemRandom().shuffle(ports)
+    first = secrets.randbelow(len(PORTS))  # not the same in two processes whose generators have one seed
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in ports:
+    for port in (*PORTS[first:], *PORTS[:first]):
         with contextlib.suppress(OSError):
             return socket.create_server((host, port), family=family)
     raise OSError(f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")

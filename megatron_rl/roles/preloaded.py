@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from third_party_patches import modules_for
+
 PRELOADED = (
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron_rl.checkpoint.hf_export",
     "megatron_rl.roles.host",
     "megatron_rl.roles.role_checkpoint",
     "megatron_rl.roles.token_scorer",
@@ -13,8 +17,11 @@ PRELOADED = (
 
 PRELOADED_ENGINE = (
     "megatron_rl.rollout.engine",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
     "vllm.model_executor.models.llama",
     "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
@@ -25,4 +32,5 @@ def preloaded(device: str, generates: bool) -> tuple[str, ...]:
     """Modules that a node imports once for its ranks; none on GPUs, which a forked process cannot use."""
     if device == "cuda":
         return ()
-    return (*PRELOADED, *PRELOADED_ENGINE) if generates else PRELOADED
+    engine = PRELOADED_ENGINE if generates else ()
+    return (*PRELOADED, *engine, *modules_for(device, generates))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.rollout.shared_weights import LOAD_FORMAT
+
+LOAD_FORMAT = "megatron_rl_shared"
+"""vLLM's name for our way to build its models: `shared_weights.py`."""
 
 LEAST_UTILIZATION = 1e-6
 """Of a GPU, what vLLM may ask to be free: as good as nothing. It allows itself no zero."""

@@ -16,8 +16,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-LOAD_FORMAT = "megatron_rl_shared"
-
+from megatron_rl.rollout.arguments import LOAD_FORMAT
 
 HELD_ELSEWHERE = ("e_score_correction_bias",)
 """Parameters that objects other than modules hold, too (routers of experts): these objects become the given tensors."""

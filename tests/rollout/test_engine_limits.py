@@ -9,11 +9,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-import vllm._custom_ops as ops
-from vllm.platforms import current_platform
-from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
 from megatron_rl.config.value_tables import LARGEST_SEED
 from megatron_rl.planner.cache_rules import BLOCK_SIZES
@@ -22,11 +17,22 @@ from megatron_rl.rollout.arguments import CPU_BLOCK_SIZE
 
 pytestmark = pytest.mark.timeout(120)
 
-on_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="kernels of vLLM's CPU build")
+# The engine is imported where it is needed: whoever collects the tests does not need it.
+
+
+@pytest.fixture
+def on_cpu() -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("kernels of vLLM's CPU build")
 
 
 def attention_is_right(size: int) -> bool:
     """Whether vLLM's CPU kernels compute 5 causal tokens of 2 heads over 1 key/value head; False where none fits."""
+    import vllm._custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
     num_tokens, block = 5, BLOCK_SIZES["cpu"]
     query, key, value = (torch.randn(num_tokens, heads, size) for heads in (2, 1, 1))
     keys, values = torch.zeros(2, 1, 2 * block, size).chunk(2, dim=2)
@@ -50,7 +56,7 @@ def attention_is_right(size: int) -> bool:
     return True
 
 
-@on_cpu
+@pytest.mark.usefixtures("on_cpu")
 def test_head_sizes_are_those_of_the_kernels():
     """Multiples of 4 up to 576: those of the list are computed, no other is. Would not catch bfloat16's kernels."""
     assert tuple(size for size in range(4, 577, 4) if attention_is_right(size)) == CPU_HEAD_SIZES
@@ -63,13 +69,15 @@ def test_the_planners_blocks_are_the_engines():
 
 def test_head_sizes_of_cuda_are_flash_attentions():
     """Would not catch another backend that vLLM takes on some GPUs."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
     allowed = [size for size in range(1, 300) if FlashAttentionBackend.supports_head_size(size)]
     assert [size for size in allowed if size <= CUDA_LARGEST_HEAD] == [
         *range(CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD + 1, CUDA_HEAD_MULTIPLE)
     ]
 
 
-@on_cpu
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.dist
 def test_tp_sizes_are_those_that_the_all_reduce_adds_up():
     """2 to 9 ranks. Would not catch a larger size that a later vLLM can do."""
@@ -83,6 +91,8 @@ def test_tp_sizes_are_those_that_the_all_reduce_adds_up():
 
 def test_seeds_are_numpys():
     """vLLM hands its seed to numpy, which takes 0 to 2^32 - 1. Would not catch a seed that is changed on the way."""
+    from vllm.utils.torch_utils import set_random_seed
+
     before = numpy.random.get_state(), torch.get_rng_state()
     set_random_seed(LARGEST_SEED)
     for seed in (-1, LARGEST_SEED + 1):
