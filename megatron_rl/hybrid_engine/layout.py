@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_rl.parallel.sharding import Box, Shard, box_numel, box_shape, length
 
@@ -13,8 +14,7 @@ FOREIGN = -1
 """Number of the buffer that holds what training does not; training's own buffers count from 0."""
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """Strided elements of one buffer, visited in row-major order; offset and strides in elements."""
 
     buffer: int
@@ -75,11 +75,14 @@ class Slot:
     def region(self, segment: int, box: Box) -> Region:
         """Where `box` of a segment lies; one dim per dim of the box. The box must be inside one of the parts."""
         for part in self.shard.parts:
-            if part.segment == segment and all(
-                start <= low and high <= stop for (start, stop), (low, high) in zip(part.box, box, strict=True)
-            ):
-                starts = (at + low - start for at, (low, _), (start, _) in zip(part.at, box, part.box, strict=True))
-                offset = self.offset + sum(start * step for start, step in zip(starts, self.stride, strict=True))
+            if part.segment != segment:
+                continue
+            offset = self.offset
+            for at, (start, stop), (low, high), step in zip(part.at, part.box, box, self.stride, strict=True):
+                if low < start or high > stop:
+                    break
+                offset += (at + low - start) * step
+            else:
                 return Region(self.buffer, offset, box_shape(box), self.stride)
         raise ValueError(f"{self.name}: {box} of segment {segment} is not in {self.shard.parts}")
 
@@ -97,14 +100,12 @@ def split_box(box: Box, limit: int) -> Iterator[Box]:
 
 
 def merged(regions: Iterator[Region]) -> tuple[Region, ...]:
-    """Regions collapsed, and those that continue each other joined."""
+    """Collapsed regions, those that continue each other joined."""
     joined: list[Region] = []
     for region in regions:
-        flat = region.collapsed()
-        if joined and flat.continues(joined[-1]):
+        if joined and region.continues(joined[-1]):
             last = joined[-1]
-            flat = Region(last.buffer, last.offset, (last.numel + flat.numel,), (1,))
-            joined[-1] = flat
+            joined[-1] = Region(last.buffer, last.offset, (last.numel + region.numel,), (1,))
         else:
-            joined.append(flat)
+            joined.append(region)
     return tuple(joined)

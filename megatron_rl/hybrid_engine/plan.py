@@ -58,8 +58,7 @@ class Member:
         return f"{self.pool} rank {self.rank}".lstrip()
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One box of one segment that member `source` gives to member `dest`.
 
     In phase 0 the source holds it in training; in later ones it passes on what it received in an earlier one. `owner`
@@ -159,10 +158,14 @@ class ExchangePlan:
             found[phase, source, dest] = number
         return found
 
-    def sent(self, source: int) -> Iterator[Piece]:
-        """Every piece that a member sends, in the order of its receivers' plans."""
+    @cached_property
+    def sent(self) -> list[list[Piece]]:
+        """Every piece that each member sends, in the order of its receivers' plans."""
+        found: list[list[Piece]] = [[] for _ in self.members]
         for plan in self.plans:
-            yield from (piece for piece in plan.received if piece.source == source)
+            for piece in plan.received:
+                found[piece.source].append(piece)
+        return found
 
 
 Holders = dict[Box, tuple[int, ...]]
@@ -248,17 +251,31 @@ def cuts(takers: Iterable[tuple[Slot, Sequence[int]]], segments: Sequence[Holder
 
 
 def _find_pieces(plans: list[MemberPlan], members: Sequence[Member], holders: Mapping[str, list[Holders]]) -> None:
-    """Fill `local` and `received` of every plan."""
+    """Fill `local` and `received` of every plan; what is found for one layer's tensor holds for those alike."""
+    known: dict[tuple[object, ...], tuple[list[Found], list[Found]]] = {}
     for name, segments in holders.items():
         takers = [
             (plan.slots[name], (number,)) for number, plan in enumerate(plans) if plan.slots[name].buffer == FOREIGN
         ]
-        for (segment, box, having), numbers in cuts(takers, segments).items():
-            for number in having:
-                if number in numbers:
-                    plans[number].local.append(Piece(name, segment, box, number, number, phase=0, owner=number))
-            for hop in route(members, having, [number for number in numbers if number not in having]):
-                plans[hop.dest].received.append(Piece(name, segment, box, *hop))
+        # Shards that are alike are one object (`shard_of`), which lives as long as its slot.
+        key = (*((id(slot.shard), numbers) for slot, numbers in takers), *(tuple(held.items()) for held in segments))
+        if key not in known:
+            known[key] = _found(cuts(takers, segments), members)
+        local, received = known[key]
+        for segment, box, hop in local:
+            plans[hop.dest].local.append(Piece(name, segment, box, *hop))
+        for segment, box, hop in received:
+            plans[hop.dest].received.append(Piece(name, segment, box, *hop))
+
+
+def _found(pieces: Mapping[Cut, list[int]], members: Sequence[Member]) -> tuple[list[Found], list[Found]]:
+    """What receivers copy from their own training shards, and what others send them."""
+    local, received = [], []
+    for (segment, box, having), numbers in pieces.items():
+        local += [(segment, box, Hop(number, number, 0, number)) for number in having if number in numbers]
+        lacking = [number for number in numbers if number not in having]
+        received += [(segment, box, hop) for hop in route(members, having, lacking)]
+    return local, received
 
 
 class Hop(NamedTuple):
@@ -268,6 +285,10 @@ class Hop(NamedTuple):
     dest: int
     phase: int
     owner: int
+
+
+Found = tuple[int, Box, Hop]
+"""(segment, box, how it gets there)."""
 
 
 def route(members: Sequence[Member], holders: Sequence[int], receivers: Sequence[int]) -> Iterator[Hop]:

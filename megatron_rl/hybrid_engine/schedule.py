@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 from megatron_rl.hybrid_engine.layout import Region, merged, split_box
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Piece
@@ -55,7 +56,7 @@ class Step:
 
 def make_schedule(plan: ExchangePlan, member: int, message_numel: int) -> list[Step]:
     """All steps of one member; no message is longer than `message_numel` elements."""
-    sends, receives = _by_round(plan, plan.sent(member)), _by_round(plan, plan.plans[member].received)
+    sends, receives = _by_round(plan, plan.sent[member]), _by_round(plan, plan.plans[member].received)
     steps: list[Step] = []
     arrives: dict[Region, int] = {}  # where a fragment is written -> the step that brings it
     for key in sorted(sends.keys() | receives.keys()):
@@ -90,8 +91,7 @@ def _by_round(plan: ExchangePlan, pieces: Iterable[Piece]) -> dict[tuple[int, in
     return found
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """Elements that travel together, at both ends; `is_flat`: without gaps at both."""
 
     source: Region
@@ -117,16 +117,21 @@ def fragments(pieces: Iterable[Piece], plan: ExchangePlan, message_numel: int) -
 def messages(stream: Iterable[Fragment], message_numel: int) -> Iterator[list[Fragment]]:
     """Fragments of one pair as messages: long flat runs alone, the rest in buckets that are filled in order."""
     bucket: list[Fragment] = []
+    in_bucket = 0
     for run in flat_runs(stream):
         is_direct = run[0].is_flat and total(run) >= DIRECT_NUMEL
-        message: list[Fragment] = [] if is_direct else bucket
+        message, numel = ([], 0) if is_direct else (bucket, in_bucket)
         for fragment in run:
-            if message and total(message) + fragment.numel > message_numel:
+            if message and numel + fragment.numel > message_numel:
                 yield list(message)
                 message.clear()
+                numel = 0
             message.append(fragment)
+            numel += fragment.numel
         if is_direct:
             yield message
+        else:
+            in_bucket = numel
     if bucket:
         yield bucket
 

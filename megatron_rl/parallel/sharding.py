@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 Interval = tuple[int, int]
 """Half-open: [start, stop)."""
@@ -17,8 +19,11 @@ Box = tuple[Interval, ...]
 """One interval per dim."""
 
 
-@dataclass(frozen=True)
-class Segment:
+# Plans of large models make hundreds of thousands of these; named tuples are made and compared several times faster
+# than dataclasses.
+
+
+class Segment(NamedTuple):
     """One separately cut part of a tensor. `num_units` equal, indivisible units (heads, columns) lie along the cut."""
 
     name: str
@@ -41,6 +46,11 @@ class LogicalTensor:
     is_expert: bool = False
     is_vocab: bool = False
 
+    @cached_property
+    def alike(self) -> AlikeTensors:
+        """What it has in common with the same tensor of other layers."""
+        return AlikeTensors(self.segments, self.tp_dim, self.is_expert, self.is_vocab)
+
     @property
     def numel(self) -> int:
         """Elements of the whole tensor without padding."""
@@ -52,8 +62,16 @@ class LogicalTensor:
         return self.tp_dim is not None and any(segment.num_units > 1 for segment in self.segments)
 
 
-@dataclass(frozen=True)
-class Place:
+class AlikeTensors(NamedTuple):
+    """The fields of `LogicalTensor` but for the name: tensors that are cut alike."""
+
+    segments: tuple[Segment, ...]
+    tp_dim: int | None
+    is_expert: bool
+    is_vocab: bool
+
+
+class Place(NamedTuple):
     """One rank's place in a layout of weights. `vocab_multiple`: vocabularies are padded up to a multiple of it."""
 
     tp_rank: int
@@ -96,13 +114,21 @@ class Shard:
 
 
 def shard_of(tensor: LogicalTensor, place: Place) -> Shard:
-    """The shard of `tensor` at `place`. Raises ValueError when the layout cannot cut it."""
+    """The shard of `tensor` at `place`; one object for all alike tensors. Raises ValueError when it cannot be cut."""
+    try:
+        return _shard(tensor.alike, place)
+    except ValueError as error:
+        raise ValueError(f"{tensor.name}: {error}") from None
+
+
+@lru_cache(maxsize=1 << 16)
+def _shard(tensor: AlikeTensors, place: Place) -> Shard:
     if tensor.is_vocab:
         return _vocab_shard(tensor, place)
     tp_rank, tp_size = (place.etp_rank, place.etp_size) if tensor.is_expert else (place.tp_rank, place.tp_size)
     shape = list(tensor.segments[0].shape)
     if tensor.is_expert:
-        experts = _even_cut(tensor.name, "experts", shape[0], place.ep_rank, place.ep_size)
+        experts = _even_cut("experts", shape[0], place.ep_rank, place.ep_size)
         shape[0] = experts[1] - experts[0]
     parts, offset = [], 0
     for number, segment in enumerate(tensor.segments):
@@ -111,7 +137,7 @@ def shard_of(tensor: LogicalTensor, place: Place) -> Shard:
         if tensor.is_expert:
             box[0] = experts
         if tensor.tp_dim is not None:
-            box[tensor.tp_dim] = cut(tensor.name, segment, tensor.tp_dim, tp_rank, tp_size)
+            box[tensor.tp_dim] = cut(segment, tensor.tp_dim, tp_rank, tp_size)
             at[tensor.tp_dim] = offset
             offset += length(box[tensor.tp_dim])
         parts.append(Part(number, tuple(box), tuple(at)))
@@ -120,7 +146,7 @@ def shard_of(tensor: LogicalTensor, place: Place) -> Shard:
     return Shard(tuple(shape), tuple(parts))
 
 
-def cut(name: str, segment: Segment, dim: int, rank: int, size: int) -> Interval:
+def cut(segment: Segment, dim: int, rank: int, size: int) -> Interval:
     """Rank `rank`'s interval of `segment` along `dim`: an equal share of units, or one unit that several ranks hold.
 
     Raises ValueError when neither `size` divides the number of units nor that divides `size`.
@@ -133,7 +159,7 @@ def cut(name: str, segment: Segment, dim: int, rank: int, size: int) -> Interval
     if size % units == 0:
         first = rank * units // size * unit
         return first, first + unit
-    raise ValueError(f"tp({size}) and the {units} units of {name}.{segment.name} do not divide each other")
+    raise ValueError(f"tp({size}) and the {units} units of {segment.name} do not divide each other")
 
 
 def vocab_multiple(make_vocab_size_divisible_by: int, tp_size: int) -> int:
@@ -146,11 +172,11 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def _vocab_shard(tensor: LogicalTensor, place: Place) -> Shard:
+def _vocab_shard(tensor: AlikeTensors, place: Place) -> Shard:
     (segment,) = tensor.segments
     vocab_size, *rest = segment.shape
     padded = padded_vocab_size(vocab_size, place.vocab_multiple)
-    start, stop = _even_cut(tensor.name, "padded rows", padded, place.tp_rank, place.tp_size)
+    start, stop = _even_cut("padded rows", padded, place.tp_rank, place.tp_size)
     shape = (stop - start, *rest)
     if start >= vocab_size:
         return Shard(shape, ())
@@ -158,9 +184,9 @@ def _vocab_shard(tensor: LogicalTensor, place: Place) -> Shard:
     return Shard(shape, (Part(0, box, (0,) * len(shape)),))
 
 
-def _even_cut(name: str, what: str, total: int, rank: int, size: int) -> Interval:
+def _even_cut(what: str, total: int, rank: int, size: int) -> Interval:
     if total % size:
-        raise ValueError(f"{size} ranks do not divide the {total} {what} of {name}")
+        raise ValueError(f"{size} ranks do not divide the {total} {what}")
     share = total // size
     return rank * share, (rank + 1) * share
 
@@ -172,7 +198,7 @@ def length(interval: Interval) -> int:
 
 def box_shape(box: Box) -> tuple[int, ...]:
     """Extent of a box along each dim."""
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
 def box_index(box: Box) -> tuple[slice, ...]:

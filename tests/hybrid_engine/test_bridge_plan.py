@@ -262,7 +262,7 @@ def test_ends_that_do_not_fit_are_refused() -> None:
         make_bridge_plan(tensors, [replace(senders[0], wanted=receivers[0].wanted), senders[1]], receivers)
     with pytest.raises(ValueError, match="rollout rank 1 of a bridge must want a shard and hold none"):
         make_bridge_plan(tensors, senders, [receivers[0], replace(receivers[1], held=senders[0].held)])
-    other = replace(receivers[1], wanted=replace(receivers[1].wanted, tp_size=2))
+    other = replace(receivers[1], wanted=receivers[1].wanted._replace(tp_size=2))
     with pytest.raises(ValueError, match="share one layout"):
         make_bridge_plan(tensors, senders, [receivers[0], other])
     with pytest.raises(ValueError, match="no training rank holds lm_head.weight"):
