@@ -12,7 +12,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from megatron_rl.errors import ConfigError
@@ -20,6 +19,10 @@ from megatron_rl.errors import ConfigError
 Series = dict[str, tuple[list[int], list[float]]]
 
 COLUMNS = 3
+PANEL = (5.0, 3.1)
+LEFT, RIGHT, BOTTOM, TOP = 0.7, 0.2, 0.55, 0.4
+LEGEND = 1.4
+"""Inches: width and height of a panel, what of it is around its axes, and what a legend takes that is beside them."""
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
@@ -89,17 +92,30 @@ def draw_curves(metrics_jsonl: Path) -> Figure:
         )
     num_columns = min(COLUMNS, len(panels))
     num_rows = math.ceil(len(panels) / num_columns)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    figure = Figure(figsize=(5.0 * num_columns, 3.1 * num_rows), dpi=130, layout=layout)
+    figure = Figure(figsize=(PANEL[0] * num_columns, PANEL[1] * num_rows), dpi=130)
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(num_rows, num_columns)
     for number, draw in enumerate(panels):
         row, column = divmod(number, num_columns)
-        is_last = number == len(panels) - 1
-        axes = figure.add_subplot(grid[row, column:] if is_last else grid[row, column])
+        num_cells = num_columns - column if number == len(panels) - 1 else 1
+        axes = figure.add_axes(_place(figure, row, column, num_cells))
         draw(axes)
         _dress(axes)
+        if _has_long_legend(axes):
+            axes.set_position(_place(figure, row, column, num_cells, LEGEND))
     return figure
+
+
+def _place(
+    figure: Figure, row: int, column: int, num_cells: int, beside: float = 0.0
+) -> tuple[float, float, float, float]:
+    """Where a panel's axes go, in shares of the figure. beside: inches that stay free at its right.
+
+    Matplotlib's own layouts measure every text, which takes them longer than the drawing.
+    """
+    width, height = figure.get_size_inches()
+    left, bottom = PANEL[0] * column + LEFT, height - PANEL[1] * (row + 1) + BOTTOM
+    size = PANEL[0] * num_cells - LEFT - RIGHT - beside, PANEL[1] - BOTTOM - TOP
+    return left / width, bottom / height, size[0] / width, size[1] / height
 
 
 def _read_series(metrics_jsonl: Path) -> Series:
@@ -218,12 +234,17 @@ def _dress(axes: Axes) -> None:
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=8.5)
     handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 4:
+    if _has_long_legend(axes):
         axes.legend(
             handles[::-1], labels[::-1], frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0)
         )
     elif labels:
         axes.legend(frameon=False, fontsize=8.5)
+
+
+def _has_long_legend(axes: Axes) -> bool:
+    """Whether it goes beside the panel."""
+    return len(axes.get_legend_handles_labels()[1]) > 4
 
 
 def _cycle(count: int) -> list[str]:
