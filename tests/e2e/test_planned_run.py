@@ -31,7 +31,7 @@ def test_phases_that_depart_are_said_once(tmp_path, few_prompts):
     file.write_text(yaml.safe_dump(values | {"error": 0.2, "overheads": {"engine_step": 100.0}}))
     overrides = [
         f"trainer.hardware_file={file}",
-        f"data.val_files={few_prompts}",
+        f"data.val_files={few_prompts / 'test.parquet'}",
         f"trainer.default_local_dir={tmp_path}/run",
     ]
     finished = subprocess.run(
