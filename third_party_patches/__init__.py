@@ -33,7 +33,11 @@ CPU_PATCHES = (
     "third_party_patches.vllm.shm_group_name",
     "third_party_patches.vllm.shm_lifetime",
 )
-DRIVER_PATCHES = ("third_party_patches.ray.own_session", "third_party_patches.ray.quick_setup")
+DRIVER_PATCHES = (
+    "third_party_patches.ray.few_daemons",
+    "third_party_patches.ray.own_session",
+    "third_party_patches.ray.quick_setup",
+)
 
 VLLM = "third_party_patches.vllm."
 
