@@ -23,6 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # a hundred times as long as alone. Read by OpenMP when torch is loaded, here and in every process that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Tests start hundreds of processes, each of which would compile this package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:

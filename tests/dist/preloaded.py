@@ -11,13 +11,20 @@ from megatron_rl.roles.preloaded import preloaded
 
 MODULES = (
     *preloaded("cpu", generates=True),
-    "megatron_rl.report",
+    "megatron_rl.cli",
+    "megatron_rl.cluster.local_cluster",
+    "megatron_rl.observe.tensorboard",
+    "megatron_rl.train",
     "pytest",
     "ranks",
     "tiny_models",
     "torch.nested._internal.ops",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.fp8",
     "vllm.model_executor.layers.utils",
 )
+"""Of ranks, and of commands in a child of this server (`tests/e2e/forked_run.py`)."""
 
 # What is there at the end is not looked at again either: vLLM collects three times when an engine starts.
 with without_collections():
