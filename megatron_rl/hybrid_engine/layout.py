@@ -100,7 +100,7 @@ def split_box(box: Box, limit: int) -> Iterator[Box]:
 
 
 def merged(regions: Iterator[Region]) -> tuple[Region, ...]:
-    """Collapsed regions, those that continue each other joined."""
+    """The regions, which must be collapsed, with those that continue each other joined."""
     joined: list[Region] = []
     for region in regions:
         if joined and region.continues(joined[-1]):

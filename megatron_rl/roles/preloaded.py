@@ -32,5 +32,5 @@ def preloaded(device: str, generates: bool) -> tuple[str, ...]:
     """Modules that a node imports once for its ranks; none on GPUs, which a forked process cannot use."""
     if device == "cuda":
         return ()
-    engine = PRELOADED_ENGINE if generates else ()
-    return (*PRELOADED, *engine, *modules_for(device, generates))
+    common = (*PRELOADED, *modules_for(device, generates=False))
+    return tuple(dict.fromkeys((*common, *PRELOADED_ENGINE, *modules_for(device)))) if generates else common
