@@ -99,10 +99,13 @@ def test_random_kills_and_stops() -> None:
 
 
 def drive(all_replicas: list[Replica], over: threading.Event) -> tuple[list[int], list[int]]:
-    """Call every replica again and again and restart those that fail, until it is `over`: answers, restarts of each."""
+    """Call every replica again and again and restart those that fail, until each has answered a call made when it was
+    `over`, as one made earlier may be answered by a rank that is dead by then: answers, restarts of each.
+    """
     answered = [0] * len(all_replicas)
     calls: dict[Future, Replica] = {sampler(one).count(0, 0.05): one for one in all_replicas}
     starting: set[Replica] = set()
+    last: set[Future] = set()
     while calls:
         for future in wait_any(list(calls)):
             replica = calls.pop(future)
@@ -110,10 +113,13 @@ def drive(all_replicas: list[Replica], over: threading.Event) -> tuple[list[int]
                 future.get()
                 if replica not in starting:
                     answered[replica.number] += 1
-                    if over.is_set():
+                    if future in last:
                         continue
                 starting.discard(replica)
+                is_over = over.is_set()
                 following: Future = sampler(replica).count(0, 0.05)
+                if is_over:
+                    last.add(following)
             except WorkerFailure as error:
                 if isinstance(error, ClusterEnded):
                     raise

@@ -67,11 +67,12 @@ def test_saves_and_goes_on(command_line, one) -> None:
 def test_one_update_a_step_needs_no_pass_for_old_log_probs(command_line) -> None:
     """GRPO with a KL in the loss, with the pass and without: every metric that both have, and the weights, bit for bit.
 
-    The pass is brought back by a veto that no token can fall under. Would not catch passes that are cut otherwise than
-    the update, which may differ in the last bits.
+    The pass is brought back by a veto that no token can fall under; without a shuffle both go through the samples in
+    one order. Would not catch passes that are cut otherwise than the update, which may differ in the last bits.
     """
     grpo = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", f"{ACTOR}.use_kl_loss=true")
     rows = (
+        f"{ACTOR}.shuffle=false",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
     )
