@@ -51,7 +51,7 @@ def one_update(config) -> dict:
         "values": score(worker.roles["critic"].values),
     }
     result["ref_log_probs"] = score(worker.roles["reference"].log_probs)
-    old = score(worker.roles["actor"].log_probs)
+    old = result["log_probs"]
     # Stages before the last never compute log-probs; their loss closures do not run, so any values do.
     shape_only = mine.advantages.values() * 0
     mine.old_log_probs = mine.advantages.clone()
