@@ -146,6 +146,7 @@ MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent a
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
 RARELY = (
+    "PP2, recomputed",
     "experts, EP2, DP2",
     "PP2, CP2",
     "CP2, padded, gathered",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
+from test_layout_parity import often
 from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
@@ -26,6 +27,8 @@ LAYOUTS = {
     "experts, TP2, EP2, SP": (save_qwen3_moe, (2, 2, 1), EP2 | ETP1 | SP, True, [(UNIFORM, 2)]),
 }
 """Name -> model, (ranks, tp, pp), further sizes, whether rows are packed, and the (method, number of layers) tried."""
+OFTEN = ("one process, packed", "TP2, SP, packed", "PP2, VPP2, packed", "experts, TP2, EP2, SP")
+"""What `make test` goes through: every axis, every method, both models."""
 
 
 def update_both(worker, override: OverrideTransformerConfig) -> dict:
@@ -87,7 +90,7 @@ def same(ours: object, theirs: object) -> bool:
     return torch.equal(ours, theirs) if torch.is_tensor(ours) else ours == theirs
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", often(LAYOUTS, OFTEN))
 def test_an_update_is_the_same_bit_for_bit(layout, tmp_path):
     """Log-probs, values, metrics, gradients, norms and weights; and the layers that are meant to have run twice.
 

@@ -97,8 +97,8 @@ DECAY = {"actor_rollout_ref__actor__optim__lr_decay_style": "linear", "trainer__
 @pytest.mark.parametrize(
     ("save_model", "world_size", "tp_size", "pp_size", "keys"),
     [
-        (save_qwen2, 4, 2, 2, DECAY),
-        (save_llama, 4, 2, 1, BF16),
+        pytest.param(save_qwen2, 4, 2, 2, DECAY, marks=pytest.mark.exhaustive),
+        (save_llama, 4, 2, 1, DECAY | BF16),
         (save_qwen3_moe, 4, 2, 1, MOE | ASYNC),
         pytest.param(save_llama, 2, 1, 1, HOST_ADAM | OVERLAPPED, marks=pytest.mark.exhaustive),
         pytest.param(save_llama, 2, 1, 1, HOST_ADAM | ASYNC | BF16, marks=pytest.mark.exhaustive),

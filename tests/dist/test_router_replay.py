@@ -6,12 +6,11 @@ of three experts a token goes to is decided by the order in which a library adds
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import RANDOM, prompts
+from test_layout_parity import often
 from tiny_models import random_experience, run_config, save_qwen3_moe, tie_routers
 
 from megatron_rl.records import ragged_from_lengths, row_lengths
@@ -29,10 +28,6 @@ MEGATRON = "actor_rollout_ref__actor__megatron__"
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory) -> str:
     return tie_routers(save_qwen3_moe(tmp_path_factory.mktemp("tied"), initializer_range=0.3))
-
-
-def often(names: Iterable[str], chosen: tuple[str, ...]) -> list:
-    return [pytest.param(name, marks=[] if name in chosen else pytest.mark.exhaustive) for name in names]
 
 
 def tied_config(path: str, tp_size: int = 1, pp_size: int = 1, **changes):

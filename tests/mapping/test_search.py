@@ -146,7 +146,10 @@ def test_rollout_tp_is_below_training_tp(equal):
     assert found.generation is not None and found.generation.tp < 8
 
 
-@pytest.mark.parametrize(("model", "gpus"), [("llama-2-7b", 16), ("llama-2-13b", 32), ("llama-2-7b", 64)])
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [("llama-2-7b", 16), ("llama-2-13b", 32), pytest.param("llama-2-7b", 64, marks=pytest.mark.exhaustive)],
+)
 def test_never_worse_than_the_usual_layouts(equal, model, gpus):
     """TP8 x PP(n/8) for every role, and everything colocated, by the same clock. Would not catch a baseline that the
     space lacks.
@@ -181,9 +184,8 @@ def ppo_70b(equal, gpus: int):
     return equal("llama-2-70b", gpus, critic="llama-2-7b")
 
 
-@pytest.mark.parametrize(
-    "limit_s", [pytest.param(10, marks=[pytest.mark.exhaustive, pytest.mark.quiet]), 20], ids=["alone", "beside others"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("limit_s", [pytest.param(10, marks=pytest.mark.quiet), 20], ids=["alone", "beside others"])
 def test_128_gpus_take_seconds(equal, limit_s):
     """CPU seconds of search and finalists; beside other tests, which use the same cores, they are up to twice as long.
     Would not catch a slow import.

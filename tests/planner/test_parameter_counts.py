@@ -166,9 +166,9 @@ def grid_of(world_size: int, megatron: MegatronConfig) -> TrainGrid:
     )
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_every_rank_has_the_planned_number_of_parameters(tmp_path, every: int):
-    """30 layouts of 11 models, or every other of them: equal to the last one, on every rank, of policy and critic.
+    """30 layouts of 11 models, or every fourth of them: equal to the last one, on every rank, of policy and critic.
 
     Would not catch a parameter that Megatron adds later than in the constructor.
     """

@@ -79,6 +79,7 @@ def test_head_sizes_of_cuda_are_flash_attentions():
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.dist
+@pytest.mark.exhaustive
 def test_tp_sizes_are_those_that_the_all_reduce_adds_up():
     """2 to 9 ranks. Would not catch a larger size that a later vLLM can do."""
     program = [sys.executable, str(Path(__file__).with_name("sum_over_ranks.py")), *map(str, range(2, 10))]
