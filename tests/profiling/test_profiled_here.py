@@ -97,10 +97,12 @@ def test_the_command_writes_a_file_for_plan_and_map(tmp_path):
     assert "A short run" in finished.stdout and f"written to {file}" in finished.stdout.replace("\n", "")
     hardware = load_hardware(str(file))
     assert 1 <= hardware.parallel_ranks <= 2 and set(hardware.collectives) == {2}
-    assert hardware.overheads.context_layer + hardware.overheads.context_token > 0
-    assert hardware.overheads.call > 0 and hardware.overheads.update_layer + hardware.overheads.optimizer_layer > 0
+    found = hardware.overheads
+    # Which number takes the seconds is the fit's, whose tests give it known ones: on a busy machine it may be another.
+    assert found.call > 0 and found.update_pass + found.update_layer + found.update_token + found.optimizer_layer > 0
     kept = yaml.safe_load(file.read_text())["measured"]
     assert kept["start_up_seconds"] > 1 and len(kept["samples"]) > 60
+    assert {(one["cp"], one["kind"]) for one in kept["samples"]} >= {(2, SCORE), (2, UPDATE), (1, GENERATE)}
     probe.save_data(tmp_path)
     probe.save_model(tmp_path / "model", 4, "cpu")
     config = probe.write_config(
