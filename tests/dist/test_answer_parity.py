@@ -17,6 +17,7 @@ from stage_cases import (
     one_update,
     stage_config,
 )
+from test_layout_parity import often
 from tiny_models import save_qwen2, save_qwen3_moe, save_reward_model
 from torch.nn.functional import logsigmoid
 
@@ -111,9 +112,7 @@ def test_regression_equals_a_plain_loop(reward_path: str) -> None:
     assert_equals_plain(alone, plain, plain.step(loss), "critic", reward_path)
 
 
-@pytest.mark.parametrize(
-    "loss", [pytest.param(name, marks=[] if name == "dpo" else pytest.mark.exhaustive) for name in PREFERENCES]
-)
+@pytest.mark.parametrize("loss", often(PREFERENCES, ("dpo",)))
 def test_preferences_equal_a_plain_loop(loss: str, policy_path: str) -> None:
     """Formulas written down here once more. Would not catch a formula misread in both places."""
     sizes, is_mean = ALONE if loss == "kto" else PAIRS, loss in ("simpo", "orpo")
@@ -131,9 +130,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[] if "DP2" in name else pytest.mark.exhaustive) for name in CASES]
-)
+@pytest.mark.parametrize("case", often(CASES, ("rankings TP2xDP2",)))
 def test_layouts_equal_one_process(case: str, policy_path: str, reward_path: str) -> None:
     """Would not catch an error that every layout shares with one process, which the plain loop does."""
     stage, loss, sizes, layout, overrides = CASES[case]
