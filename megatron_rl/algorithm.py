@@ -113,7 +113,7 @@ class Algorithm:
 
     def mini_batching(self, role: ActorConfig | CriticConfig, step: int) -> tuple[int, int, int | None]:
         """(rows per optimizer step, epochs, seed of the split or None) for one step of a role's update."""
-        rows = role.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        rows = self.config.batch_sizes.mini_batch_samples(role)
         seed = self.config.trainer.seed * 1_000_003 + step * role.ppo_epochs
         return rows, role.ppo_epochs, seed if role.shuffle else None
 

@@ -28,9 +28,9 @@ from megatron_rl.stream.scheduler import Scheduler
 def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     """The rules of the schedule of a run that goes on with `first_step`."""
     ahead, rollout = config.async_training, config.actor_rollout_ref.rollout
-    prompts = config.data.gen_batch_size
+    sizes = config.batch_sizes
     return Rules(
-        batch_rows=prompts * rollout.n + (prompts if needs_of(config).greedy else 0),
+        batch_rows=sizes.num_generated_samples + (sizes.num_generated_prompts if needs_of(config).greedy else 0),
         num_steps_total=config.trainer.num_steps,
         ahead=config.trainer.rollout_ahead,
         sync_every=ahead.trigger_parameter_sync_step,

@@ -146,10 +146,10 @@ class Rollouts:
     def _next_prompts(self, cursor: MixtureCursor | None = None) -> Prompts:
         """The next training prompts, each `rollout.n` times. cursor: None: the run's own."""
         indices = (cursor or self.cursor).next_indices()
-        return self.train_data.batch(indices).repeat(self.config.actor_rollout_ref.rollout.n)
+        return self.train_data.batch(indices).repeat(self.config.batch_sizes.samples_per_prompt)
 
     def _filtered(self, step: int) -> Batch:
-        wanted, most = self.config.data.train_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
+        wanted, most = self.config.batch_sizes.num_prompts, self.config.algorithm.filter_groups.max_num_gen_batches
         batches: list[tuple[Prompts, Generations, Scored]] = []
         while True:
             prompts = self._next_prompts()

@@ -95,7 +95,8 @@ def is_on_policy(config: RunConfig) -> bool:
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
-    updates_once = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    sizes = config.batch_sizes
+    updates_once = actor.ppo_epochs == 1 and sizes.mini_batch_prompts(actor) == sizes.num_prompts
     needs = ADV_ESTIMATORS.get(algorithm.adv_estimator)
     estimates_without = needs is not None and not needs.sum_pi_squared
     corrects = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold is not None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.async_training import AsyncTrainingConfig
+from megatron_rl.config.batch_sizes import BatchSizes
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.pretraining import PretrainingConfig
@@ -471,6 +472,11 @@ class RunConfig:
     reward_training: RewardStageConfig = field(default_factory=RewardStageConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Prompts and samples of a training step and of its optimizer steps."""
+        return BatchSizes.of(self)
 
     @property
     def samples_in_slices(self) -> bool:

@@ -19,8 +19,3 @@ def mini_batch_rows(num_rows: int, mini_batch_size: int, num_epochs: int, seed: 
         if seed is not None:
             rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + epoch))
         yield from rows.split(mini_batch_size)
-
-
-def num_optimizer_steps(num_steps: int, batch_size: int, mini_batch_size: int, num_epochs: int) -> int:
-    """Optimizer steps of a run: what `mini_batch_rows` yields per training step, times the training steps."""
-    return num_steps * num_epochs * -(-batch_size // mini_batch_size)

@@ -130,10 +130,8 @@ def _of_pass(work: Work, choice: PoolChoice, name: str, kind: str) -> Iterator[s
     grid, role, option = choice.grid, work.roles[name], choice.options[name][kind]
     assert grid is not None  # a role on Megatron's grid
     dp = choice.shape.num_ranks // (grid.tp * grid.cp * grid.pp)
-    prompts = work.config.data.train_batch_size
-    if kind == "update":
-        prompts = min(role.spec.settings.ppo_mini_batch_size, prompts)
-    samples = prompts * work.config.actor_rollout_ref.rollout.n
+    sizes = work.config.batch_sizes
+    samples = sizes.mini_batch_samples(role.spec.settings) if kind == "update" else sizes.num_samples
     mine = math.ceil(samples / dp)
     if mine * dp > (1 + IDLE) * samples:
         yield f"DP {dp} for {samples} samples"

@@ -26,10 +26,9 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     dp = _exact(_world_size(sizes, actor.pool), tp * cp * pp)
     replicas = _exact(_world_size(sizes, rollout_pool(config)), rollout.tensor_model_parallel_size)
 
-    prompts, n = config.data.train_batch_size, rollout.n
-    # A mini-batch cannot be larger than the step's batch.
-    mini_prompts = min(actor.ppo_mini_batch_size, prompts)
-    mini_batch = mini_prompts * n
+    batch = config.batch_sizes
+    prompts, n, samples = batch.num_prompts, batch.samples_per_prompt, batch.num_samples
+    mini_prompts, mini_batch = batch.mini_batch_prompts(actor), batch.mini_batch_samples(actor)
     return [
         ("ranks", str(sum(size.world_size for size in sizes.values())), f"{_shape(sizes)}, {config.trainer.device}"),
         ("TP", str(tp), "ranks that share every layer"),
@@ -39,9 +38,9 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("rollout TP", str(rollout.tensor_model_parallel_size), "ranks that generate together"),
         ("rollout replicas", str(replicas or UNDEFINED), "ranks / rollout TP: copies of the model in generation"),
         ("prompts per step", str(prompts), "data.train_batch_size"),
-        ("samples per step", str(prompts * n), f"x {n} samples per prompt (rollout.n)"),
-        ("prompts per replica", _per_replica(prompts * n, replicas, n), "each replica answers its own share"),
-        ("samples per replica", _share(prompts * n, replicas), f"prompts per replica x {n}"),
+        ("samples per step", str(samples), f"x {n} samples per prompt (rollout.n)"),
+        ("prompts per replica", _per_replica(samples, replicas, n), "each replica answers its own share"),
+        ("samples per replica", _share(samples, replicas), f"prompts per replica x {n}"),
         ("mini-batches per epoch", *_mini_batches(prompts, mini_prompts)),
         ("epochs per step", str(actor.ppo_epochs), "passes over the samples"),
         ("samples per mini-batch", str(mini_batch), f"{mini_prompts} prompts x {n}"),

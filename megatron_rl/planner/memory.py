@@ -343,10 +343,8 @@ def passes_of(
 
     multiple: of tokens, to which a rank's part of a block is padded.
     """
-    prompts = config.data.train_batch_size
-    if one is role.update:
-        prompts = min(role.settings.ppo_mini_batch_size, prompts)
-    num_samples = prompts * config.actor_rollout_ref.rollout.n
+    sizes = config.batch_sizes
+    num_samples = sizes.mini_batch_samples(role.settings) if one is role.update else sizes.num_samples
     own = blocks_of(config, one, num_samples, dp_size, multiple, cp_size)
     if one is not role.update or role.mixed is None:
         return own

@@ -62,7 +62,7 @@ def replay_notes(config: RunConfig, shape: ModelShape) -> list[str]:
         return []
     per_token = shape.num_routed_layers * shape.experts_per_token * (1 if shape.num_experts <= 256 else 2)
     longest = data.max_prompt_length + data.max_response_length
-    total = data.train_batch_size * shared.rollout.n * longest * per_token
+    total = config.batch_sizes.num_samples * longest * per_token
     if total < LARGE:
         return []
     return [

@@ -84,11 +84,11 @@ def load_with_cache(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float
     block = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu * length
     fitting = int(kv_tokens / (prompt + response / 2))
     return Load(
-        num_samples=data.train_batch_size * rollout.n,
+        num_samples=config.batch_sizes.num_samples,
         prompt=prompt,
         response=response,
         max_response=data.max_response_length,
-        mini_batch=min(actor.ppo_mini_batch_size, data.train_batch_size) * rollout.n,
+        mini_batch=config.batch_sizes.mini_batch_samples(actor),
         block_tokens=int(block),
         epochs=actor.ppo_epochs,
         max_seqs=max(1, min(rollout.max_num_seqs, fitting)),
@@ -231,7 +231,6 @@ def scored_load(load: Load, one: PassSpec, config: RunConfig, cp_size: int = 1) 
 
 def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float = 0.0, cp_size: int = 1) -> Load:
     """With the role's own mini-batches, epochs and passes. recompute: share of its forward pass that runs twice."""
-    settings, prompts = role.settings, config.data.train_batch_size
     if role.update is None:
         raise ValueError(f"{role.name} is not trained")
     mixed = None
@@ -240,8 +239,8 @@ def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float
         mixed = replace(mixed, block_tokens=_block_tokens(mixed, role.update, cp_size))
     return replace(
         load,
-        mini_batch=min(settings.ppo_mini_batch_size, prompts) * config.actor_rollout_ref.rollout.n,
-        epochs=settings.ppo_epochs,
+        mini_batch=config.batch_sizes.mini_batch_samples(role.settings),
+        epochs=role.settings.ppo_epochs,
         block_tokens=_block_tokens(load, role.update, cp_size),
         recompute=recompute,
         mixed=mixed,

@@ -14,7 +14,6 @@ from megatron_rl.config.megatron import OptimConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
-from megatron_rl.experience.batches import num_optimizer_steps
 from megatron_rl.experience.micro_batches import MicroBatching, round_up
 from megatron_rl.model.families import ModelShape
 from megatron_rl.observe.memory import MemoryLedger
@@ -93,8 +92,7 @@ class Rank:
 
     def num_run_steps(self, spec: RoleSpec) -> int:
         """Optimizer steps of a trained role in the whole run."""
-        steps, batch_size = self.config.trainer.num_steps, self.config.data.train_batch_size
-        return num_optimizer_steps(steps, batch_size, spec.settings.ppo_mini_batch_size, spec.settings.ppo_epochs)
+        return self.config.trainer.num_steps * self.config.batch_sizes.num_optimizer_steps(spec.settings)
 
     def optim(self, spec: RoleSpec) -> OptimConfig:
         """A trained role's, with its warm-up and decay in optimizer steps."""

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from megatron_rl.config.batch_sizes import BatchSizes
 from megatron_rl.config.megatron import OptimConfig
-from megatron_rl.experience.batches import mini_batch_rows, num_optimizer_steps
+from megatron_rl.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, RolloutConfig, RunConfig
+from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.roles.rank import in_optimizer_steps
 from megatron_rl.roles.training import lr_scheduler
 
@@ -58,7 +60,18 @@ def test_only_the_last_steps_go_down(style, last):
 def test_steps_of_a_run():
     """Counted as the loop makes them, an uneven last mini-batch included. Would not catch skipped updates."""
     per_step = sum(1 for _ in mini_batch_rows(60 * 12, 25 * 12, 2, seed=None))
-    assert num_optimizer_steps(7, batch_size=60, mini_batch_size=25, num_epochs=2) == 7 * per_step == 42
+    config = RunConfig(DataConfig(train_batch_size=60), ActorRolloutRefConfig(rollout=RolloutConfig(n=12)))
+    actor = ActorConfig(ppo_mini_batch_size=25, ppo_epochs=2)
+    assert config.batch_sizes.num_optimizer_steps(actor) == per_step == 6
+
+
+def test_a_mini_batch_has_no_more_than_the_step():
+    """4 prompts of 3 samples, 5 of which would be an optimizer step. Would not catch an uneven split over ranks."""
+    sizes = BatchSizes(num_prompts=4, num_generated_prompts=6, samples_per_prompt=3)
+    actor = ActorConfig(ppo_mini_batch_size=5, ppo_epochs=2)
+    assert (sizes.num_samples, sizes.num_generated_samples) == (12, 18)
+    assert (sizes.mini_batch_prompts(actor), sizes.mini_batch_samples(actor)) == (4, 12)
+    assert sizes.num_optimizer_steps(actor) == 2
 
 
 @pytest.mark.parametrize(
