@@ -17,6 +17,7 @@ from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.losses.kl import KL_ESTIMATORS
+from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
 from megatron_rl.losses.registry import policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
@@ -29,12 +30,6 @@ from megatron_rl.roles.role import TrainedRole
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
     from megatron_rl.roles.expert_routing import ExpertRouting
-
-
-REPORTED = tuple(
-    f"actor/{name}" for name in ("pg_loss", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
-)
-"""Metrics of every policy loss."""
 
 
 class Actor(TrainedRole):
@@ -51,7 +46,6 @@ class Actor(TrainedRole):
         self.correction = rank.config.algorithm.rollout_correction
         self.policy_loss = policy_loss(self.config, self.correction)
         self.scores_squares = needs_of(rank.config).sum_pi_squared
-        self._further_metrics: tuple[str, ...] = ()  # of the losses that were computed last
         self.score_cut = rank.micro_batching(spec.score)
         temperature = rank.config.actor_rollout_ref.rollout.temperature
         settings = source.hf_config.to_dict()
@@ -263,32 +257,24 @@ class Actor(TrainedRole):
             self.routing.begin(replays=replays, records=named and is_own)
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
-        # After the samples, whose losses say how many metrics there are.
         mixed = [] if pretraining is None else self.trainable.pipeline.micro_batches(pretraining.record, self.cut)
         mixed_totals = self.trainable.totals(mixed) if mixed else BatchTotals(0, 0)
         if self.routing is not None and self.routing.is_balanced:
             self.routing.count_rows([*blocks, *mixed])
 
-        def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+        def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             if "advantages" not in block.fields:
                 return self._pretraining_loss(hidden, block, mixed_totals)
-            total, sums = self._loss(hidden, block, totals, own)
-            return total, torch.cat([sums, sums.new_zeros(1)])
+            return self._loss(hidden, block, totals, own)
 
         counted = replace(totals, tokens=totals.tokens + mixed_totals.tokens)
-        means = self.trainable.compute_gradients([*blocks, *mixed], counted, loss)
+        metrics = self.trainable.compute_gradients([*blocks, *mixed], counted, loss)
         load = {} if self.routing is None else self._expert_metrics(self.routing)
-        if means is None:
+        if metrics is None:
             return {}, None
         log_probs = self.trainable.pipeline.in_row_order(torch.cat(own), blocks, batch) if is_own else None
-        names = (*REPORTED, *self._further_metrics, "actor/ptx_loss")
-        metrics = dict(zip(names, means.tolist(), strict=True)) | load
-        if pretraining is None:
-            del metrics["actor/ptx_loss"]
-        if self.config.use_kl_loss:
-            return metrics | {"actor/kl_coef": self.config.kl_loss_coef}, log_probs
-        del metrics["actor/kl_loss"]
-        return metrics, log_probs
+        weight = {"actor/kl_coef": self.config.kl_loss_coef} if self.config.use_kl_loss else {}
+        return metrics | load | weight, log_probs
 
     def _expert_metrics(self, routing: ExpertRouting) -> dict[str, float]:
         """Of the pass that was last, on all ranks; all must call."""
@@ -296,15 +282,16 @@ class Actor(TrainedRole):
         self._load = routing.load()
         return expert_load_metrics(self._load, routing.routed) | losses
 
-    def _pretraining_loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals) -> tuple[Tensor, Tensor]:
-        """(ptx.coef * cross-entropy of a block's examples, metric sums that are all 0 but for the cross-entropy)."""
+    def _pretraining_loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals) -> tuple[Tensor, MetricParts]:
+        """(ptx.coef * cross-entropy of a block's examples, the cross-entropy as a metric)."""
         log_probs, _ = self.reader.log_probs_and_entropy(hidden, block)
         value = cross_entropy(log_probs, block.kept, float(totals.tokens))
-        nothing = value.new_zeros(len(REPORTED) + len(self._further_metrics))
-        return self.rank.config.ptx.coef * value, torch.cat([nothing, value.detach()[None]])
+        return self.rank.config.ptx.coef * value, {"actor/ptx_loss": value.detach()}
 
-    def _loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals, own: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """(loss of a block, its metric sums); log-probs go to `own` where the block has no old ones."""
+    def _loss(
+        self, hidden: Tensor, block: MicroBatch, totals: BatchTotals, own: list[Tensor]
+    ) -> tuple[Tensor, MetricParts]:
+        """(loss of a block, its parts of metrics); log-probs go to `own` where the block has no old ones."""
         config, fields, lengths = self.config, block.fields, block.response_lengths
         log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
         old_log_probs = fields.get("old_log_probs")
@@ -312,21 +299,27 @@ class Actor(TrainedRole):
             old_log_probs = log_probs.detach()
             own.append(old_log_probs.cpu())
         terms, losses, kept = self._policy_terms(log_probs, old_log_probs, block)
-        kl = torch.zeros_like(losses)
-        if config.use_kl_loss:
-            kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
-
         mode = config.loss_agg_mode
         weights = token_weights(block.kept, lengths, totals, mode, self.loss_scale)
         if config.policy_loss.loss_mode in MEAN_OVER_ANSWERS:
             mode = "seq-mean-token-mean"
         weighted = losses * token_weights(kept, lengths, totals, mode, self.loss_scale)
-        total = (weighted + (config.kl_loss_coef * kl - config.entropy_coeff * entropy) * weights).sum()
+        parts, penalty = {"actor/pg_loss": weighted.sum()}, -config.entropy_coeff * entropy
+        if config.use_kl_loss:
+            kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
+            parts["actor/kl_loss"] = (kl * weights).sum()
+            penalty = config.kl_loss_coef * kl + penalty
+        total = (weighted + penalty * weights).sum()
         per_token = token_weights(block.kept, lengths, totals, "token-mean", self.loss_scale)
-        self._further_metrics = tuple(terms.metrics)
-        measured = torch.stack([terms.clipped, terms.clipped_lower, terms.kl, entropy, *terms.metrics.values()])
-        sums = [weighted.sum()[None], (kl * weights).sum()[None], (measured * per_token).sum(1)]
-        return total, torch.cat(sums).detach()
+        measured = {
+            "actor/pg_clipfrac": terms.clipped,
+            "actor/pg_clipfrac_lower": terms.clipped_lower,
+            "actor/ppo_kl": terms.kl,
+            "actor/entropy": entropy,
+            **terms.metrics,
+        }
+        parts |= {name: (values * per_token).sum() for name, values in measured.items()}
+        return total, {name: part.detach() for name, part in parts.items()}
 
     def _policy_terms(
         self, log_probs: Tensor, old_log_probs: Tensor, block: MicroBatch

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
+from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import Answers, Objective
 from megatron_rl.losses.terms import mean_answers, sum_answers
 from megatron_rl.records import AnswerBatch, AnswerScores, ragged_from_lengths
@@ -47,23 +48,16 @@ class AnswerLearner:
         prompt_of_row = torch.repeat_interleave(batch.sizes).to(device)
         given, labels = batch.given.values().to(device), batch.labels.values().to(device)
         weights, shift = batch.weights.to(device), torch.tensor(baseline, device=device)
-        names: list[str] = []
 
-        def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+        def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             numbers = self.total(self.per_token(output, block), block.kept, block.response_lengths)
             prompts, sizes = prompt_of_row[block.rows].unique_consecutive(return_counts=True)
             told = Answers(numbers, given[block.rows], labels[block.rows], sizes, shift)
             terms = self.objective(told)
             total = (terms.loss * weights[prompts]).sum() / max(num_prompts, 1)
-            names[:] = terms.metrics
             # Whatever fills up a split does so alone, so a block counts as a whole or not at all.
             counts = weights[prompts].sum() > 0
-            sums = torch.stack([total.detach()[None].expand(2), *terms.metrics.values()])
-            return total, torch.where(counts, sums, 0.0).flatten()
+            parts = {"loss": total.detach(), **terms.metrics}
+            return total, {f"{role}/{name}": torch.where(counts, part, 0.0) for name, part in parts.items()}
 
-        found = trainable.compute_gradients(blocks, trainable.totals(blocks), loss)
-        if found is None:
-            return {}
-        total, *pairs = found.view(-1, 2).tolist()
-        means = {f"{role}/{name}": value / count for name, (value, count) in zip(names, pairs, strict=True) if count}
-        return {f"{role}/loss": total[0]} | means
+        return trainable.compute_gradients(blocks, trainable.totals(blocks), loss) or {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.losses.aggregate import token_weights
+from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.value import clipped_value_loss
 from megatron_rl.records import CriticBatch, Sequences, TokenScores
 from megatron_rl.roles.rank import Rank
@@ -50,7 +50,7 @@ class Critic(TrainedRole):
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
 
-        def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+        def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             values = response_values(output, block)
             losses, clipped = clipped_value_loss(
                 values, block.fields["old_values"], block.fields["returns"], self.config.cliprange_value
@@ -59,9 +59,10 @@ class Critic(TrainedRole):
             weights = token_weights(block.kept, lengths, totals, self.config.loss_agg_mode, self.loss_scale)
             total = (losses * weights).sum()
             per_token = token_weights(block.kept, lengths, totals, "token-mean", self.loss_scale)
-            sums = [total, (clipped * per_token).sum(), (values * per_token).sum()]
-            return total, torch.stack(sums).detach()
+            return total, {
+                "critic/vf_loss": total.detach(),
+                "critic/vf_clipfrac": (clipped * per_token).sum().detach(),
+                "critic/vpred_mean": (values * per_token).sum().detach(),
+            }
 
-        means = self.trainable.compute_gradients(blocks, totals, loss)
-        names = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
-        return {} if means is None else dict(zip(names, means.tolist(), strict=True))
+        return self.trainable.compute_gradients(blocks, totals, loss) or {}

@@ -30,6 +30,7 @@ from megatron_rl.experience.micro_batches import (
     told_rows,
     widened,
 )
+from megatron_rl.losses.metrics import MetricParts, add_parts
 from megatron_rl.model.context_attention import ContextSegments
 from megatron_rl.model.segments import Segments
 from megatron_rl.observe.liveness import made_progress
@@ -50,8 +51,8 @@ from megatron_rl.roles.expert_routing import ExpertRouting
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
 """(model output [b, S, ...], its micro-batch) -> one float32 per response token, [N]."""
 
-Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
-"""(model output [b, S, ...], its micro-batch) -> (loss summed over its tokens, metric sums [M])."""
+Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, MetricParts]]
+"""(model output [b, S, ...], its micro-batch) -> (loss summed over its tokens, its parts of metrics by name)."""
 
 
 class Pipeline:
@@ -191,11 +192,11 @@ class Pipeline:
             return None
         return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)
 
-    def forward_backward(self, blocks: list[MicroBatch], loss: Loss) -> Tensor | None:
+    def forward_backward(self, blocks: list[MicroBatch], loss: Loss) -> dict[str, Tensor] | None:
         """Accumulate gradients of the sum of all blocks' losses over all data-parallel ranks.
 
-        The loss must already be divided by whatever it is a mean of. Returns the metric sums of the blocks that this
-        rank tells of, [M], on the last stage; None before.
+        The loss must already be divided by whatever it is a mean of. Returns the metrics of the blocks that this rank
+        reports, added up, on the last stage; None before.
         """
         blocks = self._scheduled(blocks)
         # Megatron divides by the number of micro-batches and averages over data-parallel ranks; the sum is wanted. Over
@@ -207,14 +208,14 @@ class Pipeline:
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
             block = self._read_by_this_rank(next(iterator))
 
-            def scaled(output: Tensor) -> tuple[Tensor, Tensor]:
-                value, metrics = loss(output, block)
-                return value * scale, metrics * block.is_told
+            def scaled(output: Tensor) -> tuple[Tensor, MetricParts]:
+                value, parts = loss(output, block)
+                return value * scale, {name: part * block.is_told for name, part in parts.items()}
 
             return self._run(model, block), scaled
 
-        metrics = self._schedule(step, blocks, forward_only=False)
-        return torch.stack(metrics).sum(0) if self.groups.is_last_stage else None
+        parts = self._schedule(step, blocks, forward_only=False)
+        return add_parts(parts) if self.groups.is_last_stage else None
 
     def _scheduled(self, blocks: list[MicroBatch]) -> list[MicroBatch]:
         if len(self.chunks) == 1 or self.groups.grid.most_sharing is not None:
@@ -255,7 +256,7 @@ class Pipeline:
             output: Tensor = model(input_ids, positions, None, packed_seq_params=segments)
         return output
 
-    def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Tensor]:
+    def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Any]:
         cp_size = self.groups.grid.cp_size
         # Of the parts that ranks read, which is what goes from stage to stage.
         shapes = [
@@ -264,7 +265,7 @@ class Pipeline:
         # Stages tell each other every block's shape, which costs a message and a wait each, only where they differ.
         self.chunks[0].config.variable_seq_lengths = len(set(shapes)) > 1
         num_rows, num_columns = shapes[0]
-        outputs: list[Tensor] = get_forward_backward_func()(
+        outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(blocks) for _ in self.chunks],
             model=self.chunks,

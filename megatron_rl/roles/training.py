@@ -18,11 +18,15 @@ from megatron_rl.config.megatron import MegatronConfig, OptimConfig
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
 from megatron_rl.losses.aggregate import BatchTotals, counted
+from megatron_rl.losses.metrics import MetricParts, numbers_over_ranks
 from megatron_rl.observe.memory import storage_bytes
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.roles.adam import AdamState, optimizer_config
 from megatron_rl.roles.ddp import ParameterSync, in_flat_buffers
 from megatron_rl.roles.pipeline import Loss, Pipeline
+
+OWN_LOSS = "loss of this rank"
+"""Name under which the loss itself is added up over a rank's micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -189,25 +193,24 @@ class TrainableModel:
         dist.all_reduce(counts, group=self.groups.row_group)
         return BatchTotals(*counts.tolist())
 
-    def compute_gradients(self, blocks: list[MicroBatch], totals: BatchTotals, loss: Loss) -> torch.Tensor | None:
+    def compute_gradients(self, blocks: list[MicroBatch], totals: BatchTotals, loss: Loss) -> dict[str, float] | None:
         """Gradients of `loss` summed over all blocks and ranks, in the DDP buffers; `totals` are those of the blocks.
 
-        Returns metric sums [M] over all ranks' blocks on the last stage, None before.
+        Returns the metrics of all ranks' blocks on the last stage, None before.
         """
         self.clear_gradients()
 
-        def noted(output: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-            value, metrics = loss(output, block)
-            return value, torch.cat([metrics, value.detach()[None]])
+        def with_own_loss(output: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, MetricParts]:
+            value, parts = loss(output, block)
+            return value, {**parts, OWN_LOSS: value.detach()}
 
-        sums = self.pipeline.forward_backward(blocks, noted)
+        parts = self.pipeline.forward_backward(blocks, with_own_loss)
         self._num_tokens = totals.tokens
-        if sums is None:
+        if parts is None:
             self._loss = torch.zeros((), device=self.device)
             return None
-        self._loss = sums[-1].clone()
-        dist.all_reduce(sums, group=self.groups.row_group)
-        return sums[:-1]
+        self._loss = parts.pop(OWN_LOSS)
+        return numbers_over_ranks(parts, self.groups.row_group)
 
     def clear_gradients(self) -> None:
         """Zero all gradients."""

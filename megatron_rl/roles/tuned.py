@@ -9,6 +9,7 @@ from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.stages import DPO
 from megatron_rl.dispatch import Dispatch, Stop, verb
 from megatron_rl.experience.micro_batches import MicroBatch
+from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import preference_objective, reads_means
 from megatron_rl.losses.terms import sum_answers
 from megatron_rl.records import AnswerBatch, AnswerScores, Sequences, SequenceScores, TokenBatch
@@ -43,12 +44,11 @@ class TunedPolicy(TrainedRole):
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
 
-        def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
+        def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             total = self.scorer.cross_entropy(hidden, block) / max(totals.tokens, 1)
-            return total, total.detach()[None]
+            return total, {f"{ACTOR}/loss": total.detach()}
 
-        means = self.trainable.compute_gradients(blocks, totals, loss)
-        return {} if means is None else {f"{ACTOR}/loss": float(means[0])}
+        return self.trainable.compute_gradients(blocks, totals, loss) or {}
 
     @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_likelihoods(self, batch: TokenBatch) -> SequenceScores | None:

@@ -29,6 +29,7 @@ from transformers import LlamaConfig
 from megatron_rl.balance import SequenceWork, share_out
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, OverrideTransformerConfig
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
+from megatron_rl.losses.metrics import numbers_over_ranks
 
 LONGEST = 2048
 WORK = SequenceWork(1500.0)
@@ -99,21 +100,20 @@ def one_step(arm: str, lengths: list[int]) -> tuple[float, float]:
     limit = LONGEST if cp_size == 1 or not chooses else LONGEST // 2
     cut = MicroBatching(1, max_tokens=limit, work=WORK)
 
-    def loss(hidden: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(hidden: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs, _ = head.log_probs_and_entropy(block.scored(hidden), block.targets)
         if block.share is not None:
             log_probs = block.whole(log_probs)
-        return -log_probs.sum() / len(lengths), log_probs.detach().sum()[None]
+        return -log_probs.sum() / len(lengths), {"sum": log_probs.detach().sum()}
 
     dist.barrier()
     start = time.perf_counter()
     blocks = trainable.pipeline.micro_batches(record, cut)
-    sums = trainable.pipeline.forward_backward(blocks, loss)
-    dist.all_reduce(sums, group=trainable.groups.row_group)
+    [total] = numbers_over_ranks(trainable.pipeline.forward_backward(blocks, loss), trainable.groups.row_group).values()
     dist.barrier()
     seconds = time.perf_counter() - start
     destroy_mpu()
-    return seconds, float(sums)
+    return seconds, total
 
 
 def rank(number: int, port: int, num_rows: int, rounds: int) -> None:

@@ -140,9 +140,9 @@ def timings(model, distribution: str, num_rows: int, rounds: int) -> dict[str, t
         "dynamic, 2048 tokens": MicroBatching(1, max_tokens=2048, work=SequenceWork(1500.0)),
     }
 
-    def loss(hidden: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(hidden: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs, _ = head.log_probs_and_entropy(block.scored(hidden), block.targets)
-        return -log_probs.sum() / len(record), log_probs.detach().sum()[None]
+        return -log_probs.sum() / len(record), {"sum": log_probs.detach().sum()}
 
     blocks = {name: trainable.pipeline.micro_batches(record, cut) for name, cut in cuts.items()}
     shares = {name: computed(cut) / sum(lengths) for name, cut in blocks.items()}
@@ -151,7 +151,7 @@ def timings(model, distribution: str, num_rows: int, rounds: int) -> dict[str, t
         sums = {}
         for name in cuts:
             start = time.perf_counter()
-            sums[name] = float(trainable.pipeline.forward_backward(blocks[name], loss))
+            sums[name] = float(trainable.pipeline.forward_backward(blocks[name], loss)["sum"])
             if round_:
                 seconds[name].append(time.perf_counter() - start)
         assert max(sums.values()) - min(sums.values()) < 1e-4 * abs(sums["padded, 8 rows"]), sums

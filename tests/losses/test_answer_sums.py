@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from slopes import slopes
 
 from megatron_rl.losses.cross_entropy import cross_entropy
+from megatron_rl.losses.metrics import add_parts
 from megatron_rl.losses.terms import mean_answers, mean_metric, pair_metrics, sum_answers
 
 token = st.tuples(st.floats(-6, 0), st.booleans())
@@ -98,9 +99,18 @@ def test_what_does_not_count_may_be_anything():
 def test_metrics_add_up():
     """(sum, count) of two micro-batches give the mean of both; a tie is no success. Would not catch a wrong name."""
     parts = [pair_metrics(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.0, 2.0, 3.0])) for _ in range(2)]
-    summed = {name: parts[0][name] + parts[1][name] for name in parts[0]}
+    summed = add_parts(parts)
     assert {name: (total / count).item() for name, (total, count) in summed.items()} == pytest.approx(
         {"accuracy": 1 / 3, "margin": -2 / 3, "chosen": 1.0, "rejected": 5 / 3}
     )
     assert mean_metric(torch.tensor([1.0, 5.0, 7.0]), torch.tensor([1, 0, 1])).tolist() == [8.0, 2.0]
     assert mean_metric(torch.empty(0)).tolist() == [0.0, 0.0]
+
+
+def test_metrics_are_joined_by_name():
+    """Micro-batches of samples and of examples, in any order of names. Would not catch ranks with other names."""
+    samples = {"pg_loss": torch.tensor(1.0), "score": torch.tensor([6.0, 3.0])}
+    others = {"score": torch.tensor([1.0, 1.0]), "pg_loss": torch.tensor(0.5)}
+    examples = {"ptx_loss": torch.tensor(4.0)}
+    summed = {name: part.tolist() for name, part in add_parts([samples, examples, others]).items()}
+    assert summed == {"pg_loss": 1.5, "score": [7.0, 4.0], "ptx_loss": 4.0}

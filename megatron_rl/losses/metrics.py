@@ -1,0 +1,44 @@
+"""Metrics of a loss, from the parts that micro-batches and ranks have to the numbers that a step reports.
+
+Everything is joined by name. A part has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MetricParts = Mapping[str, Tensor]
+"""Name -> what a micro-batch adds to a metric: a scalar, where the metric is the sum of its parts, or [2] (sum, count),
+where it is the sum of all sums over the sum of all counts."""
+
+
+def add_parts(parts: Sequence[MetricParts]) -> dict[str, Tensor]:
+    """Add the parts of micro-batches. A micro-batch adds nothing to a metric that it lacks."""
+    shapes = {name: part for one in parts for name, part in one.items()}
+    rows = [_flat({name: one.get(name, torch.zeros_like(like)) for name, like in shapes.items()}) for one in parts]
+    return _named(torch.stack(rows).sum(0), shapes)
+
+
+def numbers_over_ranks(parts: MetricParts, group: dist.ProcessGroup) -> dict[str, float]:
+    """Add the parts of all ranks and return each metric's number; a metric with a count of 0 is left out.
+
+    All ranks of `group` must call, with the same names in the same order.
+    """
+    flat = _flat(parts)
+    dist.all_reduce(flat, group=group)
+    summed = {name: part.tolist() for name, part in _named(flat.cpu(), parts).items()}
+    pairs = {name: part if isinstance(part, list) else (part, 1.0) for name, part in summed.items()}
+    return {name: total / count for name, (total, count) in pairs.items() if count}
+
+
+def _flat(parts: MetricParts) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts.values()])
+
+
+def _named(flat: Tensor, like: MetricParts) -> dict[str, Tensor]:
+    cut = flat.split([part.numel() for part in like.values()])
+    return {name: values.view_as(part) for (name, part), values in zip(like.items(), cut, strict=True)}
