@@ -61,15 +61,14 @@ def kl_cov_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 
     `clipped` marks those tokens, and `kl` is |log r|, as verl reports it.
     """
-    loss, log_ratio = config.policy_loss, tokens.log_ratio
-    distance = log_ratio.abs()
+    loss, distance = config.policy_loss, tokens.log_ratio.abs()
     covariance = covariances(tokens)
     number = min(num_chosen(tokens, loss.kl_cov_ratio), int((tokens.counts > 0).sum()))
     # Sorted, not topk: of equal ones the first, on every device.
     chosen = covariance.argsort(descending=True, stable=True)[:number]
     is_chosen = torch.zeros_like(covariance).index_fill(0, chosen, 1.0)
     return PolicyTerms(
-        loss=-tokens.advantages * log_ratio.exp() + loss.ppo_kl_coef * distance * is_chosen,
+        loss=-tokens.advantages * tokens.ratio + loss.ppo_kl_coef * distance * is_chosen,
         clipped=is_chosen,
         clipped_lower=torch.zeros_like(distance),
         kl=distance.detach(),

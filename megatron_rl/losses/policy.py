@@ -18,6 +18,14 @@ from megatron_rl.losses.rows import mean_counted, spread
 LOG_RATIO_LIMIT = 20.0
 
 
+def limited_exp(exponent: Tensor) -> Tensor:
+    """e^exponent, with the exponent limited to +-LOG_RATIO_LIMIT: in float32 e^89 is inf, and inf * 0 NaN.
+
+    Beyond the limit it has no gradient, so that a term without an exponential takes the log-ratio as it is.
+    """
+    return exponent.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
 @dataclass(frozen=True)
 class PolicyTokens:
     """What a policy loss reads: log-probs of the tokens now and when they were sampled, their advantages, float32 [N].
@@ -35,12 +43,17 @@ class PolicyTokens:
 
     @property
     def log_ratio(self) -> Tensor:
-        """log(p / p_old), limited to +-LOG_RATIO_LIMIT, beyond which exponentials overflow."""
-        return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        """log(p / p_old), without a limit: for sums, squares and means. Its exponential is `ratio`."""
+        return self.log_probs - self.old_log_probs
+
+    @property
+    def ratio(self) -> Tensor:
+        """p / p_old, from e^-LOG_RATIO_LIMIT to e^LOG_RATIO_LIMIT."""
+        return limited_exp(self.log_ratio)
 
     @property
     def k1(self) -> Tensor:
-        """log(p_old / p) without its gradient, as `actor/ppo_kl` averages it."""
+        """log(p_old / p) without its gradient and without a limit, as `actor/ppo_kl` averages it."""
         return (self.old_log_probs - self.log_probs).detach()
 
     @property
@@ -81,11 +94,9 @@ def ppo_clip(
     """Clipped surrogate: -min(r A, clip(r, 1 - low, 1 + high) A), r = p / p_old; where A < 0 at most -c A.
 
     Schulman et al., arXiv:1707.06347, eq. 7; low and high apart: DAPO (Yu et al., arXiv:2503.14476, eq. 8); dual clip
-    with c > 1: Ye et al., arXiv:1912.09729. All arguments [N]. The log-ratio is limited to +-LOG_RATIO_LIMIT
-    before the exponential, which would overflow to inf (and inf * 0 to NaN) at 89.
+    with c > 1: Ye et al., arXiv:1912.09729. All arguments [N].
     """
-    log_ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    loss, clipped = _clipped(log_ratio.exp(), advantages, clip_low, clip_high)
+    loss, clipped = _clipped(limited_exp(log_probs - old_log_probs), advantages, clip_low, clip_high)
     # 0 * inf is NaN, so the bound is only looked at where it applies.
     bound = torch.where(advantages < 0, -advantages * clip_c, torch.inf)
     return PolicyTerms(
@@ -113,8 +124,8 @@ def gspo(
     """
     counts = torch.ones_like(log_probs) if kept is None else kept
     whole = spread(mean_counted((log_probs - old_log_probs).detach(), counts, lengths), lengths)
-    log_ratio = (whole + log_probs - log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    loss, clipped = _clipped(log_ratio.exp(), advantages, clip_low, clip_high)
+    ratio = limited_exp(whole + log_probs - log_probs.detach())
+    loss, clipped = _clipped(ratio, advantages, clip_low, clip_high)
     return PolicyTerms(loss, clipped, torch.zeros_like(clipped), (old_log_probs - log_probs).detach())
 
 

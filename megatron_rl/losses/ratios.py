@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import ActorConfig
-from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
+from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, limited_exp
 from megatron_rl.losses.rows import mean_counted, spread
 
 SMALL_PROBABILITY = 1e-8
@@ -30,7 +30,7 @@ def cispo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 
     CISPO: MiniMax, arXiv:2506.13585.
     """
-    ratio = tokens.log_ratio.detach().exp()
+    ratio = tokens.ratio.detach()
     limited = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     clipped = (ratio != limited).float()
     return PolicyTerms(-limited * tokens.advantages * tokens.log_probs, clipped, torch.zeros_like(clipped), tokens.k1)
@@ -43,7 +43,7 @@ def sapo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """
     positive = tokens.advantages > 0
     tau = torch.full_like(tokens.advantages, config.tau_neg).masked_fill(positive, config.tau_pos)
-    gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
     none = torch.zeros_like(tokens.advantages)
     return PolicyTerms(-tokens.advantages * gate, none, none, tokens.k1)
 
@@ -78,7 +78,7 @@ def dppo_kl_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 
 
 def _truncated(tokens: PolicyTokens, within: Tensor, largest: float) -> PolicyTerms:
-    ratio = tokens.log_ratio.detach().exp()
+    ratio = tokens.ratio.detach()
     weight = ratio.clamp(max=largest) * within
     return PolicyTerms(
         loss=-tokens.advantages * weight * tokens.log_probs,
@@ -112,7 +112,7 @@ def geo_mean_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     sign, log_ratio, counts, lengths = tokens.advantages.sign(), tokens.log_ratio, tokens.counts, tokens.lengths
     limited = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
     smaller = sign * torch.minimum(sign * log_ratio, sign * limited)
-    terms = -mean_counted(tokens.advantages, counts, lengths) * mean_counted(smaller, counts, lengths).exp()
+    terms = -mean_counted(tokens.advantages, counts, lengths) * limited_exp(mean_counted(smaller, counts, lengths))
     if tokens.rollout_weights is not None:
         logs = (tokens.rollout_weights + 1e-10).log()  # a weight may be 0
         terms = terms * mean_counted(logs, counts, lengths).exp()

@@ -135,8 +135,9 @@ def current_correction(
     All [T]; weights and kept are 1 where nothing is configured. The metrics are terms [T] of means over tokens.
     """
     log_probs = log_probs.detach()
-    log_ratio = (log_probs - rollout_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    metrics = {"kl": -log_ratio, "k3_kl": log_ratio.expm1() - log_ratio, "chi2_token": (2 * log_ratio).exp() - 1}
+    log_ratio = log_probs - rollout_log_probs
+    limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    metrics = {"kl": -log_ratio, "k3_kl": limited.expm1() - limited, "chi2_token": (2 * limited).exp() - 1}
     weights = kept = torch.ones_like(log_ratio)
     for criterion in criteria(config):
         measured = measure(log_probs, rollout_log_probs, lengths, criterion.name)

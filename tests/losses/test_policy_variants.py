@@ -84,6 +84,39 @@ def test_by_hand(loss_mode, advantage, ratio, keys, expected):
     assert one_token(loss_mode, advantage, ratio, **keys) == pytest.approx(expected, abs=1e-9)
 
 
+# log r is -24, or 24 or 30, and p = e^-25 or e^-1; no term but the exponential has a limit of 20
+@pytest.mark.parametrize(
+    ("mode", "advantage", "new", "old", "loss", "gradient"),
+    [
+        pytest.param("dro", 1.0, -25.0, -1.0, 25 + 0.5 * 24**2, -25.0, id="-A log p + (log r)^2 / 2: -1 - 24"),
+        pytest.param("dro", 1.0, -1.0, -31.0, 1 + 0.5 * 30**2, 29.0, id="and back: -1 + 30"),
+        pytest.param("kl_cov", 0.0, -25.0, -1.0, 24.0, -1.0, id="the penalty |log r| alone"),
+        pytest.param("kl_cov", 0.0, -1.0, -25.0, 24.0, 1.0, id="the same from above"),
+        # The exponential of a mean below the clip has one; e^24 would have its gradient, too
+        pytest.param("geo_mean", -1.0, -1.0, -25.0, math.exp(20), 0.0, id="e^24 is limited"),
+    ],
+)
+def test_log_ratios_beyond_twenty(mode, advantage, new, old, loss, gradient):
+    """Terms without an exponential keep value and gradient. Would not catch a limit on another scale."""
+    terms = one_token(mode, advantage, math.exp(new - old), p=math.exp(new), dro_beta=1.0, ppo_kl_coef=1.0)
+    assert terms[:2] == pytest.approx((loss, gradient), rel=1e-9)
+
+
+def test_geo_mean_limits_the_mean():
+    """log r of -30 and 0, A = 1: -e^-15, where a limit on each would give -e^-10. Would not catch an overflow."""
+    new, old = torch.tensor([-31.0, -1.0]).double(), torch.full((2,), -1.0).double()
+    tokens = PolicyTokens(new, old, torch.ones(2).double(), torch.tensor([2]))
+    terms = registry.policy_loss(actor("geo_mean"))(tokens, actor("geo_mean"))
+    assert terms.loss.tolist() == pytest.approx([-math.exp(-15)] * 2)
+
+
+def test_the_kl_of_tokens_is_not_limited():
+    """`actor/ppo_kl` of a token with log r = -30 is 30. Would not catch a mean over ranks."""
+    tokens = PolicyTokens(torch.tensor([-31.0]), torch.tensor([-1.0]), torch.ones(1), torch.tensor([1]))
+    for mode in POLICY_LOSSES:
+        assert registry.policy_loss(actor(mode))(tokens, actor(mode)).kl.tolist() == [30.0], mode
+
+
 def test_geo_mean_of_three_tokens():
     """One left out, weights 1 and 4: e^mean(0.1, 0.3) * -2 * sqrt(1 * 4). Would not catch an unlike advantage."""
     new = torch.tensor([0.1, 9.0, 0.5], dtype=torch.float64, requires_grad=True)

@@ -269,6 +269,21 @@ def test_of_the_policy_as_it_is():
     assert metrics.keys() == {f"rollout_corr/{name}" for name in ("kl", "k3_kl", "chi2_token")}
 
 
+def test_a_product_beyond_the_limit_of_one_token():
+    """log rho of -30 and 24.5: e^-5.5 = 0.0041, and -w A log p over both is w (31 + 0.5) / 2; kl is 5.5 / 2.
+
+    Limited one by one the product would be 1. Would not catch another limit of the product.
+    """
+    log_probs, rollout = torch.tensor([-31.0, -0.5]), torch.tensor([-1.0, -25.0])
+    config = RolloutCorrectionConfig(rollout_is="sequence", bypass_mode=True, loss_type="reinforce")
+    weights, _, metrics = current_correction(log_probs, rollout, torch.tensor([2]), config)
+    assert weights.tolist() == pytest.approx([math.exp(-5.5)] * 2, rel=1e-5)
+    assert float((-weights * log_probs).mean()) == pytest.approx(15.75 * math.exp(-5.5), rel=1e-5)  # 0.0644
+    assert metrics["rollout_corr/kl"].tolist() == [30.0, -24.5]
+    before, _, whole = correct_rollout(log_probs, rollout, torch.tensor([2]), config)
+    assert torch.equal(weights, before) and whole["rollout_corr/kl"] == 2.75
+
+
 rows = st.lists(st.lists(st.floats(-3, 3), max_size=4), min_size=1, max_size=5)
 
 
