@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import ActorConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ POLICY_LOSSES = (
 )
 """The built-in choices of `actor_rollout_ref.actor.policy_loss.loss_mode`."""
 
-MEAN_OVER_ANSWERS = ("geo_mean",)
+MEAN_OVER_ANSWERS = ("geo_mean", "sapo")
 """Policy losses that are defined as a mean over answers, whatever `loss_agg_mode` says of KL and entropy."""
 
 BYPASS_LOSSES = ("vanilla", "bypass_mode")
@@ -63,6 +63,11 @@ KL_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_TYPES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
 """Estimators of a KL from one sample; kl and k1, mse and k2, low_var_kl and k3 are two names of one. With a + the
 value is the same and the gradient k2's."""
+
+
+def policy_agg_mode(actor: ActorConfig) -> str:
+    """How the policy loss's own terms become one loss; a name of LOSS_AGG_MODES."""
+    return "seq-mean-token-mean" if actor.policy_loss.loss_mode in MEAN_OVER_ANSWERS else actor.loss_agg_mode
 
 
 def needs_of(config: RunConfig) -> Needs:

@@ -174,7 +174,8 @@ class ActorConfig:
     """and elsewhere: the larger, the sooner a token stops counting."""
     loss_agg_mode: str = "token-mean"
     """How the terms of tokens become the loss of a mini-batch: token-mean | token-sum | seq-mean-token-sum |
-    seq-mean-token-mean | seq-mean-token-sum-norm."""
+    seq-mean-token-mean | seq-mean-token-sum-norm. Of geo_mean and sapo, which are means over answers of means over
+    tokens, the mode of KL and entropy alone."""
     loss_scale_factor: int | None = None
     """What seq-mean-token-sum-norm divides the sum over an answer by; null: data.max_response_length."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)

@@ -39,7 +39,8 @@ def cispo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 def sapo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-A (4 / tau) sigmoid(tau (r - 1)): a gate, smooth and of slope 1 at r = 1, in place of a clip.
 
-    tau is `tau_pos` where A > 0, else `tau_neg`. SAPO: Gao et al., arXiv:2511.20347.
+    tau is `tau_pos` where A > 0, else `tau_neg`. The paper's objective is the mean over answers of the means of these
+    terms, which `seq-mean-token-mean` makes. SAPO: Gao et al., arXiv:2511.20347.
     """
     positive = tokens.advantages > 0
     tau = torch.full_like(tokens.advantages, config.tau_neg).masked_fill(positive, config.tau_pos)

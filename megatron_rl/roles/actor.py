@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config.algorithms import MEAN_OVER_ANSWERS, needs_of
+from megatron_rl.config.algorithms import needs_of, policy_agg_mode
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Beside, Dispatch, Stop, verb
 from megatron_rl.errors import ConfigError
@@ -299,11 +299,8 @@ class Actor(TrainedRole):
             old_log_probs = log_probs.detach()
             own.append(old_log_probs.cpu())
         terms, losses, kept = self._policy_terms(log_probs, old_log_probs, block)
-        mode = config.loss_agg_mode
-        weights = token_weights(block.kept, lengths, totals, mode, self.loss_scale)
-        if config.policy_loss.loss_mode in MEAN_OVER_ANSWERS:
-            mode = "seq-mean-token-mean"
-        weighted = losses * token_weights(kept, lengths, totals, mode, self.loss_scale)
+        weights = token_weights(block.kept, lengths, totals, config.loss_agg_mode, self.loss_scale)
+        weighted = losses * token_weights(kept, lengths, totals, policy_agg_mode(config), self.loss_scale)
         parts, penalty = {"actor/pg_loss": weighted.sum()}, -config.entropy_coeff * entropy
         if config.use_kl_loss:
             kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])

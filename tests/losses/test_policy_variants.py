@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.algorithms import POLICY_LOSSES
+from megatron_rl.config.algorithms import LOSS_AGG_MODES, POLICY_LOSSES, policy_agg_mode
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.schema import ActorConfig, PolicyLossConfig
 from megatron_rl.losses import registry
@@ -115,6 +115,20 @@ def test_the_kl_of_tokens_is_not_limited():
     tokens = PolicyTokens(torch.tensor([-31.0]), torch.tensor([-1.0]), torch.ones(1), torch.tensor([1]))
     for mode in POLICY_LOSSES:
         assert registry.policy_loss(actor(mode))(tokens, actor(mode)).kl.tolist() == [30.0], mode
+
+
+def test_sapo_is_averaged_over_answers():
+    """r = 1 and tau = 1, so that a token's loss is -2 A. Answers of one token with A = 1 and of three with A = 3: -(2 +
+    6) / 2 = -4, where a mean over tokens has -(2 + 3 * 6) / 4 = -5. Would not catch KL or entropy under another mode.
+    """
+    lengths, advantages = torch.tensor([1, 3]), torch.tensor([1.0, 3.0, 3.0, 3.0])
+    zeros = torch.zeros(4)
+    for mode in LOSS_AGG_MODES:
+        config = actor("sapo", loss_agg_mode=mode)
+        terms = registry.policy_loss(config)(PolicyTokens(zeros, zeros, advantages, lengths), config)
+        weights = token_weights(torch.ones(4), lengths, BatchTotals(4, 2), policy_agg_mode(config), 8)
+        assert float((terms.loss * weights).sum()) == pytest.approx(-4.0)
+    assert policy_agg_mode(actor("gspo", loss_agg_mode="token-sum")) == "token-sum"
 
 
 def test_geo_mean_of_three_tokens():
