@@ -213,17 +213,22 @@ class ActorBatch(TensorClass):
 
 
 class CriticBatch(TensorClass):
-    """What one value update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens."""
+    """What one value update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
+
+    kept: as of `ActorBatch`.
+    """
 
     input_ids: torch.Tensor
     response_lengths: torch.Tensor
     old_values: torch.Tensor
     returns: torch.Tensor
+    kept: torch.Tensor | None = None
 
     def neutral(self) -> CriticBatch:
         """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
         zero, empty = no_responses(len(self))
-        return CriticBatch(self.input_ids, zero, empty, empty, batch_size=self.batch_size)
+        kept = None if self.kept is None else empty
+        return CriticBatch(self.input_ids, zero, empty, empty, kept, batch_size=self.batch_size)
 
 
 class TokenBatch(TensorClass):
@@ -334,8 +339,8 @@ class Experience(TensorClass):
 
     def critic_batch(self) -> CriticBatch:
         """The fields a value update reads; needs `old_values` and `returns`."""
-        values, returns = known(self.old_values), known(self.returns)
-        return CriticBatch(self.input_ids, self.response_lengths, values, returns, batch_size=self.batch_size)
+        fields = known(self.old_values), known(self.returns), self.kept
+        return CriticBatch(self.input_ids, self.response_lengths, *fields, batch_size=self.batch_size)
 
 
 Record = TypeVar("Record", bound=TensorClass)

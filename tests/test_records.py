@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.experience.micro_batches import micro_batches
+from megatron_rl.losses.aggregate import BatchTotals, counted, token_weights
 from megatron_rl.records import (
     ActorBatch,
     Experience,
@@ -140,6 +142,21 @@ def test_experience_hands_each_role_its_fields():
     assert torch.equal(actor.advantages.values(), torch.tensor([1.1, 1.2, 1.3]))
     assert torch.equal(critic.old_values.values(), torch.tensor([2.1, 2.2, 2.3]))
     assert torch.equal(critic.returns.values(), torch.tensor([3.1, 3.2, 3.3]))
+
+
+def test_the_critic_trains_on_what_is_kept():
+    """The second answer's last token is left out: losses 1, 2 and 100 have the mean 1.5, as the actor's would.
+
+    Would not catch a role that reads the wrong record.
+    """
+    experience = two_samples()
+    experience.kept = ragged([torch.tensor([1.0]), torch.tensor([1.0, 0.0])])
+    for batch in (experience.actor_batch(), experience.critic_batch()):
+        (block,) = micro_batches(torch.cat([batch, batch[:1].neutral()]), [[0, 1, 2]], remove_padding=True)
+        totals = BatchTotals(*counted(block.kept, block.response_lengths).tolist())
+        assert totals == BatchTotals(tokens=2, rows=2)
+        weights = token_weights(block.kept, block.response_lengths, totals, "token-mean", 8)
+        assert float((weights * torch.tensor([1.0, 2.0, 100.0])).sum()) == 1.5
 
 
 @pytest.mark.parametrize("make", [Experience.actor_batch, Experience.critic_batch])
