@@ -33,7 +33,7 @@ LAYOUT_DEFAULTS = {
 def fitted(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     """The settings of a ported file, and what became of those that are changed or left out."""
     notes: list[Note] = []
-    for step in (_one_layout, _rewards_of_a_model, _models, _reading):
+    for step in (_one_layout, _rewards_of_a_model, _models, _reading, _parts_of_rewards):
         settings, said = step(settings)
         notes += said
     return settings, notes
@@ -171,3 +171,13 @@ def _rewards_of_a_model(settings: list[Setting]) -> tuple[list[Setting], list[No
     kept = [setting for setting in settings if setting.key != key]
     note = Note(Kind.RENAMED, enable, "the reward model judges alone, as in verl", {enable.key: True, key: None})
     return [*kept, Setting(key, None, enable.origin)], [note]
+
+
+def _parts_of_rewards(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
+    """verl's gdpo divides by standard deviations also where a key says that estimators do not; here it obeys."""
+    given = {setting.key: setting for setting in settings}
+    norm, estimator = (given.get(f"algorithm.{name}") for name in ("norm_adv_by_std_in_grpo", "adv_estimator"))
+    if norm is None or norm.value is not False or estimator is None or estimator.value != "gdpo":
+        return settings, []
+    reason = "verl's gdpo divides by the standard deviation all the same; set it again to have it obeyed"
+    return [setting for setting in settings if setting is not norm], [Note(Kind.IGNORED, norm, reason)]

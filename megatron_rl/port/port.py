@@ -11,6 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rl.config.foreign.meanings import meanings
 from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.load import is_key, like_name_of, read_override, settings_of
 from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings
@@ -45,7 +46,7 @@ class Ported:
         return list(dict.fromkeys(note.feature for note in self.of(Kind.UNSUPPORTED)))
 
     def lists(self) -> list[str]:
-        """The three lists, as lines."""
+        """The lists, as lines."""
         lines = []
         for kind in Kind:
             notes = self.of(kind)
@@ -117,7 +118,7 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
     unknown = [setting for setting in translation.settings if not is_key(setting.key)]
     translated, known = whole_layers(translation.notes, known)
     known, said = fitted(known)
-    notes = [*translated, *said, *notes, *(_unknown(setting) for setting in unknown)]
+    notes = [*translated, *said, *meanings(known), *notes, *(_unknown(setting) for setting in unknown)]
     refused = [note.setting for note in notes if note.kind is Kind.UNSUPPORTED and note.setting.key not in OPTIONS]
     final, _ = final_settings([*known, *refused])
     return Ported(source, [*defaults(final), *final], notes)

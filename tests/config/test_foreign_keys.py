@@ -211,6 +211,8 @@ def test_context_parallelism_in_all_its_spellings():
         (f"+{MEGATRON}.override_transformer_config.{STAGE}=6", "renamed", {f"{MEGATRON}.{STAGE}": 6}),
         ("custom_reward_function.name=null", "ignored", {}),
         ("algorithm.filter_groups.metric=seq_reward", "renamed", {"algorithm.filter_groups.metric": "score"}),
+        ("algorithm.filter_groups.metric=reward", "renamed", {"algorithm.filter_groups.metric": "score"}),
+        ("algorithm.filter_groups.max_inflight_gen_batches=2", "ignored", {}),
         (f"{VAL_KWARGS}.temperature=0", "renamed", {f"{VAL_KWARGS}.do_sample": False}),
         ("trainer.device=npu", "renamed", {"trainer.device": "cuda"}),
         ("reward.reward_model.model.input_tokenizer=m", "renamed", {"reward_model.model.input_tokenizer": "m"}),

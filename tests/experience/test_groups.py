@@ -21,6 +21,12 @@ def test_by_hand():
     assert first_groups(GROUPS, differing(SCORES, GROUPS), 9).tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_equal_numbers_are_equal():
+    """Three times 0.1, whose standard deviation rounding may leave above 0; and a lone answer. Would not catch a
+    tolerance."""
+    assert not differing(torch.tensor([0.1, 0.1, 0.1, 0.7]), torch.tensor([3, 3, 3, 5])).any()
+
+
 @given(
     rows=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=12),
     wanted=st.integers(1, 6),

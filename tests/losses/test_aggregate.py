@@ -34,6 +34,17 @@ def test_by_hand(mode):
     assert weights[3] == 0
 
 
+def test_what_is_left_out_is_no_denominator():
+    """Two tokens, one of them rejected: its neighbour's loss of 3 counts 3; half of it where all tokens were counted.
+
+    Would not catch `bypass_mode`, whose totals are known before.
+    """
+    kept, lengths = torch.tensor([1.0, 0.0]), torch.tensor([2])
+    totals = BatchTotals(*counted(kept, lengths).tolist())
+    weights = token_weights(kept, lengths, totals, "token-mean", 8)
+    assert float((weights * torch.tensor([3.0, 7.0])).sum()) == 3.0
+
+
 def test_nothing_counts():
     """Weights are 0 and finite where every token is left out. Would not catch a step taken for nothing."""
     for mode in LOSS_AGG_MODES:

@@ -80,6 +80,18 @@ def test_gdpo_by_hand():
     assert advantages.tolist() == pytest.approx([x * (3 / 8) ** 0.5 for x in expected], abs=1e-5)
 
 
+def test_gdpo_without_the_division():
+    """Components 2, 0 and 0, 10 with weights 2 and 1: +-1 / sqrt 2 each once divided, so that the first decides; else
+    2 - 5 and -2 + 5, and the second does. Whitened 1 / sqrt 2 either way. Would not catch a port that keeps the key.
+    """
+    components = torch.tensor([[2.0, 0.0], [0.0, 10.0]])
+    samples = Samples(torch.zeros(2), torch.tensor([1, 1]), torch.tensor([4, 4]), torch.zeros(2), components=components)
+    for divides, sign in ((True, 1), (False, -1)):
+        config = AlgorithmConfig(norm_adv_by_std_in_grpo=divides, gdpo_reward_weights=[2.0, 1.0])
+        advantages, _ = ESTIMATORS["gdpo"](samples, config)
+        assert advantages.tolist() == pytest.approx([sign * 0.5**0.5, -sign * 0.5**0.5], abs=1e-5)
+
+
 def test_optimal_token_baseline_by_hand():
     """Two answers to a prompt, of 2 and 1 tokens, scores 1 and 3; a third to another. Would not catch a large eps.
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from megatron_rl.algorithm import Algorithm
+from megatron_rl.config.schema import KlCtrlConfig, RunConfig
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
+from megatron_rl.observe.clock import Clock
+from megatron_rl.records import Experience, ragged, ragged_from_lengths
 
 
 def test_fixed_stays() -> None:
@@ -29,6 +34,30 @@ def test_adaptive_by_hand(kl: float, coef: float) -> None:
     control = AdaptiveKL(0.01, target_kl=0.1, horizon=10000)
     control.update(kl, 512)
     assert control.coef == pytest.approx(coef, rel=1e-12)
+
+
+def test_answers_without_a_token_are_no_samples() -> None:
+    """A KL of 0.12 beside an empty answer is 20% above the target of 0.1, for one sample of a horizon of 10.
+
+    As a KL of 0 it would make 0.06 of two. Would not catch a step whose KL is not in the reward.
+    """
+    config = RunConfig()
+    config.algorithm.use_kl_in_reward = True
+    config.algorithm.kl_ctrl = KlCtrlConfig("adaptive", kl_coef=0.01, target_kl=0.1, horizon=10)
+    algorithm = Algorithm(config, Clock(lambda phase: None))
+    lengths = torch.tensor([1, 0])
+    experience = Experience(
+        input_ids=ragged([torch.tensor([1, 2]), torch.tensor([3])]),
+        response_lengths=lengths,
+        rollout_log_probs=ragged_from_lengths(torch.tensor([-1.0]), lengths),
+        scores=torch.zeros(2),
+        old_log_probs=ragged_from_lengths(torch.tensor([-1.0]), lengths),
+        ref_log_probs=ragged_from_lengths(torch.tensor([-1.12]), lengths),
+        batch_size=[2],
+    )
+    metrics = algorithm.penalise_kl(experience)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.12, abs=1e-6)
+    assert algorithm.kl_ctrl.coef == pytest.approx(0.01 * (1 + 0.2 / 10), abs=1e-8)
 
 
 def test_adaptive_reaches_its_target() -> None:

@@ -158,6 +158,49 @@ def test_what_is_not_supported_stays_in_the_file(tmp_path):
     assert tree["data"]["max_prompt_length"] == 99 and tree["trainer"]["nnodes"] == 3
 
 
+CORRECTION, GROUPS, LOSS = (
+    "algorithm.rollout_correction",
+    "algorithm.filter_groups",
+    "actor_rollout_ref.actor",
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([f"{CORRECTION}.rollout_rs=token_k1"], "divided by the tokens, or answers, that are kept"),
+        ([f"{CORRECTION}.rollout_rs=null"], None),
+        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.bypass_mode=True"], None),
+        ([f"{GROUPS}.enable=True", f"{GROUPS}.max_num_gen_batches=10"], "filled up with other groups"),
+        ([f"{GROUPS}.enable=True", f"{GROUPS}.max_num_gen_batches=-1"], None),
+        ([f"{GROUPS}.enable=False", f"{GROUPS}.max_num_gen_batches=10"], None),
+        ([f"{LOSS}.loss_agg_mode=seq-mean-token-sum-norm"], "loss_scale_factor is data.max_response_length"),
+        ([f"{LOSS}.loss_agg_mode=seq-mean-token-sum-norm", f"{LOSS}.loss_scale_factor=512"], None),
+        ([f"{LOSS}.loss_agg_mode=token-mean"], None),
+        ([f"{CORRECTION}.bypass_mode=True", f"{LOSS}.policy_loss.loss_mode=dppo_tv"], "verl takes PPO's"),
+        ([f"{CORRECTION}.bypass_mode=True", f"{LOSS}.policy_loss.loss_mode=vanilla"], None),
+        ([f"{LOSS}.policy_loss.loss_mode=dppo_tv"], None),
+        (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"], "in verl their KL is 0"),
+        (["algorithm.kl_ctrl.type=adaptive"], None),
+    ],
+)
+def test_what_the_same_key_does_elsewhere_is_said(arguments, expected):
+    """Beside the settings, which stay; nothing of substance is lost. Would not catch a difference without a row."""
+    result = port(None, arguments, {})
+    notes = [str(note) for note in result.of(Kind.DIFFERS)]
+    assert len(notes) == (expected is not None) and result.features == []
+    assert expected is None or (expected in notes[0] and f"#   {notes[0]}" in result.yaml())
+
+
+def test_gdpo_divides_as_in_verl():
+    """A key that verl does not obey is left out. Would not catch one that a user sets again."""
+    key = "algorithm.norm_adv_by_std_in_grpo"
+    result = port(None, ["algorithm.adv_estimator=gdpo", f"{key}=False"], {})
+    assert key not in {setting.key for setting in result.settings}
+    assert [note.setting.key for note in result.of(Kind.IGNORED)] == [key]
+    assert key in {setting.key for setting in port(None, [f"{key}=False"], {}).settings}
+
+
 def test_exit_codes_of_the_command(tmp_path):
     """0 where nothing is lost, 3 where something is, 2 where it cannot be read. Would not catch a wrong list."""
     command = [sys.executable, "-m", "megatron_rl", "port"]

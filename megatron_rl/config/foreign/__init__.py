@@ -1,1 +1,1 @@
-"""Keys and values of verl that are others here: read from a table, said in three lists."""
+"""Keys and values of verl that are others here: read from a table, said in lists."""

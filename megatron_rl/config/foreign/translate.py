@@ -20,6 +20,7 @@ class Kind(StrEnum):
 
     RENAMED = "renamed"
     IGNORED = "ignored"
+    DIFFERS = "differs"
     UNSUPPORTED = "not supported"
 
 
