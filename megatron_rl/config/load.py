@@ -6,6 +6,7 @@ file, overrides -> settings (dotted key, value, origin) -> checked one by one ag
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pickle
 import re
@@ -85,6 +86,9 @@ CUDA_DEFAULTS = {
 PATH_NAMES = {"path", "train_files", "val_files", "default_local_dir", "resume_from_path"}
 PATH_NAMES |= {"rollout_data_dir", "validation_data_dir", "bad_rows_file"}
 """Last parts of the keys that name files and folders."""
+
+LARGEST_WHOLE = 2**63 - 1
+"""Of whole numbers: torch's and numpy's."""
 
 GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}
 """Every dotted name that has keys below it."""
@@ -169,6 +173,11 @@ def read_settings(settings: Sequence[Setting], violations: Sequence[Violation] =
 def _schema() -> bytes:
     """The schema with its defaults, pickled: reading that is forty times as fast as going through the classes again."""
     return pickle.dumps(OmegaConf.structured(RunConfig))
+
+
+def default_of(key: str) -> Any:
+    """A key's value where nobody sets it or what it follows; None where it then has none."""
+    return OmegaConf.select(pickle.loads(_schema()), key)
 
 
 def _fill_in(config: Any, given: set[str]) -> None:
@@ -318,11 +327,25 @@ def _apply(config: Any, setting: Setting) -> Violation | None:
     if unknown is not None:
         return unknown
     try:
+        is_whole = type_of(key) in (int, int | None) and isinstance(setting.value, int)
+        if is_whole and abs(setting.value) > LARGEST_WHOLE:
+            raise OverflowError(f"it has more than {LARGEST_WHOLE.bit_length()} bits")
         OmegaConf.update(config, key, _without_tilde(key, _in_type(key, setting.value)))
     except (OmegaConfBaseException, OverflowError) as error:
         rule = f"({setting.origin}) must be of type {_type_name(type_of(key))}: {_first_line(error)}"
-        return Violation(given, rule, subject=_said(setting))
+        return Violation(given, rule, _nearest_in_type(setting), subject=_said(setting))
     return None
+
+
+def _nearest_in_type(setting: Setting) -> dict[str, Any]:
+    """What a number could be where its type is wrong: of a fraction the whole number beside it, else the default."""
+    key, value = setting.key, setting.value
+    if KEYS.get(key) not in (int, float, int | None, float | None):
+        return {}
+    if isinstance(value, float) and math.isfinite(value):
+        return {key: 1 if 0 < value < 1 else round(value)}
+    default = default_of(key)
+    return {} if default is None and KEYS[key] in (int, float) else {key: default}
 
 
 def _in_type(key: str, value: Any) -> Any:

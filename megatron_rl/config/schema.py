@@ -221,7 +221,7 @@ class RolloutConfig:
     n: int = 1
     """Samples per prompt."""
     temperature: float = 1.0
-    """Sampling temperature, also applied to the trainer's log-probabilities."""
+    """Sampling temperature, also applied to the trainer's log-probabilities; at least 0.01, the engine's coldest."""
     top_p: float = 1.0
     """Nucleus sampling mass. Below 1 the sampled distribution is no longer the trained one."""
     top_k: int = -1

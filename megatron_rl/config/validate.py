@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
+from megatron_rl.config.load import default_of
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
@@ -41,14 +42,14 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
         if value is None and key in RANGES_OR_NULL:
             continue
         if not interval.holds(value):
-            nearest: float | None = interval.nearest(value)
+            nearest: float | None = interval.nearest(value, default_of(key))
             if key in STAGE_SHARES:
                 nearest = None  # an equal share, where one layer more or less may not come out even
             elif key in ("data.train_batch_size", "data.gen_batch_size"):
                 nearest = max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size)
             elif key.endswith("max_token_len_per_gpu"):  # the longest sequence must fit into one pass
                 nearest = max(1, config.data.max_prompt_length + config.data.max_response_length)
-            yield Violation({key: value}, f"must be {interval}", {key: nearest})
+            yield Violation({key: value}, interval.rule(value), {key: nearest})
     for key, finite in FINITE.items():
         if not math.isfinite(attrgetter(key)(config)):
             yield Violation({key: attrgetter(key)(config)}, "must be a finite number", {key: finite})
@@ -121,7 +122,7 @@ def _leader_problems(config: RunConfig) -> Iterable[Violation]:
             value, key = getattr(role.megatron, name), f"{role.key}.megatron.{name}"
             if key not in RANGES | RANGES_OR_NULL and value is not None and not interval.holds(value):
                 is_open = f"{ACTOR}.megatron.{name}" in STAGE_SHARES
-                yield Violation({key: value}, f"must be {interval}", {key: None if is_open else 1})
+                yield Violation({key: value}, interval.rule(value), {key: None if is_open else 1})
         dtypes, key = CHOICES[f"{ACTOR}.megatron.dtype"], f"{role.key}.megatron.dtype"
         if role.megatron.dtype not in dtypes:
             rule = f"must be one of {', '.join(dtypes)}"
@@ -232,7 +233,7 @@ def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
             interval = (RANGES | RANGES_OR_NULL)[f"reward_model.{size}"]
             key, value = f"{group}.{size}", getattr(further, size)
             if value is not None and not interval.holds(value):
-                yield Violation({key: value}, f"must be {interval}", {key: interval.nearest(value)})
+                yield Violation({key: value}, interval.rule(value), {key: interval.nearest(value)})
         if not math.isfinite(further.weight):
             yield Violation({f"{group}.weight": further.weight}, "must be a finite number", {f"{group}.weight": 1.0})
         if further.normalize_reward not in (None, *NORMALISATIONS):

@@ -129,6 +129,11 @@ REWARD_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
 """What every call of a reward function is given."""
 
 
+def is_finite(value: float) -> bool:
+    """As math.isfinite, of whole numbers of any length too."""
+    return isinstance(value, int) or math.isfinite(value)
+
+
 @dataclass(frozen=True)
 class Interval:
     """Numbers from `low` to `high`; `nearest_low` is what to suggest below, where `low` itself does not belong."""
@@ -140,11 +145,20 @@ class Interval:
     def holds(self, value: float) -> bool:
         """Whether `value` is inside; NaN never is."""
         above = value >= self.low if self.nearest_low is None else value > self.low
-        return above and value <= self.high and math.isfinite(value)
+        return above and value <= self.high and is_finite(value)
 
-    def nearest(self, value: float) -> float:
-        """A valid value near `value`."""
-        return self.high if value > self.high else self.low if self.nearest_low is None else self.nearest_low
+    def rule(self, value: float) -> str:
+        """What a value that is outside does not keep, as the rest of a sentence."""
+        is_short = not is_finite(value) and not value > self.high
+        return f"must be {'a finite number ' if is_short else ''}{self}"
+
+    def nearest(self, value: float, usual: float | None = None) -> float:
+        """A valid value near `value`: of NaN, and of an infinity to which nothing is near, the `usual` one."""
+        if value > self.high:
+            return self.high
+        if usual is not None and not is_finite(value) and self.holds(usual):
+            return usual
+        return self.low if self.nearest_low is None else self.nearest_low
 
     def __str__(self) -> str:
         lower = f"{'>=' if self.nearest_low is None else '>'} {shown(self.low)}"
@@ -168,7 +182,7 @@ RANGES_OR_NULL: dict[str, Interval] = {
 """Keys whose value is a number in an interval, or null."""
 
 MOST_RANKS = 100_000
-"""Machines, and ranks of one: more are a slip of the finger, and rules look for every divisor of the ranks."""
+"""Machines, ranks of one, and ranks of a pool: more are a slip of the finger, and plans go through them."""
 
 RANKS = Interval(1, MOST_RANKS)
 """Sizes of a pool."""
@@ -206,7 +220,7 @@ RANGES: dict[str, Interval] = {
     "algorithm.kl_ctrl.kl_coef": NOT_NEGATIVE,
     "algorithm.filter_groups.max_num_gen_batches": NOT_NEGATIVE,
     "algorithm.kl_ctrl.target_kl": Interval(0, nearest_low=0.1),
-    f"{ROLLOUT}.temperature": Interval(0, nearest_low=1.0),
+    f"{ROLLOUT}.temperature": Interval(0.01),  # colder, the engine draws at 0.01 and the trainer does not score so
     f"{ROLLOUT}.top_p": Interval(0, 1, nearest_low=1.0),
     f"{ROLLOUT}.logprob_diff_bound": Interval(0, nearest_low=1e-3),
     f"{ROLLOUT}.logprob_diff_mean_bound": Interval(0, nearest_low=1e-4),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import value_of
+from megatron_rl.config.load import default_of, type_of
 from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, as_list
 from megatron_rl.config.trainer import TrainerConfig
@@ -229,6 +230,11 @@ def path_problems(config: RunConfig) -> Iterator[Violation]:
         for path in [paths] if isinstance(paths, str) else paths if isinstance(paths, list) else ():
             if not isinstance(path, str):
                 continue  # its own rule reports it
+            if not path.strip() and not key.endswith("files"):  # files have a rule of their own
+                default = default_of(key)
+                nearest = {} if default is None and type_of(key) is str else {key: default}
+                yield Violation({key: path}, "must be a path, and is empty", nearest)
+                continue
             try:
                 Path(path).expanduser().stat()
             except (FileNotFoundError, NotADirectoryError):

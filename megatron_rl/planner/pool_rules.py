@@ -21,7 +21,7 @@ from megatron_rl.config.roles import (
     rollout_pool,
 )
 from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
-from megatron_rl.config.value_tables import ACTOR, RANKS
+from megatron_rl.config.value_tables import ACTOR, MOST_RANKS, RANKS
 from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.errors import Violation, shown
 
@@ -42,14 +42,19 @@ def countable_pools(config: RunConfig) -> list[PoolSpec]:
     return [
         PoolSpec(name, sizes[name], tuple(role for role in roles if role.pool == name))
         for name in names
-        if all(RANKS.holds(number) for number in (sizes[name].num_nodes, sizes[name].num_ranks_per_node))
+        if _is_countable(sizes[name])
     ]
+
+
+def _is_countable(size: PoolSize) -> bool:
+    return all(RANKS.holds(number) for number in (size.num_nodes, size.num_ranks_per_node, size.world_size))
 
 
 def pool_problems(config: RunConfig) -> Iterable[Violation]:
     """Every violation of placement. Whether machines are there is the cluster's business."""
     yield from _name_problems(config)
     sizes, roles = pool_sizes(config), list(roles_of(config))
+    yield from _product_problems(sizes)
     offered = set()
     for role in roles:
         if role.pool not in sizes:
@@ -92,6 +97,16 @@ def _size_problems(size: PoolSize) -> Iterable[Violation]:
     for key, number in ((size.nodes_key, size.num_nodes), (size.ranks_key, size.num_ranks_per_node)):
         if not RANKS.holds(number):
             yield Violation({key: number}, f"must be {RANKS}", {key: RANKS.nearest(number)})
+
+
+def _product_problems(sizes: dict[str, PoolSize]) -> Iterable[Violation]:
+    """Pools whose machines, and whose ranks of one, are possible, and whose ranks in all are not."""
+    for name, size in sizes.items():
+        nodes, ranks = size.num_nodes, size.num_ranks_per_node
+        if RANKS.holds(nodes) and RANKS.holds(ranks) and not _is_countable(size):
+            rule = f"are {size.world_size} ranks of pool {name}, and must be at most {MOST_RANKS}"
+            nearest = {size.nodes_key: MOST_RANKS // ranks, size.ranks_key: ranks}
+            yield Violation({size.nodes_key: nodes, size.ranks_key: ranks}, rule, nearest)
 
 
 def _without_role(name: str, size: PoolSize) -> Violation:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_rl.config.keys import followed_keys, value_of
+from megatron_rl.config.magnitudes import magnitude_problems
 from megatron_rl.config.problems import raise_problems, without_echoes
 from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, SCORER, PoolSpec, roles_of
 from megatron_rl.config.schema import RunConfig
@@ -53,9 +54,10 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
 
     config_only: of the model folders nothing but config.json need be there, and of data nothing.
     """
-    unreachable = list(path_problems(config))
-    if unreachable:
-        return without_echoes([*value_problems(config), *unreachable], followed_keys(config))
+    # Other rules look at these paths, and count with these numbers.
+    unusable = [*magnitude_problems(config), *path_problems(config)]
+    if unusable:
+        return without_echoes([*value_problems(config), *unusable], followed_keys(config))
     models, problems = read_models(config, config_only=config_only)
     pools = countable_pools(config)
     if config.trainer.stage in WITHOUT_ROLLOUT:

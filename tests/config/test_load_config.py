@@ -79,6 +79,12 @@ def test_all_unknown_keys_are_named_with_origin_and_neighbour(write):
     [
         ("data.train_batch_size=abc", "data.train_batch_size='abc' (override) must be of type int"),
         ("data.train_batch_size=1.5", "data.train_batch_size=1.5 (override) must be of type int"),
+        ("actor_rollout_ref.rollout.n=0.4", "to Integer; nearest: actor_rollout_ref.rollout.n=1"),
+        ("data.train_batch_size=7.6", "could not be converted to Integer; nearest: data.train_batch_size=8"),
+        ("data.train_batch_size=.inf", "could not be converted to Integer; nearest: data.train_batch_size=64"),
+        ("data.gen_batch_size=1e400", "could not be converted to Integer; nearest: data.gen_batch_size="),
+        ("trainer.total_epochs=.nan", "could not be converted to Integer; nearest: trainer.total_epochs=null"),
+        ("critic.optim.lr=high", "could not be converted to Float; nearest: critic.optim.lr=1e-05"),
         ("data.train_batch_size=null", "data.train_batch_size=None (override) must be of type int"),
         ("data.shuffle=maybe", "data.shuffle='maybe' (override) must be of type bool"),
         ("trainer.logger={a: b}", "must be of type list[str]"),
@@ -150,6 +156,7 @@ def test_broken_files_are_refused(write, text, expected):
     [
         (f"trainer.seed={'9' * 5000}", "cannot be parsed: Exceeds the limit"),
         (f"actor_rollout_ref.actor.optim.lr={'9' * 400}", "must be of type float: int too large"),
+        (f"trainer.nnodes={'9' * 400}", "must be of type int: it has more than 63 bits; nearest: trainer.nnodes=1"),
         ("data.val_files=caf\udce9.parquet", "cannot be parsed: 'utf-8' codec can't encode"),
     ],
 )

@@ -9,6 +9,7 @@ from operator import attrgetter
 import pytest
 
 from megatron_rl.config.load import KEYS, load_config
+from megatron_rl.config.magnitudes import magnitude_problems
 from megatron_rl.config.validate import value_problems as violations
 from megatron_rl.config.value_tables import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL, STAGE_SHARES
 
@@ -96,7 +97,13 @@ def test_no_number_may_be_infinite_or_nan(defaults, key, value):
         ("trainer.seed=4294967296", "must be >= 0 and <= 4294967295; nearest: 4294967295"),
         ("actor_rollout_ref.actor.entropy_coeff=.inf", "entropy_coeff=inf must be a finite number; nearest: 0"),
         ("trainer.n_gpus_per_node=1000000", "must be >= 1 and <= 100000; nearest: 100000"),
-        ("actor_rollout_ref.rollout.temperature=0", "temperature=0 must be > 0; nearest: 1"),
+        ("actor_rollout_ref.rollout.temperature=0", "temperature=0 must be >= 0.01; nearest: 0.01"),
+        ("actor_rollout_ref.rollout.temperature=1e-320", "temperature=9.99989e-321 must be >= 0.01; nearest: 0.01"),
+        ("critic.optim.lr=1e400", "critic.optim.lr=inf must be a finite number >= 0; nearest: 1e-05"),
+        ("algorithm.gamma=.inf", "algorithm.gamma=inf must be >= 0 and <= 1; nearest: 1"),
+        ("algorithm.gamma=.nan", "algorithm.gamma=nan must be a finite number >= 0 and <= 1; nearest: 1"),
+        ("actor_rollout_ref.actor.clip_ratio_c=.inf", "clip_ratio_c=inf must be a finite number > 1; nearest: 3"),
+        ("actor_rollout_ref.actor.policy_loss.dro_beta=.inf", "dro_beta=inf must be a finite number > 0; nearest: 0.1"),
         ("actor_rollout_ref.rollout.top_p=0", "top_p=0 must be > 0 and <= 1; nearest: 1"),
         ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; nearest: null"),
         ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0 must be >= 1; nearest: 1"),
@@ -107,7 +114,7 @@ def test_no_number_may_be_infinite_or_nan(defaults, key, value):
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
         ("critic.optim.lr_decay_style=WSD", "critic.optim.lr_wsd_decay_steps=0 must, with lr_decay_style=WSD, be >= 1"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas=[0.9, 1.0] must both be >= 0 and < 1"),
-        ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be >= 0"),
+        ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be a finite number >= 0; nearest: 1e-06"),
         ("reward_model.timeout_s=0", "reward_model.timeout_s=0 must be > 0; nearest: 10"),
         ("reward_model.failed_score=.nan", "reward_model.failed_score=nan must be a finite number; nearest: 0"),
         ("custom_reward_function.reward_kwargs.extra_info=1", "reward_kwargs.extra_info=1 is given by each row"),
@@ -134,6 +141,38 @@ def test_limits_by_hand(config, override, expected):
     """Would not catch limits of keys that are not listed here."""
     (problem,) = value_problems(config(override))
     assert expected in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("critic.ppo_epochs=1001",), "critic.ppo_epochs=1001 must be at most 1000; nearest: 1000"),
+        (("data.gen_batch_size=1000000000000",), "gen_batch_size=1000000000000 must be at most 1000000; nearest: 10"),
+        (("trainer.save_freq=1000000001",), "trainer.save_freq=1000000001 must be at most 1000000000; nearest: 10000"),
+        (("reward_models.one.model.path=m", "reward_models.one.max_length=9000000000"), "reward_models.one.max_length"),
+        (("actor_rollout_ref.actor.entropy_coeff=-1e16",), "must be at most 1e+15 in size; nearest: -1e+15"),
+        (("critic.optim.eps=1e-320",), "must be at least 1e-30 in size, if it is not 0; nearest: 1e-30"),
+        (("algorithm.gdpo_reward_weights=[1,1e30]",), "[1.0, 1e+30] must be at most 1e+15 in size; nearest: [1.0, 1"),
+        (("reward_model.timeout_s=1e12",), "timeout_s=1e+12 must be at most 1e+09 in size; nearest: 1e+09"),
+        (("algorithm.gamma=1e30",), None),  # its own range says so
+        (("data.seed=5000000000", "trainer.seed=4294967295", "actor_rollout_ref.actor.clip_ratio_c=1e9"), None),
+        (
+            ("data.train_batch_size=300000", "actor_rollout_ref.rollout.n=40"),
+            "data.train_batch_size=300000 and actor_rollout_ref.rollout.n=40 are 12000000 samples of a batch, and must "
+            "be at most 10000000; nearest: data.train_batch_size=250000 actor_rollout_ref.rollout.n=40",
+        ),
+        (("data.train_batch_size=250000", "actor_rollout_ref.rollout.n=40"), None),
+    ],
+)
+def test_no_number_is_absurd(config, overrides, expected):
+    """By hand. Would not catch a size that lies in no list and takes long all the same."""
+    problems = [str(violation) for violation in magnitude_problems(config(*overrides))]
+    assert len(problems) == (expected is not None) and all(expected in problem for problem in problems)
+
+
+def test_defaults_are_sensible(config):
+    """With every key as it is. Would not catch a bound that is too low for a large run."""
+    assert list(magnitude_problems(config())) == []
 
 
 def test_all_problems_are_listed(config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from hypothesis import given
@@ -283,15 +284,46 @@ def test_heads_that_the_engine_has_kernels_for(config, tmp_path, device, size, r
 
 def test_layouts_of_very_many_ranks_are_looked_through_at_once(config):
     """A slip of the finger. Would not catch a slow rule that needs a model of absurd sizes."""
-    config.trainer.nnodes = config.trainer.n_gpus_per_node = 100_000
     started = time.monotonic()
-    assert any("must divide the 10000000000 ranks" in problem for problem in problems(config))
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = 33_333, 3
+    assert any("must divide the 99999 ranks" in problem for problem in problems(config))
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = 65_536, 1000
+    assert problems(config) == [
+        "trainer.nnodes=65536 and trainer.n_gpus_per_node=1000 are 65536000 ranks of pool global_pool, and must be at "
+        "most 100000; nearest: trainer.nnodes=100 trainer.n_gpus_per_node=1000"
+    ]
     assert time.monotonic() - started < 2
     config.trainer.nnodes = 10**30
     assert any(
         "trainer.nnodes=1000000000000000000000000000000 must be >= 1 and <= 100000" in problem
         for problem in problems(config)
     )
+
+
+def test_batches_of_very_many_prompts_are_refused_alone(config):
+    """Before a rule counts with them. Would not catch a plan that does; its tables are made from sizes alone."""
+    config.data.train_batch_size = config.data.gen_batch_size = 10**12
+    config.actor_rollout_ref.model.path = "/nowhere"
+    assert problems(config) == [
+        "data.train_batch_size=1000000000000 and data.gen_batch_size=1000000000000 must be at most 1000000; nearest: "
+        "data.train_batch_size=1000000 data.gen_batch_size=1000000"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "nearest"),
+    [
+        ("trainer", "default_local_dir", "; nearest: outputs/megatron_rl/run"),
+        ("trainer", "rollout_data_dir", "; nearest: null"),
+        ("custom_reward_function", "path", "; nearest: null"),
+        ("actor_rollout_ref.model", "path", ""),
+    ],
+)
+def test_an_empty_path_is_none(config, group, name, nearest):
+    """It would be the folder that the command is in. Would not catch one of a list, which the rule of files refuses."""
+    setattr(attrgetter(group)(config), name, "")
+    (problem,) = [one for one in problems(config) if one.startswith(f"{group}.{name}=")]
+    assert problem == f"{group}.{name}= must be a path, and is empty{nearest}"
 
 
 def test_vocabulary_padding_and_experts_of_generation(config, tmp_path):
