@@ -100,6 +100,8 @@ def made_ready(run_config: RunConfig, local: bool) -> RunConfig:
         if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
             del os.environ["PYTHONBREAKPOINT"]  # Ray's own debugger, which a shell inherits from a Ray job
         quiet_engines()
+    # Else tokenizers says at every fork that its threads do not live on in the child, which renders templates alone.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     quiet_libraries()
     return run_config
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
-import jinja2
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +16,10 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.prompts.files import Message, PromptRow, read_rows
 from megatron_rl.prompts.mixture import PromptFile
 from megatron_rl.records import Conversation, Prompts, non_tensor, ragged
+from megatron_rl.templates import Renderer, TemplateRefusal
+
+OF_TOKENS = {"padding", "truncation", "max_length"}
+"""Arguments of `apply_chat_template` that are about tokens, and not the template's."""
 
 
 @dataclass(frozen=True)
@@ -124,16 +128,18 @@ def _apply_template(
     path: str, chats: Sequence[tuple[int, list[Message]]], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
 ) -> list[list[int]]:
     """Token ids of (row, messages) pairs, all at once, which is what tokenizers are fast at."""
-    kwargs = {"add_generation_prompt": True, "return_dict": False} | data_config.apply_chat_template_kwargs
-    try:
-        encoded: list[list[int]] = tokenizer.apply_chat_template([prompt for _, prompt in chats], **kwargs)
-    except jinja2.TemplateError as error:
-        if len(chats) > 1:  # one of them is to blame
-            for chat in chats:
-                _apply_template(path, [chat], tokenizer, data_config)
-        raise ConfigError(
-            f"the tokenizer's chat_template refuses a prompt of {path} (row {chats[0][0]}): {error}"
-        ) from error
+    options = {"add_generation_prompt": True} | data_config.apply_chat_template_kwargs
+    of_tokens = {name: options.pop(name) for name in OF_TOKENS & options.keys()}
+    of_tokens |= options.pop("tokenizer_kwargs", {})
+    with closing(Renderer(tokenizer, options)) as template:
+        try:
+            texts = template.texts([prompt for _, prompt in chats])
+        except TemplateRefusal as refusal:
+            row, _ = chats[refusal.number]
+            raise ConfigError(
+                f"the tokenizer's chat_template refuses a prompt of {path} (row {row}): {refusal}"
+            ) from None
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, **of_tokens)["input_ids"]
     return encoded
 
 

@@ -8,14 +8,14 @@ tokenizer cuts into tokens. What is longer than the reward model may read loses 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import jinja2
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.records import Conversation, Generations, Prompts, Sequences, ragged
+from megatron_rl.templates import Renderer, TemplateRefusal
 
 ROWS_AT_ONCE = 4096
 """Prompts that are checked at once."""
@@ -33,7 +33,8 @@ class ReadText:
 class TextReader:
     """Turns B prompts and answers into what one reward model reads.
 
-    name: the reward model's, for messages. policy: the tokenizer of prompts and answers. own: the reward model's.
+    name: the reward model's, for messages. policy: the tokenizer of prompts and answers. own: the reward model's, whose
+    template is rendered in a process that ends with this object.
     max_length: tokens that it reads at most. length_key: the key that says so.
     """
 
@@ -42,6 +43,10 @@ class TextReader:
     own: PreTrainedTokenizerBase
     max_length: int
     length_key: str
+    _template: Renderer = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_template", Renderer(self.own, {"add_generation_prompt": False}))
 
     def read(self, prompts: Prompts, generations: Generations) -> ReadText:
         """Of prompts that carry `raw_prompt`. Raises RewardError where the chat template refuses a conversation."""
@@ -130,13 +135,10 @@ class TextReader:
         if not chats:
             return []
         try:
-            texts: list[str] = self.own.apply_chat_template(chats, tokenize=False, add_generation_prompt=False)
-        except (jinja2.TemplateError, TypeError) as error:
-            if len(chats) > 1:  # one of them is to blame
-                for chat in chats:
-                    self._rendered([chat])
-            raise RewardError(f"the chat_template of {self.name} refuses {chats[0][:-1]!r:.200}: {error}") from error
-        return texts
+            return self._template.texts(chats)
+        except TemplateRefusal as refusal:
+            messages = chats[refusal.number][:-1]
+            raise RewardError(f"the chat_template of {self.name} refuses {messages!r:.200}: {refusal}") from None
 
     def _fill(self, found: list[list[int]], rows: Sequence[int], texts: list[str], add_special_tokens: bool) -> None:
         """Put the tokens of texts where their rows are."""

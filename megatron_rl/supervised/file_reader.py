@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
@@ -17,10 +18,14 @@ from megatron_rl.supervised.options import ReadingOptions
 from megatron_rl.supervised.problems import BadRow, RowProblem, refuse
 from megatron_rl.supervised.records import Place
 from megatron_rl.supervised.report import FileRead
-from megatron_rl.supervised.rows import Chat, Row, RowReader
+from megatron_rl.supervised.rows import Chat, Row, RowReader, Text
 from megatron_rl.supervised.schemas import Columns, find_columns
 from megatron_rl.supervised.template import ChatTemplate, Draft, plain_draft
 from megatron_rl.supervised.tokens import Encoder, Tokens
+from megatron_rl.templates import TemplateProcess, TemplateRefusal
+
+Answers = tuple[Text | Chat, ...]
+Drafted = tuple[Place, Row, list[list[Draft]]]
 
 ROWS_AT_ONCE = 2048
 """Tokenizers are fast at many texts."""
@@ -75,7 +80,7 @@ class FileReader:
         self._options = options
         self._stage = stage
         self._encoder = Encoder(tokenizer, options.append_eos)
-        self._template: ChatTemplate | None = None
+        self._process: TemplateProcess[Answers, list[list[Draft]] | RowProblem] | None = None
         self._first: tuple[str, Columns] | None = None
         self._num_rows: dict[str, int] = {}
         self._detected: dict[str, str] = {}
@@ -95,16 +100,20 @@ class FileReader:
         found: list[ReadRow] = []
         rows = iter(raw.rows)
         while some := list(islice(rows, ROWS_AT_ONCE)):
-            drafted = []
+            checked: list[tuple[Place, Row]] = []
             for place, content in some:
                 try:
-                    row = reader.read(content)
-                    drafted.append((place, row, [self._drafts(answer) for answer in row.answers]))
+                    checked.append((place, reader.read(content)))
                 except RowProblem as problem:
                     bad_rows.append(problem.at(place))
-            found += self._encoded(drafted, bad_rows)
+            found += self._encoded(self._drafted(checked, bad_rows), bad_rows)
         self.totals.bad_rows += sorted(bad_rows, key=lambda one: one.place.row)
         return found
+
+    def close(self) -> None:
+        """End the process that renders conversations, if there is one."""
+        if self._process is not None:
+            self._process.close()
 
     def facts(self, path: str, rows: Sequence[ReadRow], num_records: int) -> FileRead:
         """What the report says of a file that `read` has read."""
@@ -141,19 +150,34 @@ class FileReader:
         is_trl = columns.shape != "answer" or columns.names["response"] == "completion"
         return not is_trl and self._tokenizer.chat_template is not None
 
-    def _drafts(self, answer: object) -> list[Draft]:
-        if not isinstance(answer, Chat):
-            return [plain_draft(answer, self._options.loss_on)]  # type: ignore[arg-type]  # else it is a Text
-        if self._template is None:
-            self._template = ChatTemplate(self._tokenizer, self._options.apply_chat_template_kwargs)
-        drafts = self._template.drafts(answer, self._options.loss_on)
-        if len(drafts) > 1 and self._stage != "examples":
-            raise RowProblem("template_rewrites", "", "an answer of several turns, of which it rewrites the first")
-        return drafts
+    def _drafted(self, rows: Sequence[tuple[Place, Row]], bad_rows: list[BadRow]) -> list[Drafted]:
+        """Rows with their texts. Raises ConfigError for a row that takes the template too much time or memory, also
+        where bad rows are skipped: the others may take as much.
+        """
+        drafted = []
+        try:
+            texts = self._texts([row.answers for _, row in rows])
+        except TemplateRefusal as refusal:
+            place, _ = rows[refusal.number]
+            raise ConfigError(str(BadRow("template_refuses", place, "", str(refusal)))) from None
+        for (place, row), own in zip(rows, texts, strict=True):
+            if isinstance(own, RowProblem):
+                bad_rows.append(own.at(place))
+            else:
+                drafted.append((place, row, own))
+        return drafted
 
-    def _encoded(
-        self, drafted: Sequence[tuple[Place, Row, list[list[Draft]]]], bad_rows: list[BadRow]
-    ) -> Iterator[ReadRow]:
+    def _texts(self, rows: Sequence[Answers]) -> list[list[list[Draft]] | RowProblem]:
+        """What `drafts_of_answers` says of each row, in a process of the template's where there are conversations."""
+        if self._process is None:
+            how = self._options.loss_on, self._stage == "examples"
+            if not any(isinstance(answer, Chat) for answers in rows for answer in answers):
+                return drafts_of_rows(None, *how, rows)
+            template = ChatTemplate(self._tokenizer, self._options.apply_chat_template_kwargs)
+            self._process = TemplateProcess(partial(drafts_of_rows, template, *how))
+        return self._process.map(rows)
+
+    def _encoded(self, drafted: Sequence[Drafted], bad_rows: list[BadRow]) -> Iterator[ReadRow]:
         drafts = [draft for _, _, answers in drafted for texts in answers for draft in texts]
         encoded = iter(self._encoder.encode(drafts))
         for place, row, answers in drafted:
@@ -192,6 +216,35 @@ class FileReader:
             totals.split += one.is_split
             totals.num_tokens += len(one.ids)
             totals.num_counted += sum(one.counts)
+
+
+def drafts_of_rows(
+    template: ChatTemplate | None, loss_on: str, may_be_several: bool, rows: Sequence[Answers]
+) -> list[list[list[Draft]] | RowProblem]:
+    """What `drafts_of_answers` says of each row."""
+    return [drafts_of_answers(template, loss_on, may_be_several, answers) for answers in rows]
+
+
+def drafts_of_answers(
+    template: ChatTemplate | None, loss_on: str, may_be_several: bool, answers: Answers
+) -> list[list[Draft]] | RowProblem:
+    """The texts of each answer of a row, or what is wrong with it. template: None where all answers are plain text.
+
+    may_be_several: whether an answer of several turns may become as many texts.
+    """
+    found = []
+    try:
+        for answer in answers:
+            if isinstance(answer, Text) or template is None:
+                found.append([plain_draft(answer, loss_on)])  # type: ignore[arg-type]  # else it is a Text
+                continue
+            drafts = template.drafts(answer, loss_on)
+            if len(drafts) > 1 and not may_be_several:
+                raise RowProblem("template_rewrites", "", "an answer of several turns, of which it rewrites the first")
+            found.append(drafts)
+    except RowProblem as problem:
+        return problem
+    return found
 
 
 def _with_one_prompt(answers: list[Tokens]) -> list[Tokens]:

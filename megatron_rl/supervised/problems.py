@@ -92,8 +92,12 @@ class RowProblem(Exception):
     """What is wrong with the row being looked at; whoever knows its place makes a `BadRow` of it."""
 
     def __init__(self, kind: str, field: str, found: str) -> None:
-        super().__init__(f"{kind}: {field}: {found}")
+        super().__init__(kind, field, found)
         self.kind, self.field, self.found = kind, field, found
+
+    def __str__(self) -> str:
+        """All three."""
+        return f"{self.kind}: {self.field}: {self.found}"
 
     def at(self, place: Place) -> BadRow:
         """The same, with its place."""

@@ -7,6 +7,7 @@ batch_size, shuffle, seed)` gives positions, epoch after epoch, and resumes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import TypeVar
 
 import torch
@@ -93,13 +94,13 @@ def _read(
     stage: str,
     records: Callable[[ReadRow], Iterable[Record]],
 ) -> tuple[list[Record], Report]:
-    reader = FileReader(tokenizer, options, stage)
     read, found = [], []
-    for path in files:
-        rows = reader.read(path)
-        own = [record for row in rows for record in records(row)]
-        read.append(reader.facts(path, rows, len(own)))
-        found += own
+    with closing(FileReader(tokenizer, options, stage)) as reader:
+        for path in files:
+            rows = reader.read(path)
+            own = [record for row in rows for record in records(row)]
+            read.append(reader.facts(path, rows, len(own)))
+            found += own
     totals: Totals = reader.totals
     num_rows = sum(one.num_rows for one in read)
     if options.bad_rows_file is not None:

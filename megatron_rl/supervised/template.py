@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -24,13 +23,12 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.supervised.messages import Message
 from megatron_rl.supervised.problems import RowProblem
 from megatron_rl.supervised.rows import Chat, Text
+from megatron_rl.templates import TemplateRefusal, checked_length, refusable
 
 Span = tuple[int, int]
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "40817263951"
 """An answer that templates write as it is, and that nothing else in a conversation is."""
-REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
-"""What a template raises: its own refusals, and what its expressions do with values they were not written for."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +136,17 @@ class ChatTemplate:
     def _call(self, chat: Chat, num_messages: int, **options: bool) -> tuple[list[str], list[list[Span]]]:
         messages: list[Message] = chat.messages[:num_messages]
         variables = self._variables | options
-        try:
-            answer: tuple[list[str], list[list[Span]]] = render_jinja_template(
-                conversations=[messages], tools=chat.tools, chat_template=self._template(chat), **variables
+        template = self._template(chat)
+
+        def render() -> tuple[list[str], list[list[Span]]]:
+            found: tuple[list[str], list[list[Span]]] = render_jinja_template(
+                conversations=[messages], tools=chat.tools, chat_template=template, **variables
             )
-        except REFUSALS as error:
-            raise RowProblem("template_refuses", "", f"{type(error).__name__}: {error}"[:200]) from None
-        return answer
+            return found
+
+        try:
+            texts, spans = refusable(render)
+            checked_length(texts[0])
+        except TemplateRefusal as refusal:
+            raise RowProblem("template_refuses", "", str(refusal)) from None
+        return texts, spans

@@ -45,13 +45,15 @@ ROOMS: dict[str, set[str]] = {
     "clock": set(),
     "device": set(),
     "loading": set(),
+    "templates": set(),
     "records": set(),
     "slices": {"records"},
     "stream": {"errors", "records", "slices", "observe"},
     "config": {"errors"},
     "observe": {"errors"},
-    **dict.fromkeys(("parallel", "losses", "prompts", "reward"), GROUND),
-    "supervised": GROUND | {"prompts"},
+    **dict.fromkeys(("parallel", "losses"), GROUND),
+    **dict.fromkeys(("prompts", "reward"), GROUND | {"templates"}),
+    "supervised": GROUND | {"prompts", "templates"},
     **dict.fromkeys(("model", "hybrid_engine"), GROUND | {"parallel"}),
     **dict.fromkeys(STAGES, PARTS | {"model", "hybrid_engine"}),
     "roles": PARTS | STAGES | {"model", "hybrid_engine"},
@@ -115,7 +117,7 @@ WITHOUT_TORCH = (
 )
 PURE = (
     *("errors", "balance", "dispatch", "config", "records", "slices", "stream", "observe"),
-    *("losses", "prompts", "supervised", "reward", "clock", "planner", "mapping", "experience"),
+    *("losses", "prompts", "supervised", "reward", "templates", "clock", "planner", "mapping", "experience"),
 )
 
 
