@@ -12,38 +12,45 @@ from matplotlib.patches import Patch
 from megatron_rl.mapping.finalists import Candidate
 from megatron_rl.mapping.mapped import Mapped
 from megatron_rl.mapping.report import ranks_of_pool, roles_of_pool
-from megatron_rl.observe.curves import COLORS, FAINT, INK
+from megatron_rl.observe.curves import FAINT, INK
+from megatron_rl.observe.phases import phase_color
 
 SMALL = 7.5
+NEEDS_LATEX = "pgf"
+
+
+def picture_suffixes() -> list[str]:
+    """How the name of a picture may end, the usual ending first."""
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    return sorted((f".{kind}" for kind in kinds if kind != NEEDS_LATEX), key=lambda suffix: (suffix != ".png", suffix))
 
 
 def draw_placements(mapped: Mapped, output_png: Path) -> None:
     """Write the picture."""
     shown = mapped.candidates
     phases = list(dict.fromkeys(phase for one in shown for phase in one.time.seconds))
-    colors = {phase: COLORS[number % len(COLORS)] for number, phase in enumerate(phases)}
     lanes = [len(one.placed.choices) for one in shown]
     figure = Figure(figsize=(11, 1.0 + 0.34 * sum(lanes) + 0.2 * len(shown)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=lanes)
     for number, (candidate, axes) in enumerate(zip(shown, panels[:, 0], strict=True), start=1):
-        _draw(axes, candidate, colors)
+        _draw(axes, candidate)
         axes.set_title(f"{number}: {candidate.seconds:.2f} s", loc="left", fontsize=SMALL, color=INK)
     longest = max(one.time.total for one in shown)
     panels[-1, 0].set_xlim(0, longest)
     panels[-1, 0].set_xlabel("seconds of one step in turns, estimated", fontsize=SMALL, color=INK)
-    patches = [Patch(color=colors[phase], label=phase) for phase in phases]
+    patches = [Patch(color=phase_color(phase), label=phase) for phase in phases]
     figure.legend(handles=patches, loc="outside lower center", ncols=min(8, len(phases)), fontsize=SMALL, frameon=False)
     output_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output_png)
 
 
-def _draw(axes: Axes, candidate: Candidate, colors: dict[str, str]) -> None:
+def _draw(axes: Axes, candidate: Candidate) -> None:
     names = list(candidate.memory)
     for bar in candidate.time.timeline.bars.values():
         for lane in bar.task.lanes:
             width = bar.stop - bar.start
-            axes.barh(names.index(lane), width, 0.7, left=bar.start, color=colors[bar.task.name], linewidth=0)
+            axes.barh(names.index(lane), width, 0.7, left=bar.start, color=phase_color(bar.task.name), linewidth=0)
     labels = [f"{roles_of_pool(one)}  {ranks_of_pool(one)}" for one in candidate.placed.choices]
     axes.set_yticks(range(len(names)), labels, fontsize=SMALL)
     axes.set_ylim(len(names) - 0.5, -0.5)

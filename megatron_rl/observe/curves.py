@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.phases import STACKED, phase_color
 
 Series = dict[str, tuple[list[int], list[float]]]
 
@@ -26,19 +27,6 @@ LEGEND = 1.4
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
-PHASES = (
-    "gen",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "log_probs",
-    "scores",
-    "update_critic",
-    "update_actor",
-    "reshard",
-)
 LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
     ("Loss", {"actor/loss": "policy", "critic/loss": "reward model", "val/loss": "held out"}, "linear"),
     (
@@ -145,7 +133,7 @@ def _panels(series: Series) -> list[Callable[[Axes], None]]:
     if len(loads) > 1:
         panels.append(lambda axes: _draw_loads(axes, series, loads))
     timed = [name.removeprefix("timing_s/") for name in series if name.startswith("timing_s/")]
-    phases = [phase for phase in PHASES if phase in timed]
+    phases = [phase for phase in STACKED if phase in timed]
     if phases:
         panels.append(lambda axes: _draw_phases(axes, series, phases))
     return panels
@@ -200,11 +188,11 @@ def _whole_decades(axes: Axes) -> None:
 def _draw_phases(axes: Axes, series: Series, phases: Sequence[str]) -> None:
     """Stacked bars, one per step; validation is left out because it would dwarf the steps that have one."""
     floor: dict[int, float] = {}
-    for phase, color in zip(phases, _cycle(len(phases)), strict=True):
+    for phase in phases:
         steps, seconds = series[f"timing_s/{phase}"]
         heights = [0.0 if math.isnan(value) else value for value in seconds]
         bottoms = [floor.get(step, 0.0) for step in steps]
-        axes.bar(steps, heights, width=1.0, bottom=bottoms, color=color, label=phase, linewidth=0)
+        axes.bar(steps, heights, width=1.0, bottom=bottoms, color=phase_color(phase), label=phase, linewidth=0)
         floor.update({step: low + high for step, low, high in zip(steps, bottoms, heights, strict=True)})
     axes.set_title("Seconds per step, by phase (without validation)", **TITLE)
 

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_rl.observe.clock import DRIVER, Ran
-from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
+from megatron_rl.observe.curves import FAINT, INK, TITLE
+from megatron_rl.observe.phases import phase_color
 
 SHORTEST_LABEL = 0.06
 """Share of the width from which a bar carries its name."""
@@ -25,14 +26,13 @@ def lanes(ran: Sequence[Ran]) -> list[str]:
 def draw_timeline(ran: Sequence[Ran]) -> Figure:
     """What ran when, in seconds from the first start; `ran` must not be empty."""
     names, phases = lanes(ran), list(dict.fromkeys(one.name for one in ran))
-    colors = {phase: COLORS[number % len(COLORS)] for number, phase in enumerate(phases)}
     first, last = min(one.start for one in ran), max(one.stop for one in ran)
     figure = Figure(figsize=(11, 1.2 + 0.55 * len(names)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for one in ran:
         row, start, width = names.index(one.lane), one.start - first, one.stop - one.start
-        axes.barh(row, width, left=start, height=0.62, color=colors[one.name], edgecolor="white", linewidth=0.4)
+        axes.barh(row, width, left=start, height=0.62, color=phase_color(one.name), edgecolor="white", linewidth=0.4)
         if width > SHORTEST_LABEL * (last - first):
             axes.text(start + width / 2, row, one.name, ha="center", va="center", fontsize=7, color="white")
     axes.set_yticks(range(len(names)), names)
@@ -43,7 +43,7 @@ def draw_timeline(ran: Sequence[Ran]) -> Figure:
     axes.tick_params(colors=INK, labelsize=8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    handles = [Patch(color=color, label=phase) for phase, color in colors.items()]
+    handles = [Patch(color=phase_color(phase), label=phase) for phase in phases]
     figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=7, frameon=False)
     return figure
 

@@ -7,7 +7,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.clock import Ran
 from megatron_rl.observe.curves import draw_curves, plot_curves
+from megatron_rl.observe.phases import STACKED
+from megatron_rl.observe.timeline import draw_timeline
 
 
 @pytest.fixture
@@ -55,6 +58,30 @@ def test_phases_are_stacked_without_totals_and_validation(write):
     (axes,) = draw_curves(write({"step": 1, **timing})).axes
     bars = {bars.get_label(): (bars[0].get_y(), bars[0].get_height()) for bars in axes.containers}
     assert bars == {"gen": (0.0, 2.0), "update_actor": (2.0, 3.0)}
+
+
+def test_a_phase_has_one_colour_in_curves_and_timeline(write):
+    """All phases that curves stack, in another order in the timeline, each with a colour of its own, and names that no
+    table has. Would not catch colours that look alike.
+    """
+    names = [*STACKED]
+    bars = {bars.get_label(): bars[0] for bars in draw_curves(write({"step": 1} | _timings(names))).axes[0].containers}
+    ran = [Ran("global_pool", name, place, place + 1.0) for place, name in enumerate(["slice", *names[::-1], "mine"])]
+    figure = draw_timeline(ran)
+    drawn = dict(zip([one.name for one in ran], figure.axes[0].patches, strict=True))
+    named = {text.get_text(): patch for text, patch in zip(*_legend(figure), strict=True)}
+    for name in names:
+        assert drawn[name].get_facecolor() == named[name].get_facecolor() == bars[name].get_facecolor()
+    assert len({patch.get_facecolor() for patch in drawn.values()}) == len(ran)
+
+
+def _timings(names):
+    return {f"timing_s/{name}": 1.0 for name in names}
+
+
+def _legend(figure: Figure):
+    (legend,) = figure.legends
+    return legend.get_texts(), legend.get_patches()
 
 
 def test_loads_of_layers_are_rows_and_steps_are_columns(write):

@@ -1,0 +1,30 @@
+"""The colours of phases, the same in every picture of a run or of a plan."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+STACKED = {
+    "gen": "#0b7a75",
+    "reward": "#d1495b",
+    "old_log_prob": "#edae49",
+    "ref": "#30638e",
+    "values": "#7b5ea7",
+    "adv": "#8cb369",
+    "log_probs": "#5c6b73",
+    "scores": "#b5a642",
+    "update_critic": "#c97b63",
+    "update_actor": "#1d3557",
+    "reshard": "#f28fb1",
+}
+"""Phases of a step, in the order in which curves stack them, and their colours."""
+BESIDE = {"slice": "#3aa6a0", "testing": "#8d99ae", "save_checkpoint": "#6b4226", "export": "#386641"}
+"""Phases that are not in every step or not of the trainer."""
+FURTHER = ("#a23e8c", "#4f772d", "#e4572e", "#17becf", "#a8763e")
+"""Colours of phases with other names, such as those of further reward models."""
+
+
+def phase_color(phase: str) -> str:
+    """The colour of a phase; it depends on the name alone."""
+    known = STACKED | BESIDE
+    return known[phase] if phase in known else FURTHER[crc32(phase.encode()) % len(FURTHER)]
