@@ -30,7 +30,7 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollouts import Batch, Rollouts, Sources
 from megatron_rl.stream.answers import Answers
-from megatron_rl.stream.journal import Journal
+from megatron_rl.stream.journal import Counted, Journal
 from megatron_rl.stream.rules import Decides, Rules
 
 
@@ -114,7 +114,7 @@ class RolloutsAhead(SlicedRollouts):
         lanes = Lanes(replicas, keys.max_replica_restarts, self.book.warn)
         self.driver = Driver(lanes, self.work, look, keys.second_buffer)
         self.bridge = ReplicaBridge(actor, self.driver, keys.second_buffer, self.rules.first_step - 1)
-        self.measured = SliceMetrics(lanes, self.book.clock.ran)
+        self.measured = SliceMetrics(lanes, self.book.clock.ran, self.work.decider.counts)
         self.worth = Worth(self.rules.ahead)
         self._stop = stop
 
@@ -170,6 +170,7 @@ class RolloutsAhead(SlicedRollouts):
     def describe(self) -> dict[str, float]:
         with self.driver.locked() as work:
             metrics = self.measured.take(work)
+            self.journal.append(Counted(dict(work.decider.counts)))
         said = self.worth.note(metrics["trainer/idle_share"], metrics["rollout/idle_share"])
         if said is not None:
             self.book.warn(said)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron_rl.generation.lanes import Lanes
 from megatron_rl.generation.work import Work
@@ -16,11 +16,12 @@ Note = Callable[[str, str, float, float, float], None]
 class SliceMetrics:
     """Counts from one `take` to the next. note: keeps an interval for the timeline."""
 
-    def __init__(self, lanes: Lanes, note: Note) -> None:
+    def __init__(self, lanes: Lanes, note: Note, counts: Mapping[str, int]) -> None:
+        """counts: `Decides.counts` where the run begins or goes on."""
         self._lanes, self._note = lanes, note
         self._since = time.time()
         self._waited_s = 0.0
-        self._counts: dict[str, int] = {}
+        self._counts = dict(counts)
 
     def waited(self, start: float, stop: float) -> None:
         """The trainer has waited for answers."""

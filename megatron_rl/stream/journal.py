@@ -72,6 +72,14 @@ class StepTaken:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What the metrics of the step that was taken last counted with: `Decides.counts`. Its executor appends this."""
+
+    event: ClassVar[str] = "counted"
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Saved:
     """A checkpoint after `step` was written."""
 
@@ -106,7 +114,17 @@ class Decided:
 
 
 Event = (
-    Began | SliceDone | ReplicaLost | ReplicaBack | VersionReady | StepTaken | Saved | Interrupted | Resumed | Decided
+    Began
+    | SliceDone
+    | ReplicaLost
+    | ReplicaBack
+    | VersionReady
+    | StepTaken
+    | Counted
+    | Saved
+    | Interrupted
+    | Resumed
+    | Decided
 )
 KINDS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.stream.journal import Decided, Event, Interrupted, ReplicaLost, Resumed, SliceDone
+from megatron_rl.stream.journal import Counted, Decided, Event, Interrupted, ReplicaLost, Resumed, SliceDone
 from megatron_rl.stream.rules import Decision, Order, Rules
 
 
@@ -127,6 +127,8 @@ class Replay:
         Raises ReplayError where the events need more than `num_replicas`, or cannot be repeated at all.
         """
         self.rules = rules
+        self._counted = deque(event.counts for event in events[num_done:] if isinstance(event, Counted))
+        self._counts_itself = not self._counted  # an older schedule, of which only decisions can be counted
         self.counts: dict[str, int] = {"truncated": 0, "resampled": 0}
         reader = _Reader(rules)
         for number, event in enumerate(events):
@@ -183,8 +185,8 @@ class Replay:
         self._decisions += known.decisions
         ended = list(known.finished)
         for decision in known.decisions:
-            self.counts["truncated"] += decision.kind == "truncate"
-            self.counts["resampled"] += decision.kind == "resample"
+            self.counts["truncated"] += self._counts_itself and decision.kind == "truncate"
+            self.counts["resampled"] += self._counts_itself and decision.kind == "resample"
             ended += [decision.request] if decision.kind == "truncate" else []
         self._num_finished.update(self.rules.batch_of(request) for request in ended)
 
@@ -214,7 +216,9 @@ class Replay:
         self._ready = max(self._ready, version)
 
     def step_taken(self, step: int) -> None:
-        """Changes nothing: what the trainer does is not recorded in orders."""
+        """`counts` are those of the recorded run in this step, as losses and checkpoints do not happen again."""
+        if self._counted:
+            self.counts.update(self._counted.popleft())
 
     def saved(self, step: int, interrupted: bool = False) -> None:
         """What is begun anew is in the recorded orders; after an interruption they go on."""

@@ -29,11 +29,18 @@ NUM_LOSSES, MANY_STEPS = 8, 120
 """Enough for the losses and as many starts."""
 MEASURED = ("timing_s/", "perf/", "reshard/", "memory/", "rollout/", "trainer/")
 """Metrics of clocks and memory, and of who waited for whom."""
+COUNTED = [f"rollout/{name}" for name in ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")]
+"""Metrics that a replay repeats, although in it no replica dies and nothing is saved."""
 
 
 def numbers(run) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in run.metrics().splitlines()]
     return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
+def counts(run) -> list[list[float]]:
+    lines = [json.loads(line) for line in run.metrics().splitlines()]
+    return [[line[name] for name in COUNTED] for line in lines if "staleness/max" in line]
 
 
 def without_staleness(run) -> list[dict[str, float]]:
@@ -96,6 +103,7 @@ def test_a_run_that_lost_a_replica_goes_on_and_is_repeated(command_line, tmp_pat
     again = command_line(*ahead, f"--replay={run.run}", config=ASYNC)
     assert again.wait(300) == 0, again.text()
     assert_same_bits(again, run)
+    assert counts(again) == counts(run) and sum(map(sum, counts(run))) > 0
 
 
 def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
