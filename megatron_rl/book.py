@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Book:
     """One run's books; a context manager round loggers and progress bar.
 
     accuracies, val_rewards: of every validation until now. transitions: what the last one cost each rollout rank.
+    lacks_validation: whether the last step should have been validated after, and was not, as the run was to stop.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Book:
         self.updates = SkippedUpdates(config.trainer.max_skipped_updates)
         self.accuracies: list[float] = []
         self.val_rewards: list[float] = []
+        self.lacks_validation = False
         self.transitions: Sequence[TransitionReport] = []
         self._planned_memory = planned_memory
         self._num_ranks = Placement.of(config).world_size
@@ -97,6 +99,7 @@ class Book:
         return {
             "accuracies": list(self.accuracies),
             "val_rewards": list(self.val_rewards),
+            "lacks_validation": self.lacks_validation,
             "skipped_updates": self.updates.state_dict(),
         }
 
@@ -104,6 +107,7 @@ class Book:
         """Go on where `state_dict` was taken."""
         self.accuracies, self.val_rewards = list(state["accuracies"]), list(state["val_rewards"])
         self.updates.load_state_dict(state["skipped_updates"])
+        self.lacks_validation = state.get("lacks_validation", False)
 
     def note_transition(self, reports: Sequence[TransitionReport]) -> None:
         """Keep what bringing weights to generation cost each rollout rank, in rank order."""
@@ -174,6 +178,20 @@ class Book:
     def _questions(self, prompts: Prompts) -> list[str]:
         prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
         return list(self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True))
+
+    def skip_validation(self, step: int) -> None:
+        """Note, and say, that the validation due after `step` has to wait until the run goes on."""
+        self.lacks_validation = True
+        self.warn(f"step {step} is not validated, as the run is to stop; the same command makes up for it")
+
+    def make_up(self, validate: Callable[[int], dict[str, float]]) -> None:
+        """Validate now, and log it for the step that the run goes on from, where the life before skipped that."""
+        step = self.folder.resumed_step
+        if step is not None and self.lacks_validation:
+            self.lacks_validation = False
+            metrics = validate(step)
+            self.logger.log(metrics, step)
+            self._warn_of(self._services.log(metrics, step))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Write one step's metrics and move the progress bar; step 0 is the state before training."""

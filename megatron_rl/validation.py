@@ -40,14 +40,19 @@ class Validation:
         self.parity_rows: Sequences | None = None
 
     def before_training(self, is_resumed: bool) -> None:
-        """Validate where that is configured and the run begins."""
+        """Validate where that is configured and the run begins, or where a signal kept its life before from it."""
         if self.config.trainer.val_before_train and not is_resumed:
             self.book.log(self.run(step=0), step=0)
+        self.book.make_up(self.run)
 
     def after(self, step: int) -> dict[str, float]:
-        """Validate where that is due after `step`; not where the run is to stop."""
-        is_due = is_validation_step(self.config.trainer, step)
-        return self.run(step) if is_due and not self._stop.is_set else {}
+        """Validate where that is due after `step`; where the run is to stop, its next life does."""
+        if not is_validation_step(self.config.trainer, step):
+            return {}
+        if self._stop.is_set:
+            self.book.skip_validation(step)
+            return {}
+        return self.run(step)
 
     def run(self, step: int) -> dict[str, float]:
         """Validate now; keeps rewards, accuracy and a few rows."""

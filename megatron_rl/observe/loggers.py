@@ -76,16 +76,20 @@ class JsonlBackend:
         Raises OSError.
         """
         kept = [] if resumed_step is None or not file.exists() else _lines_until(file, resumed_step)
-        # At one instant, so that a kill loses no line.
-        unfinished = file.with_name(file.name + ".unfinished")
-        unfinished.write_text("".join(line + "\n" for line in kept))
-        unfinished.replace(file)
+        _write_at_once(file, kept)
+        self._resumed_step = resumed_step
         self._file = AppendedFile(file)
         self._waiting = b""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append the line of `step`; floats that are not finite become null. Raises OSError where it must wait."""
+        """Append the line of `step`; floats that are not finite become null. Raises OSError where it must wait.
+
+        The step that the run goes on from has its line: what is logged of it is added there.
+        """
         line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        if step == self._resumed_step:
+            self._complete(line)
+            return
         self._waiting += json.dumps(finite_or_null(line), allow_nan=False).encode() + b"\n"
         self._write()
 
@@ -96,10 +100,24 @@ class JsonlBackend:
         finally:
             self._file.close()
 
+    def _complete(self, line: dict[str, float]) -> None:
+        others = self._file.path.read_text().splitlines()
+        before = json.loads(others.pop()) if others else {}
+        if before.get("step") not in (None, line["step"]):
+            others, before = [*others, json.dumps(before)], {}
+        _write_at_once(self._file.path, [*others, json.dumps(finite_or_null(before | line), allow_nan=False)])
+
     def _write(self) -> None:
         if self._waiting:
             self._file.append(self._waiting)
             self._waiting = b""
+
+
+def _write_at_once(file: Path, lines: Sequence[str]) -> None:
+    """Have a file consist of these lines, at one instant, so that a kill loses none."""
+    unfinished = file.with_name(file.name + ".unfinished")
+    unfinished.write_text("".join(line + "\n" for line in lines))
+    unfinished.replace(file)
 
 
 def _lines_until(file: Path, last_step: int) -> list[str]:

@@ -29,14 +29,21 @@ class HeldOut:
         self.last_step: int | None = None
 
     def before_training(self, measure: Measure, is_resumed: bool) -> None:
-        """Validate where that is configured and the run begins."""
+        """Validate where that is configured and the run begins, or where a signal kept its life before from it."""
         if self.config.trainer.val_before_train and not is_resumed:
             self.book.log(self._measured(measure, 0), step=0)
+        self.book.make_up(lambda step: self._compared(measure, step))
 
     def after(self, step: int, measure: Measure) -> dict[str, float]:
-        """Validate where that is due after `step`; not where the run is to stop."""
-        if not is_validation_step(self.config.trainer, step) or self._stop.is_set:
+        """Validate where that is due after `step`; where the run is to stop, its next life does."""
+        if not is_validation_step(self.config.trainer, step):
             return {}
+        if self._stop.is_set:
+            self.book.skip_validation(step)
+            return {}
+        return self._compared(measure, step)
+
+    def _compared(self, measure: Measure, step: int) -> dict[str, float]:
         metrics = self._measured(measure, step)
         if metrics[LOSS] < self.best_loss:
             self.best_step, self.best_loss = step, metrics[LOSS]

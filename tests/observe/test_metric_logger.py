@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 
 import pytest
@@ -42,6 +43,20 @@ def test_a_resumed_run_repeats_the_later_steps(tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert lines == [{"step": step, "a": 1.0} for step in (0, 1, 2)] + [{"step": 3, "a": 2.0}]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_a_run_makes_up_for_joins_its_steps_line(tmp_path):
+    """The validation of the step that a run goes on from, beside a null, and the next step after it. Would not catch a
+    kill in between.
+    """
+    with MetricLogger(["jsonl"], tmp_path) as logger:
+        logger.log({"a": 1.0}, 1)
+        logger.log({"a": 2.0, "b": math.nan}, 2)
+    with MetricLogger(["jsonl"], tmp_path, resumed_step=2) as logger:
+        logger.log({"val": 0.5}, 2)
+        logger.log({"a": 3.0}, 3)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0, "b": None, "val": 0.5}, {"step": 3, "a": 3.0}]
 
 
 @pytest.mark.parametrize("content", ["", "{}", '[1]\n3\n"x"\n', '{"step": 9, "a": 1.0}'])
