@@ -18,6 +18,7 @@ from megatron_rl.cli.planning import map_command, plan_command, profile_command
 from megatron_rl.cli.porting import port_command
 from megatron_rl.cli.stages import dpo_command, reward_command, sft_command, train_command
 from megatron_rl.cli.trials import ablate_command, nightly_command
+from megatron_rl.cluster.compiled import leaving_none_empty
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.observe.output import drop_unread_output
 
@@ -55,7 +56,8 @@ def main() -> None:
     drop_unread_output()
     try:
         refuse_hydra_options(sys.argv[1:])
-        app()
+        with leaving_none_empty():
+            app()
     except MegatronRLError as error:
         message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
         Console(stderr=True).print(message, soft_wrap=True, highlight=False)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl.cluster.compiled import VARIABLE, folder_of_ranks, remove_if_empty
 from megatron_rl.cluster.leftovers import FATE, MARK, descendants, end, living, marked, variable_of
 from megatron_rl.cluster.scratch import Scratch
 
@@ -74,7 +75,7 @@ def settle_in() -> object:
         return None
     scratch = Scratch.join(mark)
     # What compilers keep from run to run stays where it was.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    os.environ.setdefault(VARIABLE, folder_of_ranks())
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch.folder)
     return scratch, _start_companion(scratch, [], PEERS_GRACE_S)
 
@@ -96,7 +97,7 @@ def _start_companion(scratch: Scratch, pids: list[int], grace_s: float) -> subpr
 
 def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
     """Wait for the parent's word or end, then kill; a pid that meanwhile went to another process is left alone."""
-    scratch = Scratch.join(mark)
+    scratch, compiled = Scratch.join(mark), os.environ.get(VARIABLE, "")
     watched = [process for process in psutil.process_iter() if process.pid in pids]
     clean, fate = _await_end(parent) == CLEAN, os.environ.get(FATE)
     ended = time.time()
@@ -116,6 +117,8 @@ def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
     end(lambda: [*living(watched), *(one for one in marked(mark) if one.create_time() <= latest)])
     if os.getppid() != parent:  # a living one does it, as it still holds the folder
         scratch.remove(keep_logs=not clean)
+        if compiled.endswith(f"torchinductor_{os.getuid()}"):  # else the user has named it
+            remove_if_empty(compiled)
 
 
 def _end_replica(mark: str, fate: str, ended: float, grace_s: float) -> None:
