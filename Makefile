@@ -4,7 +4,7 @@
 #                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
 #                 make test-exhaustive: the sweeps that make test leaves out, docs/testing.md
-# make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu --small" without one
+# make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu" without one
 # make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
 
 VENV ?= .venv
@@ -76,7 +76,7 @@ style: install
 lint: style
 	$(BIN)/python -m mypy
 
-# On a machine with a GPU: what the first ten minutes there can show. ARGS="--device cpu --small" here. docs/gpu.md
+# On a machine with a GPU: what the first ten minutes there can show. ARGS="--device cpu" here. docs/gpu.md
 # It installs nothing: the Python there brings torch for its GPU.
 gpu-check:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS)

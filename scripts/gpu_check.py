@@ -3,7 +3,8 @@
     python scripts/gpu_check.py [--device cpu] [--small] [--only logits,rounds] [--out gpu_check.json]
 
 Needs torch, transformers and megatron-core; the steps with vLLM also vLLM, tensordict, omegaconf and psutil, and say so
-where they are missing. Prints a table and writes JSON: passed, failed with the exact exception, or not run and why.
+where they are missing. Says which step begins, prints a table and writes JSON: passed, failed with the exact exception,
+or not run and why.
 Code 0: nothing failed. One GPU cannot tell anything about two ranks.
 """
 
@@ -74,7 +75,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="fewer rounds and families, and small buffers")
+    parser.add_argument(
+        "--small", action="store_true", help="fewer rounds and families, and small buffers; always on a CPU"
+    )
     parser.add_argument("--only", default="", help=f"some of {','.join(steps())}")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a step may take")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
@@ -84,9 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no step {', '.join(unknown)}; there are {', '.join(steps())}")
     results: dict[str, dict[str, Any]] = {}
-    for name in wanted:
-        results[name] = run_step(steps()[name], given.device, given.small, given.limit)
-        content = {"device": given.device, "small": given.small, "versions": versions(), "steps": results}
+    small = given.small or given.device == "cpu"  # where the others take longer than their limits
+    for number, name in enumerate(wanted, start=1):
+        print(f"step {number} of {len(wanted)}: {name}, at most {given.limit:g} s", flush=True)
+        results[name] = run_step(steps()[name], given.device, small, given.limit)
+        print(f"  {results[name]['outcome']} after {results[name]['seconds']} s", flush=True)
+        content = {"device": given.device, "small": small, "versions": versions(), "steps": results}
         given.out.write_text(json.dumps(content, indent=1))  # also where a later step takes the machine down
     print(", ".join(f"{name} {found}" for name, found in versions().items()))
     print(table(results))

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 def check(tmp_path: Path, *options: str, timeout: float) -> tuple[int, str, dict]:
     """Code, table and what was written."""
     out = tmp_path / "found.json"
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--small", "--out", str(out), *options]
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--out", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     return done.returncode, done.stdout + done.stderr, json.loads(out.read_text()) if out.exists() else {}
 
@@ -35,9 +35,13 @@ def test_steps_pass_or_say_why_not(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_step_that_takes_too_long_fails_alone(tmp_path: Path) -> None:
-    """The next one runs, and the code says that something failed. Would not catch a step that leaves processes."""
+    """The next one runs, each is said as it begins, and the code says that something failed; a CPU takes small sizes.
+
+    Would not catch a step that leaves processes.
+    """
     code, text, found = check(tmp_path, "--only", "streams", "--limit", "0.2", timeout=50)
     assert code == 1 and "no end within 0.2 s" in text and found["steps"]["streams"]["outcome"] == "failed"
+    assert text.startswith("step 1 of 1: streams, at most 0.2 s\n  failed after ") and found["small"]
 
 
 def test_unknown_steps_are_refused(tmp_path: Path) -> None:
