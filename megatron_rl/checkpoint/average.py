@@ -44,7 +44,7 @@ def shares_of(weights: Sequence[float], number: int) -> list[float]:
     """Weights to any total as parts of 1. Raises ConfigError."""
     if len(weights) != number:
         raise ConfigError(f"--weights has {len(weights)} numbers, which must be one for each of {number} checkpoints")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not 0 < sum(weights) < math.inf:
         said = ",".join(f"{weight:g}" for weight in weights)
         nearest = ",".join("1" for _ in weights)
         raise ConfigError(f"--weights {said} must be finite, >= 0 and not all 0; nearest: --weights {nearest}")

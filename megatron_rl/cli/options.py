@@ -1,11 +1,40 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what their numbers must be."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stages import WITHOUT_ROLLOUT
+from megatron_rl.errors import ConfigError, shown
+
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as configs/demo_cpu.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: trainer.seed=2 data.shuffle=false")]
+
+
+def check_number(option: str, value: float | None, least: float, most: float, of_most: str = "") -> None:
+    """Raise ConfigError unless the number is in the range, or not given. of_most: what the upper bound is."""
+    if value is None or least <= value <= most:
+        return
+    nearest = least if math.isnan(value) else min(max(value, least), most)
+    rule = f"must be >= {shown(least)} and <= {shown(most)}{of_most and f' ({of_most})'}"
+    raise ConfigError(f"{option} {shown(value)} {rule}; nearest: {option} {shown(nearest)}")
+
+
+def check_lengths(config: RunConfig, prompt: float | None, response: float | None) -> None:
+    """Raise ConfigError for mean lengths of prompts and answers that no run of this configuration has."""
+    data = config.data
+    if config.trainer.stage in WITHOUT_ROLLOUT:
+        longest, key = data.max_prompt_length + data.max_response_length, "data.max_length"
+        bounds = ((longest, key), (longest, key))
+    else:
+        bounds = (
+            (data.max_prompt_length, "data.max_prompt_length"),
+            (data.max_response_length, "data.max_response_length"),
+        )
+    for option, value, bound in zip(("--prompt-length", "--response-length"), (prompt, response), bounds, strict=True):
+        check_number(option, value, 1, *bound)

@@ -1,14 +1,22 @@
-"""What a command prints as its product."""
+"""What a command prints or writes as its product."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import StorageError
+from megatron_rl.errors import ConfigError, StorageError
 from megatron_rl.observe.output import lost_output
 from megatron_rl.observe.summary import finite_or_null
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""A full disk may have room again when the file is written."""
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -21,3 +29,52 @@ def refuse_to_lose_output() -> None:
     error = lost_output(sys.stdout)
     if error is not None:
         raise StorageError(f"what was to be printed could not be written to stdout: {error.strerror}")
+
+
+def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Raise ConfigError where a file cannot be written, before the work whose product it takes: only trying tells.
+
+    Leaves no file or folder behind that was not there. suffixes: how its name must end, the usual one first; any where
+    there are none.
+    """
+    if file is None:
+        return
+    if suffixes and file.suffix.lower() not in suffixes:
+        nearest = file.with_suffix(suffixes[0]) if file.name else Path(f"picture{suffixes[0]}")
+        raise ConfigError(f"{option} {file} must end in one of {', '.join(suffixes)}; nearest: {option} {nearest}")
+    reason = _why_unwritable(file)
+    if reason is not None:
+        nearest = Path("outputs", option.removeprefix("--")).with_suffix(suffixes[0] if suffixes else ".yaml")
+        rule = f"must be a file that can be written, and the system says: {reason}"
+        raise ConfigError(f"{option} {file} {rule}; nearest: {option} {nearest}")
+
+
+def check_output_folder(option: str, folder: Path) -> None:
+    """Raise ConfigError where no file can be written in a folder; it need not be there, and is not made."""
+    reason = "File exists" if folder.is_file() else _why_unwritable(folder / ".written")
+    if reason is not None:
+        rule = f"must be a folder that can be written, and the system says: {reason}"
+        raise ConfigError(f"{option} {folder} {rule}; nearest: {option} outputs/new")
+
+
+def _why_unwritable(file: Path) -> str | None:
+    made: list[Path] = []
+    file = Path(os.path.realpath(file))  # a link to nothing is one to a new file
+    try:
+        for folder in reversed(file.parents):
+            if not folder.exists():
+                folder.mkdir()
+                made.append(folder)
+        if file.is_fifo():
+            return None  # opening it would wait for its reader
+        is_new = not file.exists()
+        os.close(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        return None if error.errno in FULL else error.strerror
+    finally:
+        for folder in reversed(made):
+            with suppress(OSError):  # something of another process is in it
+                folder.rmdir()
+    return None

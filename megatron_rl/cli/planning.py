@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.cli.options import ConfigPath, Overrides
-from megatron_rl.cli.output import print_json, refuse_to_lose_output
+from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_number
+from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.stages import WITHOUT_ROLLOUT
@@ -29,17 +29,17 @@ from megatron_rl.observe.summary import layout_table
 from megatron_rl.planner.batch_arithmetic import batch_table, stage_table
 from megatron_rl.planner.cache_share import with_kv_cache
 from megatron_rl.planner.checked import Checked, checked, staged
-from megatron_rl.planner.hardware import default_hardware, planned_hardware
+from megatron_rl.planner.hardware import SUFFIXES, default_hardware, planned_hardware
 from megatron_rl.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.planner.stage_plan import StagePlanned
-from megatron_rl.profiling.profile import CPU_RANKS, DeviceKind, number_of_gpus, profile
-from megatron_rl.profiling.profile import Request as ProfileRequest
+from megatron_rl.profiling.profile import DeviceKind, number_of_gpus, profile, requested
 from megatron_rl.profiling.written import hardware_text
 from megatron_rl.profiling.written import sentences as profile_sentences
 from megatron_rl.profiling.written import tables as profile_tables
 
 MAP_WIDTH = 150
 """Columns that the tables of placements need."""
+MOST_SAMPLED = 1000
 
 
 def plan_command(
@@ -69,6 +69,8 @@ def plan_command(
     try:
         run = checked(config, overrides, without_files, change=lambda found: staged(found, stage))
         gpu = None if run.config is None else planned_hardware(run.config.trainer, hardware)
+        if run.config is not None and not run.violations:
+            check_lengths(run.config, prompt_length, response_length)
     except ConfigError as error:
         if not as_json:
             raise
@@ -116,7 +118,7 @@ def map_command(
     out: Annotated[Path | None, typer.Option(help="The file to write the fastest placement to.")] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG to write: a timeline of each placement.")] = None,
     points: Annotated[Path | None, typer.Option(help="Ablation's file to write: the fastest, and random ones.")] = None,
-    sample: Annotated[int, typer.Option(help="Random placements of --points.", min=1)] = 12,
+    sample: Annotated[int, typer.Option(help="Random placements of --points.")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     prompt_length: Annotated[float | None, typer.Option(help="Mean tokens of a prompt. Default: half.")] = None,
     response_length: Annotated[float | None, typer.Option(help="Mean tokens of an answer. Default: half.")] = None,
@@ -125,8 +127,16 @@ def map_command(
 
     Of models config.json is read alone. Exit code 2 where nothing fits or a kept value breaks a rule.
     """
+    check_number("--sample", sample, 1, MOST_SAMPLED)
+    for option, file in (("--out", out), ("--points", points)):
+        check_output_file(option, file)
+    if picture is not None:
+        from megatron_rl.mapping.picture import draw_placements, picture_suffixes
+
+        check_output_file("--picture", picture, picture_suffixes())
     kept = [*(overrides or []), *(keep or [])]
     run_config, keeps = read_base(config, kept)
+    check_lengths(run_config, prompt_length, response_length)
     gpu = planned_hardware(run_config.trainer, hardware)
     cluster = cluster_of(run_config, gpus, gpus_per_node, keeps)
     lengths = mean_lengths(run_config.data, prompt_length, response_length)
@@ -140,8 +150,6 @@ def map_command(
         named = hardware or run_config.trainer.hardware_file or default_hardware(run_config.trainer.device)
         write_points(request, best, sampled(request, sample), named, points)
     if picture is not None:
-        from megatron_rl.mapping.picture import draw_placements
-
         with writing():
             draw_placements(mapped, picture)
     command = command_of(request, best, out)
@@ -169,6 +177,8 @@ def profile_command(
     short_run: Annotated[bool, typer.Option(help="Also a run of a few steps, for calls and transition.")] = True,
 ) -> None:
     """Measure what the clock of plan and map needs to know of this machine, in minutes, and write a hardware file."""
+    check_output_file("--hardware-file", hardware_file, SUFFIXES)
+    request = requested(None if device is None else device.value, ranks, number_of_gpus())
     quiet_libraries()
     exit_on_signals()
     console = Console()
@@ -176,9 +186,7 @@ def profile_command(
     def say(text: object) -> None:
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
-    found = number_of_gpus()
-    kind = (device or (DeviceKind.CUDA if found else DeviceKind.CPU)).value
-    measured = profile(ProfileRequest(kind, ranks or (found if kind == "cuda" else CPU_RANKS)), say, short_run)
+    measured = profile(request, say, short_run)
     with writing():
         hardware_file.parent.mkdir(parents=True, exist_ok=True)
         hardware_file.write_text(hardware_text(measured))

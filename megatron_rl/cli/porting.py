@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.cli.output import refuse_to_lose_output
+from megatron_rl.cli.output import check_output_file, refuse_to_lose_output
 from megatron_rl.config.foreign.translate import Kind
 from megatron_rl.port.port import SOMETHING_LOST, port
 
@@ -27,6 +27,7 @@ def port_command(
 
     The script's shell is run with stubs for every program. Exit codes: 0 nothing of substance is lost, 3 something is.
     """
+    check_output_file("--out", out)
     first = None if "=" in arguments[0] or arguments[0].startswith("-") else Path(arguments[0])
     result = port(first, arguments if first is None else arguments[1:], os.environ)
     said = Console(stderr=out is None)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides
+from megatron_rl.cli.output import check_output_file, check_output_folder
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import Violation
@@ -40,6 +41,9 @@ def nightly_command(
 
     Exit codes: 0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang.
     """
+    check_output_folder("--folder", folder)
+    if renew:
+        check_output_file("--golden", golden)
     bands = read_golden(golden)
     run = checked(config, overrides, change=lambda found: only_ppo(found, "nightly"))
     raise_problems("this run cannot start", run.violations)
@@ -70,6 +74,7 @@ def ablate_command(
     """
     ablation = read_ablation(config, overrides or ())
     folder = folder or Path(ablation.folder)
+    check_output_folder("--folder", folder)
     planned = plan_points(ablation, folder)
     console = Console()
 

@@ -93,9 +93,12 @@ def cluster_of(config: RunConfig, gpus: int, per_node: int | None, keeps: Keeps)
     if not 1 <= gpus <= MOST_GPUS:
         nearest = min(max(1, gpus), MOST_GPUS)
         raise ConfigError(f"--gpus {gpus} must be >= 1 and <= {MOST_GPUS}; nearest: --gpus {nearest}")
+    if per_node is not None and not 1 <= per_node <= gpus:
+        nearest = min(max(1, per_node), gpus)
+        raise ConfigError(f"--gpus-per-node {per_node} must be >= 1 and <= {gpus}; nearest: --gpus-per-node {nearest}")
     node = per_node or (gpus if config.trainer.device == "cpu" else min(NODE, gpus))
-    if node < 1 or gpus % node:
-        fewer = max(1, gpus // max(1, node)) * max(1, node)
+    if gpus % node:
+        fewer = gpus // node * node
         raise ConfigError(f"--gpus {gpus} must be a multiple of the {node} of a machine; nearest: --gpus {fewer}")
     sizes = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 1} | {
         key: int(value) for key, value in keeps.values.items() if key in ("trainer.nnodes", "trainer.n_gpus_per_node")

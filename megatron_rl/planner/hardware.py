@@ -20,6 +20,8 @@ from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "gpus"
+SUFFIXES = (".yaml", ".yml")
+"""How the name of a user's own file must end."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def planned_hardware(trainer: TrainerConfig, named: str | None = None) -> Hardwa
 
 def load_hardware(name: str) -> Hardware:
     """By name, or from a YAML file of the user's. Raises ConfigError when there is none or it lacks a number."""
-    file = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    file = Path(name) if name.endswith(SUFFIXES) else FOLDER / f"{name}.yaml"
     if not file.is_file():
         nearest = nearest_name(name, known_hardware())
         raise ConfigError(

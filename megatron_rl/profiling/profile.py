@@ -92,11 +92,21 @@ def number_of_gpus() -> int:
     return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
 
 
+def requested(device: str | None, num_ranks: int | None, num_gpus: int) -> Request:
+    """What is to be measured on a machine with so many GPUs. device, num_ranks: as asked for. Raises ConfigError."""
+    device = device or ("cuda" if num_gpus else "cpu")
+    if device == "cuda" and not num_gpus:
+        raise ConfigError("--device cuda needs a GPU, and this machine has none; nearest: --device cpu")
+    most = min(num_gpus, MOST_RANKS) if device == "cuda" else MOST_RANKS
+    num_ranks = (most if device == "cuda" else CPU_RANKS) if num_ranks is None else num_ranks
+    if not 1 <= num_ranks <= most:
+        nearest = min(max(1, num_ranks), most)
+        raise ConfigError(f"--ranks {num_ranks} must be >= 1 and <= {most}; nearest: --ranks {nearest}")
+    return Request(device, num_ranks)
+
+
 def profile(request: Request, say: Callable[[str], None], short_run: bool = True) -> Measured:
-    """Measure; minutes. Raises ConfigError, and WorkerFailure where a rank or the run fails."""
-    if not 1 <= request.num_ranks <= MOST_RANKS:
-        nearest = min(max(1, request.num_ranks), MOST_RANKS)
-        raise ConfigError(f"--ranks {request.num_ranks} must be >= 1 and <= {MOST_RANKS}; nearest: --ranks {nearest}")
+    """Measure; minutes. Raises WorkerFailure where a rank or the run fails."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="megatron-rl-profile-") as name:
         folder = Path(name)

@@ -112,6 +112,7 @@ def test_other_tokens_are_refused(tmp_path: Path):
         ("0,0", None, "--weights 0,0 must be finite, >= 0 and not all 0; nearest: --weights 1,1"),
         ("1,-1", None, "must be finite, >= 0"),
         ("1,nan", None, "must be finite, >= 0"),
+        ("1e308,1e308", None, "must be finite, >= 0"),
         (None, 1.0, "--ema 1 must be > 0 and < 1; nearest: --ema 0.9"),
         ("1,1", 0.5, "--weights and --ema both say what each checkpoint counts"),
     ],

@@ -1,0 +1,105 @@
+"""Options that no command can use are refused at once, with code 2, the rule and the nearest value; nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_rl.cli import app
+from megatron_rl.cli.output import check_output_file, check_output_folder
+from megatron_rl.errors import ConfigError
+from megatron_rl.profiling.profile import Request, requested
+
+DEMO = ("--config", "configs/demo_cpu.yaml")
+LONG = "x" * 300
+NEITHER = "must be a file that can be written, and the system says"
+
+#  arguments, what the refusal says
+NUMBERS = [
+    (("plan", "--prompt-length", "nan"), "--prompt-length nan must be >= 1 and <= 16 .*nearest: --prompt-length 1$"),
+    (("plan", "--prompt-length=-7"), "--prompt-length -7 must be"),
+    (("plan", "--response-length", "1e400"), "--response-length inf must be .*nearest: --response-length 8$"),
+    (("map", "--gpus", "4", "--prompt-length", "0"), "--prompt-length 0 must be"),
+    (("map", "--gpus", "4", "--response-length", "nan"), "--response-length nan must be"),
+    (("map", "--gpus", "0"), "--gpus 0 must be"),
+    (("map", "--gpus", "4", "--gpus-per-node", "0"), "--gpus-per-node 0 must be >= 1 and <= 4; nearest: .* 1$"),
+    (("map", "--gpus", "4", "--sample", "1" + "0" * 30), "--sample 10+ must be .*nearest: --sample 1000$"),
+]
+#  arguments without the path, the path, what the refusal says
+PATHS = [
+    (("map", "--gpus", "4", "--picture"), "x.exe", "must end in one of .png, .*nearest: --picture x.png$"),
+    (("map", "--gpus", "4", "--picture"), "/proc/x.png", f"{NEITHER}: .*nearest: --picture outputs/picture.png$"),
+    (("map", "--gpus", "4", "--out"), ".", f"{NEITHER}: Is a directory; nearest: --out outputs/out.yaml$"),
+    (("map", "--gpus", "4", "--points"), LONG, f"{NEITHER}: File name too long"),
+    (("profile", "--hardware-file"), "/proc/x.yaml", f"{NEITHER}: No such file"),
+    (("profile", "--hardware-file"), "x.txt", "must end in one of .yaml, .yml; nearest: --hardware-file x.yaml$"),
+    (("port", "trainer.seed=1", "--out"), "/proc/x.yaml", f"{NEITHER}: No such file"),
+    (("ablate", "--config", "configs/ablation.yaml", "--folder"), "/proc/x", "must be a folder .*says: No such file"),
+]
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert error.value.exit_code == 2
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("arguments", "said"), NUMBERS)
+def test_numbers_that_mean_nothing(arguments, said):
+    """Neither a number, nor finite, nor in its range. Would not catch a bound that is too narrow."""
+    command, *others = arguments
+    text = refusal(command, *DEMO, *others)
+    assert re.search(said, text), text
+
+
+@pytest.mark.parametrize(("arguments", "path", "said"), PATHS)
+def test_files_that_cannot_be_written(arguments, path, said):
+    """Before a search or a measurement. Would not catch a disk that becomes full meanwhile."""
+    command, *others = arguments
+    text = refusal(command, *(DEMO if command == "map" else ()), *others, path)
+    assert re.search(said, text), text
+
+
+def test_looking_leaves_nothing_and_changes_nothing(tmp_path: Path):
+    """New folders go again, a file stays as it is, a device and a pipe can be written to. Would not catch a race."""
+    check_output_file("--out", tmp_path / "a/b/c.yaml")
+    check_output_folder("--folder", tmp_path / "d/e")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "link").symlink_to(tmp_path / "f/g.yaml")
+    check_output_file("--out", tmp_path / "link")
+    assert [one.name for one in tmp_path.iterdir()] == ["link"]
+    kept = tmp_path / "kept.yaml"
+    kept.write_text("before")
+    os.mkfifo(tmp_path / "pipe")
+    for file in (kept, Path("/dev/null"), tmp_path / "pipe", None):
+        check_output_file("--out", file)
+    assert kept.read_text() == "before"
+    with pytest.raises(ConfigError, match="File exists; nearest: --folder outputs/new"):
+        check_output_folder("--folder", kept)
+
+
+#  --device, --ranks, GPUs of the machine: what is measured, or what the refusal says
+MACHINES = [
+    (None, None, 0, Request("cpu", 4)),
+    (None, None, 8, Request("cuda", 8)),
+    ("cpu", 2, 8, Request("cpu", 2)),
+    (None, 0, 0, "--ranks 0 must be >= 1 and <= 64; nearest: --ranks 1"),
+    (None, 65, 0, "--ranks 65 must be >= 1 and <= 64; nearest: --ranks 64"),
+    (None, 9, 8, "--ranks 9 must be >= 1 and <= 8; nearest: --ranks 8"),
+    ("cuda", None, 0, "--device cuda needs a GPU, and this machine has none; nearest: --device cpu"),
+]
+
+
+@pytest.mark.parametrize(("device", "ranks", "gpus", "expected"), MACHINES)
+def test_a_profile_of_what_the_machine_has(device, ranks, gpus, expected):
+    """Defaults, and what is not there. Would not catch a machine whose driver lists GPUs that do not work."""
+    if isinstance(expected, Request):
+        assert requested(device, ranks, gpus) == expected
+    else:
+        with pytest.raises(ConfigError, match=f"^{expected}$"):
+            requested(device, ranks, gpus)
