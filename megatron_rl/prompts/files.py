@@ -26,6 +26,10 @@ Located = tuple[str, dict[str, Any]]
 """Where a row stands, which begins an error message, and its content."""
 
 
+class RepeatedField(Exception):
+    """An object names a field twice; the message is the name."""
+
+
 class PromptRow(NamedTuple):
     """One row; prompt: text, or messages as dicts with role and content."""
 
@@ -87,9 +91,39 @@ def _parquet_facts(file: Path) -> tuple[pyarrow.Schema, int]:
     """Columns and number of rows, from the end of the file alone. Raises ConfigError."""
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            return parquet.schema_arrow, parquet.metadata.num_rows
+            schema, num_rows = parquet.schema_arrow, parquet.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{file} is not a readable parquet file: {error}") from error
+    check_named_once(str(file), schema)
+    return schema, num_rows
+
+
+def check_named_once(path: str, schema: pyarrow.Schema) -> None:
+    """Raise ConfigError for two columns of one name, or two fields of one struct, of which a row can have only one."""
+    repeated = next(_repeated("", list(schema)), None)
+    if repeated is not None:
+        raise ConfigError(f"{path} has two columns named {repeated!r}; rename one of them, or take it out")
+
+
+def _repeated(where: str, fields: Sequence[pyarrow.Field]) -> Iterator[str]:
+    """Names that stand twice in one place, with the columns that they are in before them."""
+    names = [field.name for field in fields]
+    yield from (where + name for name in names if names.count(name) > 1)
+    for field in fields:
+        kind = field.type
+        while pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+            kind = kind.value_type
+        if pyarrow.types.is_struct(kind):
+            yield from _repeated(f"{where}{field.name}.", list(kind))
+
+
+def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `object_pairs_hook`. Raises RepeatedField."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedField(next(name for name in names if names.count(name) > 1))
+    return content
 
 
 def _kind_of_type(kind: pyarrow.DataType) -> str:
@@ -125,6 +159,7 @@ def _read_parquet(path: str, file: Path, data_config: DataConfig, needed: Sequen
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} is not a readable parquet file: {error}") from error
     with parquet:
+        check_named_once(path, parquet.schema_arrow)
         _check_columns(path, parquet.schema_arrow, data_config, needed)
         wanted = (data_config.prompt_key, data_config.reward_fn_key, "reward_model", "extra_info")
         columns = [name for name in parquet.schema_arrow.names if name in wanted]
@@ -175,7 +210,9 @@ def _read_json_lines(path: str, file: Path, _: DataConfig | None, __: Sequence[s
                 continue
             place = f"{path}: row {row} (line {number})"
             try:
-                content = json.loads(line)
+                content = json.loads(line, object_pairs_hook=named_once)
+            except RepeatedField as name:
+                raise ConfigError(f"{place} names the field {str(name)!r} twice; keep one of the two") from None
             except RecursionError:
                 raise ConfigError(f"{place} is nested more deeply than can be read") from None
             except ValueError as error:

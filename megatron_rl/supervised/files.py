@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.prompts.files import nearest_hint
+from megatron_rl.prompts.files import RepeatedField, check_named_once, named_once, nearest_hint
 from megatron_rl.supervised.forms import form_of_type, form_of_value
 from megatron_rl.supervised.problems import BadRow, RowProblem
 from megatron_rl.supervised.records import Place
@@ -112,9 +112,11 @@ def _checked_file(path: str) -> Path:
 
 def _opened(path: str, file: Path) -> pyarrow.parquet.ParquetFile:
     try:
-        return pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+        parquet = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} is not a readable parquet file: {error}") from error
+    check_named_once(path, parquet.schema_arrow)
+    return parquet
 
 
 Read = tuple[Place, dict[str, Any] | RowProblem]
@@ -177,10 +179,12 @@ def _read_lines(path: str, file: Path) -> Iterator[Read]:
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(line.decode(), object_pairs_hook=_once)
+        content = json.loads(line.decode(), object_pairs_hook=named_once)
     except UnicodeDecodeError as error:
         found = f"byte {line[error.start]:#04x} at {error.start} of the line"
         raise RowProblem("not_utf8", "", found) from None
+    except RepeatedField as repeated:
+        raise RowProblem("repeated_field", str(repeated), "named twice") from None
     except RecursionError:
         raise RowProblem("not_json", "", "nested more deeply than can be read") from None
     except ValueError as error:
@@ -191,14 +195,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
         for name, value in content.items():
             _check_surrogates(name, value)
     return content
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RowProblem("repeated_field", next(name for name in names if names.count(name) > 1), "named twice")
-    return found
 
 
 def _check_surrogates(name: str, value: Any) -> None:

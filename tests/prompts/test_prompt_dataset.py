@@ -11,6 +11,9 @@ import pytest
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.prompts.dataset import PromptDataset
+from megatron_rl.prompts.files import column_kinds
+from megatron_rl.supervised.options import ReadingOptions
+from megatron_rl.supervised.reading import read_examples
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_assets.py"
 
@@ -266,3 +269,34 @@ def test_without_a_rule_no_ground_truth_is_needed(tmp_path, write, tokenizer, su
         assert list(dataset.batch(range(len(rows))).repeat(2).ground_truth) == [t for t in truths for _ in range(2)]
         with pytest.raises(ConfigError, match="reward_model"):
             PromptDataset([path], tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_field_that_is_there_twice_is_refused(tmp_path, tokenizer, suffix):
+    """Two columns, two fields inside of one, and the same in JSON; of a plan, of prompts and of examples.
+
+    Would not catch two names that differ in capitals alone.
+    """
+    file = tmp_path / f"twice.{suffix}"
+    for where in ("prompt", "reward_model.ground_truth"):
+        if suffix == "jsonl":
+            inner = '{"ground_truth": "1"' + (', "ground_truth": "2"}' if "." in where else "}")
+            fields = '"prompt": "1", ' + ("" if "." in where else '"prompt": "2", ')
+            file.write_text("{" + fields + f'"data_source": "u", "reward_model": {inner}' + "}\n")
+            said = f"names the field '{where.split('.')[-1]}' twice"
+        else:
+            names = ["ground_truth", "ground_truth" if "." in where else "style"]
+            truth = pyarrow.StructArray.from_arrays([pyarrow.array(["1"]), pyarrow.array(["2"])], names)
+            columns = [pyarrow.array([text]) for text in ("1", "2", "u")]
+            head = ["prompt", "other" if "." in where else "prompt", "data_source"]
+            pyarrow.parquet.write_table(pyarrow.table([*columns, truth], names=[*head, "reward_model"]), file)
+            said = f"two columns named '{where}'"
+        for read in (
+            lambda: column_kinds(file),
+            lambda: PromptDataset([str(file)], tokenizer, DataConfig()),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                read()
+        if suffix == "parquet":
+            with pytest.raises(ConfigError, match=said):
+                read_examples([str(file)], tokenizer, ReadingOptions(response_key="data_source"))
