@@ -22,14 +22,18 @@ def port_command(
         typer.Argument(help="SCRIPT.sh or verl's YAML, and Hydra arguments; or these alone."),
     ],
     out: Annotated[Path | None, typer.Option(help="The file to write. Default: to stdout.")] = None,
+    trust_script: Annotated[
+        bool, typer.Option("--trust-script", help="Run the script where nothing confines it: it can do what you can.")
+    ] = False,
 ) -> None:
     """Turn a launch script of verl into a file for `train --config`; says what is renamed, ignored and not supported.
 
-    The script's shell is run with stubs for every program. Exit codes: 0 nothing of substance is lost, 3 something is.
+    The script's shell is run with stubs for every program, and cannot change files, open sockets or send signals. Exit
+    codes: 0 nothing of substance is lost, 3 something is.
     """
     check_output_file("--out", out)
     first = None if "=" in arguments[0] or arguments[0].startswith("-") else Path(arguments[0])
-    result = port(first, arguments if first is None else arguments[1:], os.environ)
+    result = port(first, arguments if first is None else arguments[1:], os.environ, trust_script)
     said = Console(stderr=out is None)
     if out is None:
         sys.stdout.write(result.yaml())

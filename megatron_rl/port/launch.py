@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.port.shell import Launch
+from megatron_rl.port.shell import Ran
 
 HYDRA_ARGUMENT = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w@/]*(\.[\w@/-]+)*(=.*)?", re.DOTALL)
 SHORT_OPTIONS = {"-cn": "config-name", "-cp": "config-path", "-cd": "config-dir"}
@@ -65,14 +65,15 @@ def entries() -> dict[str, str | list[str] | None]:
     return dict(yaml.safe_load((Path(__file__).parent / "entries.yaml").read_text()))
 
 
-def trainer_call(launches: Sequence[Launch], script: Path) -> TrainerCall:
+def trainer_call(ran: Ran, script: Path) -> TrainerCall:
     """The call with the most Hydra arguments. Raises ConfigError where no call has any."""
-    found = [call for launch in launches for call in _calls_in(launch.arguments)]
+    found = [call for launch in ran.launches for call in _calls_in(launch.arguments)]
     found = [call for call in found if any("=" in one for one in call.overrides)]
     if not found:
-        names = ", ".join(dict.fromkeys(launch.name for launch in launches)) or "nothing"
+        names = ", ".join(dict.fromkeys(launch.name for launch in ran.launches)) or "nothing"
+        refused = f"{ran.refused[0]} (--trust-script permits it, where you trust it); " if ran.refused else ""
         raise ConfigError(
-            f"{script} starts no trainer with Hydra arguments (it calls {names}); give them themselves: "
+            f"{script} starts no trainer with Hydra arguments (it calls {names}); {refused}give them themselves: "
             "megatron-rl port -- KEY=VALUE ..."
         )
     return max(found, key=lambda call: len(call.overrides))

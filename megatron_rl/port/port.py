@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ SOMETHING_LOST = 3
 class Ported:
     """settings: of the file to write, in which what is not supported keeps its own key, so that a run refuses it.
 
-    notes: what became of keys that are not taken as they are.
+    notes: what became of keys that are not taken as they are. refused: what a script could not do while it was run.
     """
 
     source: str
     settings: list[Setting]
     notes: list[Note]
+    refused: list[str] = field(default_factory=list)
 
     def of(self, kind: Kind) -> list[Note]:
         """The notes of one list."""
@@ -46,11 +47,13 @@ class Ported:
         return list(dict.fromkeys(note.feature for note in self.of(Kind.UNSUPPORTED)))
 
     def lists(self) -> list[str]:
-        """The lists, as lines."""
+        """The lists, as lines, and what was refused to the script where something was."""
         lines = []
         for kind in Kind:
             notes = self.of(kind)
             lines += [f"{kind.value}: {len(notes) or 'nothing'}", *(f"  {note}" for note in notes)]
+        if self.refused:
+            lines += ["refused to the script while it was run:", *(f"  {what}" for what in self.refused)]
         return lines
 
     def yaml(self) -> str:
@@ -64,7 +67,7 @@ class Ported:
             text.append(
                 f"# Not here, so that a run is refused until their keys are taken out: {', '.join(self.features)}."
             )
-        text += ["# " + line for line in self.lists()]
+        text += ["# " + " ".join(line.splitlines()) for line in self.lists()]
         added = [setting for setting in self.settings if setting not in own]
         for setting in added:
             _put(tree, setting.key, setting.value)
@@ -81,10 +84,12 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[name] = value
 
 
-def port(source: Path | None, arguments: Sequence[str], environment: Mapping[str, str]) -> Ported:
+def port(
+    source: Path | None, arguments: Sequence[str], environment: Mapping[str, str], is_trusted: bool = False
+) -> Ported:
     """source: a shell script, a YAML file, or None for arguments alone, which come after the source's own.
 
-    Raises ConfigError where the source cannot be read or resolved.
+    is_trusted: nothing confines the script. Raises ConfigError where the source cannot be read or resolved.
     """
     if source is None:
         return ported("arguments", call_of(arguments), [])
@@ -92,9 +97,11 @@ def port(source: Path | None, arguments: Sequence[str], environment: Mapping[str
         raise ConfigError(f"there is no file {source}: give a shell script, a YAML file, or -- KEY=VALUE ...")
     if source.suffix in YAML_SUFFIXES:
         return ported(str(source), call_of(arguments), _file_settings(source))
-    call = trainer_call(launches_of(source, arguments, environment), source)
+    ran = launches_of(source, arguments, environment, is_trusted)
+    call = trainer_call(ran, source)
     further = [one for one in arguments if "=" in one and one not in call.overrides]
-    return ported(str(source), TrainerCall(call.program, (*call.overrides, *further), call.options), [], source.parent)
+    call = replace(call, overrides=(*call.overrides, *further))
+    return replace(ported(str(source), call, [], source.parent), refused=ran.refused)
 
 
 def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = Path()) -> Ported:

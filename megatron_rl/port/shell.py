@@ -1,23 +1,19 @@
 """Run a launch script for its arguments alone: every program that could start, fetch or remove something is a stub.
 
 The shell itself is real, so variables, arithmetic and conditions come out as in a launch. Stubs come as functions of
-the shell, which no change of PATH undoes, and as files, for what programs start; they write down how they were called.
+the shell and as files, for what programs start; they write down how they were called. They are no wall: what a script
+calls by its path, or does by itself, the kernel keeps within a scratch folder (`confine.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import shutil
-import signal
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.port.running import read_record, run_script, scratch_folder
 
 TIME_LIMIT_S = 20.0
 NUM_GPUS = 8
@@ -28,6 +24,7 @@ LAUNCHERS = (
     *("ray", "srun", "sbatch", "salloc", "mpirun", "mpiexec", "nohup", "setsid", "numactl", "uv", "poetry", "xargs"),
     *("docker", "podman", "singularity", "apptainer", "kubectl", "conda", "mamba", "micromamba", "timeout", "nsys"),
     *("screen", "tmux", "at", "crontab", "systemctl", "service", "sudo", "su", "ncu", "env", "stdbuf", "nice"),
+    *("ionice", "renice", "taskset", "chrt", "prlimit", "unshare", "setarch", "strace"),
 )
 OTHERS = (
     *("pip", "pip3", "apt", "apt-get", "yum", "npm", "make", "cmake", "ninja", "gcc", "g++", "wget", "curl", "git"),
@@ -40,6 +37,10 @@ OTHERS = (
 MARK = "__port_missing_{}__"
 NAME = re.compile(r"(?<!\\)\$(?:\{(\w+)\}|(\w+))")
 """A variable without a default. Of `${X:-d}` and the like nothing is missing."""
+REFUSED = re.compile(
+    r"line (\d+): (.* (?:Permission denied|Operation not permitted|Read-only file system|File size limit exceeded))"
+)
+"""How a shell says what the kernel refused."""
 
 
 @dataclass(frozen=True)
@@ -50,59 +51,70 @@ class Launch:
     arguments: tuple[str, ...]
 
 
-def launches_of(script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> list[Launch]:
-    """Every call of a stub by a script, in order; paths of the scratch folder are the current one's.
+@dataclass(frozen=True)
+class Ran:
+    """What a script did. launches: every call of a stub, in order. said: the end of its stderr."""
 
-    Raises ConfigError where the script does not end in time, or where a value that a trainer is told would be made of a
-    variable that nobody has set: it names variable and line.
+    launches: list[Launch]
+    said: str
+
+    @property
+    def refused(self) -> list[str]:
+        """What the kernel refused to the shell itself, by line; programs put it in their own words."""
+        return list(dict.fromkeys(f"line {line}: {what}" for line, what in REFUSED.findall(self.said)))
+
+
+def launches_of(
+    script: Path, arguments: Sequence[str], environment: Mapping[str, str], is_trusted: bool = False
+) -> Ran:
+    """Run a script for its calls of stubs; paths of the scratch folder in them are the current folder's.
+
+    is_trusted: nothing confines it. Raises ConfigError where it must be confined and cannot be, where it does not end
+    in time, or where a value that a trainer is told would be made of a variable that nobody has set: it names variable
+    and line.
     """
     text = script.read_text(errors="replace")
-    with tempfile.TemporaryDirectory(prefix="megatron_rl_port_") as folder:
-        found = _run(script, arguments, environment, Path(folder))
-        _refuse_unset(script, (Path(folder) / "said").read_text(errors="replace"))
-        marked = _marked(text, environment)
-        if marked:
-            again = _run(script, arguments, {**environment, **marked}, Path(folder))
-            _refuse_missing(script, text, again, marked)
-    return found
+    ran = _run(script, arguments, environment, {}, is_trusted)
+    _refuse_unset(script, ran.said)
+    marked = _marked(text, environment)
+    if marked:
+        again = _run(script, arguments, environment, marked, is_trusted)
+        _refuse_missing(script, text, again.launches, marked)
+    return ran
 
 
-def _run(script: Path, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> list[Launch]:
-    record, scratch, stubs = folder / "calls", folder / "work", folder / "stubs"
-    for made in (scratch, stubs):
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir()
-    record.write_bytes(b"")
-    rules = _write_stubs(stubs, record)
-    variables = {**environment, "PATH": f"{stubs}:/usr/bin:/bin", "BASH_ENV": str(rules), "PORT_CALLS": str(record)}
-    shell = subprocess.Popen(
-        ["/bin/bash", str(script.resolve()), *arguments],
-        cwd=scratch,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "said").open("wb"),
-        start_new_session=True,
-    )
-    try:
-        shell.wait(TIME_LIMIT_S)
-    except subprocess.TimeoutExpired as error:
-        rule = f"did not end within {TIME_LIMIT_S:g} s, although no program that it starts does anything"
-        raise ConfigError(
-            f"{script} {rule}; give its arguments themselves: megatron-rl port -- KEY=VALUE ..."
-        ) from error
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(shell.pid, signal.SIGKILL)
-        shell.wait()
-    here = str(Path.cwd())
-    return [
-        Launch(name, tuple(one.replace(str(scratch), here) for one in given))
-        for name, *given in _calls(record.read_bytes())
-    ]
+def _run(
+    script: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    marked: Mapping[str, str],
+    is_trusted: bool,
+) -> Ran:
+    with scratch_folder() as folder:
+        stubs, work, temporary = folder / "stubs", folder / "open/work", folder / "open/tmp"
+        record = folder / "open/calls"
+        for made in (stubs, work, temporary):
+            made.mkdir(parents=True)
+        record.touch()
+        own = {"PATH": f"{stubs}:/usr/bin:/bin", "BASH_ENV": str(_write_stubs(stubs)), "PORT_CALLS": str(record)}
+        own["LANGUAGE"] = "C"  # of a shell's messages, which are read below
+        here = {} if is_trusted else {"TMPDIR": str(temporary)}  # where shells put what is between EOF and EOF
+        said = run_script(script, arguments, {**environment, **here, **marked, **own}, work, TIME_LIMIT_S, is_trusted)
+        places = {str(work): str(Path.cwd()), str(temporary): environment.get("TMPDIR", "/tmp")}
+        calls = [
+            Launch(name, tuple(_replaced(word, places) for word in given))
+            for name, *given in _calls(read_record(record))
+        ]
+        return Ran(calls, said)
 
 
-def _write_stubs(stubs: Path, record: Path) -> Path:
+def _replaced(word: str, places: Mapping[str, str]) -> str:
+    for place, meant in places.items():
+        word = word.replace(place, meant)
+    return word
+
+
+def _write_stubs(stubs: Path) -> Path:
     """Stub files, and the file that every shell reads first."""
     body = f"""name=$1; shift
 {{ printf '%d\\0%s\\0' "$#" "$name"; [ $# -eq 0 ] || printf '%s\\0' "$@"; }} >> "$PORT_CALLS"
@@ -137,7 +149,7 @@ esac
 def _calls(record: bytes) -> Iterator[list[str]]:
     parts = [part.decode(errors="replace") for part in record.split(b"\0")]
     place = 0
-    while place + 1 < len(parts) and parts[place].isdigit():
+    while place + 1 < len(parts) and re.fullmatch("[0-9]{1,9}", parts[place]):
         end = place + 2 + int(parts[place])
         yield parts[place + 1 : end]
         place = end

@@ -90,8 +90,8 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_shell_script_is_run_without_what_it_starts(tmp_path, monkeypatch):
-    """Its variables, arithmetic and lists; nothing is removed, made or written. Would not catch a redirection to an
-    absolute path, which a shell makes by itself."""
+    """Its variables, arithmetic and lists; nothing is removed, made or written. Would not catch what no stub covers:
+    `test_confined_scripts.py`."""
     kept = tmp_path / "kept"
     kept.mkdir()
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,325 @@
+"""Start a program that cannot change a file outside of one folder, open a socket, or send a signal.
+
+    python -I -S confine.py FD FOLDER PROGRAM ARGUMENT...
+
+The kernel keeps it so, for the program and all that it starts. Files are kept by Landlock, or where the kernel lacks it
+by a user and a mount namespace, in which a named pipe outside can still be written to. A filter of system calls keeps
+what neither covers: modes, owners, times and attributes of files, sockets, signals, and leaving the process group. Of
+root's capabilities that to read is left. FD gets READY just before PROGRAM starts, or the reason why it does not.
+
+A program of its own, without imports of this project: a process that confines itself must have one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import struct
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+READY = b"+"
+MOST_FILE_BYTES = 64 << 20
+MOST_MEMORY_BYTES = 4 << 30
+"""Of one process."""
+
+Numbers = dict[str, dict[str, int]]
+"""System call -> machine -> its number there."""
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Machine -> what the kernel calls it (AUDIT_ARCH)."""
+
+
+def _numbers(text: str) -> Numbers:
+    """From NAME=X86_64,AARCH64; "-": the machine has no such call."""
+    table: Numbers = {}
+    for entry in text.split():
+        name, _, numbers = entry.partition("=")
+        pairs = zip(MACHINES, numbers.split(","), strict=True)
+        table[name] = {machine: int(number) for machine, number in pairs if number != "-"}
+    return table
+
+
+FILES = _numbers("""
+    chmod=90,- fchmod=91,52 fchmodat=268,53 chown=92,- fchown=93,55 lchown=94,- fchownat=260,54 utime=132,-
+    utimes=235,- futimesat=261,- utimensat=280,88 setxattr=188,5 lsetxattr=189,6 fsetxattr=190,7 removexattr=197,14
+    lremovexattr=198,15 fremovexattr=199,16 truncate=76,45 symlink=88,- symlinkat=266,36 mknod=133,- mknodat=259,33
+    open_by_handle_at=304,265 chroot=161,51 mount=165,40 umount2=166,39 pivot_root=155,41 open_tree=428,428
+    move_mount=429,429 fsopen=430,430 fsconfig=431,431 fsmount=432,432 fspick=433,433 mount_setattr=442,442
+    unshare=272,97 setns=308,268
+""")
+"""Modes, owners, times and attributes of files; links and pipes, which what cleans up would meet; mounts."""
+TALK = _numbers("""
+    socket=41,198 socketpair=53,199 shmget=29,194 shmctl=31,195 shmat=30,196 semget=64,190 semop=65,193
+    semctl=66,191 semtimedop=220,192 msgget=68,186 msgsnd=69,189 msgrcv=70,188 msgctl=71,187 mq_open=240,180
+    mq_unlink=241,181 add_key=248,217 request_key=249,218 keyctl=250,219 bpf=321,280 perf_event_open=298,241
+    userfaultfd=323,282
+""")
+"""Sockets, and what else other processes listen to."""
+PROCESSES = _numbers("""
+    kill=62,129 tkill=200,130 tgkill=234,131 rt_sigqueueinfo=129,138 rt_tgsigqueueinfo=297,240
+    pidfd_send_signal=424,424 ptrace=101,117 process_vm_writev=311,271 process_madvise=440,440
+    process_mrelease=448,448 pidfd_getfd=438,438 setpriority=141,140 ioprio_set=251,30 sched_setparam=142,118
+    sched_setscheduler=144,119 sched_setaffinity=203,122 sched_setattr=314,274 migrate_pages=256,238
+    move_pages=279,239 setsid=112,157 setpgid=109,154
+""")
+"""Signals, and what else reaches other processes; leaving the process group, by which all are ended."""
+REFUSED = FILES | TALK | PROCESSES
+"""They fail with EPERM."""
+HIDDEN = _numbers("openat2=437,437 clone3=435,435 io_uring_setup=425,425 io_uring_enter=426,426")
+"""Calls whose arguments, or doing, a filter cannot see. They fail as on a kernel without them; C libraries then take
+older ones.
+"""
+NEWEST = 450
+"""Calls of larger numbers fail as on a kernel without them: what later kernels add is not judged here."""
+FURTHER = _numbers(
+    "open=2,- openat=257,56 clone=56,220 fcntl=72,25 ioctl=16,29 "
+    "prlimit64=302,261 capget=125,90 capset=126,91 seccomp=317,277"
+)
+"""Judged by an argument, or called here."""
+
+SET_OWNER, SET_SIGNAL, SET_OWNER_EX = 8, 10, 15
+"""Commands of fcntl, by which a file would send signals."""
+ASKING = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
+"""Requests of ioctl that pass: settings, size and group of a terminal, bytes to read, modes of a descriptor."""
+NEW_NAMESPACES = 0x7E020000
+"""Flags of clone."""
+LANDLOCK = {"create": 444, "add": 445, "restrict": 446}
+WRITE_FILE, TRUNCATE = 1 << 1, 1 << 14
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
+"""Devices that may be written to."""
+READ_SEARCH = 1 << 2
+"""The capability to read what root may read."""
+
+
+class Way(Enum):
+    """What keeps files; a filter of system calls keeps the rest."""
+
+    LANDLOCK = "Landlock"
+    NAMESPACE = "a user and a mount namespace"
+
+
+class Kernel(NamedTuple):
+    """What a kernel offers to this process. landlock: its ABI, 0 for none. namespaces: a user's own, with mounts."""
+
+    machine: str
+    landlock: int
+    filters: bool
+    namespaces: bool
+
+
+class Refused(Exception):
+    """Nothing would keep the program; the message says why."""
+
+
+def way_of(kernel: Kernel) -> Way:
+    """How a program is kept. Raises Refused where this kernel offers too little."""
+    if kernel.machine not in MACHINES:
+        raise Refused(f"the system calls of {kernel.machine} are not known here, only those of {', '.join(MACHINES)}")
+    if not kernel.filters:
+        raise Refused("this kernel permits no filter of system calls (seccomp)")
+    if kernel.landlock >= 1:
+        return Way.LANDLOCK
+    if kernel.namespaces:
+        return Way.NAMESPACE
+    raise Refused("this kernel permits neither Landlock nor a user namespace with mounts of its own")
+
+
+def file_rights(abi: int) -> int:
+    """Rights of Landlock, as bits, to change files: writing, removing and making; by ABI moving and truncating too.
+
+    Without the right to move, every move to another folder is refused. Without that to truncate, the filter of system
+    calls refuses what opening for writing does not cover.
+    """
+    made = sum(1 << bit for bit in range(4, 13))
+    return WRITE_FILE | made | (1 << 13 if abi >= 2 else 0) | (TRUNCATE if abi >= 3 else 0)
+
+
+Instruction = tuple[int, int, int, int]
+LOAD, IF_EQUAL, IF_ABOVE, IF_BITS, AND, RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+
+
+def _fails(number: int) -> Instruction:
+    return (RETURN, 0, 0, 0x00050000 | number)
+
+
+def _argument(index: int) -> Instruction:
+    """Load the lower half of an argument: all of those here have 32 bits."""
+    return (LOAD, 0, 0, 16 + 8 * index)
+
+
+def program_of(machine: str) -> list[Instruction]:
+    """The filter as instructions of BPF: code, steps if true, steps if false, operand."""
+    allow, refuse = (RETURN, 0, 0, ALLOW), _fails(errno.EPERM)
+    lines: list[Instruction] = [
+        (LOAD, 0, 0, 4),
+        (IF_EQUAL, 1, 0, MACHINES[machine]),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, 0),
+    ]
+
+    def call(name: str, *then: Instruction) -> None:
+        number = (REFUSED | HIDDEN | FURTHER)[name].get(machine)
+        if number is not None:
+            lines.extend([(IF_EQUAL, 0, len(then), number), *then])
+
+    lines += [(IF_ABOVE, 0, 1, NEWEST), _fails(errno.ENOSYS)]
+    for name in HIDDEN:
+        call(name, _fails(errno.ENOSYS))
+    for name in REFUSED:
+        call(name, refuse)
+    new = ((IF_BITS, 0, 1, NEW_NAMESPACES), refuse)
+    call("clone", _argument(0), *new, allow)
+    owners = [step for command in (SET_OWNER, SET_SIGNAL, SET_OWNER_EX) for step in ((IF_EQUAL, 0, 1, command), refuse)]
+    call("fcntl", _argument(1), *owners, allow)
+    asking = [step for request in ASKING for step in ((IF_EQUAL, 0, 1, request), allow)]
+    call("ioctl", _argument(1), *asking, _fails(errno.ENOTTY))
+    call("prlimit64", _argument(0), (IF_EQUAL, 0, 1, 0), allow, refuse)
+    unwritten = [
+        step for access in (os.O_RDONLY, os.O_ACCMODE) for step in ((IF_EQUAL, 0, 1, os.O_TRUNC | access), refuse)
+    ]
+    for name, index in (("open", 1), ("openat", 2)):
+        call(name, _argument(index), (AND, 0, 0, os.O_TRUNC | os.O_ACCMODE), *unwritten, allow)
+    return [*lines, allow]
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.syscall.restype = ctypes.c_long
+NO_NEW_PRIVILEGES, SET_FILTER = 38, 1
+NEW_USERS, NEW_MOUNTS = 0x10000000, 0x00020000
+BIND, PRIVATE_BELOW = 4096, 0x4000 | 0x40000
+MOUNT_SETATTR, READ_ONLY, NO_DEVICES, ALL_BELOW, HERE = 442, 1, 4, 0x8000, -100
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _number(name: str) -> int:
+    return FURTHER[name][os.uname().machine]
+
+
+def _call(what: str, number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
+    wide = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    return _checked(LIBC.syscall(ctypes.c_long(number), *wide), what)
+
+
+def this_kernel() -> Kernel:
+    """What is offered here. Tries a namespace, in a child, only where there is no Landlock."""
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        return Kernel(machine, 0, filters=False, namespaces=False)
+    try:
+        abi = _call("Landlock", LANDLOCK["create"], None, 0, 1)
+    except OSError:
+        abi = 0
+    LIBC.syscall(ctypes.c_long(_number("seccomp")), ctypes.c_long(SET_FILTER), ctypes.c_long(0), None)
+    filters = ctypes.get_errno() == errno.EFAULT  # it would have read a filter
+    return Kernel(machine, abi, filters, namespaces=abi == 0 and _has_namespaces())
+
+
+def _has_namespaces() -> bool:
+    child = os.fork()
+    if child == 0:
+        try:
+            _enter_namespaces("/")
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _enter_namespaces(folder: str) -> None:
+    """Mounts of one's own, all read-only and without devices but `folder` and DEVICES. Raises OSError."""
+    user, group, work = os.getuid(), os.getgid(), os.getcwd()
+    _checked(LIBC.unshare(NEW_USERS | NEW_MOUNTS), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    _checked(LIBC.mount(None, b"/", None, ctypes.c_ulong(PRIVATE_BELOW), None), "mount")
+    kept = [place for place in (folder, *DEVICES) if place != "/" and os.path.exists(place)]
+    for place in kept:
+        path = os.fsencode(place)
+        _checked(LIBC.mount(path, path, None, ctypes.c_ulong(BIND), None), f"mount {place}")
+    _set_mount("/", ALL_BELOW, READ_ONLY | NO_DEVICES, 0)
+    for place in kept:
+        _set_mount(place, 0, 0, READ_ONLY if place == folder else READ_ONLY | NO_DEVICES)
+    os.chdir(work)  # of the new mount: the old one is read-only
+
+
+def _set_mount(place: str, flags: int, added: int, taken: int) -> None:
+    attributes = struct.pack("=QQQQ", added, taken, 0, 0)
+    _call(f"mount_setattr {place}", MOUNT_SETATTR, HERE, os.fsencode(place), flags, attributes, len(attributes))
+
+
+def _restrict_files(folder: str, abi: int) -> None:
+    """Landlock: changes of files in `folder` alone, and writing to DEVICES. Raises OSError."""
+    rights = file_rights(abi)
+    rules = _call("Landlock", LANDLOCK["create"], struct.pack("=Q", rights), 8, 0)
+    places = {folder: rights, **dict.fromkeys(filter(os.path.exists, DEVICES), rights & (WRITE_FILE | TRUNCATE))}
+    for place, allowed in places.items():
+        opened = os.open(place, os.O_PATH | os.O_CLOEXEC)
+        _call(f"Landlock for {place}", LANDLOCK["add"], rules, 1, struct.pack("=Qi", allowed, opened), 0)
+        os.close(opened)
+    _call("Landlock", LANDLOCK["restrict"], rules, 0)
+    os.close(rules)
+
+
+def _drop_capabilities() -> None:
+    """All but that to read. What a program of root's would get back, no new privileges keep from it."""
+    held, header = ctypes.create_string_buffer(24), struct.pack("=Ii", 0x20080522, 0)
+    _call("capget", _number("capget"), header, held)
+    effective, permitted, _, *rest = struct.unpack("=6I", held.raw)
+    left = struct.pack("=6I", effective & permitted & READ_SEARCH, permitted & READ_SEARCH, *[0] * (1 + len(rest)))
+    _call("capset", _number("capset"), header, left)
+    _checked(LIBC.prctl(NO_NEW_PRIVILEGES, *map(ctypes.c_ulong, (1, 0, 0, 0))), "no new privileges")
+
+
+def _filter_calls(machine: str) -> None:
+    lines = b"".join(struct.pack("=HBBI", *line) for line in program_of(machine))
+    held = ctypes.create_string_buffer(lines, len(lines))
+    program = struct.pack("@HP", len(lines) // 8, ctypes.addressof(held))
+    _call("seccomp", _number("seccomp"), SET_FILTER, 0, program)
+
+
+def confine(folder: str, kernel: Kernel) -> None:
+    """Keep this process, and all that it will start, from all but `folder`. Raises Refused, and OSError."""
+    way = way_of(kernel)
+    for limit, most in (
+        (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
+        (resource.RLIMIT_DATA, MOST_MEMORY_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+    if way is Way.NAMESPACE:
+        _enter_namespaces(folder)
+    _drop_capabilities()
+    if way is Way.LANDLOCK:
+        _restrict_files(folder, kernel.landlock)
+    _filter_calls(kernel.machine)
+
+
+def main(words: Sequence[str]) -> None:
+    """Confine this process and become the program."""
+    status, folder, *command = words
+    os.set_inheritable(int(status), False)
+    try:
+        confine(folder, this_kernel())
+        os.write(int(status), READY)
+        os.execv(command[0], command)
+    except (Refused, OSError) as error:
+        os.write(int(status), str(error).encode(errors="replace"))
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,172 @@
+"""Run a script's shell to its end in a folder of its own, within limits, and clean up whatever it did there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.port import confine
+
+POLL_S = 0.2
+MOST_PROCESSES, MOST_FILES, MOST_BYTES = 500, 10_000, 256 << 20
+"""What a script may have at once: in its process group, and in its folder."""
+MOST_READ_BYTES = 1 << 20
+"""The end of what it writes to stderr."""
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """An empty folder, removed at the end with whatever is in it, however deep, without following a link."""
+    folder = Path(tempfile.mkdtemp(prefix="megatron_rl_port_"))
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def run_script(
+    script: Path,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    work: Path,
+    time_limit_s: float,
+    is_trusted: bool,
+) -> str:
+    """The end of what it says on stderr. work: where it starts; all that it can write to is the folder around it.
+
+    Every process of its group has ended when this returns, and only a trusted script can leave the group. Raises
+    ConfigError where the kernel does not confine it, and at the limits.
+    """
+    read, write = os.pipe()
+    program = ["/bin/bash", str(script.resolve()), *arguments]
+    if not is_trusted:
+        program = [sys.executable, "-I", "-S", confine.__file__, str(write), str(work.parent), *program]
+    with open(read, "rb") as status:
+        try:
+            shell = subprocess.Popen(
+                program,
+                cwd=work,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=(write,),
+            )
+        finally:
+            os.close(write)
+        try:
+            if not is_trusted:
+                _refuse_unconfined(script, status.read())
+            return _wait(script, shell, work.parent, time_limit_s).decode(errors="replace")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+            if shell.stderr is not None:
+                shell.stderr.close()
+
+
+def read_record(file: Path) -> bytes:
+    """What stubs wrote; empty where the script left no regular file there."""
+    try:
+        opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        is_file = stat.S_ISREG(os.fstat(opened).st_mode)
+        return os.read(opened, confine.MOST_FILE_BYTES) if is_file else b""
+    finally:
+        os.close(opened)
+
+
+def _refuse_unconfined(script: Path, status: bytes) -> None:
+    if status == confine.READY:
+        return
+    reason = status.removeprefix(confine.READY).decode(errors="replace") or "what confines it cannot be started"
+    raise ConfigError(
+        f"{script} is not run: {reason}, and nothing else keeps it from your files and processes; where you trust it: "
+        f"megatron-rl port --trust-script {script}; or give its arguments themselves: megatron-rl port -- KEY=VALUE ..."
+    )
+
+
+def _wait(script: Path, shell: subprocess.Popen[bytes], folder: Path, time_limit_s: float) -> bytes:
+    """Until the shell has ended. It stays a zombie, so that no other process gets its number before its group ends."""
+    pipe: IO[bytes] | None = shell.stderr
+    assert pipe is not None
+    said, ended, limit = b"", os.pidfd_open(shell.pid), time.monotonic() + time_limit_s
+    poll, checked = select.poll(), time.monotonic()
+    poll.register(ended, select.POLLIN)
+    poll.register(pipe, select.POLLIN)
+    try:
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * POLL_S)}
+            if pipe.fileno() in ready:
+                chunk = os.read(pipe.fileno(), MOST_READ_BYTES)  # all that a pipe holds
+                said = (said + chunk)[-MOST_READ_BYTES:]
+                if not chunk:
+                    poll.unregister(pipe)
+            if ended in ready:
+                return said
+            if time.monotonic() > checked + POLL_S:
+                rule = _passed_limit(folder, shell.pid)
+                if rule is None and time.monotonic() > limit:
+                    rule = f"did not end within {time_limit_s:g} s, although no program that it starts does anything"
+                if rule is not None:
+                    raise ConfigError(
+                        f"{script} {rule}; give its arguments themselves: megatron-rl port -- KEY=VALUE ..."
+                    )
+                checked = time.monotonic()
+    finally:
+        os.close(ended)
+
+
+def _passed_limit(folder: Path, group: int) -> str | None:
+    """The limit that a script has passed, as the rest of a sentence; None for none."""
+    processes = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(ProcessLookupError):
+            processes += os.getpgid(int(name)) == group
+    if processes > MOST_PROCESSES:
+        return f"has more than {MOST_PROCESSES} processes at once"
+    files, size, folders = 0, 0, [str(folder)]
+    while folders and files <= MOST_FILES and size <= MOST_BYTES:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                files += 1
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                with contextlib.suppress(FileNotFoundError):
+                    size += 512 * entry.stat(follow_symlinks=False).st_blocks
+    if folders or files > MOST_FILES or size > MOST_BYTES:
+        return f"writes more than {MOST_FILES} files or {MOST_BYTES >> 20} MiB"
+    return None
+
+
+def _remove(folder: Path) -> None:
+    """A folder of any depth: what a folder holds moves up to the first one, so that no path gets long."""
+    number = 0
+    while names := os.listdir(folder):
+        for name in names:
+            inner = folder / name
+            if inner.is_symlink() or not inner.is_dir():
+                inner.unlink(missing_ok=True)
+                continue
+            inner.chmod(0o700)
+            for held in os.listdir(inner):
+                number += 1
+                (inner / held).rename(folder / f"moved.{number}")
+            inner.rmdir()
+    folder.rmdir()
