@@ -47,7 +47,7 @@ def contents_faults(folder: Path, manifest: Manifest) -> list[str]:
 def _role_faults(folder: Path, role: str, step: int) -> list[str]:
     try:
         owner = json.loads((folder / role / ROLE_FILE).read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [f"{role}/{ROLE_FILE} is not JSON: {error}"]
     expected = {"role": role, "step": step}
     return [] if owner == expected else [f"{role} holds what was saved as {owner}, not as {expected}"]

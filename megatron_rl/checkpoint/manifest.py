@@ -61,7 +61,7 @@ class Manifest:
         """Raises ManifestError with the reason, OtherFormatError where another version may well understand it."""
         try:
             content = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ManifestError(f"{MANIFEST} is not JSON: {error}") from error
         project = content.get("project") if isinstance(content, dict) else None
         if project != PROJECT:
@@ -72,7 +72,7 @@ class Manifest:
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             models = {role: dict(identity) for role, identity in content["models"].items()}
             manifest = cls(FORMAT, int(content["step"]), models, files)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ManifestError(f"{MANIFEST} is damaged: {error!r}") from error
         outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
         if outside:

@@ -26,6 +26,7 @@ from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import TAKEN_AWAY, Setting
+from megatron_rl.config.yaml_text import YAML_PROBLEMS, read_yaml, refuse_depth
 from megatron_rl.errors import ConfigError, Violation
 
 
@@ -222,12 +223,7 @@ def read_file(path: Path) -> Iterator[Setting]:
 
 def read_tree(path: Path, content: str) -> dict[str, Any]:
     """The mapping in a YAML file that is there. Raises ConfigError, with the `content` it must hold, for another."""
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}; it must hold {content}")
     return {str(name): value for name, value in tree.items()}
@@ -245,9 +241,10 @@ def read_override(text: str) -> Iterator[Setting]:
         rule = f"override {text!r} has no '=': write it as key=value; the nearest key is {nearest}"
         raise refused(Violation({}, rule))
     try:
+        refuse_depth(value)
         parsed = OmegaConf.from_dotlist([f"value={value}"])
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        rule = f"the value of override {text!r} cannot be parsed: {_first_line(error)}"
+    except YAML_PROBLEMS as error:
+        rule = f"the value of override {text!r:.200} cannot be parsed: {_first_line(error)}"
         raise refused(Violation({}, rule)) from error
     return _flatten(key, OmegaConf.to_container(parsed, resolve=False)["value"], "override", prefix)
 
@@ -356,8 +353,9 @@ def _in_type(key: str, value: Any) -> Any:
     is_list = typing.get_origin(kind) is list or (kind is Any and str(value).startswith("["))
     if is_list and isinstance(value, str) and not INTERPOLATION.search(value):
         try:
+            refuse_depth(value)
             read = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except YAML_PROBLEMS:
             return value
         return read if isinstance(read, list) else [value]
     return value

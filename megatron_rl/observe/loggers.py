@@ -125,11 +125,10 @@ def _lines_until(file: Path, last_step: int) -> list[str]:
     kept = []
     for line in file.read_text(errors="replace").splitlines():
         try:
-            step = json.loads(line)["step"]
-        except (ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line)
+        except (ValueError, RecursionError, TypeError, KeyError):
             continue
-        if step <= last_step:
-            kept.append(line)
     return kept
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megatron_rl.config.load import read_tree
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
@@ -150,7 +150,7 @@ def load_hardware(name: str) -> Hardware:
         raise ConfigError(
             f"hardware {name} must be one of {', '.join(known_hardware())}, or a YAML file; nearest: {nearest}"
         )
-    return read_hardware(yaml.safe_load(file.read_text()), file)
+    return read_hardware(read_tree(file, "numbers of a GPU"), file)
 
 
 TABLES = ("collectives", "engine_collectives")
@@ -165,7 +165,9 @@ def read_hardware(values: dict[str, Any], file: Path) -> Hardware:
         del needed[name]
     groups = {name: values.get(name) or {} for name in ("overheads", *TABLES)}
     allowed = {one.name for one in dataclasses.fields(Overheads)}
-    wrong = [key for key, value in values.items() if key not in {*groups, NOTES} and not (key in needed and _is(value))]
+    numbers = {key: value for key, value in values.items() if key not in {*groups, NOTES}}
+    positive = [key for key, is_needed in needed.items() if is_needed or key.endswith("_share")]
+    wrong = [key for key, value in numbers.items() if key not in needed or not _is(value, key in positive)]
     wrong += [name for name, group in groups.items() if not isinstance(group, dict)]
     if not wrong:
         told = groups["overheads"].items()
@@ -179,17 +181,20 @@ def read_hardware(values: dict[str, Any], file: Path) -> Hardware:
     lacking = [key for key, is_needed in needed.items() if is_needed and key not in values]
     if wrong or lacking:
         raise ConfigError(
-            f"{file} must give numbers for {', '.join(needed)}; it lacks {', '.join(lacking) or 'none'}, and "
+            f"{file} must give finite numbers for {', '.join(needed)}, of these {', '.join(positive)} > 0; it lacks "
+            f"{', '.join(lacking) or 'none'}, and "
             f"{', '.join(map(str, wrong)) or 'nothing'} in it cannot be used"
         )
-    numbers: dict[str, Any] = {key: float(values[key]) for key in needed if key in values}
+    given: dict[str, Any] = {key: float(value) for key, value in numbers.items()}
     overheads = Overheads(**{key: float(value) for key, value in groups["overheads"].items()})
     tables: dict[str, Any] = {name: {size: float(value) for size, value in groups[name].items()} for name in TABLES}
-    return Hardware(file.stem, **numbers, **tables, overheads=overheads)
+    return Hardware(file.stem, **given, **tables, overheads=overheads)
 
 
-def _is(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is(value: object, is_positive: bool = False) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        return False
+    return value > 0 or not is_positive
 
 
 def _is_needed(one: dataclasses.Field[Any]) -> bool:

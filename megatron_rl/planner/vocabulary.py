@@ -60,7 +60,7 @@ def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
         return
     try:
         actor, other = (_numbers(json.loads(file.read_text())) for file in files)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, RecursionError, TypeError, KeyError):
         return  # the model folder's own loader reports it
     different = {token for token, number in actor.items() if other.get(token) != number}
     if different:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.foreign.meanings import meanings
 from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.load import is_key, like_name_of, read_override, settings_of
 from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings
+from megatron_rl.config.yaml_text import read_yaml
 from megatron_rl.errors import ConfigError
 from megatron_rl.port.fitting import defaults, fitted, whole_layers
 from megatron_rl.port.launch import TrainerCall, call_of, trainer_call
@@ -142,14 +141,7 @@ def _unknown(setting: Setting) -> Note:
 
 def _file_settings(file: Path) -> list[Setting]:
     """Of verl's YAML, its interpolations resolved where they can be; Hydra's own groups left out."""
-    try:
-        loaded = OmegaConf.load(file)
-        try:
-            tree = OmegaConf.to_container(loaded, resolve=True)
-        except OmegaConfBaseException:
-            tree = OmegaConf.to_container(loaded, resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    tree = read_yaml(file, is_resolved=True)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}; it must hold groups of keys")
     groups = {str(name): value for name, value in tree.items() if name not in ("defaults", "hydra")}

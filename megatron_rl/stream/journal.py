@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from megatron_rl.observe.appended_file import AppendedFile
 from megatron_rl.stream.rules import Decides, Decision, Kind, Order
@@ -127,6 +127,9 @@ Event = (
     | Decided
 )
 KINDS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
+NUMBERS = tuple[int, ...]
+TYPES = {kind: get_type_hints(kind) for kind in KINDS.values()}
+"""Kind -> field -> its type."""
 
 
 def to_json(event: Event) -> str:
@@ -137,15 +140,27 @@ def to_json(event: Event) -> str:
 
 def from_json(line: str) -> Event:
     """The event of a line. Raises ValueError for one that is none."""
-    values: Any = json.loads(line)
-    kind = KINDS.get(values.pop("event", "")) if isinstance(values, dict) else None
-    if kind is None or not set(values) <= {known.name for known in fields(kind)}:
-        raise ValueError(f"not a line of {SCHEDULE_FILE}: {line!r}")
-    arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     try:
-        return kind(**arguments)
-    except TypeError as error:
-        raise ValueError(f"not a line of {SCHEDULE_FILE}: {line!r}") from error
+        values: dict[str, Any] = json.loads(line)
+        kind = KINDS[values.pop("event")]
+        types = TYPES[kind]
+        arguments: dict[str, Any] = {
+            name: tuple(value) if types[name] == NUMBERS else value for name, value in values.items()
+        }
+        if all(_is_of(types[name], value) for name, value in arguments.items()):
+            return kind(**arguments)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a line of {SCHEDULE_FILE}: {line!r:.200}") from error
+    raise ValueError(f"not a line of {SCHEDULE_FILE}: {line!r:.200}")
+
+
+def _is_of(wanted: Any, value: object) -> bool:
+    """Whether a value is of a field's type: a number, numbers, an object in braces, or one of some words."""
+    if wanted == NUMBERS:
+        return all(type(number) is int for number in value) if isinstance(value, tuple) else False
+    if get_origin(wanted) is Literal:
+        return value in get_args(wanted)
+    return type(value) is (get_origin(wanted) or wanted)
 
 
 def read_events(file: Path) -> list[Event]:

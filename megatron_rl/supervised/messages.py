@@ -61,7 +61,7 @@ def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
             value = json.loads(value) if value.strip() else None
         if isinstance(value, list):
             value = [json.loads(one) if isinstance(one, str) else one for one in value]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RowProblem("wrong_type", field, f"text that is not JSON: {error}") from None
     if value is None or value == []:
         return None

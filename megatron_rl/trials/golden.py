@@ -114,9 +114,9 @@ def read_golden(path: Path) -> Golden:
             metric: Band(**(band | {"values": tuple(band["values"])})) for metric, band in content["metrics"].items()
         }
         golden = Golden(**(content | {"metrics": bands}))
-    except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is no golden file: {error!r}; see configs/nightly_golden.json for one") from error
-    problems = [*_problems(golden)]
+    problems = [*_wrong_numbers(golden)] or [*_problems(golden)]
     if problems:
         raise ConfigError(f"{path} is no golden file: {'; '.join(problems)}")
     return golden
@@ -129,6 +129,23 @@ def write_golden(golden: Golden, path: Path) -> None:
     head = [f'  "{name}": {json.dumps(value)},' for name, value in content.items()]
     bands = ",\n".join(f"    {json.dumps(metric)}: {json.dumps(band)}" for metric, band in metrics.items())
     path.write_text("\n".join(["{", *head, '  "metrics": {', bands, "  }", "}"]) + "\n")
+
+
+def _wrong_numbers(golden: Golden) -> Iterator[str]:
+    def is_number(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+    for name in ("steps", "stop_after_step"):
+        if type(value := getattr(golden, name)) is not int:
+            yield f"{name}={value!r:.80} must be a whole number"
+    for name in ("first_step_within_s", "step_within_s"):
+        if not is_number(value := getattr(golden, name)):
+            yield f"{name}={value!r:.80} must be a finite number"
+    for metric, band in golden.metrics.items():
+        given = [*band.values, *(limit for limit in (band.below, band.above) if limit is not None)]
+        wrong = [value for value in given if not is_number(value)]
+        if wrong:
+            yield f"{metric}: {wrong[0]!r:.80} must be a finite number"
 
 
 def _problems(golden: Golden) -> Iterator[str]:

@@ -69,7 +69,7 @@ def read_record(folder: Path) -> Record | None:
         content = json.loads(file.read_text())
         steps = {int(step): metrics for step, metrics in content["steps"].items()}
         return Record(**(content | {"outcome": TrialOutcome(content["outcome"]), "steps": steps}))
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
 
 

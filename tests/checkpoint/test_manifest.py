@@ -63,6 +63,7 @@ def test_broken_files_are_named_with_the_reason(tmp_path):
     [
         (None, ManifestError, "no manifest.json: torn, or not written by megatron_rl"),
         ("", ManifestError, "not JSON"),
+        ("[" * 100_000, ManifestError, "not JSON"),
         ('{"project": "megatron_rl", "form', ManifestError, "not JSON"),
         ("[1]", OtherFormatError, "another project (None, not 'megatron_rl')"),
         ({"project": "other"}, OtherFormatError, "another project ('other', not 'megatron_rl')"),
@@ -71,6 +72,7 @@ def test_broken_files_are_named_with_the_reason(tmp_path):
         ({"files": None}, ManifestError, "damaged"),
         ({"files": {"a": {"size": 1}}}, ManifestError, "damaged"),
         ({"step": "last"}, ManifestError, "damaged"),
+        ({"step": float("inf")}, ManifestError, "damaged"),
         ({"models": {"actor": 3}}, ManifestError, "damaged"),
         ({"files": {"../x": {"size": 1, "sha256": ""}}}, ManifestError, "outside of its folder: ../x"),
         ({"files": {"/etc/x": {"size": 1, "sha256": ""}}}, ManifestError, "outside of its folder: /etc/x"),

@@ -143,6 +143,10 @@ def test_all_mandatory_keys_are_listed_at_once(write):
         ("data: {seed: 1}\ndata: {seed: 2}\n", "duplicate key data"),
         ("- a\n", "holds a list"),
         ("trainer: {seed: '${'}\n", "not valid YAML"),
+        (f"trainer: {{seed: {'[' * 100_000}", "not valid YAML: it is nested more than 50 levels deep"),
+        (f"trainer: {{seed: {'[' * 50}{']' * 50}}}\n", "not valid YAML: it is nested more than 50 levels deep"),
+        ("\n".join(" " * level + "- " for level in range(60)), "not valid YAML: it is nested more than 50"),
+        (f"trainer: {{seed: {'[' * 48}{']' * 48}}}\n", "must be of type int"),
         (f"trainer: {{seed: {'9' * 5000}}}\n", "not valid YAML: Exceeds the limit"),
     ],
 )
@@ -151,12 +155,19 @@ def test_broken_files_are_refused(write, text, expected):
     assert expected in refusal(write(text))
 
 
+def test_brackets_in_quotes_are_a_name(write):
+    """Where no list can be read from them. Would not catch a rule for the names of files."""
+    override = f"data.val_files='{'[' * 100_000}'"
+    assert load_config(write(MANDATORY), [override]).data.val_files == "[" * 100_000
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
         (f"trainer.seed={'9' * 5000}", "cannot be parsed: Exceeds the limit"),
         (f"actor_rollout_ref.actor.optim.lr={'9' * 400}", "must be of type float: int too large"),
         (f"trainer.nnodes={'9' * 400}", "must be of type int: it has more than 63 bits; nearest: trainer.nnodes=1"),
+        (f"data.val_files={'[' * 100_000}", "cannot be parsed: it is nested more than 50 levels deep"),
         ("data.val_files=caf\udce9.parquet", "cannot be parsed: 'utf-8' codec can't encode"),
     ],
 )

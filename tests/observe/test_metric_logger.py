@@ -69,6 +69,14 @@ def test_a_resumed_run_needs_no_lines_before_it(tmp_path, content):
         assert (folder / "metrics.jsonl").read_text() == '{"step": 5, "a": 2.0}\n'
 
 
+def test_lines_that_are_no_steps_are_dropped(tmp_path):
+    """A step that is a word, and lists in lists. Would not catch a number of the wrong step."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": "1"}\n{"step": 1, "a": 2.0}\n' + "[" * 100_000 + "\n")
+    with MetricLogger(["jsonl"], tmp_path, resumed_step=1):
+        pass
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 2.0}\n'
+
+
 def test_a_last_line_without_its_end_is_whole_again(tmp_path):
     """A complete object whose newline was lost. Would not catch two objects on one line."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1.0}')

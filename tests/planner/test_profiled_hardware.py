@@ -140,10 +140,17 @@ def test_a_file_with_groups(tmp_path):
         ("collectives: {2: true}", "collectives.2 in it cannot"),
         ("collectives: 3", "collectives in it cannot"),
         ("error: much", "error in it cannot"),
+        ("error: .inf", "error in it cannot"),
+        ("attention_share: 0", "attention_share in it cannot"),
+        ("- a list", "is not valid YAML"),
+        (f"collectives: {'[' * 100_000}", "is not valid YAML"),
     ):
         file.write_text(least + wrong + "\n")
         with pytest.raises(ConfigError, match=named):
             load_hardware(str(file))
+    file.write_text("[memory_bytes]")
+    with pytest.raises(ConfigError, match="holds a list; it must hold numbers of a GPU"):
+        load_hardware(str(file))
 
 
 def test_what_a_plan_is_made_for():

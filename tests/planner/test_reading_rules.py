@@ -72,6 +72,13 @@ def test_the_reward_models_folder_must_have_a_tokenizer(reading, tmp_path):
     assert problem.startswith("reward_model.model.path=") and "must hold a tokenizer" in problem
 
 
+def test_a_tokenizer_that_is_too_deep_is_refused_once(reading, tmp_path):
+    """By the rule for its folder's files. Would not catch one that only the library finds too deep."""
+    reading.reward_model.model.input_tokenizer = None
+    (tmp_path / "reward" / "tokenizer.json").write_text("[" * 100_000)
+    assert ["tokenizer.json is not valid JSON" in problem for problem in problems(reading)].count(True) == 1
+
+
 def test_lengths_are_the_reward_models_own(reading, tmp_path):
     """A short model beside long sequences, and the other way round. Would not catch a model trained on less."""
     write_model(tmp_path / "reward", **REWARD, vocab_size=70, max_position_embeddings=50)

@@ -123,6 +123,14 @@ def test_what_cannot_be_resolved_is_named(tmp_path, monkeypatch, text, expected)
         port(written(tmp_path, text), [], {})
 
 
+def test_a_file_that_is_nested_too_deeply(tmp_path):
+    """Would not catch one whose interpolations go round."""
+    file = tmp_path / "verl.yaml"
+    file.write_text("trainer: " + "[" * 100_000)
+    with pytest.raises(ConfigError, match="verl.yaml is not valid YAML"):
+        port(file, [], {})
+
+
 @pytest.mark.parametrize(
     ("program", "feature"),
     [

@@ -45,8 +45,13 @@ def test_events_come_back():
     assert to_json(EVENTS[0]) == (
         '{"event":"slice","replica":0,"version":0,"num_steps":4,"starts":[0,1],"finished":[0]}'
     )
-    for wrong in ('{"event":"slice"}', '{"event":"lost","replica":0,"x":1}', "[]", "{}", "not json"):
-        with pytest.raises(ValueError):
+    slice_done = '{"event":"slice","replica":0,"version":0,"num_steps":4,"starts":'
+    for wrong in (
+        *('{"event":"slice"}', '{"event":"lost","replica":0,"x":1}', "[]", "{}", "not json", "[" * 100_000),
+        *('{"event":[]}', '{"event":"began","settings":"x"}', '{"event":"taken","step":NaN}'),
+        *(slice_done + "3}", slice_done + '["0"]}', '{"event":"decided","kind":"go","request":0,"attempt":0}'),
+    ):
+        with pytest.raises(ValueError, match="not a line of schedule.jsonl"):
             from_json(wrong)
 
 

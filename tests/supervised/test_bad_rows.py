@@ -49,6 +49,7 @@ CASES = [
     ("wrong_type", "sft", "answer", {"prompt": "what", "response": {"no": 1}.__len__()}, "response"),
     ("wrong_type", "sft", "messages", {"messages": "what"}, "messages"),
     ("wrong_type", "sft", "tools", {"messages": [USER, ANSWER], "tools": "{add}"}, "tools"),
+    ("wrong_type", "sft", "tools", {"messages": [USER, ANSWER], "tools": "[" * 100_000}, "tools"),
     ("wrong_type", "pairs", "whole", {"chosen": [USER, ANSWER], "rejected": "no"}, "rejected"),
     ("empty_prompt", "sft", "answer", {"prompt": " ", "response": "that"}, "prompt"),
     ("empty_prompt", "sft", "messages", chat({"role": "user", "content": ""}, ANSWER), "messages[0].content"),

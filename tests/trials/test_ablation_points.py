@@ -139,4 +139,6 @@ def test_records_survive_the_file(tmp_path):
     (tmp_path / "record.json").write_text('{"outcome": "finished", "steps": {}, "else": 1}')
     assert read_record(tmp_path) is None
     (tmp_path / "record.json").write_text('{"outcome": "fini')
+    assert read_record(tmp_path) is None
+    (tmp_path / "record.json").write_text("[" * 100_000)
     assert read_record(tmp_path) is None and read_record(tmp_path / "absent") is None

@@ -120,6 +120,11 @@ def test_wrong_golden_files_are_refused(tmp_path):
     good = json.loads((REPOSITORY / "configs/nightly_golden.json").read_text())
     for wrong, says in (
         ("{", "no golden file"),
+        ("[" * 100_000, "no golden file: RecursionError"),
+        (json.dumps(good | {"steps": "4"}), "steps='4' must be a whole number"),
+        (json.dumps(good | {"step_within_s": math.nan}), "step_within_s=nan must be a finite number"),
+        (json.dumps(good | {"metrics": {"a": {"values": [1, math.inf, 1, 1]}}}), "a: inf must be a finite number"),
+        (json.dumps(good | {"metrics": {"a": {"values": "four"}}}), "a: 'f' must be a finite number"),
         (json.dumps(good | {"stop_after": 1}), "stop_after"),
         (json.dumps(good | {"steps": 9}), "needs 9"),
         (json.dumps(good | {"stop_after_step": 4}), "stop_after_step=4"),
