@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.export_saved import StoredModel, write_model
 from megatron_rl.checkpoint.identity import computed_settings
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.checkpoint.weight_files import read_weight_files
+from megatron_rl.checkpoint.weight_files import WeightFileError, read_json, read_weight_files
 from megatron_rl.errors import ConfigError
 
 FILE = "average.json"
@@ -56,7 +56,12 @@ def folder_model(folder: Path) -> StoredModel:
     tensors, faults = read_weight_files(folder)
     if faults or not tensors:
         raise ConfigError(f"{folder} cannot be averaged: {'; '.join(faults) or 'it has no weights'}")
-    settings = AutoConfig.from_pretrained(folder)
+    try:
+        for file in sorted(folder.glob("*.json")):
+            read_json(file)
+        settings = AutoConfig.from_pretrained(folder)
+    except (WeightFileError, OSError, ValueError) as error:
+        raise ConfigError(f"{folder} cannot be averaged: {error!s:.500}") from error
 
     def read(name: str) -> torch.Tensor:
         with safe_open(tensors[name].file, "pt") as file:

@@ -140,5 +140,9 @@ def test_bad_folders_are_refused(tmp_path: Path):
         Averaging.of([folder, tmp_path / "empty"], None, None, "actor", tmp_path / "mean")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_text((folder / "config.json").read_text())
+    deep = save(tmp_path / "deep", 0)
+    (deep / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="deep cannot be averaged: tokenizer_config.json is not valid JSON"):
+        Averaging.of([folder, deep], None, None, "actor", tmp_path / "mean").write()
     with pytest.raises(ConfigError, match="b cannot be averaged: it has no weights"):
         Averaging.of([folder, tmp_path / "b"], None, None, "actor", tmp_path / "mean").write()
