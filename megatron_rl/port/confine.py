@@ -2,6 +2,8 @@
 
     python -I -S confine.py FD FOLDER PROGRAM ARGUMENT...
 
+in a process group of its own, all of which ends with the process that started this one.
+
 The kernel keeps it so, for the program and all that it starts. Files are kept by Landlock, or where the kernel lacks it
 by a user and a mount namespace, in which a named pipe outside can still be written to. A filter of system calls keeps
 what neither covers: modes, owners, times and attributes of files, sockets, signals, and leaving the process group. Of
@@ -16,6 +18,7 @@ import ctypes
 import errno
 import os
 import resource
+import signal
 import struct
 import sys
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ from typing import NamedTuple
 
 READY = b"+"
 MOST_FILE_BYTES = 64 << 20
-MOST_MEMORY_BYTES = 4 << 30
+MOST_MEMORY_BYTES, MOST_CPU_S = 4 << 30, 60
 """Of one process."""
 
 Numbers = dict[str, dict[str, int]]
@@ -189,7 +192,7 @@ def program_of(machine: str) -> list[Instruction]:
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.syscall.restype = ctypes.c_long
-NO_NEW_PRIVILEGES, SET_FILTER = 38, 1
+NO_NEW_PRIVILEGES, SIGNAL_OF_PARENTS_END, SET_FILTER = 38, 1, 1
 NEW_USERS, NEW_MOUNTS = 0x10000000, 0x00020000
 BIND, PRIVATE_BELOW = 4096, 0x4000 | 0x40000
 MOUNT_SETATTR, READ_ONLY, NO_DEVICES, ALL_BELOW, HERE = 442, 1, 4, 0x8000, -100
@@ -296,6 +299,7 @@ def confine(folder: str, kernel: Kernel) -> None:
         (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
         (resource.RLIMIT_DATA, MOST_MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, MOST_CPU_S),
     ):
         hard = resource.getrlimit(limit)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -308,10 +312,22 @@ def confine(folder: str, kernel: Kernel) -> None:
     _filter_calls(kernel.machine)
 
 
+def _guard(program: int) -> None:
+    """Wait for the program; where this process's parent ends before it, end the whole process group."""
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    _checked(LIBC.prctl(SIGNAL_OF_PARENTS_END, *map(ctypes.c_ulong, (signal.SIGTERM, 0, 0, 0))), "parent's end")
+    os.waitpid(program, 0)
+
+
 def main(words: Sequence[str]) -> None:
-    """Confine this process and become the program."""
+    """Start the program in a confined child, and wait for it."""
     status, folder, *command = words
     os.set_inheritable(int(status), False)
+    child = os.fork()
+    if child:
+        os.close(int(status))
+        _guard(child)
+        return
     try:
         confine(folder, this_kernel())
         os.write(int(status), READY)

@@ -90,6 +90,8 @@ def port(
 
     is_trusted: nothing confines the script. Raises ConfigError where the source cannot be read or resolved.
     """
+    if is_trusted and (source is None or source.suffix in YAML_SUFFIXES):
+        raise ConfigError(f"--trust-script is for a shell script, and {source or 'arguments'} is none; leave it out")
     if source is None:
         return ported("arguments", call_of(arguments), [])
     if not source.is_file():

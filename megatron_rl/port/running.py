@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,12 +28,30 @@ MOST_READ_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """An empty folder, removed at the end with whatever is in it, however deep, without following a link."""
+    """An empty folder, removed at the end with whatever is in it, however deep, without following a link.
+
+    SIGTERM and SIGHUP are an end, too.
+    """
     folder = Path(tempfile.mkdtemp(prefix="megatron_rl_port_"))
     try:
-        yield folder
+        with _raised((signal.SIGTERM, signal.SIGHUP)):
+            yield folder
     finally:
         _remove(folder)
+
+
+@contextlib.contextmanager
+def _raised(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Signals raise SystemExit with their exit codes, where this is the main thread: others take none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_script(

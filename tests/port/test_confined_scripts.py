@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -242,6 +244,8 @@ def test_the_option_of_the_command(tmp_path, scratch):
     assert not log.exists()
     with pytest.raises(typer.Exit) as ended:
         port_command([str(script)], out=tmp_path / "out.yaml", trust_script=True)
+    with pytest.raises(ConfigError, match="--trust-script is for a shell script, and x.yaml is none"):
+        port_command(["x.yaml"], out=tmp_path / "out.yaml", trust_script=True)
     assert ended.value.exit_code == 0 and log.exists() and "nnodes: 2" in (tmp_path / "out.yaml").read_text()
 
 
@@ -251,8 +255,8 @@ def test_the_option_of_the_command(tmp_path, scratch):
         ("b() { b & b & b; }; b", {"MOST_PROCESSES": 40}, "more than 40 processes"),
         ("yes > f; while :; do :; done", {"MOST_BYTES": 32 << 20}, "or 32 MiB"),
         ("i=0; while :; do : > f$i; i=$((i + 1)); done", {"MOST_FILES": 500}, "more than 500 files"),
-        ("yes >&2", {}, "did not end within 1 s"),
-        ("builtin exec 2>&-; while :; do :; done", {}, "did not end within 1 s"),
+        ("yes >&2", {}, "did not end within 0.3 s"),
+        ("builtin exec 2>&-; while :; do :; done", {}, "did not end within 0.3 s"),
     ],
     ids=["processes", "bytes", "files", "stderr", "closed stderr"],
 )
@@ -260,7 +264,7 @@ def test_limits(tmp_path, monkeypatch, scratch, text, limits, expected):
     """Would not catch a script that stays just below them."""
     for name, most in limits.items():
         monkeypatch.setattr(running, name, most)
-    monkeypatch.setattr(shell, "TIME_LIMIT_S", 30.0 if limits else 1.0)
+    monkeypatch.setattr(shell, "TIME_LIMIT_S", 30.0 if limits else 0.3)
     with pytest.raises(ConfigError, match=expected):
         shell.launches_of(written(tmp_path, text), [], {})
 
@@ -293,26 +297,53 @@ head -c 70000000 /dev/zero > large; python3 a.b=$(stat -c %s large)
     assert shell.launches_of(written(tmp_path, text), [], {}).launches[-1].arguments == (f"a.b={64 << 20}",)
     text = '/bin/rm "$PORT_CALLS"; /bin/mkdir "$PORT_CALLS"'
     assert shell.launches_of(written(tmp_path, text), [], {}).launches == []
-    deadline = time.monotonic() + 20
-    while running_with(str(mark)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not running_with(str(mark)))
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from megatron_rl.port import shell
+shell.launches_of(Path(sys.argv[1]), [], {})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_script_ends_with_the_process_that_runs_it(tmp_path, number):
+    """Killed, that process leaves the folder; ended, nothing. Would not catch a signal before the script has begun."""
+    mark, scratch = tmp_path / "mark", tmp_path / "scratch"
+    scratch.mkdir()
+    script = written(tmp_path, f"( builtin exec -a {mark} /bin/sleep 300 ) & while :; do :; done")
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(scratch)}
+    with subprocess.Popen([sys.executable, "-c", STARTER, str(script)], env=environment) as starter:
+        wait_until(lambda: running_with(str(mark)))
+        starter.send_signal(number)
+        assert starter.wait(20) == (143 if number == signal.SIGTERM else -9)
+    wait_until(lambda: not running_with(str(mark)) and not running_with(str(script)))
+    assert len(list(scratch.iterdir())) == (number == signal.SIGKILL)
 
 
 def test_folders_of_any_depth_are_removed(tmp_path, scratch):
-    """1500 in one another, a link to a folder outside, and one that nobody may read. Would not catch one that grows."""
+    """1100 in one another, a link to a folder outside, and one that nobody may read. Would not catch one that grows."""
     kept = tmp_path / "kept"
     (kept / "inner").mkdir(parents=True)
     with running.scratch_folder() as folder:
         (folder / "link").symlink_to(kept)
         (folder / "closed").mkdir(mode=0)
         place = os.open(folder, os.O_RDONLY)
-        for _ in range(1500):
+        for _ in range(1100):
             os.mkdir("a", dir_fd=place)
             above, place = place, os.open("a", os.O_RDONLY, dir_fd=place)
             os.close(above)
         os.close(place)
     assert (kept / "inner").is_dir()
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def running_with(word: str) -> list[str]:
