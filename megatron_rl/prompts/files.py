@@ -20,6 +20,7 @@ from megatron_rl.config.schema import DataConfig
 from megatron_rl.errors import ConfigError
 
 ROWS_AT_ONCE = 1024
+MOST_LEVELS = 100
 
 Message = dict[str, Any]
 Located = tuple[str, dict[str, Any]]
@@ -219,9 +220,22 @@ def _read_json_lines(path: str, file: Path, _: DataConfig | None, __: Sequence[s
                 raise ConfigError(f"{place} is not JSON: {error}") from error
             if not isinstance(content, dict):
                 raise ConfigError(f"{place} holds a {type(content).__name__}; every line must be an object in braces")
+            if is_deep(line, content):
+                raise ConfigError(f"{place} is nested more deeply than can be read")
             _check_unicode(place, line, content)
             yield place, content
             row += 1
+
+
+def is_deep(line: bytes, content: dict[str, Any]) -> bool:
+    """Whether lists and objects of a line are nested more than MOST_LEVELS deep: what copies rows recurses."""
+    if line.count(b"[") + line.count(b"{") <= MOST_LEVELS:
+        return False
+    level, inner = 0, list[Any]([content])
+    while inner and level <= MOST_LEVELS:
+        values = (value for outer in inner for value in (outer.values() if isinstance(outer, dict) else outer))
+        level, inner = level + 1, [value for value in values if isinstance(value, dict | list)]
+    return level > MOST_LEVELS
 
 
 def _check_unicode(place: str, line: bytes, content: dict[str, Any]) -> None:

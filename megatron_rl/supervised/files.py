@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.prompts.files import RepeatedField, check_named_once, named_once, nearest_hint
+from megatron_rl.prompts.files import RepeatedField, check_named_once, is_deep, named_once, nearest_hint
 from megatron_rl.supervised.forms import form_of_type, form_of_value
 from megatron_rl.supervised.problems import BadRow, RowProblem
 from megatron_rl.supervised.records import Place
@@ -191,6 +191,8 @@ def _parsed(line: bytes) -> dict[str, Any]:
         raise RowProblem("not_json", "", str(error)) from None
     if not isinstance(content, dict):
         raise RowProblem("not_an_object", "", f"a {type(content).__name__}")
+    if is_deep(line, content):
+        raise RowProblem("not_json", "", "nested more deeply than can be read")
     if b"\\ud" in line.lower():
         for name, value in content.items():
             _check_surrogates(name, value)

@@ -203,6 +203,10 @@ def test_each_column_has_a_digest_of_its_own(tmp_path, tokenizer, column, change
     [
         ('{"prompt": "\\ud800"}', r"row 1 \(line 3\): 'prompt' holds half of a pair of surrogates"),
         ("[" * 100_000, r"row 1 \(line 3\) is nested more deeply than can be read"),
+        (
+            {**row("1"), "extra_info": {"a": json.loads("[" * 99 + "]" * 99)}},
+            r"row 1 \(line 3\) is nested more deeply than can be read",
+        ),
         ('{"prompt": "1", ', r"row 1 \(line 3\) is not JSON"),
         ("[1]", r"row 1 \(line 3\) holds a list"),
         ({"prompt": "1", "data_source": "unit"}, r"row 1 \(line 3\) has no 'reward_model'.* has prompt, data_source"),

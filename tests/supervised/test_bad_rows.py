@@ -39,6 +39,7 @@ def chat(*messages):
 CASES = [
     ("not_json", "sft", "messages", b'{"messages": [', ""),
     ("not_json", "sft", "messages", b"[" * 100_000, ""),
+    ("not_json", "sft", "answer", b'{"prompt": "what", "response": ' + b"[" * 200 + b"]" * 200 + b"}", ""),
     ("not_an_object", "sft", "messages", b'["messages"]', ""),
     ("not_utf8", "sft", "answer", b'{"prompt": "caf\xe9", "response": "that"}', ""),
     ("half_surrogate", "sft", "answer", b'{"prompt": "\\ud83d", "response": "that"}', "prompt"),
