@@ -34,6 +34,7 @@ from megatron_rl.checkpoint.folders import (
 )
 from megatron_rl.checkpoint.manifest import FORMAT, FileRecord, Manifest, digest_files
 from megatron_rl.checkpoint.storage import storing
+from megatron_rl.checkpoint.weight_files import MODEL_FILES
 from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.roles import Placement, trained_roles
@@ -44,9 +45,6 @@ from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
 from megatron_rl.records import RoleState
 from megatron_rl.roles.host import RankHost
 from megatron_rl.run_folder import RunFolder
-
-MODEL_FILES = (".json", ".jinja", ".model", ".txt")
-"""Kinds of files, beside weights, of which a Hugging Face folder consists."""
 
 MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs")
 """Keys whose new values are no news in a run that goes on."""

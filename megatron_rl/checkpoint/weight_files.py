@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-INDEX = "model.safetensors.index.json"
+from megatron_rl.config.file_kinds import instead_of_file
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL_FILES = (".json", ".jinja", ".model", ".txt")
+"""Kinds of files, beside weights, of which a Hugging Face folder consists."""
 LARGEST_HEADER = 100_000_000
 """Bytes; what the safetensors library reads at most."""
 LARGEST_JSON = 256 << 20
@@ -25,6 +30,8 @@ BITS = {
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
 }
 """Bits of an element; sizes of other types are not compared."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of weights. What is packed into others means nothing without scales, which are not read here."""
 
 
 class WeightFileError(Exception):
@@ -44,6 +51,9 @@ class StoredTensor:
 
 def read_json(file: Path) -> Any:
     """The content of a JSON file. Raises WeightFileError where it cannot be read."""
+    lacks = instead_of_file(file)
+    if lacks is not None:
+        raise WeightFileError(f"{file.name} must be a file, and {lacks}")
     try:
         size = file.stat().st_size
         if size > LARGEST_JSON:
@@ -57,6 +67,9 @@ def read_json(file: Path) -> Any:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Every tensor of one file. Raises WeightFileError for a damaged header and for a file of another length."""
+    lacks = instead_of_file(file)
+    if lacks is not None:
+        raise WeightFileError(f"{file.name} must be a file, and {lacks}")
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -87,40 +100,88 @@ def _stored(file: Path, data: int, entry: dict[str, Any]) -> StoredTensor:
     return StoredTensor(file, str(entry["dtype"]), shape, data + start, data + stop)
 
 
+def odd_files(folder: Path) -> list[str]:
+    """What is no file among all that a model folder is read from, by names: opening it could wait for forever.
+
+    Raises OSError.
+    """
+    named = sorted(file for file in folder.iterdir() if file.suffix in (*MODEL_FILES, ".safetensors"))
+    kinds = [(file.name, instead_of_file(file)) for file in named]
+    return [f"{name} must be a file, and {lacks}" for name, lacks in kinds if lacks is not None]
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Names of the files that hold a folder's weights. index: tensor -> file, of a folder with an index."""
+
+    files: list[str]
+    index: dict[str, str] | None
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """The files that transformers reads: model.safetensors, else those of the index, else all.
+
+    Raises WeightFileError for an index that cannot be read, for files that it names and that are not there, and where
+    model.safetensors and the index lead to two sets of weights.
+    """
+    has_one = (folder / WEIGHTS).exists()
+    if not (folder / INDEX).exists():
+        files = [WEIGHTS] if has_one else sorted(file.name for file in folder.glob("*.safetensors"))
+        return WeightFiles(files, None)
+    content = read_json(folder / INDEX)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise WeightFileError(f"{INDEX} has no weight_map of tensors to files")
+    files = sorted(set(names.values()))
+    absent = [file for file in files if not (folder / file).exists()]
+    if absent:
+        raise WeightFileError(f"{INDEX} names files that are not there: {some_of(absent)}")
+    if has_one and files != [WEIGHTS]:
+        rule = "transformers reads the former and vLLM the latter: remove the one that is not meant"
+        raise WeightFileError(f"{WEIGHTS} is there, and {INDEX} names others ({some_of(files)}); {rule}")
+    return WeightFiles(files, names)
+
+
 def read_weight_files(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Name -> tensor of the folder's files, as its index says or else of all of them; and everything that is wrong."""
-    index, faults = folder / INDEX, []
-    names: dict[str, str] | None = None
-    files = sorted(file.name for file in folder.glob("*.safetensors"))
-    if index.exists():
-        try:
-            names = read_json(index)["weight_map"]
-            if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-                raise TypeError(names)
-        except WeightFileError as error:
-            return {}, [str(error)]
-        except (KeyError, TypeError):
-            return {}, [f"{INDEX} has no weight_map of tensors to files"]
-        files = sorted(set(names.values()))
-        absent = [file for file in files if not (folder / file).is_file()]
-        if absent:
-            faults.append(f"{INDEX} names files that are not there: {_some(absent)}")
-        files = [file for file in files if file not in absent]
+    """Name -> tensor of the files that `weight_files` names; and everything that is wrong."""
+    try:
+        named = weight_files(folder)
+    except WeightFileError as error:
+        return {}, [str(error)]
+    faults: list[str] = []
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
+    for file in named.files:
         try:
-            tensors |= read_header(folder / file)
+            further = read_header(folder / file)
         except WeightFileError as error:
             faults.append(str(error))
-    if names is not None and not faults:
+            continue
+        twice = [name for name in further if name in tensors]
+        if twice:
+            faults.append(f"{file} holds what {tensors[twice[0]].file.name} holds, too: {some_of(twice)}")
+        tensors |= further
+    if named.index is not None and not faults:
         lost = [
-            name for name, file in names.items() if name not in tensors or tensors[name].file.name != Path(file).name
+            name
+            for name, file in named.index.items()
+            if name not in tensors or tensors[name].file.name != Path(file).name
         ]
         if lost:
-            faults.append(f"{INDEX} names tensors that are not in their files: {_some(lost)}")
+            faults.append(f"{INDEX} names tensors that are not in their files: {some_of(lost)}")
     return tensors, faults
 
 
-def _some(names: list[str]) -> str:
+def type_faults(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """What is wrong with the types of tensors that are weights: one sentence, naming the first."""
+    odd = [name for name, tensor in tensors.items() if tensor.dtype not in FLOATS]
+    if not odd:
+        return []
+    first, rest = tensors[odd[0]], f" (and {len(odd) - 1} more tensors)" if len(odd) > 1 else ""
+    rule = f"weights must be of type {', '.join(FLOATS)}, and quantised ones be unpacked to one of these first"
+    return [f"{odd[0]} in {first.file.name} is of type {first.dtype}{rest}: {rule}"]
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
     rest = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")

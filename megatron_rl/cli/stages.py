@@ -86,8 +86,8 @@ def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse:
     run = checked(path, overrides, change=lambda config: commanded(collapsed(config) if collapse else config, stage))
     raise_problems("this run cannot start", run.violations)
     assert run.config is not None  # a file without a configuration has violations
-    for note in run.notes:
-        Console(stderr=True).print(f"{note.kind.value}: {note}", soft_wrap=True, highlight=False, markup=False)
+    for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.unread):
+        Console(stderr=True).print(line, soft_wrap=True, highlight=False, markup=False)
     return run.config
 
 

@@ -22,6 +22,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
@@ -213,10 +214,11 @@ def flat_settings(tree: dict[str, Any]) -> dict[str, Any]:
 
 def read_file(path: Path) -> Iterator[Setting]:
     """One setting for each leaf of a configuration file, unchecked. Raises ConfigError where it cannot be read."""
-    if not path.is_file():
-        neighbours = [str(file) for file in path.parent.glob("*.y*ml")]
-        hint = f"the nearest is {nearest_name(str(path), neighbours)}" if neighbours else "there is none beside it"
-        raise ConfigError(f"no configuration file at {path}: {hint}")
+    lacks = instead_of_file(path)
+    if lacks is not None:
+        neighbours = [str(file) for file in path.parent.glob("*.y*ml") if file.is_file()]
+        hint = f"the nearest is {nearest_name(str(path), neighbours)}" if neighbours else "no other is beside it"
+        raise ConfigError(f"no configuration file at {path}: {lacks}; {hint}")
     for name, value in read_tree(path, f"groups of keys: {_top_groups()}").items():
         yield from _flatten(name, value, str(path))
 

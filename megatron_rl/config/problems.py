@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.errors import ConfigError, Violation
 
 
@@ -122,7 +123,7 @@ def _is_slip(name: str, other: str) -> bool:
 def missing_file(key: str, path: str, file: Path, suffixes: Sequence[str]) -> Violation:
     """That `key` names no file of these kinds; the nearest is the one beside it whose name is most like it."""
     kind, folder = " or ".join(suffixes), file if file.is_dir() else file.parent
-    there_is = "it is a folder" if file.is_dir() else "there is none"
+    there_is = instead_of_file(file)
     neighbours = [str(other) for suffix in suffixes for other in folder.glob(f"*{suffix}") if other.is_file()]
     nearest = {key: nearest_name(str(file), neighbours)} if neighbours else {}
     hint = "" if neighbours else f"{folder} holds none"

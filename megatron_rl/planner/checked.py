@@ -16,7 +16,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.stages import PPO, STAGES, WITHOUT_ROLLOUT
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.planner.hub_cache import with_local_models
-from megatron_rl.planner.preflight import preflight
+from megatron_rl.planner.preflight import examined
 
 COMMANDS = {PPO: "train"} | {stage: stage for stage in WITHOUT_ROLLOUT}
 """Stage -> the command that trains it."""
@@ -26,17 +26,19 @@ COMMANDS = {PPO: "train"} | {stage: stage for stage in WITHOUT_ROLLOUT}
 class Checked:
     """A configuration and everything that is wrong with its keys, its values and the files it names.
 
-    notes: what verl's keys became. different: keys left alone whose default is another in verl.
+    notes: what verl's keys became. different: keys left alone whose default is another in verl. unread: what of model
+    folders is not read though it may have been meant.
     """
 
     config: RunConfig | None
     violations: list[Violation]
     notes: list[Note] = field(default_factory=list)
     different: list[Difference] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """What of verl is not as in verl. Lines, because the keys would not fit into a table."""
-        return [*(f"{note.kind.value}: {note}" for note in self.notes), *map(str, self.different)]
+        """What of verl is not as in verl, and what is not read. Lines, because they would not fit into a table."""
+        return [*(f"{note.kind.value}: {note}" for note in self.notes), *map(str, self.different), *self.unread]
 
     def as_json(self) -> dict[str, Any]:
         """The same as data."""
@@ -45,6 +47,7 @@ class Checked:
             "differs_from_verl": {
                 one.default.key: {"here": one.here, "verl": one.default.verl} for one in self.different
             },
+            "unread_weights": self.unread,
         }
 
 
@@ -63,8 +66,8 @@ def checked(
     # The defaults that are compared are those of verl's PPO.
     is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
     different = differences(reading.config, reading.given) if is_ppo else []
-    violations = [*reading.violations, *preflight(run_config, config_only=without_files)]
-    return Checked(run_config, violations, notes, different)
+    found, unread = examined(run_config, config_only=without_files)
+    return Checked(run_config, [*reading.violations, *found], notes, different, unread)
 
 
 def commanded(config: RunConfig, stage: str) -> RunConfig:

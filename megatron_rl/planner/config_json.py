@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.file_kinds import instead_of_file
+
 LARGEST_FILE = 16 << 20
 """Bytes; real ones have a few thousand."""
 LARGEST_NUMBER = 2**31 - 1
@@ -41,6 +43,9 @@ class ConfigJsonError(Exception):
 
 def read_config_json(file: Path) -> dict[str, Any]:
     """The object in it. Raises ConfigJsonError where there is none."""
+    lacks = instead_of_file(file)
+    if lacks is not None:
+        raise ConfigJsonError(f"{file} must be a file: {lacks}")
     try:
         if file.stat().st_size > LARGEST_FILE:
             raise ConfigJsonError(f"{file} has {file.stat().st_size} bytes, and at most {LARGEST_FILE} are read")
@@ -66,6 +71,19 @@ def wrong_types(settings: dict[str, Any]) -> dict[str, str]:
         if settings.get(key) is not None and not holds(settings[key]):
             found[key] = f"must be {meaning}"
     return found
+
+
+def not_finite(settings: dict[str, Any]) -> set[str]:
+    """Keys with a NaN or an infinity somewhere in their value, which Python reads from JSON though it has neither."""
+    return {key for key, value in settings.items() if not _is_finite(value)}
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def too_large(settings: dict[str, Any], keys: tuple[str, ...]) -> dict[str, int]:
@@ -94,6 +112,10 @@ def _is_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _is_above_0(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
@@ -109,6 +131,7 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("num_labels", "decoder_sparse_step"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("q_lora_rank", "n_group", "topk_group"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts"), (_is_count, "a whole number >= 0")),
+    "num_nextn_predict_layers": (_is_count, "a whole number >= 0"),
     **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping"), (_is_above_0, "a finite number > 0")),
     **dict.fromkeys(("final_logit_softcapping", "rope_local_base_freq"), (_is_above_0, "a finite number > 0")),
     "partial_rotary_factor": (_is_above_0, "a finite number > 0"),
@@ -117,5 +140,6 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "mlp_only_layers": (_are_numbers, "a list of whole numbers >= 0"),
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), (_is_above_0, "a finite number > 0")),
     "eos_token_id": (_is_token_numbers, "the number of a token, or a list of some"),
+    "model_type": (_is_name, "a name"),
 }
 """Keys that may be left out or null, whether a value is right, and what it must be."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.weight_files import odd_files
+from megatron_rl.config.file_kinds import ABSENT, instead_of_file
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import (
@@ -31,11 +33,18 @@ from megatron_rl.model.families import (
 from megatron_rl.model.families.family import SharedExperts
 from megatron_rl.model.families.latent import SIZE_KEYS
 from megatron_rl.parallel.sharding import padded_vocab_size
-from megatron_rl.planner.config_json import ConfigJsonError, is_size, read_config_json, too_large, wrong_types
-from megatron_rl.planner.folder_files import damaged_files
+from megatron_rl.planner.config_json import (
+    ConfigJsonError,
+    is_size,
+    not_finite,
+    read_config_json,
+    too_large,
+    wrong_types,
+)
+from megatron_rl.planner.folder_files import FolderFiles, lacking_in
+from megatron_rl.planner.folder_weights import FolderWeights, unread_weights, weights_problems
 from megatron_rl.planner.foreign_models import feature_of
 from megatron_rl.planner.hub_cache import is_hub_id
-from megatron_rl.planner.vocabulary import TOKENIZER_FILES
 
 SIZES = (
     "hidden_size",
@@ -59,7 +68,8 @@ class ModelSizes:
     `has_dense_layers`: some layers of a model with experts have none. `shared_experts`: name and columns of the MLP
     beside the experts, which TP cuts as it cuts a dense one; None: there is none. `latent`: sizes of latent attention,
     in which `head_size` is a query's; None: attention is another. `attention`: the choices of the usual one.
-    `has_expert_bias`: experts are chosen by scores and a bias.
+    `has_expert_bias`: experts are chosen by scores and a bias. `unread`: what of the folder's weights is left that may
+    have been meant, in one line; None: nothing, or its weights were not looked at.
     """
 
     path: str
@@ -81,6 +91,7 @@ class ModelSizes:
     latent: LatentAttention | None = None
     attention: AttentionShape | None = None
     has_expert_bias: bool = False
+    unread: str | None = None
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -123,57 +134,93 @@ def read_model_folder(
     """
     folder, given = Path(path).expanduser(), {key: path}
     if not folder.is_dir():
-        parent = folder.parent
-        neighbours = [str(other) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
-        nearest = {key: nearest_name(str(folder), neighbours)} if neighbours else {}
-        hint = "" if neighbours else f"{parent} holds no folder"
-        if is_hub_id(path):
-            hint = f"the local Hugging Face cache has no model of that name either: hf download {path}"
-        return None, [Violation(given, "must be a Hugging Face model folder, and there is none", nearest, hint)]
-    problems = []
-    if not config_only:
-        problems += [Violation(given, f"{rule}; it holds {_listing(folder)}") for rule in _lacking_files(folder)]
-        problems += [Violation(given, f"must be whole: {fault}") for fault in damaged_files(folder)]
-    file = folder / "config.json"
-    if not file.is_file():
-        return None, [*problems, Violation(given, f"must hold config.json; it holds {_listing(folder)}")]
+        return None, [_no_folder(key, path, folder)]
+    try:
+        odd = [] if config_only else odd_files(folder)
+        if odd:
+            return None, [Violation(given, f"must hold files that can be read: {fault}") for fault in odd]
+        described, problems = _described(key, path, folder, known)
+        if config_only:
+            return None if described is None else described.sizes, problems
+        files = FolderFiles.read(folder)
+    except OSError as error:
+        return None, [Violation(given, f"must be a folder that can be read: {error.strerror}")]
+    faulty = [Violation(given, f"{rule}; it holds {_listing(folder)}") for rule in lacking_in(folder)]
+    faulty += [Violation(given, f"must be whole: {fault}") for fault in files.faults]
+    if described is None:
+        return None, [*faulty, *problems]
+    return _with_files(key, described, files, [*faulty, *problems])
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A model as config.json describes it."""
+
+    sizes: ModelSizes
+    family: Family
+    settings: dict[str, Any]
+
+
+def _no_folder(key: str, path: str, folder: Path) -> Violation:
+    parent = folder.parent
+    neighbours = [str(other) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
+    nearest = {key: nearest_name(str(folder), neighbours)} if neighbours else {}
+    hint = "" if neighbours else f"{parent} holds no folder"
+    if is_hub_id(path):
+        hint = f"the local Hugging Face cache has no model of that name either: hf download {path}"
+    lacks = instead_of_file(folder) or "it is a file"
+    return Violation({key: path}, f"must be a Hugging Face model folder, and {lacks}", nearest, hint)
+
+
+def _described(
+    key: str, path: str, folder: Path, known: Mapping[str, Family]
+) -> tuple[_Described | None, list[Violation]]:
+    """What config.json says, None where a model cannot be told from it, and all that is wrong with it."""
+    file, given = folder / "config.json", {key: path}
+    lacks = instead_of_file(file)
+    if lacks == ABSENT:
+        return None, [Violation(given, f"must hold config.json; it holds {_listing(folder)}")]
     try:
         settings = read_config_json(file)
     except ConfigJsonError as error:
-        return None, [*problems, Violation(given, f"must hold a config.json, and {error}")]
-    wrong = [_in_file(file, {key: settings[key]}, rule) for key, rule in wrong_types(settings).items()]
+        return None, [Violation(given, f"must hold a config.json, and {error}")]
+    wrong = wrong_types(settings)
+    wrong |= dict.fromkeys(not_finite(settings) - wrong.keys(), "must hold finite numbers")
     if wrong:
-        return None, problems + wrong
+        return None, [_in_file(file, {name: settings[name]}, rule) for name, rule in wrong.items()]
     architectures = settings.get("architectures") or []
     name = next((name for name in architectures if name in known), None)
     if name is None:
         theirs = str(architectures[0]) if architectures else ""
         rule = f"must be one of {', '.join(sorted(known))} for {key}"
-        lacks = _in_file(file, {"architectures": architectures}, rule, {"architectures": [nearest_name(theirs, known)]})
+        lacking = {"architectures": architectures}
+        unknown = _in_file(file, lacking, rule, {"architectures": [nearest_name(theirs, known)]})
         if theirs and theirs not in STARTING_POINTS:
-            lacks = replace(lacks, hint=f"{theirs} needs {feature_of(theirs)}, which is not here")
-        return None, [*problems, lacks]
+            unknown = replace(unknown, hint=f"{theirs} needs {feature_of(theirs)}, which is not here")
+        return None, [unknown]
     sizes, found = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:
         labels = {"num_labels": num_labels(settings)}
         rule = f"must be 1, because {key} is to give one value"
         found.append(_in_file(file, labels, rule, {"num_labels": 1}))
-    return sizes, problems + found
+    return None if sizes is None else _Described(sizes, known[name], settings), found
 
 
-def lacking_files(path: str) -> list[str]:
-    """What a folder that can be planned with still needs before a run; empty where there is nothing to be read."""
-    folder = Path(path).expanduser()
-    return _lacking_files(folder) if (folder / "config.json").is_file() else []
-
-
-def _lacking_files(folder: Path) -> list[str]:
-    rules = []
-    if not any(folder.glob("*.safetensors")):
-        rules.append("must hold *.safetensors files")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        rules.append(f"must hold a tokenizer ({', '.join(TOKENIZER_FILES)})")
-    return rules
+def _with_files(
+    key: str, model: _Described, files: FolderFiles, problems: list[Violation]
+) -> tuple[ModelSizes, list[Violation]]:
+    """What config.json and the other files say of each other, where each is right."""
+    sizes = model.sizes
+    largest = max(files.tokens.values(), default=0)
+    if largest >= sizes.vocab_size:
+        file, size = Path(sizes.path).expanduser() / "config.json", {"vocab_size": sizes.vocab_size}
+        rule = f"must be above {largest}, the largest number of a token in its tokenizer.json"
+        problems.append(_in_file(file, size, rule, {"vocab_size": largest + 1}))
+    if problems:
+        return sizes, problems
+    weights = FolderWeights.of(files.tensors, model.settings, model.family)
+    problems += weights_problems(key, sizes.path, weights, model.settings)
+    return replace(sizes, unread=unread_weights(sizes.path, weights)), problems
 
 
 def _in_file(file: Path, settings: dict[str, Any], rule: str, nearest: dict[str, Any] | None = None) -> Violation:

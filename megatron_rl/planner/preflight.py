@@ -54,11 +54,26 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
 
     config_only: of the model folders nothing but config.json need be there, and of data nothing.
     """
+    return examined(config, config_only=config_only)[0]
+
+
+def examined(config: RunConfig, *, config_only: bool = False) -> tuple[list[Violation], list[str]]:
+    """Violations as `preflight` returns them, and a line for each part of a model folder that is not read though it may
+    have been meant.
+    """
     # Other rules look at these paths, and count with these numbers.
     unusable = [*magnitude_problems(config), *path_problems(config)]
     if unusable:
-        return without_echoes([*value_problems(config), *unusable], followed_keys(config))
+        return without_echoes([*value_problems(config), *unusable], followed_keys(config)), []
     models, problems = read_models(config, config_only=config_only)
+    violations = _violations(config, models, problems, config_only)
+    return violations, [model.unread for model in models if model.unread is not None]
+
+
+def _violations(
+    config: RunConfig, models: list[ModelSizes], problems: list[Violation], config_only: bool
+) -> list[Violation]:
+    """problems: those of the models' folders."""
     pools = countable_pools(config)
     if config.trainer.stage in WITHOUT_ROLLOUT:
         found = [*problems, *_stage_problems(config, pools, models, config_only)]
@@ -125,8 +140,9 @@ def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[M
             role.model_key, role.model_path, STARTING_FROM.get(role.kind, FAMILIES), config_only=config_only
         )
         problems += faults
-        if role.kind == ACTOR and found[read] is not None and not config_only:
-            problems += end_token_problems(role.model_key, actor_path)
+        sizes = found[read]
+        if role.kind == ACTOR and sizes is not None and not config_only:
+            problems += end_token_problems(role.model_key, actor_path, sizes.vocab_size)
     return list({model.path: model for model in found.values() if model is not None}.values()), problems
 
 

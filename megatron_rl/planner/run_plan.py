@@ -15,11 +15,11 @@ from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planner.ahead import AheadPlan, ahead_plan
 from megatron_rl.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planner.file_rules import train_rows
+from megatron_rl.planner.folder_files import lacking_files
 from megatron_rl.planner.hardware import Hardware
 from megatron_rl.planner.longest import LongestSequence, cutting_sequences, longest_sequence
 from megatron_rl.planner.memory import StageMemory
 from megatron_rl.planner.memory_report import Change, MemoryReport, advice, memory_report, recomputing_everything
-from megatron_rl.planner.model_folder import lacking_files
 from megatron_rl.planner.replay_rules import replay_notes
 from megatron_rl.planner.run_models import PlannedModel, PoolModels, RunModels
 from megatron_rl.planner.step_time import StepTime, generation, step_load, step_time

@@ -71,10 +71,27 @@ def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
         )
 
 
+def base_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Token -> number, of those that any text may become: without the added ones, which a text must hold as they are.
+
+    tokenizer: the content of tokenizer.json; {} where it cannot be read, which the tokenizer's own loader reports.
+    """
+    try:
+        added = {token["content"] for token in tokenizer.get("added_tokens", [])}
+        return {token: number for token, number in _vocabulary(tokenizer).items() if token not in added and number >= 0}
+    except (ValueError, TypeError, KeyError):
+        return {}
+
+
 def _numbers(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Token -> number, of tokenizer.json's model (a mapping, or for Unigram a list of pairs) and added tokens."""
+    """Token -> number, of tokenizer.json's model and added tokens."""
+    return _vocabulary(tokenizer) | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+
+
+def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Token -> number, of tokenizer.json's model: a mapping, or for Unigram a list of pairs."""
     vocabulary: Any = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
     numbers: dict[str, int] = vocabulary
-    return numbers | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    return numbers

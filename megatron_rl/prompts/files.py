@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
+from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.errors import ConfigError
@@ -49,10 +50,11 @@ def read_rows(path: str, data_config: DataConfig, needs_ground_truth: bool = Tru
     rows that lack something.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
+    lacks = instead_of_file(file)
+    if lacks is not None:
         neighbours = [str(other) for suffix in ("parquet", "jsonl") for other in file.parent.glob(f"*.{suffix}")]
         hint = nearest_hint(str(file), neighbours, "parquet or jsonl file in that folder")
-        raise ConfigError(f"no prompt file at {path}: {hint}")
+        raise ConfigError(f"no prompt file at {path}: {lacks}; {hint}")
     read = _read_json_lines if file.suffix == ".jsonl" else _read_parquet
     keys = (data_config.prompt_key, data_config.reward_fn_key, *(("reward_model",) if needs_ground_truth else ()))
     rows = [_checked(place, content, data_config, keys) for place, content in read(path, file, data_config, keys)]

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from megatron_rl.config.file_kinds import NOTHING, kind_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.prompts.files import RepeatedField, check_named_once, is_deep, named_once, nearest_hint
 from megatron_rl.supervised.forms import form_of_type, form_of_value
@@ -91,7 +92,8 @@ def _checked_file(path: str) -> Path:
     file = Path(path).expanduser()
     if not file.is_file():
         neighbours = [str(other) for suffix in ("parquet", "jsonl") for other in file.parent.glob(f"*.{suffix}")]
-        what = "a folder" if file.is_dir() else "no file"
+        kind = kind_of(file)
+        what = "no file" if kind == NOTHING else kind
         raise ConfigError(f"{path} is {what}: {nearest_hint(str(file), neighbours, 'parquet or jsonl file there')}")
     if file.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+from megatron_rl.checkpoint.weight_files import BITS
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planner.preflight import preflight
 
@@ -69,11 +70,21 @@ def write_model(folder, **changes) -> str:
     return str(folder)
 
 
-def safetensors(num_bytes: int, **entry) -> bytes:
-    """A file with one tensor "w" of float32."""
+def safetensors(num_bytes: int, name: str = "model.norm.weight", **entry) -> bytes:
+    """A file with one tensor, of float32 unless `entry` says otherwise; all of it is 0."""
     entry = {"dtype": "F32", "shape": [num_bytes // 4], "data_offsets": [0, num_bytes]} | entry
-    header = json.dumps({"w": entry}).encode()
+    header = json.dumps({name: entry}).encode()
     return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
+
+
+def write_tensors(file: Path, types: dict[str, str], last: int = 0) -> None:
+    """A file of tensors (name -> type) of 16 bytes, all 0 but for the last one's last byte."""
+    places = {name: [16 * place, 16 * place + 16] for place, name in enumerate(types)}
+    shapes = {name: [16 * 8 // BITS.get(kind, 4)] for name, kind in types.items()}
+    entries = {name: {"dtype": types[name], "shape": shapes[name], "data_offsets": places[name]} for name in types}
+    header = json.dumps(entries).encode()
+    content = bytes(16 * len(types) - 1) + bytes([last])
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content)
 
 
 def set_experts(config: RunConfig, **sizes) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,20 +13,23 @@ from model_folders import problems, safetensors, write_model, write_prompts
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.weight_files import read_header, read_weight_files
+from megatron_rl.config.load import load_config
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.planner.config_json import LARGEST_FILE
 from megatron_rl.planner.file_rules import make_folders
-from megatron_rl.planner.folder_files import damaged_files
+from megatron_rl.planner.folder_files import FolderFiles
 from megatron_rl.planner.preflight import preflight
+from megatron_rl.supervised.files import column_forms
 
 INDEX = "model.safetensors.index.json"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("model.safetensors", safetensors(64)[:-1], "has 134 bytes, and its header says 135: it was cut off"),
+        ("model.safetensors", safetensors(64)[:-1], "has 150 bytes, and its header says 151: it was cut off"),
         ("model.safetensors", safetensors(64) + b"x", "something follows its last tensor"),
         ("model.safetensors", safetensors(64)[:40], "has 40 bytes, which hold no header of safetensors"),
         ("model.safetensors", b"", "has 0 bytes, which hold no header"),
@@ -51,9 +56,9 @@ INDEX = "model.safetensors.index.json"
 def test_damaged_files_of_a_folder(tmp_path, file, content, said):
     """Beside whole ones. Would not catch damage inside of a tensor, which no header tells."""
     folder = Path(write_model(tmp_path / "model"))
-    assert list(damaged_files(folder)) == []
+    assert FolderFiles.read(folder).faults == []
     (folder / file).write_bytes(content)
-    (fault,) = damaged_files(folder)
+    (fault,) = FolderFiles.read(folder).faults
     assert said in fault and fault.startswith(file)
 
 
@@ -89,6 +94,14 @@ def test_headers_are_those_that_the_library_writes(tmp_path):
         ({"rms_norm_eps": "1e-6"}, "must be a finite number > 0"),
         ({"layer_types": [5]}, "must be a list of names"),
         ({"eos_token_id": "</s>"}, "must be the number of a token, or a list of some"),
+        ({"model_type": 5}, "model_type=5 of"),
+        ({"rope_theta": math.nan}, "rope_theta=NaN of"),
+        ({"rope_parameters": {"rope_theta": math.nan}}, "must hold finite numbers"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta=0 must be a finite number > 0"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "needs finite numbers > 0 for factor"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor=1.0 must be below high_freq"),
+        ({"initializer_range": math.inf}, "initializer_range=Infinity of"),
+        ({"num_nextn_predict_layers": "1"}, "must be a whole number >= 0"),
     ],
 )
 def test_settings_of_no_sense(config, tmp_path, content, said):
@@ -98,6 +111,46 @@ def test_settings_of_no_sense(config, tmp_path, content, said):
         Path(folder, "config.json").write_text(content)
     (problem,) = problems(config)
     assert said in problem
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a loop of links", "a link to nothing", "a folder"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", INDEX])
+def test_what_is_no_file_is_named_and_not_waited_for(config, tmp_path, file, kind):
+    """In a model folder: nothing opens it. Would not catch a file whose disk hangs."""
+    folder = Path(write_model(tmp_path / "model"))
+    (folder / file).unlink(missing_ok=True)
+    put_in_place(folder / file, kind)
+    (problem,) = problems(config)
+    assert f"{file} must be a file, and it is {kind}" in problem
+    if file == "config.json":
+        assert f"it is {kind}" in str(preflight(config, config_only=True)[0])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a loop of links", "a link to nothing", "a folder"])
+def test_data_and_configurations_are_files(config, tmp_path, kind):
+    """Prompts, a reward function, a configuration. Would not catch a pipe that a user means to be read."""
+    for name in ("train.jsonl", "answers.jsonl", "rule.py", "run.yaml"):
+        put_in_place(tmp_path / name, kind)
+    config.custom_reward_function.path = str(tmp_path / "rule.py")
+    config.data.train_files = str(tmp_path / "train.jsonl")
+    for problem in problems(config):
+        assert f"it is {kind}" in problem or kind == "a loop of links" and "Too many levels" in problem
+    with pytest.raises(ConfigError, match=f"answers.jsonl is {kind}"):
+        column_forms(str(tmp_path / "answers.jsonl"))
+    with pytest.raises(ConfigError, match=f"run.yaml: it is {kind}"):
+        load_config(tmp_path / "run.yaml")
+
+
+def put_in_place(path: Path, kind: str) -> None:
+    {
+        "a pipe": lambda: os.mkfifo(path),
+        "a device": lambda: path.symlink_to("/dev/zero"),
+        "a loop of links": lambda: path.symlink_to(path),
+        "a link to nothing": lambda: path.symlink_to(path.with_name("nothing")),
+        "a folder": path.mkdir,
+    }[kind]()
 
 
 def test_who_ends_an_answer(config, tmp_path):

@@ -98,7 +98,7 @@ def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
             "rope_type='yarn' is not supported; known: default, linear, llama3",
         ),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type='dynamic' is not supported"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' needs numbers for factor"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' needs finite numbers > 0 for factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with sliding_attention"),
         ({"use_sliding_window": True, "layer_types": ["chunked_attention"]}, "layer_types with chunked_attention"),

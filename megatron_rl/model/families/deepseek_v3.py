@@ -20,4 +20,5 @@ FAMILY = Family(
         "rope_interleave": True,
     },
     rollout={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ahead_key="num_nextn_predict_layers",
 )

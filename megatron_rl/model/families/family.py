@@ -135,6 +135,8 @@ class Family:
     fixed: further config.json settings that may have one value only (or be absent).
     defaults: what it means that config.json leaves a setting out, where that is not what it means elsewhere.
     rollout: settings that vLLM reads from config.json and that transformers takes for granted.
+    ahead_key: the config.json key of how many layers that predict several tokens a folder may have behind the others,
+    which nobody reads; None: it may have none.
     """
 
     architecture: str
@@ -151,6 +153,7 @@ class Family:
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
+    ahead_key: str | None = None
 
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """A config.json with what it leaves out."""

@@ -26,4 +26,5 @@ FAMILY = Family(
         "rms_norm_eps": 1e-5,
         "eos_token_id": None,
     },
+    ahead_key="num_nextn_predict_layers",
 )

@@ -68,9 +68,13 @@ def rope_problem(
     kind, rope, known = rope_type(settings), rope_of(settings), LATENT_TYPES if is_latent else ROPE_TYPES
     if not isinstance(kind, str) or kind not in known:
         return f"rope_type={kind!r} is not supported; known: {', '.join(known)}"
-    lacking = [name for name in known[kind] if not isinstance(rope.get(name), int | float)]
+    lacking = [name for name in known[kind] if not _is_above_0(rope.get(name))]
     if lacking:
-        return f"rope_type={kind!r} needs numbers for {', '.join(lacking)}; it has {dict(rope)}"
+        return f"rope_type={kind!r} needs finite numbers > 0 for {', '.join(lacking)}; it has {dict(rope)}"
+    if rope.get("rope_theta") is not None and not _is_above_0(rope["rope_theta"]):
+        return f"rope_theta={rope['rope_theta']!r} must be a finite number > 0"
+    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        return f"low_freq_factor={rope['low_freq_factor']} must be below high_freq_factor={rope['high_freq_factor']}"
     fraction = rope.get("partial_rotary_factor", 1.0)
     if not isinstance(fraction, int | float):
         return f"partial_rotary_factor={fraction!r} must be a number"
@@ -79,6 +83,10 @@ def rope_problem(
     if kind == YARN:
         return _yarn_problem(rope)
     return None
+
+
+def _is_above_0(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _yarn_problem(rope: Mapping[str, Any]) -> str | None:

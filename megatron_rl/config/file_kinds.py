@@ -1,0 +1,36 @@
+"""What stands at a path: a file that can be read to its end, or something else, on which opening may wait forever."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from pathlib import Path
+
+FILE, NOTHING = "a file", "nothing"
+ABSENT = "there is none"
+_KINDS = {
+    stat.S_IFREG: FILE,
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def kind_of(path: Path) -> str:
+    """The kind of what is at `path`, behind links, with its article; nothing is opened."""
+    try:
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "of a kind that cannot be read")
+    except (FileNotFoundError, NotADirectoryError):
+        return "a link to nothing" if path.is_symlink() else NOTHING
+    except OSError as error:
+        return "a loop of links" if error.errno == errno.ELOOP else f"not to be looked at ({error.strerror})"
+
+
+def instead_of_file(path: Path) -> str | None:
+    """A clause that says what is there in the place of a file; None where it is a file."""
+    kind = kind_of(path)
+    if kind == FILE:
+        return None
+    return ABSENT if kind == NOTHING else f"it is {kind}"

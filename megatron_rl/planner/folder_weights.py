@@ -1,0 +1,149 @@
+"""Which tensors of a model folder are read and which are left, told from the headers of its files and its config.json.
+
+What nothing reads is a sign that config.json is another model's, unless it is of a known kind: layers that predict
+several tokens, the head of another role, buffers that are computed anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.weight_files import StoredTensor, some_of, type_faults
+from megatron_rl.errors import Violation
+from megatron_rl.model.families import (
+    REWARD_FAMILIES,
+    Family,
+    ModelShape,
+    constant_map,
+    param_map,
+    value_param_map,
+)
+
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+HEADS = {"lm_head.weight": "lm_head.", "score.weight": "score.", "": "v_head."}
+"""Heads that folders have, by what is read of them, and how their tensors begin; the last is TRL's."""
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED, BLOCK = 16, 4096
+"""Blocks of two matrices that are compared, and bytes of each."""
+
+
+@dataclass(frozen=True)
+class ReadTensors:
+    """What a model of some family and shape reads: `names`, in which `{expert}` stands for one of `num_experts`."""
+
+    names: frozenset[str]
+    num_experts: int
+    own_head: str
+
+    @classmethod
+    def of(cls, family: Family, shape: ModelShape, is_reward_model: bool) -> ReadTensors:
+        """Of a folder with a vocabulary head or, of a reward model, one that gives a score."""
+        specs = (value_param_map if is_reward_model else param_map)(family, shape)
+        names = {name for spec in specs.values() for name in spec.hf_names}
+        names |= {constant.name for constant in constant_map(family, shape).values()}
+        return cls(frozenset(names), shape.num_experts, "score.weight" if is_reward_model else LM_HEAD)
+
+    def has(self, name: str) -> bool:
+        """Whether a folder's tensor is read."""
+        if name in self.names:
+            return True
+        expert = EXPERT.search(name)
+        is_one = expert is not None and int(expert[1]) < self.num_experts and str(int(expert[1])) == expert[1]
+        return is_one and EXPERT.sub(".experts.{expert}.", name) in self.names
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """The tensors of a folder: those that are read, by kind those that are rightly left, and names of all others."""
+
+    read: dict[str, StoredTensor]
+    left: dict[str, dict[str, StoredTensor]]
+    others: list[str]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], family: Family) -> FolderWeights:
+        """settings: of a config.json that preflight has accepted."""
+        shape = ModelShape.from_hf(settings)
+        is_reward_model = any(name in REWARD_FAMILIES for name in settings["architectures"])
+        reads = ReadTensors.of(family, shape, is_reward_model)
+        ahead = 0 if family.ahead_key is None else settings.get(family.ahead_key) or 0
+        found = cls({}, {}, [])
+        for name, tensor in tensors.items():
+            kind = _kind(name, reads, shape.num_layers, ahead)
+            if reads.has(name):
+                found.read[name] = tensor
+            elif kind is None:
+                found.others.append(name)
+            else:
+                found.left.setdefault(kind, {})[name] = tensor
+        return found
+
+
+AHEAD, HEAD, BUFFER, COPY = "of layers that predict several tokens", "of another head", "buffers", "a tied head"
+
+
+def _kind(name: str, reads: ReadTensors, num_layers: int, ahead: int) -> str | None:
+    """Of a tensor that is not read, why that is right; None where it is not."""
+    layer = LAYER.match(name)
+    if name.endswith(".rotary_emb.inv_freq"):
+        return BUFFER
+    if layer is not None and num_layers <= int(layer[1]) < num_layers + ahead:
+        return AHEAD
+    if name == reads.own_head:
+        return COPY
+    own = HEADS[reads.own_head]
+    return HEAD if any(name.startswith(start) for start in HEADS.values() if start != own) else None
+
+
+def weights_problems(key: str, path: str, weights: FolderWeights, settings: Mapping[str, Any]) -> Iterator[Violation]:
+    """Weights of types that are no weights, and tensors that nobody would read. Raises OSError."""
+    faults = type_faults(weights.read)
+    if faults:
+        yield Violation({key: path}, f"must hold weights that can be trained: {faults[0]}")
+        return
+    if weights.others:
+        yield _others_problem(key, path, weights.others, settings)
+    copy, embedding = weights.left.get(COPY, {}).get(LM_HEAD), weights.read.get(EMBEDDING)
+    if copy is not None and embedding is not None and not _are_equal(copy, embedding):
+        rule = f"is said to be tied by tie_word_embeddings of its config.json, and {LM_HEAD} differs from {EMBEDDING}"
+        hint = "set tie_word_embeddings to false there, or take the tensor out"
+        yield Violation({key: path}, f"must hold one vocabulary matrix: the head {rule}", hint=hint)
+
+
+def _others_problem(key: str, path: str, others: list[str], settings: Mapping[str, Any]) -> Violation:
+    """Where whole layers are left, the number of layers is wrong."""
+    layers = {int(match[1]) for name in others if (match := LAYER.match(name))}
+    count, key_of_count = settings["num_hidden_layers"], "num_hidden_layers"
+    if layers and min(layers) >= count and all(LAYER.match(name) for name in others):
+        rule = f"must be the number of layers, and its weights have {max(layers) + 1}: {some_of(others)}"
+        file = str(Path(path).expanduser() / "config.json")
+        return Violation({key_of_count: count}, rule, {key_of_count: max(layers) + 1}, file=file)
+    rule = f"must hold no weights that its config.json does not imply, and holds {some_of(others)}"
+    return Violation({key: path}, rule)
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors have the same type, shape and bytes, as far as some blocks tell."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    room = max(0, one.stop - one.start - BLOCK)
+    with one.file.open("rb") as left, other.file.open("rb") as right:
+        for place in range(COMPARED):
+            offset = room * place // (COMPARED - 1)
+            left.seek(one.start + offset)
+            right.seek(other.start + offset)
+            size = min(BLOCK, one.stop - one.start - offset)
+            if left.read(size) != right.read(size):
+                return False
+    return True
+
+
+def unread_weights(path: str, weights: FolderWeights) -> str | None:
+    """What of a folder is left though it may have been meant, in one line; None where there is none of it."""
+    parts = [f"{some_of([*weights.left[kind]])}, {kind}" for kind in (AHEAD, HEAD) if kind in weights.left]
+    return f"of {path} these tensors are not read: {'; '.join(parts)}" if parts else None
