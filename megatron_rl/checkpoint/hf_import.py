@@ -5,7 +5,6 @@ No tensor is ever in memory whole unless the rank holds it whole, and then only 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from megatron_rl.checkpoint.weight_files import WeightFileError, weight_files
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.observe.liveness import made_progress
@@ -26,29 +26,28 @@ LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class HFFolder:
-    """The safetensors of one Hugging Face folder, found by tensor name. Raises ConfigError when there are none."""
+    """The safetensors of one Hugging Face folder, found by tensor name.
+
+    Raises ConfigError when there are none, or when it is not clear which are meant (`weight_files`).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            self.files = json.loads(index.read_text())["weight_map"]
-        else:
-            self.files = {
-                name: file.name for file in sorted(path.glob("*.safetensors")) for name in safe_open(file, "pt").keys()
-            }
+        try:
+            named = weight_files(path)
+        except WeightFileError as error:
+            raise ConfigError(f"the weights of {path} cannot be read: {error}") from error
+        self.files = named.index or {name: file for file in named.files for name in safe_open(path / file, "pt").keys()}
         if not self.files:
             raise ConfigError(f"no *.safetensors in {path}; expected a Hugging Face model folder")
         self.handles: dict[str, safe_open] = {}
         self.num_mapped = 0
-        absent = sorted({file for file in self.files.values() if not (path / file).is_file()})
-        if absent:
-            raise ConfigError(f"{index} names files that are not there: {', '.join(absent)}")
 
     def copy_box(self, name: str, box: Box, whole_shape: tuple[int, ...], into: torch.Tensor) -> None:
         """Copy the elements of `box` of one tensor, cast to the dtype of `into`; nothing else is read.
 
-        Raises ConfigError when there is no such tensor, or its shape is not `whole_shape`.
+        Raises ConfigError when there is no such tensor, its shape is not `whole_shape`, or a copied element is NaN,
+        infinite or beyond the range of the dtype.
         """
         if name not in self.files:
             raise ConfigError(f"tensor {name!r} is not in {self.path}")
@@ -61,7 +60,11 @@ class HFFolder:
         num_rows = max(1, MAX_MAPPED_ELEMENTS // row)
         for first in range(start, stop, num_rows):
             last = min(first + num_rows, stop)
-            into[first - start : last - start].copy_(self._slice(name)[(slice(first, last), *rest)])
+            read, copied = self._slice(name)[(slice(first, last), *rest)], into[first - start : last - start]
+            copied.copy_(read)
+            if not is_finite(copied):
+                what = f"is too large for {into.dtype}" if is_finite(read) else "is NaN or infinite"
+                raise ConfigError(f"{self.path / self.files[name]} cannot be used: an element of {name} {what}")
             made_progress()
             self._account((last - first) * row)
 
@@ -85,6 +88,13 @@ class HFFolder:
         if self.num_mapped >= MAX_MAPPED_ELEMENTS:
             self.handles.clear()
             self.num_mapped = 0
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite; in one pass, and without a tensor of answers. It may be empty."""
+    if not tensor.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())  # both are NaN where an element is
 
 
 def global_name(name: str, first_layer: int) -> str:

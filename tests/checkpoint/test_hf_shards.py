@@ -211,3 +211,36 @@ def test_global_names_count_layers_over_the_pipeline():
     assert global_name("decoder.layers.1.mlp.linear_fc1.weight", 3) == "decoder.layers.4.mlp.linear_fc1.weight"
     assert global_name("decoder.layers.10.mlp.linear_fc1.weight", 3) == "decoder.layers.13.mlp.linear_fc1.weight"
     assert global_name("output_layer.weight", 3) == "output_layer.weight"
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "said"),
+    [
+        (float("nan"), torch.float32, "an element of model.norm.weight is NaN or infinite"),
+        (float("-inf"), torch.bfloat16, "an element of model.norm.weight is NaN or infinite"),
+        (1e5, torch.float16, "an element of model.norm.weight is too large for torch.float16"),
+        (1e5, torch.bfloat16, None),
+    ],
+)
+def test_weights_are_finite(tmp_path, value, dtype, said):
+    """As they are read and as they are kept, with the file's name. Would not catch a number that is merely wrong."""
+    tensors = random_tensors(4, 2, 2, 12, 70, torch.float32, seed=0)
+    tensors["model.norm.weight"][-1] = value
+    write(tmp_path, tensors, 1)
+    (name,) = (name for name, spec in SPECS.items() if spec.hf_names == ("model.norm.weight",))
+    if said is None:
+        assert shards(HFFolder(tmp_path), name, 1, dtype=dtype)[0][-1] == torch.tensor(value, dtype=dtype)
+        return
+    with pytest.raises(ConfigError, match="model.safetensors cannot be used: ") as raised:
+        shards(HFFolder(tmp_path), name, 1, dtype=dtype)
+    assert said in str(raised.value)
+
+
+def test_one_model_is_meant(tmp_path):
+    """A file and an index of others: refused, also where the folder was not looked at before. Would not catch files of
+    two models that one index names."""
+    tensors = random_tensors(4, 2, 2, 12, 70, torch.float32, seed=0)
+    write(tmp_path, tensors, 3)
+    write(tmp_path, tensors, 1)
+    with pytest.raises(ConfigError, match="transformers reads the former and vLLM the latter"):
+        HFFolder(tmp_path)
