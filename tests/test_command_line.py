@@ -30,7 +30,8 @@ def small_run(tmp_path) -> list[str]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(
         '{"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4,'
-        ' "max_position_embeddings": 32, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 64}'
+        ' "max_position_embeddings": 32, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 64,'
+        ' "model_type": "llama"}'
     )
     (tmp_path / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "model/tokenizer.json").write_text('{"model": {}}')

@@ -212,10 +212,14 @@ def _with_files(
     """What config.json and the other files say of each other, where each is right."""
     sizes = model.sizes
     largest = max(files.tokens.values(), default=0)
+    file = Path(sizes.path).expanduser() / "config.json"
     if largest >= sizes.vocab_size:
-        file, size = Path(sizes.path).expanduser() / "config.json", {"vocab_size": sizes.vocab_size}
+        size = {"vocab_size": sizes.vocab_size}
         rule = f"must be above {largest}, the largest number of a token in its tokenizer.json"
         problems.append(_in_file(file, size, rule, {"vocab_size": largest + 1}))
+    if model.settings.get("model_type") is None:
+        rule = "must be there, as transformers reads config.json by it"
+        problems.append(_in_file(file, {"model_type": None}, rule, {"model_type": model.family.model_type}))
     if problems:
         return sizes, problems
     weights = FolderWeights.of(files.tensors, model.settings, model.family)
@@ -346,6 +350,10 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
     num_layers = settings.get("num_hidden_layers")
     if family.attention.local and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
         yield _in_file(file, {"layer_types": layer_types}, f"must name the kind of each of the {num_layers} layers")
+    kind = settings.get("model_type")
+    if kind is not None and kind != family.model_type:
+        rule = f"must be that of {family.architecture}, as transformers reads config.json by it"
+        yield _in_file(file, {"model_type": kind}, rule, {"model_type": family.model_type})
     for name, required in family.fixed_settings.items():
         value = settings.get(name, required)
         if value != required and (value or required):

@@ -10,6 +10,7 @@ import pyarrow.parquet
 
 from megatron_rl.checkpoint.weight_files import BITS
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.planner.model_folder import STARTING_POINTS
 from megatron_rl.planner.preflight import preflight
 
 MODEL = {
@@ -64,7 +65,11 @@ def write_prompts(file: Path, **changes) -> str:
 
 def write_model(folder, **changes) -> str:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL | changes))
+    settings = MODEL | changes
+    names = settings["architectures"]
+    family = STARTING_POINTS.get(str(names[0])) if isinstance(names, list) and names else None
+    settings = ({} if family is None else {"model_type": family.model_type}) | settings
+    (folder / "config.json").write_text(json.dumps(settings))
     (folder / "model.safetensors").write_bytes(NO_TENSORS)
     (folder / "tokenizer.json").write_text(TOKENIZER)
     return str(folder)

@@ -95,6 +95,8 @@ def test_headers_are_those_that_the_library_writes(tmp_path):
         ({"layer_types": [5]}, "must be a list of names"),
         ({"eos_token_id": "</s>"}, "must be the number of a token, or a list of some"),
         ({"model_type": 5}, "model_type=5 of"),
+        ({"model_type": None}, 'must be there, as transformers reads config.json by it; nearest: "qwen2"'),
+        ({"model_type": "llama"}, 'model_type="llama" of'),
         ({"rope_theta": math.nan}, "rope_theta=NaN of"),
         ({"rope_parameters": {"rope_theta": math.nan}}, "must hold finite numbers"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta=0 must be a finite number > 0"),

@@ -35,7 +35,12 @@ def files(tmp_path, monkeypatch) -> Settings:
         "num_attention_heads": 4,
         "head_dim": 32,
     }
-    shape |= {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 32, "vocab_size": 64}
+    shape |= {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": 32,
+        "vocab_size": 64,
+    }
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(shape))
     (tmp_path / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")

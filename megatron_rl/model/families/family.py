@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.model.families.attention import AttentionKeys
+
+WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""Where a word begins in a name such as Qwen2Moe."""
 
 FIXED_SETTINGS = {
     "attention_bias": False,
@@ -136,7 +140,8 @@ class Family:
     defaults: what it means that config.json leaves a setting out, where that is not what it means elsewhere.
     rollout: settings that vLLM reads from config.json and that transformers takes for granted.
     ahead_key: the config.json key of how many layers that predict several tokens a folder may have behind the others,
-    which nobody reads; None: it may have none.
+    which nobody reads; None: it may have none. own_type: the model_type of config.json, where it is not the
+    architecture's name in small letters.
     """
 
     architecture: str
@@ -154,6 +159,12 @@ class Family:
     rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
     ahead_key: str | None = None
+    own_type: str | None = None
+
+    @property
+    def model_type(self) -> str:
+        """By which transformers finds the class that reads config.json."""
+        return self.own_type or WORD.sub("_", self.architecture.removesuffix("ForCausalLM")).lower()
 
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """A config.json with what it leaves out."""

@@ -6,6 +6,7 @@ from megatron_rl.model.families.family import GEMMA, Family
 FAMILY = Family(
     "Gemma3ForCausalLM",
     "Gemma3TextForSequenceClassification",
+    own_type="gemma3_text",
     qk_norm=True,
     attention=AttentionKeys(
         scale="query_pre_attn_scalar",
