@@ -11,6 +11,7 @@ from megatron_rl.checkpoint.export_saved import StoredModel, saved_model
 from megatron_rl.checkpoint.folders import find
 from megatron_rl.checkpoint.manifest import MANIFEST
 from megatron_rl.checkpoint.resume import usable_checkpoint
+from megatron_rl.checkpoint.targets import refuse_target
 from megatron_rl.errors import ConfigError
 
 
@@ -29,8 +30,7 @@ class Averaging:
 
         Raises ConfigError for what cannot be averaged or read.
         """
-        if target.exists():
-            raise ConfigError(f"--target {target} must not exist; nearest: --target {target}-average")
+        refuse_target(target, nearest=Path(f"{target}-average"))
         folders = [folder for one in given for folder in _models_in(one, role)]
         if len(folders) < 2:
             raise ConfigError(

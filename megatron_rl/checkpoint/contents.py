@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.manifest import Manifest
 from megatron_rl.checkpoint.pickles import METADATA
 
@@ -17,6 +18,10 @@ RUN_FILE = "run.json"
 """The controller's part of a checkpoint."""
 ROLE_FILE = "role.json"
 """In each role's folder: the role and the step that it was written for."""
+
+
+LOADED, SUFFIXES = (METADATA, ROLE_FILE, "metadata.json"), (".distcp", ".pt")
+"""What megatron-core's loader reads in a role's folder: names, and endings of names."""
 
 
 def write_role_file(folder: Path, role: str, step: int) -> None:
@@ -34,7 +39,8 @@ def contents_faults(folder: Path, manifest: Manifest) -> list[str]:
     needed = [RUN_FILE, *(f"{role}/{name}" for role in manifest.models for name in (ROLE_FILE, METADATA))]
     faults = [f"its manifest does not list {name}" for name in needed if name not in manifest.files]
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name not in manifest.models:
+        # Another folder is somebody's own, which nobody reads.
+        if path.name not in manifest.models and (path / ROLE_FILE).exists():
             faults.append(f"its manifest names no role {path.name}, and there is such a folder")
     for role in manifest.models:
         if f"{role}/{ROLE_FILE}" in manifest.files:
@@ -54,6 +60,11 @@ def _role_faults(folder: Path, role: str, step: int) -> list[str]:
 
 
 def _loaded_files(folder: Path, role: str) -> set[str]:
-    """The files of a role that loading may read: of hidden ones, which systems leave, the table of contents alone."""
-    files = (path.relative_to(folder) for path in (folder / role).rglob("*") if path.is_file())
-    return {path.as_posix() for path in files if path.name == METADATA or not path.name.startswith(".")}
+    """The files of a role that loading may read: megatron-core's, and of the model's folder all but hidden ones.
+
+    What else lies there, such as a system's files or a folder that somebody has put there, is not looked at.
+    """
+    within = folder / role
+    own = [path for path in within.iterdir() if path.name in LOADED or path.match("__*") or path.suffix in SUFFIXES]
+    model = [path for path in (within / HF_FOLDER).rglob("*") if not path.name.startswith(".") and not path.is_dir()]
+    return {path.relative_to(folder).as_posix() for path in (*own, *model)}

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_rl.checkpoint.durable import sync, write_text
+from megatron_rl.config.file_kinds import ABSENT, instead_of_file
 
 FORMAT = 4
 """The format this version writes, and the only one it reads."""
@@ -117,13 +118,25 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises ManifestError with the reason why there is none that can be used."""
+    lacks = instead_of_file(folder / MANIFEST)
+    if lacks == ABSENT:
+        raise ManifestError(f"it has no {MANIFEST}: torn, or not written by {PROJECT}")
+    if lacks is not None:
+        raise ManifestError(f"{MANIFEST} must be a file, and {lacks}")
     try:
         text = (folder / MANIFEST).read_text()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ManifestError(f"it has no {MANIFEST}: torn, or not written by {PROJECT}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"{MANIFEST} cannot be read: {error}") from error
     return Manifest.from_json(text)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a manifest of this project's, of whatever format, by its first bytes. Raises OSError."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return f'"project": "{PROJECT}"'.encode() in opened.read(100)
 
 
 def broken_files(folder: Path, manifest: Manifest, checksums: bool) -> list[str]:
@@ -132,6 +145,9 @@ def broken_files(folder: Path, manifest: Manifest, checksums: bool) -> list[str]
     def fault(name: str, record: FileRecord) -> str | None:
         file = folder / name
         try:
+            lacks = instead_of_file(file)
+            if lacks is not None and lacks != ABSENT:
+                return f"{name} must be a file, and {lacks}"
             size = file.stat().st_size
             if size != record.size:
                 return f"{name} has {size} bytes, not {record.size}"

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from megatron_rl.checkpoint.resume import usable_checkpoint
+from megatron_rl.checkpoint.targets import refuse_target
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.quiet import quiet_libraries
 
@@ -27,11 +28,10 @@ def export_command(
     role: Annotated[Role, typer.Option(help="critic: as a reward model with one label.")] = Role.ACTOR,
 ) -> None:
     """Write a checkpointed model as a Hugging Face folder. One process, no GPU."""
+    refuse_target(target, nearest=Path(f"{target}-{checkpoint.name}"))
     folder = usable_checkpoint(checkpoint)
     if not (folder / role.value).is_dir():
         raise ConfigError(f"--role {role.value}: {folder} has none, as its run trained none; nearest: --role actor")
-    if target.exists():
-        raise ConfigError(f"--target {target} must not exist; nearest: --target {target}-{folder.name}")
     quiet_libraries()
     from megatron_rl.checkpoint.export_saved import export_saved
 

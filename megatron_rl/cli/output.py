@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.targets import refuse_in_checkpoint
 from megatron_rl.errors import ConfigError, StorageError
 from megatron_rl.observe.output import lost_output
 from megatron_rl.observe.summary import finite_or_null
@@ -32,7 +33,8 @@ def refuse_to_lose_output() -> None:
 
 
 def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raise ConfigError where a file cannot be written, before the work whose product it takes: only trying tells.
+    """Raise ConfigError where a file cannot be written, or would lie in a checkpoint, before the work whose product it
+    takes: only trying tells.
 
     Leaves no file or folder behind that was not there. suffixes: how its name must end, the usual one first; any where
     there are none.
@@ -42,6 +44,7 @@ def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = 
     if suffixes and file.suffix.lower() not in suffixes:
         nearest = file.with_suffix(suffixes[0]) if file.name else Path(f"picture{suffixes[0]}")
         raise ConfigError(f"{option} {file} must end in one of {', '.join(suffixes)}; nearest: {option} {nearest}")
+    refuse_in_checkpoint(option, file)
     reason = _why_unwritable(file)
     if reason is not None:
         nearest = Path("outputs", option.removeprefix("--")).with_suffix(suffixes[0] if suffixes else ".yaml")
@@ -50,7 +53,10 @@ def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = 
 
 
 def check_output_folder(option: str, folder: Path) -> None:
-    """Raise ConfigError where no file can be written in a folder; it need not be there, and is not made."""
+    """Raise ConfigError where no file can be written in a folder, or it lies in a checkpoint. It need not be there, and
+    is not made.
+    """
+    refuse_in_checkpoint(option, folder)
     reason = "File exists" if folder.is_file() else _why_unwritable(folder / ".written")
     if reason is not None:
         rule = f"must be a folder that can be written, and the system says: {reason}"

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_rl.checkpoint.targets import beside, checkpoint_round
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.load import default_of, type_of
@@ -41,6 +42,9 @@ PATHS = (
     "trainer.resume_from_path",
 )
 """Every key that is a path, or a list of some, beside those of further reward models."""
+FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+OUTPUTS = (*FOLDERS, "data.bad_rows_file", "ptx.bad_rows_file")
+"""Keys of what is written; the first are folders."""
 
 
 def file_problems(config: RunConfig) -> Iterable[Violation]:
@@ -49,6 +53,7 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
     yield from _reward_problems(config.custom_reward_function)
     yield from _folder_problems(config.trainer)
+    yield from _checkpoint_problems(config)
     yield from _logger_problems(config.trainer)
 
 
@@ -60,6 +65,7 @@ def stage_file_problems(config: RunConfig) -> Iterable[Violation]:
             if wrong is not None:
                 yield _within_list(wrong, key, path, paths)
     yield from _folder_problems(config.trainer)
+    yield from _checkpoint_problems(config)
     yield from _logger_problems(config.trainer)
 
 
@@ -258,6 +264,16 @@ def _folder_problems(trainer: TrainerConfig) -> Iterable[Violation]:
             yield Violation({key: path}, f"must be a folder that can be written, and {above} cannot")
 
 
+def _checkpoint_problems(config: RunConfig) -> Iterable[Violation]:
+    """What would be written into a checkpoint, which is one run's and complete."""
+    for key in OUTPUTS:
+        path = value_of(config, key)
+        checkpoint = checkpoint_round(Path(path)) if isinstance(path, str) else None
+        if checkpoint is not None:
+            rule = f"must not lie in a checkpoint, {checkpoint}"
+            yield Violation({key: path}, rule, {key: str(beside(checkpoint, Path(path)))})
+
+
 def make_folders(trainer: TrainerConfig) -> None:
     """Make the folders that a run writes to, and see that files can be made in them, before any process is started.
 
@@ -276,6 +292,5 @@ def make_folders(trainer: TrainerConfig) -> None:
 
 
 def _output_folders(trainer: TrainerConfig) -> list[tuple[str, str]]:
-    keys = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
     paths = (trainer.default_local_dir, trainer.rollout_data_dir, trainer.validation_data_dir)
-    return [(key, path) for key, path in zip(keys, paths, strict=True) if path is not None]
+    return [(key, path) for key, path in zip(FOLDERS, paths, strict=True) if path is not None]

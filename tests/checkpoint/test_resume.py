@@ -276,12 +276,50 @@ def test_a_role_file_that_is_no_json(trainer, tmp_path):
     assert point.step == 10 and "actor/role.json is not JSON" in point.skipped[0]
 
 
-def test_what_a_system_leaves_in_a_folder_does_no_harm(trainer, tmp_path):
-    """Hidden files, and a note beside the roles. Would not catch a hidden file that a loader reads."""
+def test_what_others_leave_in_a_folder_does_no_harm(trainer, tmp_path):
+    """Files of systems, notes, exported models, links, and a pickle that nobody loads. Would not catch a hidden file
+    that a loader reads."""
     folder = save(tmp_path, 10)
-    for name in (".nfs0001", "actor/.DS_Store", "notes.txt"):
+    for name in (".nfs0001", "actor/.DS_Store", "notes.txt", "actor/notes.txt", "hf/config.json", "actor/mean/a.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
-    assert select(trainer, MODELS).step == 10
+    (folder / "hf/training_args.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    (folder / "mean").symlink_to(tmp_path)
+    os.mkfifo(folder / "actor/a_pipe")
+    assert select(trainer, MODELS).step == 10 and usable_checkpoint(folder) == folder
+
+
+@pytest.mark.parametrize(
+    "name", ["actor/common.pt", "actor/__7_0.distcp", "actor/metadata.json", "actor/huggingface/a"]
+)
+def test_what_a_loader_would_read_must_be_listed(trainer, tmp_path, name):
+    """A file, a folder and a pipe of such a name. Would not catch names that another megatron-core reads."""
+    save(tmp_path, 10)
+    file = save(tmp_path, 20) / name
+    file.parent.mkdir(exist_ok=True)
+    for make in (file.touch, lambda: os.mkfifo(file), file.mkdir):
+        if make == file.mkdir and file.suffix == "":
+            continue  # a folder of the model's: its files are compared
+        make()
+        point = select(trainer, MODELS)
+        assert point.step == 10 and f"its manifest does not list {name}" in point.skipped[0]
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [MANIFEST, "actor/__0_0.distcp", "actor/role.json", "run.json"])
+def test_a_pipe_is_not_waited_for(trainer, tmp_path, name):
+    """In the place of a file, even of an empty one. Would not catch a disk that hangs."""
+    save(tmp_path, 10)
+    folder, manifest = write_files(tmp_path, 20)
+    (folder / "actor/__0_0.distcp").write_bytes(b"")
+    empty = digest_files(folder, ["actor/__0_0.distcp"])
+    folder = commit(folder, Manifest(manifest.format, 20, MODELS, manifest.files | empty))
+    assert select(trainer, MODELS).step == 20
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    point = select(trainer, MODELS)
+    assert point.step == 10 and f"{name} must be a file, and it is a pipe" in point.skipped[0]
 
 
 def test_what_cannot_be_read_is_told(trainer, tmp_path):
@@ -295,4 +333,4 @@ def test_what_cannot_be_read_is_told(trainer, tmp_path):
     save(tmp_path, 10)
     (save(tmp_path, 20) / "actor/common.pt").mkdir()
     point = select(trainer, MODELS)
-    assert point.step == 10 and "it cannot be read: " in point.skipped[0]
+    assert point.step == 10 and "its manifest does not list actor/common.pt" in point.skipped[0]

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_folders import EXPERTS, problems, set_experts, write_model, write_prompts
 
+from megatron_rl.checkpoint.manifest import FORMAT, Manifest
+from megatron_rl.config.keys import put
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
@@ -36,6 +38,17 @@ def set_pp(config: RunConfig, pp: int) -> None:
     config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size = pp
     config.critic.megatron.pipeline_model_parallel_size = pp
     config.actor_rollout_ref.ref.megatron.pipeline_model_parallel_size = pp
+
+
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "trainer.rollout_data_dir", "data.bad_rows_file"])
+def test_nothing_is_written_into_a_checkpoint(config, tmp_path, key):
+    """A run in another's checkpoint would be no part of it. Would not catch a checkpoint that is still unfinished."""
+    folder = tmp_path / "run/global_step_2"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(Manifest(FORMAT, 2, {}, {}).to_json())
+    put(config, key, f"{folder}/actor/new")
+    (problem,) = problems(config)
+    assert problem == f"{key}={folder}/actor/new must not lie in a checkpoint, {folder}; nearest: {folder}-new"
 
 
 def test_a_good_run_has_no_violations(config):
