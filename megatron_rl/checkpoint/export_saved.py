@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.keys import BIAS, OPTIMIZER_PREFIX, checkpoint_key
 from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
-from megatron_rl.checkpoint.storage import free_space, writing
+from megatron_rl.checkpoint.storage import writing
 from megatron_rl.errors import StorageError
 from megatron_rl.model.families import ModelShape, constant_map, family_of, param_map, value_param_map
 
@@ -28,7 +28,7 @@ class StoredModel:
     """A model somewhere on disk as the tensors of a Hugging Face folder.
 
     source: what has its config.json and tokenizer. shapes, dtypes: by name, in the order of the files. read: a tensor
-    by its name.
+    by its name. files: tensor -> the file that it is in, where it is in one.
     """
 
     source: Path
@@ -36,6 +36,7 @@ class StoredModel:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     read: Callable[[str], torch.Tensor]
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def description(self) -> Description:
@@ -95,10 +96,10 @@ def write_model(model: StoredModel, target: Path) -> None:
     nothing of it is left."""
     with removing_unfinished(target):
         try:
-            with writing():
+            with writing(target):
                 write_hf_folder(target, model.sizes, model.read, model.description)
         except StorageError as error:
-            raise StorageError(f"{target} could not be written: {error}; {free_space(target)}") from error
+            raise StorageError(f"{target} could not be written: {error}") from error
 
 
 class _Reader:

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
+from megatron_rl.checkpoint.storage import free_space, storage_reason
+from megatron_rl.errors import StorageError
 from megatron_rl.model.families import REWARD_FAMILIES
 
 MAX_SHARD_BYTES = 1 << 30
@@ -78,11 +80,20 @@ def removing_unfinished(target: Path) -> Iterator[None]:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write one file of weights; tensors must not share memory."""
+    """Write one file of weights; tensors must not share memory. Raises StorageError, with the bytes that were free
+    before it."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     file.touch()
     mode = file.stat().st_mode  # by the umask, as of all files; safetensors makes its own for the owner alone
-    save_file(contiguous, file, metadata={"format": "pt"})
+    room = free_space(file)
+    try:
+        save_file(contiguous, file, metadata={"format": "pt"})
+    except Exception as error:  # safetensors' own class, which quotes the system; what was written is gone by now
+        reason = storage_reason(error)
+        if reason is None:
+            raise
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        raise StorageError(f"{reason}; {room}, and {file.name} has {size:,}") from error
     file.chmod(mode)
 
 

@@ -19,20 +19,25 @@ from megatron_rl.errors import MegatronRLError, StorageError
 CUT_SHORT = re.compile(r"iostream error|inline_container\.cc|PytorchStreamWriter failed writing|file write failed")
 """How torch says that the system took only a part of a file; it does not say why."""
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOENT, errno.EACCES, errno.EPERM)
+FREE = "bytes are free"
 TOLD = re.compile(rf"(\[Errno |\(os error )({'|'.join(map(str, _NUMBERS))})[\])]")
 """How megatron-core and safetensors quote the system's answer in errors that are no OSError."""
 
 
 @contextmanager
-def writing() -> Iterator[None]:
-    """On any process: raises StorageError with the reason alone when the body could not write a file."""
+def writing(target: Path | None = None) -> Iterator[None]:
+    """On any process: raises StorageError with the reason alone when the body could not write a file.
+
+    target: what is being written, whose disk's free bytes are told as well: as they are when the body fails, while
+    what it has half written is still there.
+    """
     try:
         yield
     except Exception as error:
         reason = storage_reason(error)
         if reason is None:
             raise
-        raise StorageError(reason) from error
+        raise StorageError(reason if target is None else _with_room(reason, target)) from error
 
 
 @contextmanager
@@ -47,9 +52,13 @@ def storing(what: str, root: Path) -> Iterator[None]:
         reason = storage_reason(error)
         if reason is None:
             raise
-        raise StorageError(
-            f"{what} could not be written to {root}: {reason}; {free_space(root)}; {last_checkpoint(root)}"
-        ) from error
+        reason = _with_room(reason, root)
+        raise StorageError(f"{what} could not be written to {root}: {reason}; {last_checkpoint(root)}") from error
+
+
+def _with_room(reason: str, target: Path) -> str:
+    """With the free bytes, unless whoever was nearer to the failure has told them."""
+    return reason if FREE in reason else f"{reason}; {free_space(target)}"
 
 
 def storage_reason(error: BaseException) -> str | None:
@@ -75,7 +84,7 @@ def free_space(root: Path) -> str:
             usage = shutil.disk_usage(folder)
         except OSError:
             continue
-        return f"{usage.free:,} of {usage.total:,} bytes are free there"
+        return f"{usage.free:,} of {usage.total:,} {FREE} there"
     return "its free bytes are not known"
 
 

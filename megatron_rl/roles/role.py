@@ -113,7 +113,7 @@ class TrainedRole(Role):
         constants = read_constants(source.constants.values(), source.path, torch.device("cpu"), dtype=None)
         if bias is not None and bias.has_moved:
             constants = {name: row.cpu() for name, row in bias.whole().items()}
-        with writing():
+        with writing(target):
             export_hf(
                 named_parameters(self.trainable.models),
                 self.specs,

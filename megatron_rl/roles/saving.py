@@ -31,7 +31,7 @@ class UnfinishedSave:
 
         Raises StorageError when a file could not be written, if it is another rank's, too.
         """
-        with writing():
+        with writing(self.folder):
             if not self.writer.finish(wait):
                 return None
             names = [file.relative_to(self.folder).as_posix() for file in self._files()]
@@ -59,7 +59,7 @@ def begin_save(
     Raises StorageError when a file of this rank could not be written.
     """
     writer = CheckpointWriter(device.torch_device)
-    with writing():
+    with writing(folder):
         for name, role in roles.items():
             role.checkpoint.save(folder / name, writer, role.config.checkpoint.async_save)
         save_rank_state(folder, pool, groups, rollout_rng)

@@ -74,6 +74,36 @@ def test_the_sentence_names_folder_free_bytes_and_the_last_checkpoint(tmp_path):
         save(tmp_path, 1)
 
 
+def test_free_bytes_are_those_of_the_failure(tmp_path, monkeypatch):
+    """Of a disk of 1,000 bytes: before what is half written goes, and before a file that its writer takes away itself.
+
+    Once in a sentence, by whoever was nearest. Would not catch another process that frees some at that moment.
+    """
+    half = tmp_path / "half"
+
+    def usage(_):
+        used = sum(file.stat().st_size for file in tmp_path.rglob("*"))
+        return shutil._ntuple_diskusage(1000, used, 1000 - used)
+
+    def write_half():
+        try:
+            with writing(tmp_path):
+                half.write_bytes(bytes(600))
+                raise OSError(28, "No space left on device")
+        finally:
+            half.unlink()
+
+    monkeypatch.setattr("megatron_rl.checkpoint.storage.shutil.disk_usage", usage)
+    with pytest.raises(StorageError) as raised, storing("x", tmp_path):
+        write_half()
+    assert "No space left on device; 400 of 1,000 bytes are free there; there is no" in str(raised.value)
+    half.write_bytes(bytes(300))
+    with full_disk(500), pytest.raises(StorageError) as raised, storing("x", tmp_path), writing(tmp_path):
+        save_tensors({"x": torch.zeros(250), "y": torch.zeros(1)}, tmp_path / "some.safetensors")
+    assert "; 700 of 1,000 bytes are free there, and some.safetensors has 1,004; there is no" in str(raised.value)
+    assert str(raised.value).count("bytes are free") == 1
+
+
 def test_the_last_checkpoint_is_one_that_is_whole(tmp_path):
     """A newer one has lost a file. Would not catch a changed byte: there is no time to read all of them."""
     save(tmp_path, 1)
