@@ -19,12 +19,15 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_rl.checkpoint.export_saved import StoredModel, write_model
+from megatron_rl.checkpoint.hf_import import is_finite
 from megatron_rl.checkpoint.identity import computed_settings
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.checkpoint.weight_files import WeightFileError, read_json, read_weight_files
+from megatron_rl.checkpoint.weight_files import WeightFileError, odd_files, read_json, read_weight_files, type_faults
 from megatron_rl.errors import ConfigError
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""By safetensors' names."""
 FILE = "average.json"
 """What a folder says of how it was made."""
 
@@ -44,16 +47,23 @@ def shares_of(weights: Sequence[float], number: int) -> list[float]:
     """Weights to any total as parts of 1. Raises ConfigError."""
     if len(weights) != number:
         raise ConfigError(f"--weights has {len(weights)} numbers, which must be one for each of {number} checkpoints")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not 0 < sum(weights) < math.inf:
+    largest = max(weights, default=0.0)
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not largest > 0:
         said = ",".join(f"{weight:g}" for weight in weights)
         nearest = ",".join("1" for _ in weights)
         raise ConfigError(f"--weights {said} must be finite, >= 0 and not all 0; nearest: --weights {nearest}")
-    return [weight / sum(weights) for weight in weights]
+    parts = [weight / largest for weight in weights]  # their sum is finite, whatever the weights are
+    return [part / sum(parts) for part in parts]
 
 
 def folder_model(folder: Path) -> StoredModel:
     """A Hugging Face folder of safetensors. Raises ConfigError where its weights cannot be read."""
-    tensors, faults = read_weight_files(folder)
+    try:
+        odd = odd_files(folder)
+    except OSError as error:
+        odd = [f"it cannot be read: {error.strerror}"]
+    tensors, faults = ({}, odd) if odd else read_weight_files(folder)
+    faults = faults or type_faults(tensors)
     if faults or not tensors:
         raise ConfigError(f"{folder} cannot be averaged: {'; '.join(faults) or 'it has no weights'}")
     try:
@@ -68,17 +78,10 @@ def folder_model(folder: Path) -> StoredModel:
             found: torch.Tensor = file.get_tensor(name)
         return found
 
-    dtypes = {name: read_dtype(tensor.dtype) for name, tensor in tensors.items()}
+    dtypes = {name: DTYPES[tensor.dtype] for name, tensor in tensors.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return StoredModel(folder, settings.architectures[0], shapes, dtypes, read)
-
-
-def read_dtype(name: str) -> torch.dtype:
-    """Of safetensors' name. Raises ConfigError for one that cannot be averaged."""
-    known = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    if name not in known:
-        raise ConfigError(f"tensors of dtype {name} cannot be averaged; those of {', '.join(known)} can")
-    return known[name]
+    files = {name: tensor.file.name for name, tensor in tensors.items()}
+    return StoredModel(folder, settings.architectures[0], shapes, dtypes, read, files)
 
 
 def first_difference(first: StoredModel, other: StoredModel) -> str | None:
@@ -118,7 +121,8 @@ def _settings(model: StoredModel) -> dict[str, Any]:
 def averaged(models: Sequence[StoredModel], shares: Sequence[float], names: Sequence[str]) -> StoredModel:
     """The sum of share * model; what lies beside the weights is the first's. names: of the models, for messages.
 
-    Raises ConfigError where two are different models, with the first difference.
+    Raises ConfigError where two are different models, with the first difference; reading a tensor does so where an
+    element of it is NaN or infinite.
     """
     for model, name in zip(models[1:], names[1:], strict=True):
         difference = first_difference(models[0], model)
@@ -127,9 +131,13 @@ def averaged(models: Sequence[StoredModel], shares: Sequence[float], names: Sequ
 
     def read(tensor: str) -> torch.Tensor:
         total = torch.zeros(models[0].shapes[tensor], dtype=torch.float64)
-        for model, share in zip(models, shares, strict=True):
+        for model, share, name in zip(models, shares, names, strict=True):
             if share:
-                total.add_(model.read(tensor), alpha=share)
+                part = model.read(tensor)
+                if not is_finite(part):
+                    place = f"{tensor} in {model.files[tensor]}" if tensor in model.files else tensor
+                    raise ConfigError(f"{name} cannot be averaged: an element of {place} is NaN or infinite")
+                total.add_(part, alpha=share)
         return total.to(models[0].dtypes[tensor])
 
     return replace(models[0], read=read)
