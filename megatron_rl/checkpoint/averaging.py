@@ -12,6 +12,7 @@ from megatron_rl.checkpoint.folders import find
 from megatron_rl.checkpoint.manifest import MANIFEST
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.targets import refuse_target
+from megatron_rl.config.file_kinds import NOTHING, kind_of
 from megatron_rl.errors import ConfigError
 
 
@@ -58,7 +59,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 def _models_in(given: Path, role: str) -> list[Path]:
     """Checkpoints of a run's folder from the first to the last, a checkpoint, or a Hugging Face folder."""
-    if (given / "config.json").is_file():
+    if kind_of(given / "config.json") != NOTHING:
         return [given]
     try:
         inside = sorted(find(given), key=lambda one: one.step)

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from megatron_rl.config.file_kinds import ABSENT, instead_of_file
+
 FILE = "reward_statistics.json"
 SCORE_MEAN, SCORE_STD = "val/score/mean", "val/score/std"
 """Under which metrics of a validation they are reported, and kept in a checkpoint's run.json."""
@@ -68,6 +70,9 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def _object_in(file: Path) -> dict[str, Any]:
+    lacks = instead_of_file(file)
+    if lacks not in (None, ABSENT):
+        raise StatisticsError(f"its {file.name} must be a file, and {lacks}")
     try:
         if file.stat().st_size > LARGEST_FILE:
             raise StatisticsError(f"its {file.name} has more than {LARGEST_FILE} bytes")

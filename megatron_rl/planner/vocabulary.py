@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.weight_files import odd_files
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.errors import Violation
@@ -38,6 +39,8 @@ def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = Fal
         held = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         rule = f"must hold the actor's tokenizer ({', '.join(TOKENIZER_FILES)}); it holds {held:.200}"
         yield Violation({key: path}, rule, nearest)
+    elif not config_only and (odd := odd_files(folder)):
+        yield Violation({key: path}, f"must hold files that can be read: {odd[0]}", nearest)
     else:
         for problem in different_tokens(actor_path, path):
             yield Violation({key: path}, f"must hold the actor's tokenizer: {problem}", nearest)

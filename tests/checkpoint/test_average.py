@@ -117,9 +117,12 @@ def test_weights_that_are_no_floating_numbers_are_refused(tmp_path: Path):
         ConfigError, match=r"b cannot be averaged: model.norm.weight in model.safetensors is of type I8"
     ):
         Averaging.of(folders, None, None, "actor", tmp_path / "mean").write()
-    os.mkfifo(folders[1] / "chat_template.json")
-    with pytest.raises(ConfigError, match="chat_template.json must be a file, and it is a pipe"):
-        Averaging.of(folders, None, None, "actor", tmp_path / "mean").write()
+    for name in ("chat_template.json", "config.json"):
+        (folders[1] / name).unlink(missing_ok=True)
+        os.mkfifo(folders[1] / name)
+        with pytest.raises(ConfigError, match=f"{name} must be a file, and it is a pipe"):
+            Averaging.of(folders, None, None, "actor", tmp_path / "mean").write()
+        (folders[1] / name).unlink()
     assert not (tmp_path / "mean").exists()
 
 

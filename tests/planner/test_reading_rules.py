@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from model_folders import problems, write_model
@@ -55,6 +56,10 @@ def test_the_folder_of_the_actors_tokenizer(reading, tmp_path):
     reading.reward_model.model.input_tokenizer = str(tmp_path / "rewart")
     (problem,) = problems(reading)
     assert problem.endswith(f"nearest: {actor}; a folder of a like name is {tmp_path / 'reward'}")
+    Path(actor, "chat_template.jinja").symlink_to("/dev/zero")
+    reading.reward_model.model.input_tokenizer = actor
+    assert f"{TEXT}={actor} must hold files that can be read: chat_template.jinja" in problems(reading)[-1]
+    Path(actor, "chat_template.jinja").unlink()
     empty = tmp_path / "empty"
     empty.mkdir()
     reading.reward_model.model.input_tokenizer = str(empty)
