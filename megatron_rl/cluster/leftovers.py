@@ -62,6 +62,14 @@ def end(find: Callable[[], Iterable[psutil.Process]], patience_s: float = UNKILL
     return []
 
 
+def process_time() -> float:
+    """The present, in seconds, on the clock of `psutil.Process.create_time`.
+
+    `time.time` may be a second off it, as the system tells the time of its boot in whole seconds.
+    """
+    return psutil.boot_time() + time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def variable_of(process: psutil.Process, name: str) -> str | None:
     """What a process was started with in its environment; None also where it is another user's."""
     with suppress(psutil.Error):

@@ -6,7 +6,7 @@ the daemons' pids, this waits until the driver says so or is gone, and kills the
 process that has the mark in its environment. Then it removes the run's scratch folder and shared memory.
 
 On a node where no driver is, one of the ranks has such a companion. Where that rank is a replica's, whose end is not
-the run's, the companion ends that replica's processes alone, and goes on with another rank of the node.
+the run's, the companion ends that replica's processes alone, and goes on with the other ranks of the node.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from megatron_rl.cluster.compiled import VARIABLE, folder_of_ranks, remove_if_empty
-from megatron_rl.cluster.leftovers import FATE, MARK, descendants, end, living, marked, variable_of
+from megatron_rl.cluster.leftovers import FATE, MARK, descendants, end, living, marked, process_time, variable_of
 from megatron_rl.cluster.scratch import Scratch
 
 CLEAN = b"clean"
 PEERS_GRACE_S = 10.0
 """Seconds that the ranks beside a dead one have to report what they saw."""
+
+_LOOK_S = 0.2
 
 
 class Reaper:
@@ -100,18 +103,12 @@ def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
     scratch, compiled = Scratch.join(mark), os.environ.get(VARIABLE, "")
     watched = [process for process in psutil.process_iter() if process.pid in pids]
     clean, fate = _await_end(parent) == CLEAN, os.environ.get(FATE)
-    ended = time.time()
-    while fate is not None:
-        _end_replica(mark, fate, ended, grace_s)
-        successor = _rank_here(mark)
-        if successor is None:
-            break
-        fate = variable_of(successor, FATE)
-        _await_process(successor.pid)
-        ended = time.time()
+    ended = process_time()
+    if fate is not None:
+        ended = _end_replicas(mark, fate, ended, grace_s)
     deadline = time.monotonic() + grace_s
     while marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.2)
+        time.sleep(_LOOK_S)
     # Ranks that were started after the parent's end belong to another group of the same run.
     latest = ended if grace_s else float("inf")
     end(lambda: [*living(watched), *(one for one in marked(mark) if one.create_time() <= latest)])
@@ -121,27 +118,77 @@ def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
             remove_if_empty(compiled)
 
 
-def _end_replica(mark: str, fate: str, ended: float, grace_s: float) -> None:
-    """Kill what is left of a replica one rank of which has `ended`, `grace_s` later; not what was started since."""
+def _end_replicas(mark: str, fate: str, ended: float, grace_s: float) -> float:
+    """End what each replica has left `grace_s` after a rank of it ended, until a rank of no replica ends, or none is
+    left; when the last one did.
 
-    def left() -> list[psutil.Process]:
-        started = [one for one in marked(mark) if variable_of(one, FATE) == fate]
-        return [one for one in started if one.create_time() <= ended]
+    fate, ended: of the rank that has ended already. The others are looked for before anything is killed, and watched
+    from then on: none ends unnoticed while another's replica is dealt with.
+    """
+    ranks, ending = _Ranks(mark), {fate: ended}
+    while ending or ranks.are_here:
+        ranks.look()
+        for replica, since in [*ending.items()]:
+            left = partial(_left_of, mark, replica, since)
+            if process_time() >= since + grace_s or not left():
+                end(left)
+                del ending[replica]
+        for other in ranks.ended(_LOOK_S if ending or not ranks.are_here else None):
+            ended = process_time()
+            if other is None:
+                return ended
+            ending[other] = ended
+    return ended
 
-    deadline = time.monotonic() + grace_s
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    end(left)
+
+def _left_of(mark: str, fate: str, ended: float) -> list[psutil.Process]:
+    """Living processes of a replica a rank of which has `ended`; not what was started since."""
+    return [one for one in marked(mark) if variable_of(one, FATE) == fate and one.create_time() <= ended]
 
 
-def _rank_here(mark: str) -> psutil.Process | None:
-    """A rank of the run on this node, of no replica where there is one: Ray names its processes."""
-    ranks = []
-    for process in marked(mark):
+class _Ranks:
+    """The ranks of a run on this node, as far as they have been looked for, each with its replica's fate or None."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._ends: dict[int, tuple[int, str | None]] = {}  # pid -> what is readable when it has ended, fate
+        self._missed: list[str | None] = []
+
+    @property
+    def are_here(self) -> bool:
+        """Whether one of them may be living."""
+        return bool(self._ends or self._missed)
+
+    def look(self) -> None:
+        """Watch those that have come."""
+        for pid, fate in fates_of(marked(self._mark), self._mark).items():
+            if pid not in self._ends:
+                try:
+                    self._ends[pid] = os.pidfd_open(pid), fate
+                except ProcessLookupError:
+                    self._missed.append(fate)
+
+    def ended(self, timeout: float | None) -> list[str | None]:
+        """The fates of those that have ended; waits for one, for `timeout` seconds at most."""
+        gone, self._missed = self._missed, []
+        ready, _, _ = select.select([end for end, _ in self._ends.values()], [], [], 0.0 if gone else timeout)
+        for pid, (descriptor, fate) in [*self._ends.items()]:
+            if descriptor in ready:
+                os.close(descriptor)
+                del self._ends[pid]
+                gone.append(fate)
+        return gone
+
+
+def fates_of(processes: Iterable[psutil.Process], mark: str) -> dict[int, str | None]:
+    """pid -> fate, of those that are ranks of a run: Ray names them. Of one that has just ended nothing can be read."""
+    fates = {}
+    for process in processes:
         with suppress(psutil.Error):
-            if process.name().startswith("ray::"):
-                ranks.append(process)
-    return min(ranks, key=lambda process: variable_of(process, FATE) is not None, default=None)
+            variables = process.environ()
+            if variables.get(MARK) == mark and process.name().startswith("ray::"):
+                fates[process.pid] = variables.get(FATE)
+    return fates
 
 
 def _await_end(parent: int) -> bytes:
@@ -155,12 +202,6 @@ def _await_end(parent: int) -> bytes:
     with suppress(BlockingIOError):
         return os.read(sys.stdin.fileno(), len(CLEAN))
     return b""
-
-
-def _await_process(pid: int) -> None:
-    """Wait for the end of a process that is no child."""
-    with suppress(ProcessLookupError):
-        select.select([os.pidfd_open(pid)], [], [])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from megatron_rl.cluster.watch import Limits
 from megatron_rl.config.roles import PoolSize, PoolSpec
 
 TRAIN, ROLLOUT = "train", "rollout_pool"
-GONE_S = 10.0
+GONE_S = 60.0
+"""Far more than it takes on a machine that has nothing else to do."""
 
 
 def spec(name: str, num_ranks: int, num_nodes: int = 1) -> PoolSpec:

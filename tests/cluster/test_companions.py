@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
-from replica_cluster import eventually, lives
+from replica_cluster import GONE_S, eventually, lives
 
+from megatron_rl.cluster import reaper
 from megatron_rl.cluster.leftovers import FATE, MARK, end, marked
+from megatron_rl.cluster.reaper import fates_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -59,22 +62,37 @@ def kill(rank: tuple[subprocess.Popen, list[int]]) -> Callable[[], bool]:
     return lambda: not any(map(lives, pids))
 
 
-def test_the_end_of_a_replica_is_not_that_of_the_node(node: Node) -> None:
-    """Three replicas end one after the other, the one with the companion first; one of them comes back in between.
+@contextmanager
+def held_up(node: Node) -> Iterator[None]:
+    """Keep the node's companion from going on, as a busy machine does."""
+    started = [reaper.__name__, node.mark]
+    [companion] = [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[2:4] == started]
+    companion.suspend()
+    try:
+        yield
+    finally:
+        companion.resume()
 
-    Would not catch a rank that Ray has not yet given its name.
+
+def test_the_end_of_a_replica_is_not_that_of_the_node(node: Node) -> None:
+    """Three replicas end one after the other, the one with the companion first; one of them comes back in between, and
+    the second ends before the companion has got further.
+
+    Would not catch a rank that Ray has not yet given its name, nor one that ends before the companion has seen any end.
     """
     first, second, third = (node.rank(f"rollout_pool/{number}") for number in range(3))
     assert eventually(kill(first))
-    again = node.rank("rollout_pool/0")
-    assert all(map(lives, second[1] + third[1])) and node.folder.exists()
-    assert eventually(kill(second))
+    with held_up(node):
+        again = node.rank("rollout_pool/0")
+        assert all(map(lives, second[1] + third[1])) and node.folder.exists()
+        second_is_gone = kill(second)
+    assert eventually(second_is_gone)
     assert all(map(lives, again[1] + third[1]))
     for rank in (third, again):
         process, _ = rank
         process.kill()
         process.wait()
-    assert eventually(lambda: not marked(node.mark) and not node.folder.exists(), 20)
+    assert eventually(lambda: not marked(node.mark) and not node.folder.exists())
 
 
 def test_the_end_of_a_training_rank_is_that_of_the_node(node: Node) -> None:
@@ -82,8 +100,21 @@ def test_the_end_of_a_training_rank_is_that_of_the_node(node: Node) -> None:
     replica, train, other = node.rank("rollout_pool/0"), node.rank(None), node.rank("rollout_pool/1")
     assert eventually(kill(replica))
     assert all(map(lives, train[1] + other[1]))
-    time.sleep(2)  # until the companion watches the next rank; otherwise the driver's end of `other` would be needed
     train[0].kill()
     train[0].wait()
-    assert eventually(lambda: not marked(node.mark) and not node.folder.exists(), 20)
-    other[0].wait(10)
+    assert eventually(lambda: not marked(node.mark) and not node.folder.exists())
+    other[0].wait(GONE_S)
+
+
+def test_a_rank_that_has_just_ended_is_none_of_training(node: Node) -> None:
+    """Nothing can be read of it any more, a fate neither. Would not catch a process that only is called like one."""
+    (replica, pids), train = node.rank("rollout_pool/0"), node.rank(None)
+    seen = marked(node.mark)
+    assert fates_of(seen, node.mark) == {pids[0]: "rollout_pool/0", train[0].pid: None}
+    replica.kill()
+    os.waitid(os.P_PID, replica.pid, os.WEXITED | os.WNOWAIT)  # nobody has noticed its end
+    assert fates_of(seen, node.mark) == {train[0].pid: None}
+    replica.wait()
+    assert fates_of(seen, node.mark) == {train[0].pid: None}
+    train[0].kill()
+    train[0].wait()
