@@ -20,6 +20,13 @@ class Sampler:
         time.sleep(seconds)
         return number, os.getpid()
 
+    @verb(Dispatch.REPLICAS, phase="gen")
+    def count_once_there(self, number: int, file: str) -> tuple[int, int]:
+        """Wait for a file; then the number and the process that got it."""
+        while not os.path.exists(file):
+            time.sleep(0.01)
+        return number, os.getpid()
+
     @verb(Dispatch.ONE_TO_ALL)
     def sleep_on(self, rank: int, seconds: float) -> int:
         """Sleep on one rank; its own rank."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from replica_cluster import eventually, lives
+from replica_cluster import GONE_S, eventually, lives
 from toy_worker import ToyWorker
 
 from megatron_rl.cluster import fork_server
@@ -136,11 +136,11 @@ def test_a_child_and_its_client_end_together(clients: Clients, number: int) -> N
     first.send_signal(number)
     assert eventually(lambda: not lives(pids[0]))
     os.kill(pids[1], number)
-    assert second.wait(20) == -number
+    assert second.wait(GONE_S) == -number
     assert third.poll() is None and lives(pids[2])
     os.kill(pids[2], number)
-    third.wait(20)
-    assert eventually(lambda: not lives(server), fork_server.IDLE_S + 20)
+    third.wait(GONE_S)
+    assert eventually(lambda: not lives(server), fork_server.IDLE_S + GONE_S)
 
 
 @pytest.mark.parametrize("variables", [{"FAILS": "1"}, {"TAKES": "600"}], ids=["fails", "is slow"])
@@ -152,7 +152,7 @@ def test_a_client_is_the_process_where_imports_fail(
     assert clients.pid(client) == client.pid
     assert client.pid not in clients.imports()
     client.kill()
-    client.wait(20)
+    client.wait(GONE_S)
 
 
 def test_ranks_of_a_pool_are_forked(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_who_ends_a_fate_waits_for_those_inside_and_lets_nobody_in() -> None:
 
     def stay() -> None:
         with fate.inside():
-            left.wait(10)
+            left.wait(60)
 
     thread = threading.Thread(target=stay)
     thread.start()
@@ -115,14 +115,14 @@ def test_who_ends_a_fate_waits_for_those_inside_and_lets_nobody_in() -> None:
     with pytest.raises(WorkerFailure, match="first"), fate.inside():
         raise AssertionError("inside an ended fate")
     left.set()
-    assert fate.wait_until_left(5)
-    thread.join(5)
+    assert fate.wait_until_left(60)
+    thread.join(60)
     with pytest.raises(WorkerFailure, match="first"):
         fate.look()
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)

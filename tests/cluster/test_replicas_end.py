@@ -52,7 +52,7 @@ def test_a_cluster_may_be_left_in_any_state_of_its_replicas(tmp_path: Path) -> N
         os.kill(dead.pids[0], signal.SIGKILL)
         left_at = time.monotonic()
     assert time.monotonic() - left_at < 30
-    assert isinstance(thread.must_end_within(5), WorkerFailure)
+    assert isinstance(thread.must_end_within(60), WorkerFailure)
     assert nothing_left(mark)
     for future in waiting.values():
         with pytest.raises(WorkerFailure, match="rollout_pool/"):

@@ -72,7 +72,7 @@ def test_a_start_removes_what_a_killed_process_left_and_nothing_of_a_living_one(
     process.wait()
     second = Scratch.begin()
     assert not folder.exists() and not segment.exists()
-    assert orphan.wait(10) == -9
+    assert orphan.wait(60) == -9
     assert first.folder.exists() and first.folder.stat().st_mode & 0o777 == 0o700
     for held in (first, second):
         held.remove()

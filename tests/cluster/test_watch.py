@@ -83,7 +83,7 @@ def watch() -> Iterator[Watch]:
     watch.close()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 15.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -100,7 +100,7 @@ def test_a_pulse_tells_what_its_rank_does_and_where_it_is(watch: Watch) -> None:
             time.sleep(0.5)
             assert watch.trouble == {}
         wait_until(lambda: watch.trouble == {0: Trouble.STALLED})
-        stacks = watch.stacks(timeout_s=5)
+        stacks = watch.stacks(timeout_s=60)
         assert list(stacks) == [0, 1] and "in test_a_pulse_tells_what" in stacks[0]
         assert stacks[0].startswith("thread MainThread")
     wait_until(lambda: watch.trouble == {})
@@ -111,7 +111,7 @@ def test_strangers_are_sent_away_and_change_nothing(watch: Watch) -> None:
     before = watch.signs
     hello = {"rank": 0, "token": "0" * 32}
     for said in (json.dumps(hello).encode() + b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * (LONGEST_HELLO + 1)):
-        with socket.create_connection(watch.address[:2], timeout=5) as stranger:
+        with socket.create_connection(watch.address[:2], timeout=60) as stranger:
             stranger.sendall(said)
             with suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
@@ -131,5 +131,5 @@ def test_a_pause_of_the_driver_is_nobodys_silence(watch: Watch) -> None:
         done.set()
 
     watch._loop.call_soon_threadsafe(look)
-    assert done.wait(5)
+    assert done.wait(60)
     assert all(watch.signs[rank].heard_at >= before[rank] + 59 for rank in before) and watch.trouble == {}

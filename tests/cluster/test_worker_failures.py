@@ -93,8 +93,8 @@ def test_an_interrupted_driver_takes_its_workers_along(pool: ResourcePool) -> No
     """Would not catch an interrupt outside of `get`, where only the `with` block helps."""
     with RayPool("toys", pool, FragileWorker, options=FORKED) as group:
         pids = group.pids
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
             group.host(FragileWorker).nap(600).get()
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
