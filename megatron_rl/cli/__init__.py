@@ -19,8 +19,12 @@ from megatron_rl.cli.porting import port_command
 from megatron_rl.cli.stages import dpo_command, reward_command, sft_command, train_command
 from megatron_rl.cli.trials import ablate_command, nightly_command
 from megatron_rl.cluster.compiled import leaving_none_empty
+from megatron_rl.cluster.signals import quit_on_signals, restore_signals
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.observe.output import drop_unread_output
+
+RUNS = {"train": train_command, "sft": sft_command, "reward": reward_command, "dpo": dpo_command}
+"""Commands that start a run."""
 
 app = typer.Typer(
     help="PPO with Megatron training and vLLM generation on one memory.",
@@ -28,10 +32,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("train")(train_command)
-app.command("sft")(sft_command)
-app.command("reward")(reward_command)
-app.command("dpo")(dpo_command)
+for name, run_command in RUNS.items():
+    app.command(name)(run_command)
 app.command("port", context_settings={"ignore_unknown_options": True})(port_command)
 app.command("plan")(plan_command)
 app.command("map")(map_command)
@@ -52,8 +54,15 @@ def refuse_hydra_options(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run the command line; an error we raise on purpose becomes one message and its exit code, without a traceback."""
+    """Run the command line; an error we raise on purpose becomes one message and its exit code, without a traceback.
+
+    Until a run's libraries are imported, a signal ends it at once.
+    """
     drop_unread_output()
+    if sys.argv[1:2] and sys.argv[1] in RUNS:
+        quit_on_signals()
+    else:
+        restore_signals()
     try:
         refuse_hydra_options(sys.argv[1:])
         with leaving_none_empty():
@@ -62,3 +71,5 @@ def main() -> None:
         message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
         Console(stderr=True).print(message, soft_wrap=True, highlight=False)
         sys.exit(error.exit_code)
+    finally:
+        restore_signals()

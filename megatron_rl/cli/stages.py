@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,13 @@ import typer
 from rich.console import Console
 
 from megatron_rl.cli.options import ConfigPath, Overrides
+from megatron_rl.cluster.signals import quit_on_signals, restore_signals
 from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.stages import DPO, PPO, REWARD, SFT
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, StoppedBeforeStep
 from megatron_rl.loading import without_collections
 from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
 from megatron_rl.planner.checked import checked, commanded
@@ -42,7 +44,7 @@ def train_command(
     if replay is not None:
         check_replay(run_config, replay)
     run_config = made_ready(run_config, local)
-    with without_collections():
+    with imports_of(run_config):
         from megatron_rl.train import train
 
     train(run_config, local, replay)
@@ -53,7 +55,7 @@ def sft_command(
 ) -> None:
     """Fine-tune the actor's model on given answers, text or conversations."""
     run_config = made_ready(startable(config, overrides, SFT, collapse), local)
-    with without_collections():
+    with imports_of(run_config):
         from megatron_rl.stages.sft import sft
 
     sft(run_config, local)
@@ -64,7 +66,7 @@ def reward_command(
 ) -> None:
     """Train a reward model, under the keys of `critic`, on preferences, rankings or scored answers."""
     run_config = made_ready(startable(config, overrides, REWARD, collapse), local)
-    with without_collections():
+    with imports_of(run_config):
         from megatron_rl.stages.reward import reward
 
     reward(run_config, local)
@@ -75,7 +77,7 @@ def dpo_command(
 ) -> None:
     """Have the actor's model learn preferences directly: dpo.loss=dpo | ipo | kto | simpo | orpo."""
     run_config = made_ready(startable(config, overrides, DPO, collapse), local)
-    with without_collections():
+    with imports_of(run_config):
         from megatron_rl.stages.dpo import dpo
 
     dpo(run_config, local)
@@ -104,6 +106,20 @@ def made_ready(run_config: RunConfig, local: bool) -> RunConfig:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     quiet_libraries()
     return run_config
+
+
+@contextmanager
+def imports_of(run_config: RunConfig) -> Iterator[None]:
+    """Round the imports of a run's libraries, which take seconds: a signal ends this process with one line.
+
+    With the code of a run that is stopped before its first step; where it saves no checkpoints, with the signal's.
+    """
+    quit_on_signals(StoppedBeforeStep.exit_code if run_config.trainer.save_freq > 0 else None)
+    try:
+        with without_collections():
+            yield
+    finally:
+        restore_signals()
 
 
 def check_replay(config: RunConfig, replay: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -36,6 +37,8 @@ class LastResort:
         self._is_over = True
 
     def _run(self) -> None:
+        # The system would give this thread a signal that comes while the main thread takes another, and wake no other.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._is_over:
             time.sleep(_LOOK_S)
             if not self._is_over and time.monotonic() > self._deadline:

@@ -12,16 +12,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 from megatron_rl.cluster.last_resort import CLEANUP_S, LastResort
 from megatron_rl.errors import GraceOver, MegatronRLError
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a process to end, beside Ctrl-C."""
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+"""What `signal.getsignal` returns."""
+
 STDERR = 2
 SHORTEST_TIMER_S = 1e-6
 """A timer of 0 s would never ring."""
@@ -62,15 +66,16 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
     """What SIGTERM, SIGHUP and SIGINT do inside this block; the main thread must enter it, outside every other block.
 
     grace_s: None: the first SIGTERM raises `SystemExit(143)`, SIGHUP `SystemExit(129)`, and SIGINT KeyboardInterrupt,
-    as always in Python. Otherwise the first of them is noted in the request that is yielded, a second SIGTERM or SIGINT
-    raises these, and so many seconds after the first the block is left with GraceOver. Further SIGTERMs are ignored:
-    they would interrupt the cleaning up that the earlier one asked for. A SIGHUP that `nohup` ignores stays ignored.
+    after a line on stderr. Otherwise the first of them is noted in the request that is yielded, a second SIGTERM or
+    SIGINT raises these, and so many seconds after the first the block is left with GraceOver. Further SIGTERMs are
+    ignored: they would interrupt the cleaning up that the earlier one asked for. A SIGHUP that `nohup` ignores stays
+    ignored, and so does, where nothing is saved, a SIGINT that a shell has ignored in its background.
 
     Where the block is not left CLEANUP_S after it should be, because its main thread hangs in a library, the process
     ends all the same, with the code it would have had.
     """
     request = StopRequest(LastResort())
-    signals = _ending_signals() if grace_s is None else (*_ending_signals(), signal.SIGINT, signal.SIGALRM)
+    signals = {*_heeded(ENDING), *(_heeded((signal.SIGINT,)) if grace_s is None else (signal.SIGINT, signal.SIGALRM))}
     previous = {number: signal.getsignal(number) for number in signals}
     reason: BaseException | None = None
 
@@ -80,6 +85,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
         request.last_resort.arm(CLEANUP_S, exit_code_of(error))
         if grace_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        if signal.SIGINT in previous:
             signal.signal(signal.SIGINT, previous[signal.SIGINT])
         _ignore_ending()
         # Ray lets these two alone out of its calls, SystemExit with another code; what was meant is in `reason`.
@@ -87,6 +93,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
 
     def receive(number: int, frame: object) -> None:
         if grace_s is None:
+            _say(f"{signal.Signals(number).name}: the run ends at once, as it saves no checkpoints (trainer.save_freq)")
             leave(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
         first = not request.is_set
         if not first and number == signal.SIGHUP:
@@ -126,6 +133,37 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
+class _Quit:
+    """A handler that ends this process. previous: the one in whose place it is. code: None: 128 + signal."""
+
+    def __init__(self, previous: _Handler, code: int | None) -> None:
+        self.previous, self._code = previous, code
+
+    def __call__(self, number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        _say(f"{name}: stopped while the command was starting; no process was started, and nothing was written")
+        os._exit(128 + number if self._code is None else self._code)
+
+
+def quit_on_signals(code: int | None = None) -> None:
+    """Until `restore_signals`, SIGTERM, Ctrl-C and SIGHUP print one line and end this process; ignored ones do not.
+
+    For the time in which libraries are imported, which may catch any exception, and nothing has to be cleaned up.
+    code: what to exit with, for a later call to change; None: 128 + signal.
+    """
+    for number in _heeded((*ENDING, signal.SIGINT)):
+        present = signal.getsignal(number)
+        signal.signal(number, _Quit(present.previous if isinstance(present, _Quit) else present, code))
+
+
+def restore_signals() -> None:
+    """What `quit_on_signals` has changed is as it was; where it has changed nothing, nothing is done."""
+    for number in (*ENDING, signal.SIGINT):
+        present = signal.getsignal(number)
+        if isinstance(present, _Quit):
+            signal.signal(number, present.previous)
+
+
 def exit_code_of(error: BaseException) -> int:
     """What a process ends with that this exception ends."""
     match error:
@@ -145,15 +183,13 @@ def exit_on_signals() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closing terminal signals twice
         sys.exit(128 + number)
 
-    for number in _ending_signals():
+    for number in _heeded(ENDING):
         signal.signal(number, leave)
 
 
-def _ending_signals() -> tuple[signal.Signals, ...]:
-    """Those of `ENDING` that this process listens to: `nohup` has SIGHUP ignored."""
-    return tuple(
-        number for number in ENDING if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-    )
+def _heeded(numbers: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
+    """Those that this process does not ignore: `nohup` has SIGHUP ignored, a shell SIGINT in its background."""
+    return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 def _ignore_ending() -> None:

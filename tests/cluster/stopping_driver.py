@@ -16,10 +16,11 @@ def run(stop: StopRequest, step_s: float, cleaning_s: float) -> None:
             print("step", flush=True)
             time.sleep(step_s)
             if stop.is_set:
-                print(stop.signal.name, round(stop.remaining_s()), flush=True)
                 stop.fulfil(StoppedAfterStep.exit_code)
+                print(stop.signal.name, round(stop.remaining_s()), flush=True)
                 raise StoppedAfterStep("saved")
     finally:
+        print("cleaning up", flush=True)
         time.sleep(cleaning_s)
         print("cleaned up", flush=True)
 

@@ -69,7 +69,7 @@ ROOMS: dict[str, set[str]] = {
     "trials": {"errors", "config", "observe", "checkpoint", "planner", "cluster"},
     "profiling": GROUND | {"planner", "roles", "cluster", "trials"},
     "cli": GROUND | LOOP | {"planner", "cluster", "roles", "checkpoint", "trials", "port", "mapping", "profiling"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "cluster"},
 }
 """Room -> rooms it may import."""
 
