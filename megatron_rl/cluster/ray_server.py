@@ -24,6 +24,7 @@ from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[att
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import AuthenticationError, RayError
 
+from megatron_rl.cluster import ray_address
 from megatron_rl.cluster.daemons import owner
 from megatron_rl.cluster.signals import keeping_sigterm_handler
 from megatron_rl.config.roles import PoolSize
@@ -82,16 +83,10 @@ def init(**options: object) -> BaseContext:
 
 def _reachable(address: str) -> tuple[str, int]:
     """Host and port of an address behind which something listens; ConfigError otherwise."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or "/" in host or not host:
-        raise ConfigError(
-            f"{_given(address)} is no HOST:PORT of a Ray cluster; nearest: the address that `ray start --head` has "
-            "printed, such as 10.0.0.1:6379 (a ray:// address is for Ray's client, which cannot hold a run)"
-        )
-    server = (host.strip("[]"), int(port))
+    server = ray_address.parse(address)
     try:
         socket.create_connection(server, timeout=CONNECT_LIMIT_S).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(
             f"{_given(address)}: nothing can be reached there ({error}); nearest: start the cluster (`ray start "
             "--head`), correct the address, or unset RAY_ADDRESS to run on this machine alone"

@@ -1,5 +1,7 @@
 """Wait until the Ray cluster of RAY_ADDRESS has enough nodes: exit code 0, or 1 with what it has when time is over.
 
+Exit code 2 where that is no address.
+
 RAY_ADDRESS=node0:6379 python scripts/cluster/wait_for_nodes.py --nodes 8 --resource GPU --count 8 --timeout 600
 """
 
@@ -12,6 +14,9 @@ import sys
 import time
 
 import ray
+
+from megatron_rl.cluster import ray_address
+from megatron_rl.errors import ConfigError
 
 
 def enough(nodes: list[dict], resource: str, count: int) -> list[str]:
@@ -30,6 +35,12 @@ def main() -> int:
     args = parser.parse_args()
 
     address = os.environ["RAY_ADDRESS"]
+    try:
+        if address not in ray_address.WORDS:
+            ray_address.parse(address)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     deadline = time.monotonic() + args.timeout
     found: list[str] = []
     refusal = ""
