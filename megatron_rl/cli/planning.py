@@ -67,7 +67,7 @@ def plan_command(
     Exit code 2 where a rule is broken; a plan that does not fit the GPU's memory is said to, and is no error.
     """
     try:
-        run = checked(config, overrides, without_files, change=lambda found: staged(found, stage))
+        run = checked(config, overrides, without_files, change=lambda found: staged(found, stage), stage=stage)
         gpu = None if run.config is None else planned_hardware(run.config.trainer, hardware)
         if run.config is not None and not run.violations:
             check_lengths(run.config, prompt_length, response_length)

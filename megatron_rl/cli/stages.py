@@ -85,7 +85,11 @@ def dpo_command(
 
 def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse: bool) -> RunConfig:
     """The configuration of a stage. Raises ConfigError with everything that is wrong; notes go to stderr."""
-    run = checked(path, overrides, change=lambda config: commanded(collapsed(config) if collapse else config, stage))
+
+    def change(config: RunConfig) -> RunConfig:
+        return commanded(collapsed(config) if collapse else config, stage)
+
+    run = checked(path, overrides, change=change, stage=stage)
     raise_problems("this run cannot start", run.violations)
     assert run.config is not None  # a file without a configuration has violations
     for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.unread):

@@ -27,6 +27,7 @@ from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import TAKEN_AWAY, Setting
+from megatron_rl.config.stages import REWARD
 from megatron_rl.config.yaml_text import YAML_PROBLEMS, read_yaml, refuse_depth
 from megatron_rl.errors import ConfigError, Violation
 
@@ -71,6 +72,7 @@ INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 HYDRA_PREFIXES = ("++", "+", "~")
 """What Hydra's overrides may begin with: set or add, add, take away."""
 
+ACTOR_MODEL, CRITIC_MODEL = "actor_rollout_ref.model.path", "critic.model.path"
 DTYPE = "actor_rollout_ref.actor.megatron.dtype"
 DIFF_BOUNDS = {
     "actor_rollout_ref.rollout.logprob_diff_bound": {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.05},
@@ -133,8 +135,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunCon
     return reading.config, reading.violations
 
 
-def read_run(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
-    """The same with what verl's keys and values became."""
+def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Reading:
+    """The same with what verl's keys and values became. stage: what is trained; None: as `trainer.stage` says."""
     violations: list[Violation] = []
     settings = list(read_file(Path(path)))
     for text in overrides:
@@ -142,11 +144,13 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
             settings += read_override(text)
         except ConfigError as error:
             violations += violations_of(error)
-    return read_settings(settings, violations)
+    return read_settings(settings, violations, stage)
 
 
-def read_settings(settings: Sequence[Setting], violations: Sequence[Violation] = ()) -> Reading:
-    """Of settings in their order. violations: what is wrong already."""
+def read_settings(
+    settings: Sequence[Setting], violations: Sequence[Violation] = (), stage: str | None = None
+) -> Reading:
+    """Of settings in their order. violations: what is wrong already. stage: as in `read_run`."""
     found = list(violations)
     translation = translate(settings, is_key)
     config = pickle.loads(_schema())
@@ -159,6 +163,7 @@ def read_settings(settings: Sequence[Setting], violations: Sequence[Violation] =
             found.append(wrong)
     found += [note.violation() for note in translation.of(Kind.UNSUPPORTED)]
     _fill_in(config, given)
+    _name_one_model(config, given, stage)
     missing = list(_without_value(config))
     found += missing
     run = None
@@ -191,6 +196,14 @@ def _fill_in(config: Any, given: set[str]) -> None:
     for key, bounds in DIFF_BOUNDS.items():
         if key not in given and (dtype := _raw(config, DTYPE)) in bounds:
             OmegaConf.update(config, key, bounds[dtype])
+
+
+def _name_one_model(config: Any, given: set[str], stage: str | None) -> None:
+    """Where a reward model is trained, its own folder is the only one that has to be named."""
+    own = _raw(config, CRITIC_MODEL)
+    is_alone = ACTOR_MODEL not in given and isinstance(own, str) and INTERPOLATION.search(own) is None
+    if is_alone and (stage or _raw(config, "trainer.stage")) == REWARD:
+        OmegaConf.update(config, ACTOR_MODEL, own)
 
 
 @cache

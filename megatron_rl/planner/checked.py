@@ -56,9 +56,10 @@ def checked(
     overrides: Sequence[str] | None,
     without_files: bool = False,
     change: Callable[[RunConfig], RunConfig] | None = None,
+    stage: str | None = None,
 ) -> Checked:
-    """Read a configuration and check its rules. change: what to make of it before."""
-    reading = read_run(path, overrides or ())
+    """Read a configuration and check its rules. change: what to make of it before. stage: what a command trains."""
+    reading = read_run(path, overrides or (), stage)
     notes = [note for note in reading.notes if note.kind is not Kind.UNSUPPORTED]
     if reading.config is None:
         return Checked(None, reading.violations, notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,12 @@ def settings(folder: Path, model: Path, device: str, num_ranks: int, longest: in
 
 
 def cut(content: dict[str, Any], tp_size: int, cp_size: int) -> dict[str, Any]:
-    """The settings with training on TP and CP, and generation on the same TP; as they are where both are 1."""
-    sizes = {"tensor_model_parallel_size": tp_size, "context_parallel_size": cp_size}
-    content["actor_rollout_ref"]["actor"]["megatron"] |= sizes
-    content["actor_rollout_ref"]["rollout"]["tensor_model_parallel_size"] = tp_size
-    return content
+    """A copy of the settings, with training on TP and CP, and generation on the same TP."""
+    found = copy.deepcopy(content)
+    shared = found["actor_rollout_ref"]
+    shared["actor"]["megatron"] |= {"tensor_model_parallel_size": tp_size, "context_parallel_size": cp_size}
+    shared["rollout"]["tensor_model_parallel_size"] = tp_size
+    return found
 
 
 def dtype_of(device: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config.as_stage import as_stage
-from megatron_rl.config.load import load_config
+from megatron_rl.config.load import load_config, read_run
 from megatron_rl.config.roles import Placement, trained_roles
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.steps import with_steps
@@ -20,6 +20,28 @@ def config(tmp_path):
         return load_config(file, overrides)
 
     return config
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "missing"),
+    [
+        ("reward", ("critic.model.path=c",), False),
+        (None, ("critic.model.path=c", "trainer.stage=reward"), False),
+        ("reward", (), True),
+        ("reward", ("critic.model.path=${actor_rollout_ref.model.path}",), True),
+        ("dpo", ("critic.model.path=c",), True),
+        (None, ("critic.model.path=c",), True),
+    ],
+)
+def test_a_reward_model_is_the_one_model_that_is_named(tmp_path, stage, overrides: tuple, missing: bool) -> None:
+    """Under its own keys. Would not catch a rule that reads the actor's model in that stage."""
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {train_files: a, val_files: b}\n")
+    reading = read_run(file, overrides, stage)
+    assert [list(one.settings) for one in reading.violations] == [["actor_rollout_ref.model.path"]] * missing
+    if not missing:
+        assert trained_roles(as_stage(reading.config, "reward")) == {"critic": "c"}
+        assert reading.config.actor_rollout_ref.model.path == "c"
 
 
 @pytest.mark.parametrize(

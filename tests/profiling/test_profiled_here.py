@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -46,6 +47,17 @@ def world(tmp_path):
             return worlds.run(task, config, tmp_path / "world", limit)
 
     return measured
+
+
+def test_a_cut_leaves_the_settings_as_they_are(tmp_path):
+    """Would not catch a key that is lacking."""
+    whole = probe.settings(tmp_path, tmp_path / "model", "cpu", 4, 8)
+    before = copy.deepcopy(whole)
+    shared = probe.cut(whole, 2, 4)["actor_rollout_ref"]
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
+    assert shared["actor"]["megatron"] == {"dtype": "float32"} | sizes
+    assert shared["rollout"]["tensor_model_parallel_size"] == 2
+    assert whole == before
 
 
 @pytest.mark.dist
