@@ -124,13 +124,13 @@ else
     for ((node = 0; node < NNODES; node++)); do NODES+=("node$node"); done
 fi
 [[ "$RESOURCE" == GPU ]] && HAS=(--num-gpus="$GPUS_PER_NODE") || HAS=(--num-cpus="$GPUS_PER_NODE")
-RAY=(env RAY_USAGE_STATS_ENABLED=0 PYTHONPATH="$PWD")
+RAY=(env RAY_USAGE_STATS_ENABLED=0 RAY_enable_metrics_collection=0 PYTHONPATH="$PWD")
 for name in RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH; do # of Ray's token authentication, which all nodes must agree on
     [[ -z "${!name:-}" ]] || RAY+=("$name=${!name}")
 done
 RAY+=("$PYTHON" -m ray.scripts.scripts)
 CLUSTER="${RAY_ADDRESS:-${NODES[0]}:$RAY_PORT}"
-RAY_HEAD=("${RAY[@]}" start --head --port="$RAY_PORT" --include-dashboard=false "${HAS[@]}")
+RAY_HEAD=("${RAY[@]}" start --head --port="$RAY_PORT" --include-dashboard=false --no-monitor "${HAS[@]}")
 RAY_WORKER=("${RAY[@]}" start --address="$CLUSTER" "${HAS[@]}")
 WAIT=("$PYTHON" scripts/cluster/wait_for_nodes.py
     --nodes "$NNODES" --resource "$RESOURCE" --count "$GPUS_PER_NODE" --timeout "$NODES_TIMEOUT")

@@ -35,6 +35,7 @@ CPU_PATCHES = (
 )
 DRIVER_PATCHES = (
     "third_party_patches.ray.few_daemons",
+    "third_party_patches.ray.on_loopback",
     "third_party_patches.ray.own_session",
     "third_party_patches.ray.quick_setup",
 )

@@ -67,7 +67,8 @@ def process_time() -> float:
 
     `time.time` may be a second off it, as the system tells the time of its boot in whole seconds.
     """
-    return psutil.boot_time() + time.clock_gettime(time.CLOCK_BOOTTIME)
+    booted: float = psutil.boot_time()
+    return booted + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def variable_of(process: psutil.Process, name: str) -> str | None:

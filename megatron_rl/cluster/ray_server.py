@@ -38,6 +38,7 @@ JOIN_LIMIT_S = 5.0
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",  # nobody reads them, and their port asks for no token
     "RAY_worker_niceness": "0",  # ranks are what the machine is for
     "RAY_enable_worker_prestart": "0",  # ranks have environments of their own, for which no worker waits
     "RAY_prestart_worker_first_driver": "0",
@@ -79,6 +80,18 @@ def init(**options: object) -> BaseContext:
         os.environ.setdefault(name, value)
     with keeping_sigterm_handler():
         return ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def variables() -> dict[str, str]:
+    """Ray's variables in the environment of this process."""
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+
+
+def put_back(kept: Mapping[str, str]) -> None:
+    """Make Ray's variables those that `variables` told: it sets some of its own, RAY_AUTH_MODE among them."""
+    for name in variables().keys() - kept.keys():
+        del os.environ[name]
+    os.environ |= kept
 
 
 def _reachable(address: str) -> tuple[str, int]:

@@ -23,7 +23,8 @@ _NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBef
 
 
 class RaySession:
-    """Ray inside a `with` block; on leaving it is shut down, unless it was initialised in this process before.
+    """Ray inside a `with` block; on leaving it is shut down, unless it was initialised in this process before, and its
+    variables in the environment are as they were.
 
     num_ranks: of all pools; a Ray that is started here has a CPU for each of them.
     """
@@ -32,6 +33,7 @@ class RaySession:
         self._num_ranks = num_ranks
         self._reaper: Reaper | None = None  # present when Ray was started or joined here, and so is the watch
         self._watch: DaemonWatch | None = None
+        self._variables: dict[str, str] = {}  # Ray's, as they were before
 
     def __enter__(self) -> Self:
         """Raises ConfigError when Ray cannot be started or joined."""
@@ -60,6 +62,7 @@ class RaySession:
 
     def _start(self) -> None:
         address = os.environ.get("RAY_ADDRESS") or "local"
+        self._variables = ray_server.variables()
         self._reaper = Reaper()
         with self._reaper.marking():
             if address == "local":
@@ -84,6 +87,7 @@ class RaySession:
                 ray.shutdown()
             self._reaper.stop(clean=not isinstance(error, Exception) or isinstance(error, _NO_FAULT_OF_PROCESSES))
             self._reaper = None
+            ray_server.put_back(self._variables)
         if lost:
             atexit.register(_exit_without_ray)
             raise WorkerFailure(lost) from None

@@ -18,6 +18,8 @@ from megatron_rl.cluster.leftovers import end, marked
 from megatron_rl.cluster.worker_process import listen
 
 NODE = "MEGATRON_RL_TEST_NODE"
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}
+"""As scripts/run_70b_ppo.sh starts nodes."""
 
 
 def free_port() -> int:
@@ -61,7 +63,13 @@ class Raylets:
         """Start one more node; the first is the head, and a driver's own node."""
         where = ["--address", self.variables["RAY_ADDRESS"]]
         if not self._nodes:
-            where = ["--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self._folder}"]
+            where = [
+                "--head",
+                f"--port={self._port}",
+                "--include-dashboard=false",
+                "--no-monitor",
+                f"--temp-dir={self._folder}",
+            ]
         ports = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port", "node-manager-port")
         where += [f"--{name}={self._new_port()}" for name in ports]
         address = self.address(len(self._nodes))
@@ -86,7 +94,7 @@ class Raylets:
         output = self._folder / f"start_{len(self._nodes)}.txt"
         done = subprocess.run(
             [str(Path(sys.executable).parent / "ray"), *arguments],
-            env=environment | self.variables | {NODE: tag, "RAY_USAGE_STATS_ENABLED": "0"},
+            env=environment | self.variables | {NODE: tag} | SETTINGS,
             stdin=subprocess.DEVNULL,
             stdout=output.open("w"),
             stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_line import REPOSITORY
 from forked_run import ForkedRun
+from listeners import listening, open_to_others
 from lives import LOCAL, MEGATRON, ONE, SHORT, THROUGH, TP2, metrics, reached, steps_saved
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
@@ -100,6 +101,9 @@ def test_signal_saves_and_says_so(command_line, number: int) -> None:
     keys = (*SHORT, "trainer.save_freq=1000", "trainer.stop_grace_s=30", "trainer.test_freq=1")
     stopped = command_line(*keys, *ONE, "trainer.total_training_steps=1000", typed=True)
     stopped.wait_for(reached(stopped, 2), timeout=240)
+    found = listening(stopped.family())
+    assert {"gcs_server", "raylet", "ray::RankHost"} <= {name for name, *_ in found}
+    assert open_to_others(found) == set()  # docs/launching.md: what listens where
     if number == signal.SIGTERM:
         os.killpg(stopped.process.pid, number)
     else:

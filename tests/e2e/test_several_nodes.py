@@ -11,7 +11,8 @@ import psutil
 import pyarrow.parquet
 import pytest
 from command_line import REPOSITORY
-from lives import CLOCKED, MEGATRON
+from listeners import listening, open_to_others
+from lives import CLOCKED, MEGATRON, reached
 from raylets import Raylets
 
 from megatron_rl.config.load import load_config
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 DEMO = REPOSITORY / "assets/demo"
 OF_A_SHELL = {"NCCL_DEBUG": "WARN"}
 """What only the shell that starts the run has, not the nodes'."""
+WILDCARDS, CLIENT_PORT = ("::", "0.0.0.0"), 10001
 SHORT = (
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -102,6 +104,18 @@ def printed(run) -> list[dict]:
     return [{name: repr(value) for name, value in line.items() if not name.startswith(CLOCKED)} for line in lines]
 
 
+def assert_only_nodes_are_let_in(of_nodes: set[tuple[str, str, int]], of_driver: set[tuple[str, str, int]]) -> None:
+    """What listens is what docs/launching.md tells, by names of processes, with "python" for the driver and for Ray's
+    client server.
+    """
+    everywhere = {name for name, address, _ in of_nodes if address in WILDCARDS}
+    assert everywhere == {"gcs_server", "raylet", "ray::RankHost"}
+    others = {(name, port) for name, _, port in open_to_others(of_nodes) if name not in everywhere}
+    assert {name for name, _ in others} <= {"ray::RuntimeEnvAgent", "python"}
+    assert {port for name, port in others if name == "python"} <= {CLIENT_PORT}
+    assert len(open_to_others(of_driver)) <= 2, "Ray's, and that for signs of life"
+
+
 def run_on_nodes(layout: Nodes, overrides: list[str], command_line):
     """The run over several nodes, and its summary, by which its bytes are the planned ones."""
     with Raylets(*[layout.per_node] * layout.num_nodes) as cluster:
@@ -117,6 +131,9 @@ def run_on_nodes(layout: Nodes, overrides: list[str], command_line):
 
         spread.wait_for(all_ranks_run, 200)
         assert all(OF_A_SHELL.items() <= process.environ().items() for process in ranks)
+        spread.wait_for(reached(spread, 1), 300)
+        members = [member for node in range(layout.num_nodes) for member in cluster.family(node)]
+        assert_only_nodes_are_let_in(listening(members), listening([psutil.Process(spread.process.pid)]))
         assert spread.wait(300) == 0, spread.text()
         assert cluster.left_over() == {}
     assert "every rank gets NCCL_DEBUG=WARN" in spread.text()

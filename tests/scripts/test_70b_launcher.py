@@ -66,6 +66,7 @@ def test_dry_run_prints_the_commands_of_every_node(dry_run):
     assert places == [*NODES, "node0"]
     starts = [words for words in commands if "start" in words]
     assert ["--head" in words for words in starts] == [True, *[False] * 7]
+    assert "--no-monitor" in starts[0] and all("RAY_enable_metrics_collection=0" in words for words in starts)
     assert all("--address=node0:6379" in words and "--num-gpus=8" in words for words in starts[1:])
     *_, address, wait, train = commands
     assert address == ["export", "RAY_ADDRESS=node0:6379"]

@@ -1,9 +1,11 @@
 """Start Ray without the processes that a run does not use.
 
 Reason: `ray.init` starts a dashboard server, though `include_dashboard=False` leaves it nothing to serve, and waits for
-it, and a log monitor, though with `log_to_driver=False` nobody reads what it sends: 190 MB, 1 to 3 CPU seconds and a
-second of every start on one machine.
-What it does: neither is started. `ray list`, which asks the dashboard server, does not work without this patch either.
+it, a log monitor, though with `log_to_driver=False` nobody reads what it sends, and an autoscaler, though nothing can
+be added to one machine: 270 MB, 1 to 4 CPU seconds and a second of every start on one machine. The autoscaler answers
+everybody who asks for its metrics.
+What it does: none is started. `ray list`, which asks the dashboard server, does not work without this patch either;
+`ray status`, which shows what the autoscaler knows, does not work with it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from third_party_patches.guard import Patch
 
 
 def start_nothing(node: object, **asked: object) -> None:
-    """Stand in for two methods of Ray's `Node`, which `ray.init` calls for what is not needed here."""
+    """Stand in for three methods of Ray's `Node`, which `ray.init` calls for what is not needed here."""
 
 
 def apply() -> None:
@@ -21,12 +23,13 @@ def apply() -> None:
 
     node.Node.start_api_server = start_nothing
     node.Node.start_log_monitor = start_nothing
+    node.Node.start_monitor = start_nothing
 
 
 PATCH = Patch(
     name="ray.few_daemons",
     distributions=("ray",),
     versions="==2.60.0",
-    drop_when="ray.init starts no dashboard server where none is wanted, and no log monitor for log_to_driver=False",
+    drop_when="ray.init starts no dashboard server where none is wanted, and neither log monitor nor autoscaler",
     apply=apply,
 )
