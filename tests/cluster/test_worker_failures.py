@@ -119,7 +119,8 @@ def test_a_failing_import_on_the_ranks_is_reported(pool: ResourcePool) -> None:
 def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: ResourcePool, tmp_path: Path) -> None:
     """One sleeps, the other is in a barrier. Would not catch two ranks that wait for each other."""
     limits = Limits(stall_timeout_s=10, stacks_file=tmp_path / "stacks.txt")
-    with RayPool("toys", pair, FragileWorker, -1, True, options=replace(FORKED, limits=limits)) as group:
+    with RayPool("toys", pair, FragileWorker, -1, True, options=FORKED) as group:
+        group._watch.limits = limits  # not before: to import torch may take longer
         pids = group.pids
         with pytest.raises(WorkerStall) as raised:
             group.host(FragileWorker).barrier_all_but(1).get(timeout=60)
