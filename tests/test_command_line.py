@@ -143,6 +143,29 @@ def test_train_refuses_a_violation_before_it_loads_anything(small_run):
     assert "nearest: data.max_response_length=16" in finished.stderr
 
 
+AT_IMPORT = """
+import os, signal, sys
+class Signals:
+    def find_spec(self, name, *rest):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Signals())
+from megatron_rl.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("module", "code"), [("megatron_rl.cli", 143), ("megatron_rl.train", 21)])
+def test_a_signal_among_imports_says_that_nothing_was_started(small_run, module: str, code: int):
+    """Of the command line, and of a run once its configuration is known. Would not catch one before Python's start."""
+    program = AT_IMPORT.replace("sys.argv[1]", repr(module))
+    command = [sys.executable, "-c", program, "train", "--config", DEMO, *small_run, "trainer.save_freq=1"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == ""
+    assert ended.stderr.splitlines()[-1].startswith("SIGTERM: stopped while the command was starting; no process was")
+
+
 def test_missing_option_is_a_usage_error():
     """Would not catch a usage text that is out of date."""
     finished = megatron_rl("train")
