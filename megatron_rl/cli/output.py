@@ -41,10 +41,10 @@ def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = 
     """
     if file is None:
         return
+    refuse_in_checkpoint(option, file)
     if suffixes and file.suffix.lower() not in suffixes:
         nearest = file.with_suffix(suffixes[0]) if file.name else Path(f"picture{suffixes[0]}")
         raise ConfigError(f"{option} {file} must end in one of {', '.join(suffixes)}; nearest: {option} {nearest}")
-    refuse_in_checkpoint(option, file)
     reason = _why_unwritable(file)
     if reason is not None:
         nearest = Path("outputs", option.removeprefix("--")).with_suffix(suffixes[0] if suffixes else ".yaml")
