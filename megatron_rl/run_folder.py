@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +36,7 @@ class RunFolder:
         self.models = configured_models(config)
         self.saved: dict[str, Any] = {}
         self._select()
+        self._is_new = not self.path.exists()
         make_folders(config.trainer)
         self._open = ExitStack()
 
@@ -48,8 +50,14 @@ class RunFolder:
                 self._select()
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Give the folder up. A folder that this run made, and wrote nothing to before its model was refused, goes."""
+        if self._is_new and isinstance(error, ConfigError) and not any(file.stat().st_size for file in self._files()):
+            shutil.rmtree(self.path, ignore_errors=True)
         self._open.close()
+
+    def _files(self) -> Iterator[Path]:
+        return (file for file in self.path.rglob("*") if file.is_file())
 
     @property
     def resumed_step(self) -> int | None:

@@ -50,6 +50,28 @@ def save(folder: RunFolder, book: Book, step: int) -> None:
     commit(unfinished, Manifest(FORMAT, step, folder.models, digest_files(unfinished, names)))
 
 
+@pytest.mark.parametrize(
+    ("error", "was_there", "line", "stays"),
+    [
+        (ConfigError, False, "", False),
+        (ConfigError, False, "{}", True),
+        (ConfigError, True, "", True),
+        (RuntimeError, False, "", True),
+    ],
+)
+def test_a_refused_run_leaves_no_folder(tmp_path, monkeypatch, error, was_there, line, stays):
+    """Its own folder, while nothing is in a file of it. Would not catch what Ray writes elsewhere."""
+    folder = tmp_path / "run"
+    if was_there:
+        folder.mkdir()
+    run_folder, _ = new_run(folder, monkeypatch)
+    with pytest.raises(error), run_folder:
+        (folder / "tensorboard").mkdir()
+        (folder / "metrics.jsonl").write_text(line)
+        raise error("the model cannot be used")
+    assert folder.exists() == stays
+
+
 def test_a_checkpoint_of_another_stage_is_refused(tmp_path, monkeypatch):
     """Of PPO by sft, which trains the same actor. Would not catch two runs of one stage with other losses."""
     run_folder, book = new_run(tmp_path, monkeypatch)

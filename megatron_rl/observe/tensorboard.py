@@ -24,20 +24,25 @@ class EventFile:
     """The events of one process, in a file of its own."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """Create the file in `folder`; of earlier files there, events of steps >= `first_step` are hidden.
+        """Create the file in `folder`, empty until a step is logged. From then on events of steps >= `first_step` in
+        earlier files there are hidden.
 
         Raises OSError.
         """
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._file = AppendedFile(folder / name)
-        self._write(Event(file_version=FORMAT))
-        self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        self._header = [
+            Event(file_version=FORMAT),
+            Event(step=first_step, session_log=SessionLog(status=SessionLog.START)),
+        ]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the scalars of `step`. Raises OSError."""
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
-        self._write(Event(step=step, summary=Summary(value=values)))
+        for event in (*self._header, Event(step=step, summary=Summary(value=values))):
+            self._write(event)
+        self._header = []
 
     def close(self) -> None:
         """Release the file."""
