@@ -16,6 +16,7 @@ from megatron_rl.config.roles import pretraining_length
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.dispatch import Beside
 from megatron_rl.errors import ConfigError
+from megatron_rl.planner.foreign_models import model_facts
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.records import TokenBatch
 from megatron_rl.supervised.batches import token_batch
@@ -72,6 +73,7 @@ def pretraining_options(config: RunConfig) -> ReadingOptions:
     found["apply_chat_template_kwargs"] = config.data.apply_chat_template_kwargs
     if config.ptx.bad_rows == "skip" and config.ptx.bad_rows_file is None:
         found["bad_rows_file"] = str(Path(config.trainer.default_local_dir) / "bad_pretraining_rows.jsonl")
+    found["vocab_size"] = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
     return ReadingOptions(**found)
 
 

@@ -30,6 +30,7 @@ from megatron_rl.observe.summary import layout_table
 from megatron_rl.open_rollouts import open_rollouts, open_schedule
 from megatron_rl.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planner.cache_share import with_kv_cache
+from megatron_rl.planner.foreign_models import model_facts
 from megatron_rl.planner.hardware import Hardware, planned_hardware
 from megatron_rl.planner.memory import planned_memory
 from megatron_rl.planner.planned_steps import PlannedSteps
@@ -181,8 +182,9 @@ class Data:
     def read(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
         """Raises ConfigError."""
         data, keeps_text = config.data, any(role.reads_text for role in roles_of(config))
+        num_tokens = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
         train, val = (
-            PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text)
+            PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text, num_tokens)
             for files, is_judged in ((data.train_files, trains_on_rule(config)), (data.val_files, uses_rule(config)))
         )
         cursor = MixtureCursor(train.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed)

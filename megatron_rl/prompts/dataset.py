@@ -44,11 +44,12 @@ class PromptDataset:
         data_config: DataConfig,
         needs_ground_truth: bool = True,
         keeps_text: bool = False,
+        vocab_size: int | None = None,
     ):
         """Read and tokenise; see `DataConfig` for the columns, for templates and for prompts that are too long.
 
         needs_ground_truth: whether every row must have one; else it is None where a row has none. keeps_text: whether
-        batches have `raw_prompt`, too.
+        batches have `raw_prompt`, too. vocab_size: tokens that the model has; None: any may occur.
 
         Raises ConfigError for a missing or unreadable file, missing or empty columns, an empty dataset, and prompts
         that cannot be tokenised or are too long.
@@ -60,6 +61,7 @@ class PromptDataset:
         for path in paths:
             rows = read_rows(path, data_config, needs_ground_truth)
             prompt_ids = tokenise(path, rows, tokenizer, data_config)
+            refuse_unknown_tokens(path, prompt_ids, vocab_size)
             kept = short_enough(path, prompt_ids, data_config)
             prompts = [Prompt(offset + row, torch.tensor(cut(prompt_ids[row], data_config)), rows[row]) for row in kept]
             self.files.append(PromptFile(path, len(prompts), _digests(prompts)))
@@ -141,6 +143,16 @@ def _apply_template(
             ) from None
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, **of_tokens)["input_ids"]
     return encoded
+
+
+def refuse_unknown_tokens(path: str, prompt_ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:
+    """Raise ConfigError for a token that the model does not have: a tokenizer may have more, which are added to it."""
+    for row, ids in enumerate(prompt_ids):
+        if vocab_size is not None and max(ids) >= vocab_size:
+            raise ConfigError(
+                f"{path}: the prompt of row {row} has token {max(ids)}, and the model has {vocab_size}: take the "
+                "tokenizer's added tokens out of the prompt, or use a model that has them"
+            )
 
 
 def short_enough(path: str, prompt_ids: Sequence[Sequence[int]], data_config: DataConfig) -> list[int]:

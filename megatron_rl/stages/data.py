@@ -14,6 +14,7 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.stages import DPO, REWARD, SFT
 from megatron_rl.errors import ConfigError
+from megatron_rl.planner.foreign_models import model_facts
 from megatron_rl.prompts.mixture import MixtureCursor
 from megatron_rl.supervised.options import ReadingOptions
 from megatron_rl.supervised.reading import read_examples, read_labelled, read_rankings, read_scored
@@ -45,6 +46,7 @@ def reading_options(config: RunConfig, kind: str) -> ReadingOptions:
     if data.bad_rows == "skip":
         listed = Path(data.bad_rows_file or Path(config.trainer.default_local_dir) / "bad_rows.jsonl")
         found["bad_rows_file"] = str(listed if kind == "train" else listed.with_stem(f"{listed.stem}_{kind}"))
+    found["vocab_size"] = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
     return ReadingOptions(**found)
 
 

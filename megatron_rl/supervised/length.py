@@ -1,4 +1,4 @@
-"""What becomes of rows that are longer than may be. Pure."""
+"""Which tokenised rows a model can take, and what becomes of those that are longer than may be. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ def fitted(answers: Sequence[Tokens], options: ReadingOptions, shares_prompt: bo
     """(what is left, how many were cut, how many were dropped) of the texts of one row.
 
     shares_prompt: the texts are answers to one prompt, which loses the same tokens in all of them, and of which none
-    can be dropped alone. Raises RowProblem for a text that is too long and may not be cut, and where no token is left
-    that counts.
+    can be dropped alone. Raises RowProblem for a token that the model does not have, for a text that is too long and
+    may not be cut, and where no token is left that counts.
     """
+    largest = max((token for one in answers for token in one.ids), default=0)
+    if options.vocab_size is not None and largest >= options.vocab_size:
+        raise RowProblem("unknown_token", "", f"token {largest}, and the model has {options.vocab_size}")
     limit = options.max_length
     excess = [max(len(one.ids) - limit, 0) for one in answers]
     if not any(excess):

@@ -51,7 +51,7 @@ class ReadingOptions(ColumnKeys):
     where nothing else ends it. loss_on: answers: every turn of the assistant | last: the last answer | all: the prompt,
     too. max_length: tokens of prompt and answer. truncation: of longer rows: error: a bad row | left, right: cut that
     side off | drop: leave them out. bad_rows: error: refuse the files | skip: leave them out, and write their list to
-    `bad_rows_file`.
+    `bad_rows_file`. vocab_size: tokens that the model has; None: a row may hold any.
     """
 
     prompt_as_chat: bool | None = None
@@ -62,6 +62,7 @@ class ReadingOptions(ColumnKeys):
     bad_rows: str = "error"
     bad_rows_file: str | None = None
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that has no meaning, with the nearest that has one."""

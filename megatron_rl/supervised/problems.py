@@ -54,6 +54,10 @@ KINDS: dict[str, tuple[str, str]] = {
         "the chat_template must write a prompt as the beginning of prompt and answer",
         "use a template that does, or one with {% generation %} marks",
     ),
+    "unknown_token": (
+        "every token must be one that the model has",
+        "take the tokenizer's added tokens out of the row, or use a model that has them",
+    ),
     "too_long": (
         "a row must have at most data.max_length tokens",
         "raise data.max_length, or set data.truncation to left, right or drop",

@@ -86,6 +86,14 @@ def test_overlong_prompts_are_an_error_or_dropped(write, tokenizer):
         PromptDataset([path], tokenizer, DataConfig(max_prompt_length=0, filter_overlong_prompts=True))
 
 
+def test_a_token_that_the_model_lacks_is_named(write, tokenizer):
+    """ "9" is token 13. Would not catch a token that the template alone writes for an answer."""
+    path = write([row("12"), row("190")])
+    with pytest.raises(ConfigError, match="the prompt of row 1 has token 13, and the model has 13: take the"):
+        PromptDataset([path], tokenizer, DataConfig(), vocab_size=13)
+    assert len(PromptDataset([path], tokenizer, DataConfig(), vocab_size=14)) == 2
+
+
 def test_missing_file_names_its_neighbour(write, tokenizer):
     """Would not catch a folder given in place of a file that holds parquet files."""
     path = write([row(chat("1"))])

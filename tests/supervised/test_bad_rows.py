@@ -139,7 +139,16 @@ def test_each_kind_is_named_and_can_be_skipped(kind, reader, around, bad, field,
 
 def test_the_table_has_every_kind():
     """At least 20 of them, all above or in a test of their own below. Would not catch a kind that is named wrongly."""
-    assert {case[0] for case in CASES} | {"nothing_counted"} == set(KINDS) and len(KINDS) >= 20
+    assert {case[0] for case in CASES} | {"nothing_counted", "unknown_token"} == set(KINDS) and len(KINDS) >= 20
+
+
+def test_tokens_that_the_model_lacks_are_named(tmp_path):
+    """ "that" is made of bytes below 117; a model of 100 tokens has no "t". Would not catch a hole among its tokens."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(GOOD["answer"]) + "\n")
+    with pytest.raises(ConfigError, match=r"row 0 .*and the model has 60; every token.*\[unknown_token\]"):
+        read_examples([str(path)], byte_level(), ReadingOptions(vocab_size=60))
+    assert len(read_examples([str(path)], byte_level(), ReadingOptions(vocab_size=1000))[0]) == 1
 
 
 def test_the_documentation_has_every_kind():
