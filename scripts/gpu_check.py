@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -32,10 +34,17 @@ def steps() -> dict[str, Path]:
 
 
 def run_step(file: Path, device: str, small: bool, limit_s: float) -> dict[str, Any]:
-    """What a step said: outcome, message and figures; with its seconds."""
+    """What a step said: outcome, message and figures; with its seconds. Its temporary files are removed."""
+    with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as scratch:
+        return _run_step(file, device, small, limit_s, {**os.environ, "TMPDIR": scratch})
+
+
+def _run_step(file: Path, device: str, small: bool, limit_s: float, variables: dict[str, str]) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", str(file), "--device", device, *(["--small"] if small else [])]
     start = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=variables
+    )
     try:
         output, _ = process.communicate(timeout=limit_s)
         died = f"the process ended with code {process.returncode} and said nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,13 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 
 
 def check(tmp_path: Path, *options: str, timeout: float) -> tuple[int, str, dict]:
-    """Code, table and what was written."""
-    out = tmp_path / "found.json"
+    """Code, table and what was written; no temporary file is left."""
+    out, scratch = tmp_path / "found.json", tmp_path / "scratch"
+    scratch.mkdir()
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--out", str(out), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    variables = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=variables)
+    assert not list(scratch.iterdir())
     return done.returncode, done.stdout + done.stderr, json.loads(out.read_text()) if out.exists() else {}
 
 
