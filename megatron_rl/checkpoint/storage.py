@@ -28,8 +28,8 @@ TOLD = re.compile(rf"(\[Errno |\(os error )({'|'.join(map(str, _NUMBERS))})[\])]
 def writing(target: Path | None = None) -> Iterator[None]:
     """On any process: raises StorageError with the reason alone when the body could not write a file.
 
-    target: what is being written, whose disk's free bytes are told as well: as they are when the body fails, while
-    what it has half written is still there.
+    target: the path that is being written. The message has the free bytes of its disk at the moment of the failure,
+    while the half-written file is still there.
     """
     try:
         yield
@@ -57,7 +57,7 @@ def storing(what: str, root: Path) -> Iterator[None]:
 
 
 def _with_room(reason: str, target: Path) -> str:
-    """With the free bytes, unless whoever was nearer to the failure has told them."""
+    """Add the free bytes to an error, unless its message has them already."""
     return reason if FREE in reason else f"{reason}; {free_space(target)}"
 
 

@@ -19,9 +19,11 @@ LONGEST_INSIDE = len("/model-00001-of-00001.safetensors")
 
 
 def checkpoint_round(path: Path) -> Path | None:
-    """The checkpoint in which a path lies or that it is, behind links; None where there is none. Nothing need be there.
+    """Find the checkpoint that a path is or lies in, links followed; None for a path outside of all checkpoints.
 
-    What is written there would be no part of the checkpoint, and would go with it.
+    The path need not exist.
+
+    A file written there would be no part of the checkpoint, and would be deleted with it.
     """
     try:
         whole = path.expanduser().resolve()

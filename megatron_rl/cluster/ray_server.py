@@ -88,7 +88,7 @@ def variables() -> dict[str, str]:
 
 
 def put_back(kept: Mapping[str, str]) -> None:
-    """Make Ray's variables those that `variables` told: it sets some of its own, RAY_AUTH_MODE among them."""
+    """Restore the variables that `variables` returned: Ray sets some of its own, RAY_AUTH_MODE among them."""
     for name in variables().keys() - kept.keys():
         del os.environ[name]
     os.environ |= kept

@@ -157,7 +157,7 @@ def quit_on_signals(code: int | None = None) -> None:
 
 
 def restore_signals() -> None:
-    """What `quit_on_signals` has changed is as it was; where it has changed nothing, nothing is done."""
+    """Undo `quit_on_signals`; do nothing where it was not called."""
     for number in (*ENDING, signal.SIGINT):
         present = signal.getsignal(number)
         if isinstance(present, _Quit):
@@ -188,7 +188,7 @@ def exit_on_signals() -> None:
 
 
 def _heeded(numbers: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
-    """Those that this process does not ignore: `nohup` has SIGHUP ignored, a shell SIGINT in its background."""
+    """Return the signals that this process does not ignore; under `nohup` it ignores SIGHUP."""
     return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
 
 

@@ -1,4 +1,4 @@
-"""How large or small any number of a configuration may be, whatever it is for: beyond, somebody's finger slipped.
+"""How large or small any number of a configuration may be, whatever it is for; a number beyond is a typing error.
 
 Whole numbers stay small enough for lists and other rules that count with them, numbers with a fraction inside of what
 float32 holds. Where a key's own interval (`value_tables`) is narrower, that one decides.

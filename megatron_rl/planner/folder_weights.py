@@ -42,7 +42,7 @@ class ReadTensors:
 
     @classmethod
     def of(cls, family: Family, shape: ModelShape, is_reward_model: bool) -> ReadTensors:
-        """Of a folder with a vocabulary head or, of a reward model, one that gives a score."""
+        """Names for a model with a vocabulary head or, for a reward model, with a head that gives a score."""
         specs = (value_param_map if is_reward_model else param_map)(family, shape)
         names = {name for spec in specs.values() for name in spec.hf_names}
         names |= {constant.name for constant in constant_map(family, shape).values()}
@@ -88,7 +88,7 @@ AHEAD, HEAD, BUFFER, COPY = "of layers that predict several tokens", "of another
 
 
 def _kind(name: str, reads: ReadTensors, num_layers: int, ahead: int) -> str | None:
-    """Of a tensor that is not read, why that is right; None where it is not."""
+    """Why it is right that a tensor is not read; None for a tensor that ought to be."""
     layer = LAYER.match(name)
     if name.endswith(".rotary_emb.inv_freq"):
         return BUFFER
@@ -144,6 +144,6 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def unread_weights(path: str, weights: FolderWeights) -> str | None:
-    """What of a folder is left though it may have been meant, in one line; None where there is none of it."""
+    """One line that names the tensors that are left and may have been meant; None for a folder without any."""
     parts = [f"{some_of([*weights.left[kind]])}, {kind}" for kind in (AHEAD, HEAD) if kind in weights.left]
     return f"of {path} these tensors are not read: {'; '.join(parts)}" if parts else None
