@@ -40,7 +40,9 @@ def assert_goes_on_as_recorded(run: Path, kept: Path, after: int) -> None:
     torch.testing.assert_close(weights, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "sft", "dpo", "reward"])
+@pytest.mark.parametrize(
+    "recipe", ["ppo", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "dpo", "reward"))]
+)
 def test_a_kept_checkpoint_goes_on(command_line, tmp_path: Path, recipe: str) -> None:
     """After step 2, to the numbers of the run that wrote it. Would not catch a change that only other layouts meet."""
     kept = REPOSITORY / KEPT / recipe
