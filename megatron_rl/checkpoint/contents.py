@@ -39,7 +39,7 @@ def contents_faults(folder: Path, manifest: Manifest) -> list[str]:
     needed = [RUN_FILE, *(f"{role}/{name}" for role in manifest.models for name in (ROLE_FILE, METADATA))]
     faults = [f"its manifest does not list {name}" for name in needed if name not in manifest.files]
     for path in sorted(folder.iterdir()):
-        # Another folder is somebody's own, which nobody reads.
+        # Other folders are the user's, and are never read.
         if path.name not in manifest.models and (path / ROLE_FILE).exists():
             faults.append(f"its manifest names no role {path.name}, and there is such a folder")
     for role in manifest.models:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megatron_rl.checkpoint.folders import UNFINISHED
 from megatron_rl.checkpoint.manifest import is_checkpoint
 from megatron_rl.config.file_kinds import NOTHING, kind_of
 from megatron_rl.errors import ConfigError
 
-UNFINISHED = ".unfinished"
-"""What a folder's name ends in until it is complete."""
 LONGEST_INSIDE = len("/model-00001-of-00001.safetensors")
 """Characters of the longest path in a model folder."""
 
@@ -29,7 +28,7 @@ def checkpoint_round(path: Path) -> Path | None:
         whole = path.expanduser().resolve()
         return next((folder for folder in (whole, *whole.parents) if is_checkpoint(folder)), None)
     except (OSError, RuntimeError):
-        return None  # a loop of links, nobody's home folder, too long a name: other rules and writing itself say so
+        return None  # a loop of links, an unknown user's home folder, or too long a name: other rules refuse it
 
 
 def refuse_in_checkpoint(name: str, path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Names the folder; where nobody has set it, torch does, to one for each user in the temporary folder."""
+"""The variable that names the folder. Where it is unset, torch sets it, to a folder in the temporary one."""
 
 
 def folder_of_ranks() -> str:

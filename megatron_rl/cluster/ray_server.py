@@ -38,7 +38,7 @@ JOIN_LIMIT_S = 5.0
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_metrics_collection": "0",  # nobody reads them, and their port asks for no token
+    "RAY_enable_metrics_collection": "0",  # a run does not use them, and their port asks for no token
     "RAY_worker_niceness": "0",  # ranks are what the machine is for
     "RAY_enable_worker_prestart": "0",  # ranks have environments of their own, for which no worker waits
     "RAY_prestart_worker_first_driver": "0",

@@ -29,7 +29,7 @@ def kind_of(path: Path) -> str:
 
 
 def instead_of_file(path: Path) -> str | None:
-    """A clause that says what is there in the place of a file; None where it is a file."""
+    """Return a clause that says what is there instead of a file, or None for a file."""
     kind = kind_of(path)
     if kind == FILE:
         return None

@@ -92,7 +92,7 @@ PATH_NAMES |= {"rollout_data_dir", "validation_data_dir", "bad_rows_file"}
 """Last parts of the keys that name files and folders."""
 
 LARGEST_WHOLE = 2**63 - 1
-"""Of whole numbers: torch's and numpy's."""
+"""The largest integer of torch and numpy."""
 
 GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}
 """Every dotted name that has keys below it."""
@@ -136,7 +136,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunCon
 
 
 def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Reading:
-    """The same with what verl's keys and values became. stage: what is trained; None: as `trainer.stage` says."""
+    """Read a file and overrides, with notes of what verl's keys became. stage: None: as `trainer.stage` says."""
     violations: list[Violation] = []
     settings = list(read_file(Path(path)))
     for text in overrides:
@@ -150,7 +150,7 @@ def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None 
 def read_settings(
     settings: Sequence[Setting], violations: Sequence[Violation] = (), stage: str | None = None
 ) -> Reading:
-    """Of settings in their order. violations: what is wrong already. stage: as in `read_run`."""
+    """Apply settings in their order. violations: those found before. stage: as in `read_run`."""
     found = list(violations)
     translation = translate(settings, is_key)
     config = pickle.loads(_schema())
@@ -183,7 +183,7 @@ def _schema() -> bytes:
 
 
 def default_of(key: str) -> Any:
-    """A key's value where nobody sets it or what it follows; None where it then has none."""
+    """Return the default of a key, or None for a key without one."""
     return OmegaConf.select(pickle.loads(_schema()), key)
 
 
