@@ -1,7 +1,7 @@
 """How one controller call becomes one call per rank, and how the answers become one: declared, not performed.
 
-A role marks its verbs with `@verb`; the controller reads the mark. A type checker sees a verb as what the controller
-calls: it returns a `Future`. No Ray, no torch.distributed here.
+A role marks methods with `@remote_method`; the controller reads the mark. A type checker sees such a method as what the
+controller calls: it returns a `Future`. No Ray, no torch.distributed here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Dispatch(enum.Enum):
 
 
 class Stop(enum.Enum):
-    """What a verb means to a run that a signal has asked to stop.
+    """What a method means to a run that a signal has asked to stop.
 
     UNRELATED: it is called all the same. BEFORE: a late run may stop instead of calling it. NEVER_AFTER: the same, but
     it changes weights: once it was called, the step is always finished.
@@ -49,8 +49,8 @@ class Stop(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Verb:
-    """The mark that `@verb` leaves on a method.
+class RemoteMethod:
+    """The mark that `@remote_method` leaves on a method.
 
     phase: under which name its time and memory are reported; "score" and "update" stand for the phases of the role's
     own passes (`RoleSpec`). balanced: rows may be shared out among data-parallel ranks by their lengths; the records
@@ -92,15 +92,15 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """When one verb ran: from the first to the last of the ranks whose answers count, in seconds since the epoch.
+class CallInterval:
+    """When one method ran: from the first to the last of the ranks whose answers count, in seconds since the epoch.
 
     seconds: what it took the slowest of them, by its own clock.
     """
 
     pool: str
     role: str
-    verb: str
+    remote_method: str
     phase: str
     start: float
     stop: float
@@ -135,29 +135,29 @@ class Future(Generic[Answer]):
 
 
 class Observer(Protocol):
-    """Who hears what the controller calls; a run's is `run.Ears`."""
+    """Who hears what the controller calls; a run's is `CallObserver`."""
 
-    def before(self, verb: Verb) -> None:
-        """A verb is about to be called; may raise to stop the run instead."""
+    def before(self, remote_method: RemoteMethod) -> None:
+        """A method is about to be called; may raise to stop the run instead."""
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
         """Round the wait for an answer."""
 
-    def ran(self, interval: Interval) -> None:
-        """A verb has been answered."""
+    def ran(self, interval: CallInterval) -> None:
+        """A method has been answered."""
 
 
 class Nobody:
     """An observer that ignores everything."""
 
-    def before(self, verb: Verb) -> None:
+    def before(self, remote_method: RemoteMethod) -> None:
         """No-op."""
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
         """No-op."""
         return nullcontext()
 
-    def ran(self, interval: Interval) -> None:
+    def ran(self, interval: CallInterval) -> None:
         """No-op."""
 
 
@@ -172,7 +172,7 @@ def is_collector(dispatch: Dispatch, place: Coordinates) -> bool:
 
 
 @overload
-def verb(
+def remote_method(
     dispatch: Literal[Dispatch.ONE_TO_ALL, Dispatch.REPLICAS],
     *,
     phase: str = ...,
@@ -184,34 +184,34 @@ def verb(
 
 
 @overload
-def verb(
+def remote_method(
     dispatch: Literal[Dispatch.RANK_ZERO], *, phase: str = ..., balanced: bool = ..., stop: Stop = ...
 ) -> Callable[[Callable[Concatenate[Owner, Params], Answer]], Callable[Concatenate[Owner, Params], Future[Answer]]]: ...
 
 
 @overload
-def verb(
+def remote_method(
     dispatch: Literal[Dispatch.DP, Dispatch.ROLLOUT_DP], *, phase: str = ..., balanced: bool = ..., stop: Stop = ...
 ) -> Callable[
     [Callable[Concatenate[Owner, Params], Answer | None]], Callable[Concatenate[Owner, Params], Future[Answer]]
 ]: ...
 
 
-def verb(dispatch: Dispatch, *, phase: str = "", balanced: bool = False, stop: Stop = Stop.UNRELATED) -> Any:
-    """Mark a method as callable from the controller (see `Verb`). On a rank it stays the plain method that it is.
+def remote_method(dispatch: Dispatch, *, phase: str = "", balanced: bool = False, stop: Stop = Stop.UNRELATED) -> Any:
+    """Mark a method as callable from the controller (see `RemoteMethod`). On a rank it stays a plain method.
 
     A type checker sees the controller's side: a `Future` of all ranks' answers, of rank 0's, or of the joined record
     or dict of those that count, where None means that a rank's does not.
     """
 
     def mark(method: Any) -> Any:
-        method.verb = Verb(dispatch, phase, balanced, stop)
+        method.remote_method = RemoteMethod(dispatch, phase, balanced, stop)
         return method
 
     return mark
 
 
-def verbs_of(kind: type) -> dict[str, Verb]:
-    """Name -> mark of every verb of a class."""
+def methods_of(kind: type) -> dict[str, RemoteMethod]:
+    """Name -> mark of every method of a class."""
     members = inspect.getmembers(kind, inspect.isfunction)
-    return {name: method.verb for name, method in members if hasattr(method, "verb")}
+    return {name: method.remote_method for name, method in members if hasattr(method, "remote_method")}

@@ -87,7 +87,7 @@ class WorkerFailure(MegatronRLError):
 
 
 class WorkerStall(WorkerFailure):
-    """A worker stopped answering, or its verb stopped getting on; message and note say where it was."""
+    """A worker stopped answering, or its method stopped getting on; message and note say where it was."""
 
 
 class RewardError(MegatronRLError):

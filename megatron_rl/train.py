@@ -1,10 +1,10 @@
-"""PPO, from prompts to new weights: one straight loop on the controller, every verb visible.
+"""PPO, from prompts to new weights: one straight loop on the controller, every method visible.
 
     prompts -> generate -> log-probs, values, rewards -> advantages -> update critic, actor -> reshard
 
 Other algorithms are the same loop: another estimator or loss by its name, without the roles that it does not need.
-Verbs of roles run on every rank of the role's pool and return futures; `.get()` waits. Whatever does not depend on each
-other is started before anything is waited for, so that roles in pools of their own run at the same time.
+Methods of roles run on every rank of the role's pool and return futures; `.get()` waits. Whatever does not depend on
+each other is started before anything is waited for, so that roles in pools of their own run at the same time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from megatron_rl.config.algorithms import bypasses, scores_old_log_probs
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.report import finish_run
+from megatron_rl.controller.run import Run, open_run
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Experience
-from megatron_rl.report import finish_run
-from megatron_rl.rollouts import Batch
-from megatron_rl.run import Run, open_run
+from megatron_rl.sampling.sampler import SampledBatch
 
 
 def train(config: RunConfig, local: bool = False, replay: Path | None = None) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def train(config: RunConfig, local: bool = False, replay: Path | None = None) ->
     with open_run(config, local, replay) as run:
         run.validation.before_training(run.life.is_resumed)
         for step in run.life.steps():
-            run.book.log(take_step(run, step), step)
+            run.logger.log(take_step(run, step), step)
         return finish_run(run)
 
 
@@ -46,7 +46,7 @@ def take_step(run: Run, step: int) -> dict[str, float]:
     return metrics | run.validation.after(step)
 
 
-def score(run: Run, batch: Batch, step: int) -> Experience:
+def score(run: Run, batch: SampledBatch, step: int) -> Experience:
     """What every role says of a batch, while rules score answers here; no old log-probs where the update has them."""
     roles, rewards, algorithm = run.roles, run.rewards, run.algorithm
     prompts, generations, greedy = batch.prompts, batch.generations, batch.greedy
@@ -94,7 +94,7 @@ def update(run: Run, experience: Experience, step: int) -> dict[str, float]:
         batches = algorithm.actor_batches(experience, step)
         of_actor = [roles.actor.update(batch, run.pretraining.next()) for batch in batches]
     if of_critic:
-        metrics |= run.book.update_metrics("critic", of_critic)
+        metrics |= run.logger.update_metrics("critic", of_critic)
     if of_actor:
-        metrics |= run.book.update_metrics("actor", of_actor)
+        metrics |= run.logger.update_metrics("actor", of_actor)
     return metrics

@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 import pytest
 
-from megatron_rl.loading import without_collections
+from megatron_rl.cluster.loading import without_collections
 
 STARTED = time.monotonic()
 

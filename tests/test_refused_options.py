@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megatron_rl.cli import app
 from megatron_rl.cli.output import check_output_file, check_output_folder
 from megatron_rl.errors import ConfigError
-from megatron_rl.profiling.profile import Request, requested
+from megatron_rl.profile.profile import ProfileRequest, requested
 
 DEMO = ("--config", "configs/demo_cpu.yaml")
 LONG = "x" * 300
@@ -85,9 +85,9 @@ def test_looking_leaves_nothing_and_changes_nothing(tmp_path: Path):
 
 #  --device, --ranks, GPUs of the machine: what is measured, or what the refusal says
 MACHINES = [
-    (None, None, 0, Request("cpu", 4)),
-    (None, None, 8, Request("cuda", 8)),
-    ("cpu", 2, 8, Request("cpu", 2)),
+    (None, None, 0, ProfileRequest("cpu", 4)),
+    (None, None, 8, ProfileRequest("cuda", 8)),
+    ("cpu", 2, 8, ProfileRequest("cpu", 2)),
     (None, 0, 0, "--ranks 0 must be >= 1 and <= 64; nearest: --ranks 1"),
     (None, 65, 0, "--ranks 65 must be >= 1 and <= 64; nearest: --ranks 64"),
     (None, 9, 8, "--ranks 9 must be >= 1 and <= 8; nearest: --ranks 8"),
@@ -98,7 +98,7 @@ MACHINES = [
 @pytest.mark.parametrize(("device", "ranks", "gpus", "expected"), MACHINES)
 def test_a_profile_of_what_the_machine_has(device, ranks, gpus, expected):
     """Defaults, and what is not there. Would not catch a machine whose driver lists GPUs that do not work."""
-    if isinstance(expected, Request):
+    if isinstance(expected, ProfileRequest):
         assert requested(device, ranks, gpus) == expected
     else:
         with pytest.raises(ConfigError, match=f"^{expected}$"):

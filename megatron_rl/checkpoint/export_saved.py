@@ -14,11 +14,11 @@ from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
-from megatron_rl.checkpoint.keys import BIAS, OPTIMIZER_PREFIX, checkpoint_key
 from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
+from megatron_rl.checkpoint.tensor_keys import BIAS, OPTIMIZER_PREFIX, checkpoint_key
 from megatron_rl.errors import StorageError
 from megatron_rl.model.families import ModelShape, constant_map, family_of, param_map, value_param_map
 

@@ -27,7 +27,7 @@ from megatron_rl.checkpoint.hf_folder import (
     start_folder,
     unfinished_folder,
 )
-from megatron_rl.checkpoint.hf_tensors import HFTensor, Piece, hf_tensors, pieces, put_together
+from megatron_rl.checkpoint.hf_tensors import HFTensor, TensorPiece, hf_tensors, pieces, put_together
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import TrainGrid
@@ -147,10 +147,10 @@ def gather_file(
     """The whole tensors of one file on its writer, nothing elsewhere; the file's ranks must call."""
     rank, whole = dist.get_rank(), {}
 
-    def held(tensor: HFTensor, piece: Piece) -> torch.Tensor:
+    def held(tensor: HFTensor, piece: TensorPiece) -> torch.Tensor:
         return named_parameters[tensor.parameter].detach()[piece.source].cpu().contiguous()
 
-    def fetched(tensor: HFTensor, piece: Piece) -> torch.Tensor:
+    def fetched(tensor: HFTensor, piece: TensorPiece) -> torch.Tensor:
         if piece.rank == rank:
             return held(tensor, piece)
         received = torch.empty(piece.shape, dtype=dtypes[tensor.name])

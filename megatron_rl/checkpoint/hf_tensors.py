@@ -41,7 +41,7 @@ class HFTensor:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """What `rank` gives to a whole tensor: `source` of its shard is `target` of the tensor."""
 
     rank: int
@@ -67,9 +67,9 @@ def hf_tensors(specs: dict[str, ParamSpec]) -> list[HFTensor]:
     return list(found.values())
 
 
-def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -> list[Piece]:
+def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -> list[TensorPiece]:
     """The pieces that make up `tensor`, each from the first of `holders` (ranks that have a shard) that has it."""
-    found: dict[tuple[Any, ...], Piece] = {}
+    found: dict[tuple[Any, ...], TensorPiece] = {}
     for rank in holders:
         for part in shard_of(tensor.spec.tensor, places[rank]).parts:
             if part.segment != tensor.segment:
@@ -81,11 +81,11 @@ def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -
                 if not first <= tensor.expert < stop:
                     continue
                 source = (part.at[0] + tensor.expert - first, *source[1:])
-            found.setdefault(box, Piece(rank, source, box_index(box)))
+            found.setdefault(box, TensorPiece(rank, source, box_index(box)))
     return list(found.values())
 
 
-def put_together(tensor: HFTensor, parts: Iterable[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
+def put_together(tensor: HFTensor, parts: Iterable[tuple[TensorPiece, torch.Tensor]]) -> torch.Tensor:
     """The whole tensor from its pieces and their elements, on the CPU; rows that only pad a vocabulary are in none.
 
     Raises ValueError when the pieces do not cover the tensor.

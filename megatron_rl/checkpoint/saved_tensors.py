@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_rl.checkpoint.keys import OPTIMIZER_PREFIX
+from megatron_rl.checkpoint.tensor_keys import OPTIMIZER_PREFIX
 
 
 class KeptMetadata(FileSystemReader):

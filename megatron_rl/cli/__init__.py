@@ -16,12 +16,12 @@ from rich.text import Text
 from megatron_rl.cli.models import average_command, export_command
 from megatron_rl.cli.planning import map_command, plan_command, profile_command
 from megatron_rl.cli.porting import port_command
-from megatron_rl.cli.stages import dpo_command, reward_command, sft_command, train_command
+from megatron_rl.cli.tasks import dpo_command, reward_command, sft_command, train_command
 from megatron_rl.cli.trials import ablate_command, nightly_command
 from megatron_rl.cluster.compiled import leaving_none_empty
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
 from megatron_rl.errors import ConfigError, MegatronRLError
-from megatron_rl.observe.output import drop_unread_output
+from megatron_rl.observe.console import drop_unread_output
 
 RUNS = {"train": train_command, "sft": sft_command, "reward": reward_command, "dpo": dpo_command}
 """Commands that start a run."""

@@ -15,7 +15,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.observe.quiet import quiet_libraries
 
 
-class Role(StrEnum):
+class RoleName(StrEnum):
     """The roles of a checkpoint."""
 
     ACTOR = "actor"
@@ -25,7 +25,7 @@ class Role(StrEnum):
 def export_command(
     checkpoint: Annotated[Path, typer.Option(help="A global_step_N folder, or a run's folder for its newest.")],
     target: Annotated[Path, typer.Option(help="The Hugging Face folder to write; it must not exist.")],
-    role: Annotated[Role, typer.Option(help="critic: as a reward model with one label.")] = Role.ACTOR,
+    role: Annotated[RoleName, typer.Option(help="critic: as a reward model with one label.")] = RoleName.ACTOR,
 ) -> None:
     """Write a checkpointed model as a Hugging Face folder. One process, no GPU."""
     refuse_target(target, nearest=Path(f"{target}-{checkpoint.name}"))
@@ -50,7 +50,7 @@ def average_command(
     ema: Annotated[
         float | None, typer.Option(help="Exponential moving average with this decay, over them in their order.")
     ] = None,
-    role: Annotated[Role, typer.Option(help="critic: of reward models.")] = Role.ACTOR,
+    role: Annotated[RoleName, typer.Option(help="critic: of reward models.")] = RoleName.ACTOR,
 ) -> None:
     """Write the average of several checkpoints of one model as a Hugging Face folder. One process, no GPU."""
     quiet_libraries()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.stages import WITHOUT_ROLLOUT
+from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.errors import ConfigError, shown
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as configs/demo_cpu.yaml.")]

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.targets import refuse_in_checkpoint
 from megatron_rl.errors import ConfigError, StorageError
-from megatron_rl.observe.output import lost_output
+from megatron_rl.observe.console import lost_output
 from megatron_rl.observe.summary import finite_or_null
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

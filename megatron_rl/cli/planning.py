@@ -13,29 +13,29 @@ from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_
 from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems, violations_of
-from megatron_rl.config.stages import WITHOUT_ROLLOUT
+from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.errors import ConfigError
-from megatron_rl.mapping.explain import explain, explained
-from megatron_rl.mapping.explain import lines as explain_lines
-from megatron_rl.mapping.mapped import find_placements
-from megatron_rl.mapping.report import as_json as placements_as_json
-from megatron_rl.mapping.report import placement_table, time_table
-from megatron_rl.mapping.report import sentences as placement_sentences
-from megatron_rl.mapping.request import Request, cluster_of, read_base
-from megatron_rl.mapping.sample import sampled, write_points
-from megatron_rl.mapping.written import command_of, write_placement
+from megatron_rl.ledger.mapping.explain import explain, explained
+from megatron_rl.ledger.mapping.explain import lines as explain_lines
+from megatron_rl.ledger.mapping.map_report import as_json as placements_as_json
+from megatron_rl.ledger.mapping.map_report import placement_table, time_table
+from megatron_rl.ledger.mapping.map_report import sentences as placement_sentences
+from megatron_rl.ledger.mapping.mapped import find_placements
+from megatron_rl.ledger.mapping.placement_files import command_of, write_placement
+from megatron_rl.ledger.mapping.request import MapRequest, cluster_of, read_base
+from megatron_rl.ledger.mapping.sample import sampled, write_points
+from megatron_rl.ledger.planner.batch_arithmetic import batch_table, stage_table
+from megatron_rl.ledger.planner.cache_share import with_kv_cache
+from megatron_rl.ledger.planner.checked import Checked, checked, staged
+from megatron_rl.ledger.planner.hardware import SUFFIXES, default_hardware, planned_hardware
+from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
+from megatron_rl.ledger.planner.task_plan import StagePlanned
 from megatron_rl.observe.quiet import quiet_libraries
 from megatron_rl.observe.summary import layout_table
-from megatron_rl.planner.batch_arithmetic import batch_table, stage_table
-from megatron_rl.planner.cache_share import with_kv_cache
-from megatron_rl.planner.checked import Checked, checked, staged
-from megatron_rl.planner.hardware import SUFFIXES, default_hardware, planned_hardware
-from megatron_rl.planner.run_plan import RunPlan, mean_lengths
-from megatron_rl.planner.stage_plan import StagePlanned
-from megatron_rl.profiling.profile import DeviceKind, number_of_gpus, profile, requested
-from megatron_rl.profiling.written import hardware_text
-from megatron_rl.profiling.written import sentences as profile_sentences
-from megatron_rl.profiling.written import tables as profile_tables
+from megatron_rl.profile.hardware_file import hardware_text
+from megatron_rl.profile.hardware_file import sentences as profile_sentences
+from megatron_rl.profile.hardware_file import tables as profile_tables
+from megatron_rl.profile.profile import DeviceKind, number_of_gpus, profile, requested
 
 MAP_WIDTH = 150
 """Columns that the tables of placements need."""
@@ -131,7 +131,7 @@ def map_command(
     for option, file in (("--out", out), ("--points", points)):
         check_output_file(option, file)
     if picture is not None:
-        from megatron_rl.mapping.picture import draw_placements, picture_suffixes
+        from megatron_rl.ledger.mapping.map_picture import draw_placements, picture_suffixes
 
         check_output_file("--picture", picture, picture_suffixes())
     kept = [*(overrides or []), *(keep or [])]
@@ -140,7 +140,7 @@ def map_command(
     gpu = planned_hardware(run_config.trainer, hardware)
     cluster = cluster_of(run_config, gpus, gpus_per_node, keeps)
     lengths = mean_lengths(run_config.data, prompt_length, response_length)
-    request = Request(config, tuple(kept), run_config, gpu, cluster, keeps, lengths, gpus_per_node)
+    request = MapRequest(config, tuple(kept), run_config, gpu, cluster, keeps, lengths, gpus_per_node)
     mapped = find_placements(request)
     best = mapped.candidates[0]
     others = explain(mapped, explain_key) if explain_key is not None else []

@@ -16,14 +16,14 @@ from megatron_rl.cli.output import check_output_file, check_output_folder
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import Violation
-from megatron_rl.planner.checked import checked, only_ppo
+from megatron_rl.ledger.planner.checked import checked, only_ppo
 from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
 from megatron_rl.trials.ablation_report import dry_run_tables
 from megatron_rl.trials.golden import read_golden, write_golden
 from megatron_rl.trials.nightly import REPORT, nightly_trial, run_nightly
-from megatron_rl.trials.outcome import FAILED, TrialOutcome
 from megatron_rl.trials.planned import plan_points
+from megatron_rl.trials.trial_outcome import FAILED, TrialOutcome
 from megatron_rl.trials.verdict import Verdict
 
 SOME_POINTS_FAILED = 11

@@ -16,10 +16,10 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
+from megatron_rl.cluster.call_arguments import Message
 from megatron_rl.cluster.failures import RankFailure
-from megatron_rl.cluster.messages import Message
-from megatron_rl.cluster.trouble import failures_of
-from megatron_rl.cluster.watch import Connection, Watch
+from megatron_rl.cluster.heartbeat_monitor import Connection, HeartbeatMonitor
+from megatron_rl.cluster.hung_report import failures_of
 from megatron_rl.cluster.worker_process import Call, ProcessInfo, read_failure
 
 LOOK_S = 1.0
@@ -45,7 +45,7 @@ class RankCalls:
         self,
         handles: Sequence[ActorHandle],
         processes: Sequence[ProcessInfo],
-        watch: Watch,
+        watch: HeartbeatMonitor,
         node_size: int,
         grace_s: float,
     ) -> None:
@@ -66,20 +66,20 @@ class RankCalls:
         self._open |= {answer: (Call(rank, role, "__init__"),) for rank, answer in enumerate(answers)}
         return answers
 
-    def send(self, role: str, verb: str, method: str, messages: Mapping[int, Message]) -> list[ObjectRef]:
-        """Have the ranks run a verb on their messages; every rank, or rank 0 alone. Returns what `wait` takes.
+    def send(self, role: str, method: str, ray_method: str, messages: Mapping[int, Message]) -> list[ObjectRef]:
+        """Have the ranks run a method on their messages; every rank, or rank 0 alone. Returns what `wait` takes.
 
-        method: the verb's Ray method.
+        ray_method: the method's Ray ray_method.
         """
         size = self._node_size if len(messages) > 1 else 1
         answers = []
         for first in range(0, len(messages), size):
             ranks = range(first, first + size)
             if size == 1:
-                answer = getattr(self._handles[first], method).remote(*messages[first])
+                answer = getattr(self._handles[first], ray_method).remote(*messages[first])
             else:
-                answer = self._handles[first].relay.remote(role, verb, method, [messages[rank] for rank in ranks])
-            self._open[answer] = tuple(Call(rank, role, verb) for rank in ranks)
+                answer = self._handles[first].relay.remote(role, method, ray_method, [messages[rank] for rank in ranks])
+            self._open[answer] = tuple(Call(rank, role, method) for rank in ranks)
             answers.append(answer)
         return answers
 

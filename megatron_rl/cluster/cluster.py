@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from megatron_rl.balance import SequenceWork
-from megatron_rl.cluster.watch import Limits
+from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.config.roles import PoolSpec
 from megatron_rl.dispatch import Nobody, Observer
+from megatron_rl.parallel.balance import SequenceWork
 
 if TYPE_CHECKING:
     from megatron_rl.cluster.replicas import ReplicatedPool
@@ -34,7 +34,7 @@ class Hosting:
     device_kind: str
     env: Mapping[str, str] = field(default_factory=dict)
     work: SequenceWork | None = None
-    limits: Limits = Limits()
+    limits: HeartbeatLimits = HeartbeatLimits()
     observer: Observer = Nobody()
     replicated: Mapping[str, int] = field(default_factory=dict)
     replica_observer: Observer = Nobody()
@@ -47,7 +47,7 @@ class Hosting:
 
 
 def phases_of(pool: PoolSpec) -> dict[str, dict[str, str]]:
-    """Role -> what "score" and "update" stand for in its verbs' phases."""
+    """Role -> what "score" and "update" stand for in its methods' phases."""
     return {role.name: role.phases for role in pool.roles}
 
 
@@ -60,7 +60,7 @@ class Pool(Protocol):
         """The handle of one of its roles, whose class is `kind`."""
 
     def host(self, kind: type[Kind]) -> Kind:
-        """The handle of the verbs of its hosts."""
+        """The handle of the methods of its hosts."""
 
     def raise_if_failed(self) -> None:
         """Raise where a rank has failed in a call that nobody waits for."""

@@ -24,7 +24,7 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's failure in one verb, in plain picklable values (an arbitrary exception may not pickle).
+    """One rank's failure in one method, in plain picklable values (an arbitrary exception may not pickle).
 
     wall_time: seconds since the epoch when it happened, by the clock of the node that saw it.
     died: the process is gone; otherwise it raised `error_type` and lives.
@@ -34,7 +34,7 @@ class RankFailure:
 
     rank: int
     role: str
-    verb: str
+    method: str
     error_type: str
     message: str
     traceback: str
@@ -59,14 +59,14 @@ class RankFailure:
         return not self.died and _LOST_PEER.search(f"{self.error_type}: {self.message}") is not None
 
 
-def describe(error: BaseException, *, rank: int, role: str, verb: str) -> RankFailure:
+def describe(error: BaseException, *, rank: int, role: str, method: str) -> RankFailure:
     """The failure value of an exception just caught on a worker; frames of the catching function are left out."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     ours = [base for base in type(error).__mro__ if base.__module__ == errors.__name__]
     return RankFailure(
         rank=rank,
         role=role,
-        verb=verb,
+        method=method,
         error_type=type(error).__name__,
         message=str(error),
         traceback="".join(traceback.format_exception(type(error), error, frames)),
@@ -92,11 +92,11 @@ def to_error(failures: Sequence[RankFailure], name_pools: bool = False) -> error
     written_for_user = cause.error_class is not errors.WorkerFailure
     where = f"{f'pool {cause.pool}, ' if name_pools else ''}rank {cause.rank} ({cause.role})"
     if cause.died:
-        message = f"{where}: the process died during {cause.verb}. {cause.message}"
+        message = f"{where}: the process died during {cause.method}. {cause.message}"
     elif written_for_user:
-        message = f"{where}, in {cause.verb}: {cause.message}"
+        message = f"{where}, in {cause.method}: {cause.message}"
     else:
-        message = f"{where} raised {cause.error_type} in {cause.verb}: {cause.message}\n\n{cause.traceback.rstrip()}"
+        message = f"{where} raised {cause.error_type} in {cause.method}: {cause.message}\n\n{cause.traceback.rstrip()}"
     others = sorted({(failure.pool, failure.rank) for failure in failures} - {(cause.pool, cause.rank)})
     if others:
         told = [f"{pool} {rank}" if name_pools else str(rank) for pool, rank in others]

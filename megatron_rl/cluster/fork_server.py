@@ -31,7 +31,7 @@ from typing import NamedTuple
 from megatron_rl.cluster import fork_client
 from megatron_rl.cluster.fork_client import LENGTH, STATUS, is_ours
 from megatron_rl.cluster.leftovers import FATE
-from megatron_rl.loading import without_collections
+from megatron_rl.cluster.loading import without_collections
 
 IDLE_S = 5.0
 REQUEST_LIMIT_S = 10.0
@@ -54,7 +54,7 @@ def fork_command(modules: Sequence[str], variables: Mapping[str, str]) -> str:
     return shlex.join([*client, key, ",".join([*ALWAYS, *modules]), FATE, str(READY_LIMIT_S)])
 
 
-class Request(NamedTuple):
+class ForkRequest(NamedTuple):
     """What a client asks for: a file or `-m MODULE` with its arguments, its environment, and its folder."""
 
     arguments: list[str]
@@ -71,7 +71,7 @@ class Child:
     client: socket.socket
 
 
-def receive(client: socket.socket) -> tuple[Request, list[int]] | None:
+def receive(client: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     """A request and the client's standard files; None where it has gone meanwhile."""
     files: list[int] = []
     client.settimeout(REQUEST_LIMIT_S)
@@ -81,7 +81,7 @@ def receive(client: socket.socket) -> tuple[Request, list[int]] | None:
             with client.makefile("rb") as stream:
                 content = stream.read(LENGTH.unpack(length)[0])
             if len(content) == LENGTH.unpack(length)[0]:
-                return Request(**json.loads(content)), files
+                return ForkRequest(**json.loads(content)), files
     for file in files:
         os.close(file)
     return None
@@ -96,7 +96,7 @@ class ForkServer:
         self._selector.register(listener, selectors.EVENT_READ)
         self._children: list[Child] = []
 
-    def serve(self) -> Request | None:
+    def serve(self) -> ForkRequest | None:
         """In every child what was asked for it, its files in their places; in the server None, when nobody needs it."""
         while ready := self._selector.select(None if self._children else IDLE_S):
             for key, _ in ready:
@@ -106,7 +106,7 @@ class ForkServer:
                     return request
         return None
 
-    def _accept(self) -> Request | None:
+    def _accept(self) -> ForkRequest | None:
         client, _ = self._listener.accept()
         received = receive(client) if is_ours(client) else None
         if received is None:
@@ -176,7 +176,7 @@ def show_environment(variables: Mapping[str, str]) -> None:
     ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
 
 
-def become(request: Request) -> None:
+def become(request: ForkRequest) -> None:
     """Run what a child was asked for, as `python FILE ARGUMENT...` or `python -m MODULE ARGUMENT...` would."""
     os.chdir(request.folder)
     os.environ.clear()

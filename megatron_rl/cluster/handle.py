@@ -9,25 +9,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.dispatch import Future, Verb, verbs_of
+from megatron_rl.dispatch import Future, RemoteMethod, methods_of
 
 HOST = ""
-"""The role of the verbs that a rank's host itself has."""
+"""The role of the methods that a rank's host itself has."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One verb of one role. phase: under which name it is reported."""
+    """One method of one role. phase: under which name it is reported."""
 
     role: str
-    verb: str
-    mark: Verb
+    method: str
+    mark: RemoteMethod
     phase: str
 
     @property
-    def method(self) -> str:
+    def ray_method(self) -> str:
         """The name of the rank's Ray method: letters and digits, and `ps` shows it."""
-        return self.verb if self.role == HOST else f"{self.role}_{self.verb}"
+        return self.method if self.role == HOST else f"{self.role}_{self.method}"
 
     @property
     def who(self) -> str:
@@ -39,27 +39,31 @@ Submit = Callable[[Target, tuple[Any, ...], dict[str, Any]], Future[Any]]
 
 
 def targets_of(role: str, kind: type, phases: dict[str, str]) -> dict[str, Target]:
-    """Name -> target of every verb of a role's class; phases: what "score" and "update" stand for."""
-    return {name: Target(role, name, mark, phases.get(mark.phase, mark.phase)) for name, mark in verbs_of(kind).items()}
+    """Name -> target of every method of a role's class; phases: what "score" and "update" stand for."""
+    return {
+        name: Target(role, name, mark, phases.get(mark.phase, mark.phase)) for name, mark in methods_of(kind).items()
+    }
 
 
 def all_targets(
     host_class: type, kinds: Mapping[str, type], phases: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, Target]]:
-    """Role -> targets of its verbs, the host's own under HOST; kinds: role -> class; phases: role -> as above."""
+    """Role -> targets of its methods, the host's own under HOST; kinds: role -> class; phases: role -> as above."""
     return {role: targets_of(role, kind, phases.get(role, {})) for role, kind in {HOST: host_class, **kinds}.items()}
 
 
 class Handle:
-    """A role whose verbs are methods that return a `Future`. Type checkers may take it for the role's own class."""
+    """A role whose methods are methods that return a `Future`. Type checkers may take it for the role's own class."""
 
     def __init__(self, kind: type, targets: dict[str, Target], submit: Submit) -> None:
-        self._kind, self._verbs = kind, sorted(targets)
+        self._kind, self._methods = kind, sorted(targets)
         for name, target in targets.items():
             setattr(self, name, types.MethodType(_bound(inspect.getattr_static(kind, name), target, submit), self))
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no verb {name!r} in {self._kind.__name__}; its verbs are: {', '.join(self._verbs)}")
+        raise AttributeError(
+            f"no method {name!r} in {self._kind.__name__}; its methods are: {', '.join(self._methods)}"
+        )
 
 
 def _bound(method: Callable[..., Any], target: Target, submit: Submit) -> Callable[..., Future[Any]]:

@@ -13,7 +13,7 @@ from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
 from megatron_rl.cluster.nodes import LOOPBACK
 from megatron_rl.cluster.routing import Split, join_answers
 from megatron_rl.config.roles import PoolSpec
-from megatron_rl.dispatch import Dispatch, Future, Interval
+from megatron_rl.dispatch import CallInterval, Dispatch, Future
 
 if TYPE_CHECKING:
     from megatron_rl.cluster.replicas import ReplicatedPool
@@ -22,7 +22,7 @@ Kind = TypeVar("Kind")
 
 
 class LocalPool:
-    """The only rank of the only pool. A verb has returned before its `Future` is there; what it raises is raised."""
+    """The only rank of the only pool. A method has returned before its `Future` is there; what it raises is raised."""
 
     def __init__(self, spec: PoolSpec, hosting: Hosting) -> None:
         self.name = spec.name
@@ -48,7 +48,7 @@ class LocalPool:
         with observer.waiting(target.phase):
             answer = self._body(target)(*args, **kwargs)
         stop = time.time()
-        observer.ran(Interval(self.name, target.role, target.verb, target.phase, start, stop, stop - start))
+        observer.ran(CallInterval(self.name, target.role, target.method, target.phase, start, stop, stop - start))
         match target.mark.dispatch:
             case Dispatch.DP | Dispatch.ROLLOUT_DP:
                 return Future.done(join_answers([answer], Split([(args, kwargs)])))
@@ -58,9 +58,9 @@ class LocalPool:
 
     def _body(self, target: Target) -> Callable[..., Any]:
         if target.role == HOST:
-            body: Callable[..., Any] = getattr(self._host, target.verb)
+            body: Callable[..., Any] = getattr(self._host, target.method)
             return body
-        return lambda *args, **kwargs: self._host.run(target.role, target.verb, args, kwargs)
+        return lambda *args, **kwargs: self._host.run(target.role, target.method, args, kwargs)
 
 
 class LocalCluster:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from megatron_rl.cluster.cluster import Hosting, phases_of
-from megatron_rl.cluster.fate import Fate
+from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.ranks import Ranks
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.ray_session import RaySession
@@ -39,14 +39,14 @@ class RayCluster:
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             session = opened.enter_context(RaySession(sum(spec.world_size for spec in self._specs)))
-            fate, numbered = Fate(named=len(self._specs) > 1), list[ProcessInfo]()
+            failure_domain, numbered = FailureDomain(named=len(self._specs) > 1), list[ProcessInfo]()
             # The cluster must have room for all of them before a process starts.
             ranks = {spec.name: opened.enter_context(self._reserved(spec, session)) for spec in self._specs}
             for spec in self._specs:
                 if spec.name in self._hosting.replicated:
-                    self._replicate(spec, ranks[spec.name], fate, numbered, opened)
+                    self._replicate(spec, ranks[spec.name], failure_domain, numbered, opened)
                 else:
-                    self.pools[spec.name] = pool = self._pool(spec, spec.name, ranks[spec.name], fate)
+                    self.pools[spec.name] = pool = self._pool(spec, spec.name, ranks[spec.name], failure_domain)
                     opened.push(pool)
                     pool.spawn()
             spawned: dict[str, RayPool | ReplicatedPool] = {**self.pools, **self.replicated}
@@ -81,18 +81,23 @@ class RayCluster:
         )
 
     def _replicate(
-        self, spec: PoolSpec, ranks: ResourcePool, fate: Fate, numbered: list[ProcessInfo], opened: ExitStack
+        self,
+        spec: PoolSpec,
+        ranks: ResourcePool,
+        failure_domain: FailureDomain,
+        numbered: list[ProcessInfo],
+        opened: ExitStack,
     ) -> None:
-        def make(name: str, part: Ranks, own: Fate) -> RayPool:
+        def make(name: str, part: Ranks, own: FailureDomain) -> RayPool:
             return self._pool(spec, name, part, own)
 
         pool = ReplicatedPool(spec.name, ranks, self._hosting.replicated[spec.name], make, numbered)
         self.replicated[spec.name] = pool
         opened.callback(pool.end)
-        fate.on_end.append(pool.end)
+        failure_domain.on_end.append(pool.end)
         pool.spawn()
 
-    def _pool(self, spec: PoolSpec, name: str, ranks: Ranks, fate: Fate) -> RayPool:
+    def _pool(self, spec: PoolSpec, name: str, ranks: Ranks, failure_domain: FailureDomain) -> RayPool:
         """name: the pool's, or its replica's."""
         hosting = self._hosting
         limits = hosting.limits
@@ -116,7 +121,7 @@ class RayCluster:
             spec.name,
             roles=hosting.kinds_in(spec),
             options=options,
-            fate=fate,
+            failure_domain=failure_domain,
         )
 
 

@@ -1,4 +1,4 @@
-"""One process per rank of a pool, called role by role: a verb of a role is a method of the role's handle.
+"""One process per rank of a pool, called role by role: a method of a role is a method of the role's handle.
 
     with ResourcePool(1, 4, "cpu") as ranks, RayPool("train", ranks, Host, config, roles={"actor": Actor}) as pool:
         actor = pool.handle("actor", Actor)
@@ -9,7 +9,7 @@
 A call splits its records into chunks and stores each once, sends every rank one message, waits for one answer of each
 and joins those of the collectors (the others are empty). A failure on one rank ends the pool, because the other ranks
 would wait for that one in their next collective; so does a rank that stops answering or getting on (`watch`); and a
-pool that ends takes those with it that share its `Fate`.
+pool that ends takes those with it that share its `FailureDomain`.
 
 One thread calls a pool, its handles and its futures; it need not be the one that calls another pool. Any thread may
 `shutdown`.
@@ -29,21 +29,21 @@ import ray
 from ray import ObjectRef, cloudpickle
 from ray.exceptions import RayError
 
-from megatron_rl.balance import SequenceWork
+from megatron_rl.cluster.call_arguments import pack
 from megatron_rl.cluster.calls import LOOK_S, CallsFailed, RankCalls
+from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.failures import RankFailure
-from megatron_rl.cluster.fate import Fate
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
-from megatron_rl.cluster.messages import pack
+from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits, HeartbeatMonitor
 from megatron_rl.cluster.nodes import LOOPBACK, gpu_variables, node_addresses, place_variables
 from megatron_rl.cluster.processes import Processes
 from megatron_rl.cluster.ranks import Ranks
 from megatron_rl.cluster.routing import Route, Split, join_answers, route_call, split_call
-from megatron_rl.cluster.waiting import CallFuture, StartFuture, Step
-from megatron_rl.cluster.watch import Limits, Watch
-from megatron_rl.cluster.worker_process import Answered, ProcessInfo, with_verbs
-from megatron_rl.dispatch import Coordinates, Dispatch, Future, Interval, Nobody, Observer
+from megatron_rl.cluster.waiting import CallFuture, StartFuture, WaitStep
+from megatron_rl.cluster.worker_process import Answered, ProcessInfo, with_methods
+from megatron_rl.dispatch import CallInterval, Coordinates, Dispatch, Future, Nobody, Observer
 from megatron_rl.errors import MegatronRLError, WorkerFailure
+from megatron_rl.parallel.balance import SequenceWork
 
 START_TIMEOUT_S = 300.0
 """Generous: only ranks that another pool occupies, or whose node is gone, are waited for in vain."""
@@ -55,17 +55,17 @@ Kind = TypeVar("Kind")
 class PoolOptions:
     """How a pool runs beside its ranks and roles.
 
-    env: variables of every rank. work: evens out what data-parallel ranks get of the rows of balanced verbs; without it
-    rows keep their order. limits: when a rank that neither raises nor dies has failed. phases: role -> what "score" and
-    "update" stand for in the phases of its verbs. After a rank failed, its peers get `grace_s` seconds to report what
-    they saw before all processes are killed. direct_ranks: a larger world is called through one rank of each node.
+    env: variables of every rank. work: evens out what data-parallel ranks get of the rows of balanced methods; without
+    it rows keep their order. limits: when a rank that neither raises nor dies has failed. phases: role -> what "score"
+    and "update" stand for in the phases of its methods. After a rank failed, its peers get `grace_s` seconds to report
+    what they saw before all processes are killed. direct_ranks: a larger world is called through one rank of each node.
     sees_node: ranks see the GPUs of their world's other ranks on their node (`nodes.gpu_variables`). preload: as in
     `Processes`.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
     work: SequenceWork | None = None
-    limits: Limits = Limits()
+    limits: HeartbeatLimits = HeartbeatLimits()
     phases: Mapping[str, dict[str, str]] = field(default_factory=dict)
     observer: Observer = Nobody()
     grace_s: float = 3.0
@@ -77,8 +77,8 @@ class PoolOptions:
 class RayPool:
     """One `host_class(*args)` on every rank; call `start` or use it as a context manager.
 
-    ranks: where they run, entered. host_class must have the ONE_TO_ALL verb `coordinates()`, which returns
-    `dispatch.Coordinates`, and where there are `roles` (name -> class) `run(role, verb, args, kwargs)`. Hosts find
+    ranks: where they run, entered. host_class must have the ONE_TO_ALL method `coordinates()`, which returns
+    `dispatch.Coordinates`, and where there are `roles` (name -> class) `run(role, method, args, kwargs)`. Hosts find
     RANK, WORLD_SIZE, LOCAL_RANK (the index of their device among those they see), LOCAL_WORLD_SIZE and
     `nodes.place_variables` in their environment, before their class is imported, and import from where the driver does.
     Rank 0 also finds MASTER_LISTEN_FD, a socket that listens at MASTER_ADDR and MASTER_PORT and that it must take
@@ -95,7 +95,7 @@ class RayPool:
         *args: Any,
         roles: Mapping[str, type] | None = None,
         options: PoolOptions | None = None,
-        fate: Fate | None = None,
+        failure_domain: FailureDomain | None = None,
     ) -> None:
         self.name = name
         self._ranks = ranks
@@ -104,16 +104,16 @@ class RayPool:
         self._targets = all_targets(host_class, roles or {}, self._options.phases)
         coordinates = self._targets[HOST].get("coordinates")
         if coordinates is None or coordinates.mark.dispatch is not Dispatch.ONE_TO_ALL:
-            raise TypeError(f"{host_class.__name__} must have a ONE_TO_ALL verb `coordinates`")
+            raise TypeError(f"{host_class.__name__} must have a ONE_TO_ALL method `coordinates`")
         self._processes = Processes(ranks, self._options.env, self._options.preload)
-        self._watch: Watch | None = None
+        self._watch: HeartbeatMonitor | None = None
         self._routes: dict[Dispatch, Route] = {}
         self._calls: RankCalls | None = None  # once the processes are up
         self._is_begun = False
         self._looked_at = 0.0
         self._ending = threading.RLock()  # held while processes are spawned or killed
-        self.fate = fate or Fate()
-        self.fate.share(self)
+        self.failure_domain = failure_domain or FailureDomain()
+        self.failure_domain.share(self)
 
     def __enter__(self) -> RayPool:
         self.start()
@@ -135,15 +135,15 @@ class RayPool:
         return [process.pid for process in self._processes.infos]
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
-        """A role's handle, which looks like the role's class to a type checker; HOST: the host's own verbs."""
+        """A role's handle, which looks like the role's class to a type checker; HOST: the host's own methods."""
         return cast(Kind, Handle(kind, self.targets(role), self.submit))
 
     def host(self, kind: type[Kind]) -> Kind:
-        """The handle of the verbs that the hosts themselves have."""
+        """The handle of the methods that the hosts themselves have."""
         return self.handle(HOST, kind)
 
     def targets(self, role: str) -> dict[str, Target]:
-        """What a handle of the role calls, by the names of its verbs."""
+        """What a handle of the role calls, by the names of its methods."""
         return self._targets[role]
 
     def start(self) -> None:
@@ -173,10 +173,10 @@ class RayPool:
 
     def spawn(self) -> None:
         """Begin to start the processes, and do not wait for them; `start` does."""
-        methods = {target.method: target for verbs in self._targets.values() for target in verbs.values()}
-        process_class = with_verbs(self._host_class.__name__, methods)
+        methods = {target.ray_method: target for methods in self._targets.values() for target in methods.values()}
+        process_class = with_methods(self._host_class.__name__, methods)
         try:
-            with self._ending, self.fate.inside():
+            with self._ending, self.failure_domain.inside():
                 self._processes.spawn(process_class)
         except BaseException:
             self.shutdown()
@@ -187,8 +187,8 @@ class RayPool:
         StartFuture(self, self._coming_up(), START_TIMEOUT_S).get()
         return self._processes.infos
 
-    def _coming_up(self) -> Iterator[Step]:
-        yield Step("processes", "came up", self._processes.descriptions)
+    def _coming_up(self) -> Iterator[WaitStep]:
+        yield WaitStep("processes", "came up", self._processes.descriptions)
         with self._needing_processes():
             self._processes.describe()
 
@@ -200,7 +200,7 @@ class RayPool:
             why = str(error).strip().splitlines()[-1]
             raise WorkerFailure(f"the processes of pool {self.name} did not come up: {why}") from error
 
-    def _starting(self, numbered: list[ProcessInfo]) -> Iterator[Step]:
+    def _starting(self, numbered: list[ProcessInfo]) -> Iterator[WaitStep]:
         """The steps of a start after `spawn`."""
         yield from self._coming_up()
         handles, processes = self._processes.handles, self._processes.infos
@@ -208,29 +208,31 @@ class RayPool:
         nodes = {process.node_id for process in numbered}
         numbered += [process for process in processes if process.node_id not in nodes]
         listening = handles[0].listen_for_ranks.remote(node_addresses(processes, numbered)[0])
-        yield Step("first ranks", "listened", [listening])
+        yield WaitStep("first ranks", "listened", [listening])
         with self._needing_processes():
             variables = place_variables(processes, ray.get(listening), numbered)
             if options.sees_node:
                 variables = [place | gpus for place, gpus in zip(variables, gpu_variables(processes), strict=True)]
         only_here = all(process.is_local for process in processes)
         with self._ending:
-            self.fate.raise_if_ended()
-            self._watch = Watch(LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, options.limits)
+            self.failure_domain.raise_if_ended()
+            self._watch = HeartbeatMonitor(
+                LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, options.limits
+            )
         node_size = self._ranks.num_ranks_per_node if world_size > options.direct_ranks else 1
         with self._needing_processes():
             self._calls = calls = RankCalls(handles, processes, self._watch, node_size, options.grace_s)
         pickled = ray.put(cloudpickle.dumps((self._host_class, self._args)))
         answers = calls.construct(self._host_class.__name__, variables, pickled, self._watch.address)
-        yield Step("hosts", "were constructed", answers)
+        yield WaitStep("hosts", "were constructed", answers)
         coordinates: list[Coordinates] = self._collect(calls, "__init__", answers)
         self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
 
     def settle(self) -> None:
         """Wait for all calls that still run. Raises as `Future.get`."""
-        if self.fate.error is None and self._calls is not None:
+        if self.failure_domain.error is None and self._calls is not None:
             try:
-                self._calls.wait_for_all(self.fate.look)
+                self._calls.wait_for_all(self.failure_domain.look)
             except CallsFailed as error:
                 self._end(error.failures)
 
@@ -245,7 +247,7 @@ class RayPool:
 
     def kill(self, reason: MegatronRLError | None = None) -> None:
         """`shutdown` without waiting."""
-        self.fate.decide(reason or WorkerFailure("the pool was shut down"))
+        self.failure_domain.decide(reason or WorkerFailure("the pool was shut down"))
         with self._ending:
             if self._watch is not None:
                 self._watch.close()
@@ -256,7 +258,7 @@ class RayPool:
         self._looked_at = time.monotonic()
         if self._calls is not None:
             try:
-                with self.fate.inside():
+                with self.failure_domain.inside():
                     self._calls.raise_if_failed()
             except CallsFailed as error:
                 self._end(error.failures)
@@ -272,13 +274,13 @@ class RayPool:
         return [] if calls is None else [replace(failure, pool=self.name) for failure in calls.failures(0.0)]
 
     def submit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        """Have the ranks run a verb; what handles do."""
-        self.fate.raise_if_ended()
+        """Have the ranks run a method; what handles do."""
+        self.failure_domain.raise_if_ended()
         if self._calls is None or not self._routes:
-            raise RuntimeError(f"start the pool {self.name} before calling {target.verb}")
+            raise RuntimeError(f"start the pool {self.name} before calling {target.method}")
         self._options.observer.before(target.mark)
         self.raise_if_failed()
-        with self.fate.inside():
+        with self.failure_domain.inside():
             return self._send(self._calls, target, args, kwargs)
 
     def _send(self, calls: RankCalls, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture[Any]:
@@ -293,11 +295,11 @@ class RayPool:
         chunks = [packed[id(payload)] for payload in split.payloads]
         ranks = sorted(route.chunk_of_rank)
         messages = {rank: chunks[route.chunk_of_rank[rank]] for rank in ranks}
-        answers = calls.send(target.who, target.verb, target.method, messages)
+        answers = calls.send(target.who, target.method, target.ray_method, messages)
 
         def fetch(timeout: float | None) -> Any:
             with self._options.observer.waiting(target.phase):
-                collected = self._collect(calls, target.verb, answers, timeout)
+                collected = self._collect(calls, target.method, answers, timeout)
             got = dict(zip(ranks, collected, strict=True))
             answered: list[Answered] = [got[rank] for rank in route.collectors]
             self._note(target, answered)
@@ -311,16 +313,16 @@ class RayPool:
     def _note(self, target: Target, answered: Sequence[Answered]) -> None:
         start, stop = min(one.start for one in answered), max(one.stop for one in answered)
         seconds = max(one.stop - one.start for one in answered)
-        interval = Interval(self.name, target.role, target.verb, target.phase, start, stop, seconds)
+        interval = CallInterval(self.name, target.role, target.method, target.phase, start, stop, seconds)
         self._options.observer.ran(interval)
 
     def _collect(
-        self, calls: RankCalls, verb: str, answers: Sequence[ObjectRef], timeout: float | None = None
+        self, calls: RankCalls, method: str, answers: Sequence[ObjectRef], timeout: float | None = None
     ) -> list[Any]:
         """`RankCalls.wait`, where a failure or an interrupt ends all pools."""
         try:
-            with self.fate.inside():
-                return calls.wait(verb, answers, timeout, self.fate.look)
+            with self.failure_domain.inside():
+                return calls.wait(method, answers, timeout, self.failure_domain.look)
         except CallsFailed as error:
             self._end(error.failures)
         except (KeyboardInterrupt, SystemExit):
@@ -328,4 +330,4 @@ class RayPool:
             raise
 
     def _end(self, failures: Sequence[RankFailure]) -> NoReturn:
-        self.fate.end(self, [replace(failure, pool=self.name) for failure in failures])
+        self.failure_domain.end(self, [replace(failure, pool=self.name) for failure in failures])

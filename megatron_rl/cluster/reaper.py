@@ -102,10 +102,10 @@ def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
     """Wait for the parent's word or end, then kill; a pid that meanwhile went to another process is left alone."""
     scratch, compiled = Scratch.join(mark), os.environ.get(VARIABLE, "")
     watched = [process for process in psutil.process_iter() if process.pid in pids]
-    clean, fate = _await_end(parent) == CLEAN, os.environ.get(FATE)
+    clean, failure_domain = _await_end(parent) == CLEAN, os.environ.get(FATE)
     ended = process_time()
-    if fate is not None:
-        ended = _end_replicas(mark, fate, ended, grace_s)
+    if failure_domain is not None:
+        ended = _end_replicas(mark, failure_domain, ended, grace_s)
     deadline = time.monotonic() + grace_s
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
@@ -118,14 +118,14 @@ def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
             remove_if_empty(compiled)
 
 
-def _end_replicas(mark: str, fate: str, ended: float, grace_s: float) -> float:
+def _end_replicas(mark: str, failure_domain: str, ended: float, grace_s: float) -> float:
     """End what each replica has left `grace_s` after a rank of it ended, until a rank of no replica ends, or none is
     left; when the last one did.
 
     fate, ended: of the rank that has ended already. The others are looked for before anything is killed, and watched
     from then on: none ends unnoticed while another's replica is dealt with.
     """
-    ranks, ending = _Ranks(mark), {fate: ended}
+    ranks, ending = _Ranks(mark), {failure_domain: ended}
     while ending or ranks.are_here:
         ranks.look()
         for replica, since in [*ending.items()]:
@@ -141,9 +141,9 @@ def _end_replicas(mark: str, fate: str, ended: float, grace_s: float) -> float:
     return ended
 
 
-def _left_of(mark: str, fate: str, ended: float) -> list[psutil.Process]:
+def _left_of(mark: str, failure_domain: str, ended: float) -> list[psutil.Process]:
     """Living processes of a replica a rank of which has `ended`; not what was started since."""
-    return [one for one in marked(mark) if variable_of(one, FATE) == fate and one.create_time() <= ended]
+    return [one for one in marked(mark) if variable_of(one, FATE) == failure_domain and one.create_time() <= ended]
 
 
 class _Ranks:
@@ -161,22 +161,22 @@ class _Ranks:
 
     def look(self) -> None:
         """Watch those that have come."""
-        for pid, fate in fates_of(marked(self._mark), self._mark).items():
+        for pid, failure_domain in fates_of(marked(self._mark), self._mark).items():
             if pid not in self._ends:
                 try:
-                    self._ends[pid] = os.pidfd_open(pid), fate
+                    self._ends[pid] = os.pidfd_open(pid), failure_domain
                 except ProcessLookupError:
-                    self._missed.append(fate)
+                    self._missed.append(failure_domain)
 
     def ended(self, timeout: float | None) -> list[str | None]:
         """The fates of those that have ended; waits for one, for `timeout` seconds at most."""
         gone, self._missed = self._missed, []
         ready, _, _ = select.select([end for end, _ in self._ends.values()], [], [], 0.0 if gone else timeout)
-        for pid, (descriptor, fate) in [*self._ends.items()]:
+        for pid, (descriptor, failure_domain) in [*self._ends.items()]:
             if descriptor in ready:
                 os.close(descriptor)
                 del self._ends[pid]
-                gone.append(fate)
+                gone.append(failure_domain)
         return gone
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from megatron_rl.cluster.fate import Fate
+from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.handle import HOST, Handle
 from megatron_rl.cluster.leftovers import FATE, MARK, end, marked, variable_of
 from megatron_rl.cluster.ranks import Ranks, ReplicaRanks
@@ -34,7 +34,7 @@ LEFTOVERS_S = 5.0
 """What the kernel cannot end in this time does not keep others waiting."""
 
 Kind = TypeVar("Kind")
-MakePool = Callable[[str, Ranks, Fate], RayPool]
+MakePool = Callable[[str, Ranks, FailureDomain], RayPool]
 """(name, ranks, fate) -> a pool that is not yet spawned."""
 
 
@@ -67,10 +67,10 @@ class Replica:
     @property
     def error(self) -> MegatronRLError | None:
         """What ended its present processes, as far as a call or a wait has noticed."""
-        return self._pool.fate.error
+        return self._pool.failure_domain.error
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
-        """As `RayPool.handle`; after a restart its verbs call the new processes."""
+        """As `RayPool.handle`; after a restart its methods call the new processes."""
         return cast(Kind, Handle(kind, self._pool.targets(role), lambda *call: self._pool.submit(*call)))
 
     def host(self, kind: type[Kind]) -> Kind:
@@ -82,9 +82,9 @@ class Replica:
 
         What is killed on this node, with all that the ranks had started there, is waited for: some 0.1 s. The start
         gets on while its future is waited for, alone or with others; what the hosts build comes after it, by their
-        verbs. Futures of earlier calls raise what ended the earlier processes. The future raises WorkerFailure when the
-        replica is not there after `timeout_s`, as when the node is gone, and whatever a host's constructor raises; the
-        replica may then be restarted again. Raises ClusterEnded.
+        methods. Futures of earlier calls raise what ended the earlier processes. The future raises WorkerFailure when
+        the replica is not there after `timeout_s`, as when the node is gone, and whatever a host's constructor raises;
+        the replica may then be restarted again. Raises ClusterEnded.
         """
         self._end(f"the replica {self.name} was restarted")
         with self._changing:
@@ -99,7 +99,7 @@ class Replica:
 
     def raise_if_failed(self) -> None:
         """Raise, and end the processes, where a rank has failed or hangs that nobody waits for."""
-        self._pool.fate.raise_if_ended()
+        self._pool.failure_domain.raise_if_ended()
         self._pool.raise_if_failed()
 
     def spawn(self) -> None:
@@ -130,7 +130,7 @@ class Replica:
 
     def wait_until_left(self, deadline: float) -> None:
         """After `kill`, from any thread: until no thread is in a call of Ray for it; deadline: a monotonic time."""
-        self._pool.fate.wait_until_left(max(0.0, deadline - time.monotonic()))
+        self._pool.failure_domain.wait_until_left(max(0.0, deadline - time.monotonic()))
 
     def _end(self, reason: str) -> None:
         """Kill the processes, and on this node what they have started; reason: for later calls."""
@@ -140,7 +140,7 @@ class Replica:
             end(lambda: [one for one in marked(mark) if variable_of(one, FATE) == self.name], LEFTOVERS_S)
 
     def _new_pool(self) -> RayPool:
-        return self._make(self.name, self._ranks, Fate(named=True))
+        return self._make(self.name, self._ranks, FailureDomain(named=True))
 
 
 class ReplicatedPool:

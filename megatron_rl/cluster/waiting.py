@@ -17,7 +17,7 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 
 from megatron_rl.cluster.calls import LOOK_S
-from megatron_rl.cluster.fate import Fate
+from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import MegatronRLError, WorkerFailure
 
@@ -28,7 +28,7 @@ class LookedAt(Protocol):
     """What a future asks of its pool."""
 
     name: str
-    fate: Fate
+    failure_domain: FailureDomain
 
     def raise_if_failed(self) -> None:
         """Raise, and end the pool, where a rank of it has failed."""
@@ -57,7 +57,7 @@ class PoolFuture(Future[Answer]):
 
 
 class CallFuture(PoolFuture[Answer]):
-    """Of a verb that was sent. answers: one of each called rank, or of each rank that calls others."""
+    """Of a method that was sent. answers: one of each called rank, or of each rank that calls others."""
 
     def __init__(self, fetch: Callable[[float | None], Answer], pool: LookedAt, answers: Sequence[ObjectRef]) -> None:
         super().__init__(fetch, pool)
@@ -67,7 +67,7 @@ class CallFuture(PoolFuture[Answer]):
         """As of `PoolFuture`."""
         try:
             self.pool.look_if_due()
-            self.pool.fate.raise_if_ended()
+            self.pool.failure_domain.raise_if_ended()
         except MegatronRLError:
             return []
         return self._missing
@@ -75,7 +75,7 @@ class CallFuture(PoolFuture[Answer]):
     def arrived(self, answer: ObjectRef) -> None:
         """As of `PoolFuture`; the first of several may be a failure that the others wait behind."""
         self._missing = [one for one in self._missing if one != answer]
-        if self._missing and is_failure(answer, self.pool.fate):
+        if self._missing and is_failure(answer, self.pool.failure_domain):
             try:
                 self.pool.raise_if_failed()
             except MegatronRLError:
@@ -83,7 +83,7 @@ class CallFuture(PoolFuture[Answer]):
 
 
 @dataclass(frozen=True)
-class Step:
+class WaitStep:
     """What a start waits for next, in words: so many `things` of the pool were `done`."""
 
     things: str
@@ -98,11 +98,11 @@ class StartFuture(PoolFuture[None]):
     `timeout_s` have passed.
     """
 
-    def __init__(self, pool: LookedAt, steps: Iterator[Step], timeout_s: float) -> None:
+    def __init__(self, pool: LookedAt, steps: Iterator[WaitStep], timeout_s: float) -> None:
         super().__init__(self._wait, pool)
         self._steps, self._timeout_s = steps, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._step, self._missing = Step("", "", []), list[ObjectRef]()
+        self._step, self._missing = WaitStep("", "", []), list[ObjectRef]()
         self._error: BaseException | None = None
         self._is_over = False
 
@@ -111,7 +111,7 @@ class StartFuture(PoolFuture[None]):
         if self._is_over:
             return []
         try:
-            with self.pool.fate.inside():
+            with self.pool.failure_domain.inside():
                 self.pool.look_if_due()
                 while not self._missing:
                     self._step = next(self._steps)
@@ -121,7 +121,7 @@ class StartFuture(PoolFuture[None]):
         except StopIteration:
             self._is_over = True
         except BaseException as error:
-            ended_before = self.pool.fate.error
+            ended_before = self.pool.failure_domain.error
             self.pool.shutdown(error if isinstance(error, MegatronRLError) else None)
             self._is_over, self._error, self._missing = True, ended_before or error, []
             if not isinstance(error, Exception):
@@ -131,7 +131,7 @@ class StartFuture(PoolFuture[None]):
     def arrived(self, answer: ObjectRef) -> None:
         """As of `PoolFuture`. A failure is read, with what its peers say, by the step that waits for it."""
         self._missing = [one for one in self._missing if one != answer]
-        if self._missing and is_failure(answer, self.pool.fate):
+        if self._missing and is_failure(answer, self.pool.failure_domain):
             self._missing = []
 
     def _wait(self, timeout: float | None) -> None:
@@ -152,7 +152,7 @@ class StartFuture(PoolFuture[None]):
 def wait_any(futures: Sequence[Future[Any]], timeout: float | None = None) -> list[Future[Any]]:
     """Those of `futures` whose `get` returns or raises at once, as soon as there is one; [] after `timeout` seconds.
 
-    futures: what verbs of `RayPool` and `Replica` handles return, and starts; at least one. Raises TypeError for
+    futures: what methods of `RayPool` and `Replica` handles return, and starts; at least one. Raises TypeError for
     others. A pool whose ranks fail or hang meanwhile is ended, and its futures are among those returned.
     """
     ours = [future for future in futures if isinstance(future, PoolFuture)]
@@ -166,7 +166,7 @@ def wait_any(futures: Sequence[Future[Any]], timeout: float | None = None) -> li
             return ready
         left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         owners = {answer: future for future, answers in missing for answer in answers}
-        there = first_there(list(owners), {future.pool.fate for future in ours}, left)
+        there = first_there(list(owners), {future.pool.failure_domain for future in ours}, left)
         for answer in there:
             owners[answer].arrived(answer)
         if not there and deadline is not None and time.monotonic() >= deadline:
@@ -182,13 +182,13 @@ def get_all(futures: Sequence[Future[Any]]) -> None:
             waiting.remove(future)
 
 
-def first_there(answers: list[ObjectRef], fates: set[Fate], timeout_s: float) -> list[ObjectRef]:
+def first_there(answers: list[ObjectRef], fates: set[FailureDomain], timeout_s: float) -> list[ObjectRef]:
     """Those of `answers` that are there as soon as one is; [] after `timeout_s`, or where one of `fates` has ended."""
     entered = []
     try:
-        for fate in fates:
-            fate.enter()
-            entered.append(fate)
+        for failure_domain in fates:
+            failure_domain.enter()
+            entered.append(failure_domain)
         there, _ = ray.wait(answers, num_returns=1, timeout=timeout_s, fetch_local=False)
         if there and len(answers) > 1:
             there, _ = ray.wait(answers, num_returns=len(answers), timeout=0, fetch_local=False)
@@ -196,14 +196,14 @@ def first_there(answers: list[ObjectRef], fates: set[Fate], timeout_s: float) ->
     except MegatronRLError:
         return []
     finally:
-        for fate in entered:
-            fate.leave()
+        for failure_domain in entered:
+            failure_domain.leave()
 
 
-def is_failure(answer: ObjectRef, fate: Fate) -> bool:
+def is_failure(answer: ObjectRef, failure_domain: FailureDomain) -> bool:
     """Whether an answer that is there is none, or its pool has ended."""
     try:
-        with fate.inside():
+        with failure_domain.inside():
             ray.get(answer)
     except (RayError, MegatronRLError):
         return True

@@ -20,13 +20,13 @@ from ray import ObjectRef, cloudpickle
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+from megatron_rl.cluster.call_arguments import Message, Payload, unpack
 from megatron_rl.cluster.failures import RankFailure, describe
 from megatron_rl.cluster.handle import HOST, Target
-from megatron_rl.cluster.messages import Message, Payload, unpack
-from megatron_rl.cluster.pulse import Pulse, WatchAddress
+from megatron_rl.cluster.heartbeat import Heartbeat, MonitorAddress
+from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.reaper import settle_in
 from megatron_rl.dispatch import Coordinates, is_collector
-from megatron_rl.loading import without_collections
 
 PORTS = range(20_000, 32_768)
 """Above those of Ray's workers, below those that Linux gives away by itself."""
@@ -57,11 +57,11 @@ class Call(NamedTuple):
 
     rank: int
     role: str
-    verb: str
+    method: str
 
 
 class Answered(NamedTuple):
-    """A verb's answer, and when it ran here, in seconds since the epoch."""
+    """A method's answer, and when it ran here, in seconds since the epoch."""
 
     value: Any
     start: float
@@ -93,7 +93,7 @@ class RankFailed(Exception):
 
 
 class WorkerProcess:
-    """One rank: created empty, then told what to construct, then called verb by verb (`with_verbs` adds the verbs).
+    """One rank: created empty, constructs its host when asked, then runs methods (`with_methods` adds them).
 
     The host class is imported in `construct`, not on creation, so that a failing import is reported like any other
     failure. Whatever the host raises leaves this class as `RankFailed`; after that every call raises the same.
@@ -103,7 +103,7 @@ class WorkerProcess:
         self._rank = rank
         self._settled = settle_in()
         self._host: Any = None
-        self._pulse: Pulse | None = None
+        self._pulse: Heartbeat | None = None
         self._place: Coordinates | None = None
         self._failure: RankFailure | None = None
         self._peers: list[ActorHandle] = []
@@ -120,7 +120,7 @@ class WorkerProcess:
         os.environ["MASTER_LISTEN_FD"] = str(listener.detach())
         return port
 
-    def construct(self, role: str, env: dict[str, str], pickled: bytes, watch: WatchAddress) -> Coordinates:
+    def construct(self, role: str, env: dict[str, str], pickled: bytes, watch: MonitorAddress) -> Coordinates:
         """Build the host from `cloudpickle.dumps((host_class, args))`, with `env` in the environment; its place."""
 
         def build() -> Coordinates:
@@ -131,7 +131,7 @@ class WorkerProcess:
             return coordinates
 
         os.environ.update(env)
-        self._pulse = Pulse(self._rank, watch)
+        self._pulse = Heartbeat(self._rank, watch)
         self._place = self._attempt(role, "__init__", build)
         return self._place
 
@@ -139,63 +139,65 @@ class WorkerProcess:
         """Become the rank that `relay`s calls to these, the other ranks of its node."""
         self._peers = peers
 
-    def relay(self, role: str, verb: str, method: str, messages: Sequence[Message]) -> list[Any]:
-        """Run a verb here and on the peers, whose messages come after this rank's own; answers in the same order.
+    def relay(self, role: str, method: str, ray_method: str, messages: Sequence[Message]) -> list[Any]:
+        """Run a method here and on the peers, whose messages come after this rank's own; answers in the same order.
 
-        Raises RankFailed for a peer, too. A peer that fails while this rank waits for it in the verb tells the driver
+        Raises RankFailed for a peer, too. A peer that fails while this rank waits for it in the method tells the driver
         itself.
         """
         own, *others = messages
-        answers = [getattr(peer, method).remote(*message) for peer, message in zip(self._peers, others, strict=True)]
-        mine = getattr(self, method)(*[ray.get(part) if isinstance(part, ObjectRef) else part for part in own])
+        answers = [
+            getattr(peer, ray_method).remote(*message) for peer, message in zip(self._peers, others, strict=True)
+        ]
+        mine = getattr(self, ray_method)(*[ray.get(part) if isinstance(part, ObjectRef) else part for part in own])
         try:
             return [mine, *ray.get(answers)]
         except RayError:
             ready, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
-            calls = {answer: Call(self._rank + 1 + number, role, verb) for number, answer in enumerate(answers)}
+            calls = {answer: Call(self._rank + 1 + number, role, method) for number, answer in enumerate(answers)}
             failures = [read_failure(answer, calls[answer]) for answer in ready]
             raise RankFailed(next(failure for failure in failures if failure is not None)) from None
 
     def _run(self, target: Target, message: Sequence[bytes | Payload]) -> Answered | None:
-        """A verb's answer, or None where this rank's does not count."""
+        """A method's answer, or None where this rank's does not count."""
         args, kwargs = unpack(message)
         start = time.time()
         if target.role == HOST:
-            answer = self._attempt(target.who, target.verb, getattr(self._host, target.verb), *args, **kwargs)
+            answer = self._attempt(target.who, target.method, getattr(self._host, target.method), *args, **kwargs)
         else:
-            answer = self._attempt(target.who, target.verb, self._host.run, target.role, target.verb, args, kwargs)
+            answer = self._attempt(target.who, target.method, self._host.run, target.role, target.method, args, kwargs)
         counts = self._place is None or is_collector(target.mark.dispatch, self._place)
         return Answered(answer, start, time.time()) if counts else None
 
-    def _attempt(self, role: str, verb: str, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _attempt(self, role: str, method: str, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         pulse = self._pulse
         if pulse is None:
-            raise RuntimeError(f"{verb} before the rank is constructed")
+            raise RuntimeError(f"{method} before the rank is constructed")
         if self._failure is None:
             try:
-                with pulse.during(role, verb):
+                with pulse.during(role, method):
                     return body(*args, **kwargs)
             except (Exception, SystemExit) as error:
-                self._failure = describe(error, rank=self._rank, role=role, verb=verb)
+                self._failure = describe(error, rank=self._rank, role=role, method=method)
                 pulse.tell_failure(self._failure.as_json())
         raise RankFailed(self._failure) from None
 
 
-def with_verbs(name: str, methods: Mapping[str, Target]) -> type[WorkerProcess]:
-    """A WorkerProcess called `name` with these methods, each of which runs a verb and takes what `messages.pack` made.
+def with_methods(name: str, methods: Mapping[str, Target]) -> type[WorkerProcess]:
+    """A WorkerProcess called `name` with these methods; each takes what `call_arguments.pack` made.
 
-    A verb is a method of its own, and not an argument, so that a call without arguments carries nothing; `ps` shows
+    The method called is no argument, so that a call without arguments carries nothing; `ps` shows
     it, too.
     """
 
-    def method(method_name: str, target: Target) -> Callable[..., Any]:
+    def calling(method_name: str, target: Target) -> Callable[..., Any]:
         def run(self: WorkerProcess, *message: bytes | Payload) -> Any:
             return self._run(target, message)
 
         run.__name__ = run.__qualname__ = method_name
         return run
 
-    return type(name, (WorkerProcess,), {name: method(name, target) for name, target in methods.items()})
+    return type(name, (WorkerProcess,), {name: calling(name, target) for name, target in methods.items()})
 
 
 def read_failure(answer: ObjectRef, call: Call, where: str = "") -> RankFailure | None:

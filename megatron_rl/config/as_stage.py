@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.stages import NEEDS_REFERENCE, PPO
+from megatron_rl.config.tasks import NEEDS_REFERENCE, PPO
 
 UNSET_PROMPT_KEY = "prompt"
 """The default of `data.prompt_key`, which stages that do not generate take for null."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
+
+class UpdateSettings(Protocol):
+    """Keys of a role that say how its optimizer steps are cut: actor and critic have them."""
+
+    ppo_mini_batch_size: int
+    ppo_epochs: int
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,6 @@ class BatchSizes:
     num_generated_prompts: int
     samples_per_prompt: int
 
-    @staticmethod
-    def of(config: RunConfig) -> BatchSizes:
-        """Read the sizes from a configuration."""
-        data, rollout = config.data, config.actor_rollout_ref.rollout
-        return BatchSizes(data.train_batch_size, data.gen_batch_size, rollout.n)
-
     @property
     def num_samples(self) -> int:
         """Samples that a step trains."""
@@ -38,14 +36,14 @@ class BatchSizes:
         """Samples of one batch of generation."""
         return self.num_generated_prompts * self.samples_per_prompt
 
-    def mini_batch_prompts(self, settings: ActorConfig | CriticConfig) -> int:
+    def mini_batch_prompts(self, settings: UpdateSettings) -> int:
         """Prompts of one optimizer step: `ppo_mini_batch_size`, or all of the step's if these are fewer."""
         return min(settings.ppo_mini_batch_size, self.num_prompts)
 
-    def mini_batch_samples(self, settings: ActorConfig | CriticConfig) -> int:
+    def mini_batch_samples(self, settings: UpdateSettings) -> int:
         """Samples of one optimizer step; the last one of an epoch has what is left."""
         return self.mini_batch_prompts(settings) * self.samples_per_prompt
 
-    def num_optimizer_steps(self, settings: ActorConfig | CriticConfig) -> int:
+    def num_optimizer_steps(self, settings: UpdateSettings) -> int:
         """Optimizer steps of one training step, over all its epochs."""
         return settings.ppo_epochs * -(-self.num_prompts // self.mini_batch_prompts(settings))

@@ -27,7 +27,7 @@ from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import TAKEN_AWAY, Setting
-from megatron_rl.config.stages import REWARD
+from megatron_rl.config.tasks import REWARD
 from megatron_rl.config.yaml_text import YAML_PROBLEMS, read_yaml, refuse_depth
 from megatron_rl.errors import ConfigError, Violation
 
@@ -115,8 +115,8 @@ class Reading:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply `key=value` overrides in order, resolve interpolations.
 
-    Values are checked for their type here and against their rules in `planner.preflight`. Raises ConfigError, listing
-    all unknown keys, values of a wrong type and mandatory keys without a value.
+    Values are checked for their type here and against their rules in `ledger.planner.preflight`. Raises ConfigError,
+    listing all unknown keys, values of a wrong type and mandatory keys without a value.
     """
     config, violations = read_config(path, overrides)
     raise_problems(f"cannot use {path}", violations)

@@ -13,7 +13,7 @@ from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.as_stage import holds_reference
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
-from megatron_rl.config.stages import DPO, REWARD, SFT, WITHOUT_ROLLOUT
+from megatron_rl.config.tasks import DPO, REWARD, SFT, WITHOUT_ROLLOUT
 
 ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
 """Kinds of roles; a kind is also the name of its only role, except that there may be further reward models."""
@@ -96,7 +96,7 @@ class RoleSpec:
 
     @property
     def phases(self) -> dict[str, str]:
-        """What "score" and "update" stand for in the phases of its verbs."""
+        """What "score" and "update" stand for in the phases of its methods."""
         passes = {"score": self.score, "update": self.update}
         return {label: one.phase for label, one in passes.items() if one is not None}
 

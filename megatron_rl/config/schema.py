@@ -16,7 +16,7 @@ from megatron_rl.config.batch_sizes import BatchSizes
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.pretraining import PretrainingConfig
-from megatron_rl.config.stages import DPOConfig, RewardStageConfig, StageDataConfig
+from megatron_rl.config.tasks import DPOConfig, RewardStageConfig, StageDataConfig
 from megatron_rl.config.trainer import TrainerConfig
 
 MISSING = "???"
@@ -477,7 +477,7 @@ class RunConfig:
     @property
     def batch_sizes(self) -> BatchSizes:
         """Prompts and samples of a training step and of its optimizer steps."""
-        return BatchSizes.of(self)
+        return BatchSizes(self.data.train_batch_size, self.data.gen_batch_size, self.actor_rollout_ref.rollout.n)
 
     @property
     def samples_in_slices(self) -> bool:

@@ -48,7 +48,7 @@ class TrainerConfig:
     """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM,
     Ctrl-C or SIGHUP; a second signal ends it at once."""
     stall_timeout_s: float | None = None
-    """Seconds after which a verb of a rank that makes no progress (no micro-batch, no step of the engine, no message)
+    """Seconds after which a method of a rank that makes no progress (no micro-batch, no step of the engine, no message)
     ends the run (exit code 3). null: ten times the longest phase that the planner expects, at least 1800."""
     hardware_file: str | None = None
     """A file that `megatron-rl profile` wrote on such machines: plans count with it, and the run says when a phase

@@ -1,4 +1,4 @@
-"""The rules a single value must keep, and those of rewards and data. Others are in `planner.preflight`."""
+"""The rules a single value must keep, and those of rewards and data. Others are in `ledger.planner.preflight`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import FurtherRewardModelConfig, RewardModelConfig, RunConfig, as_list
-from megatron_rl.config.stages import WITHOUT_ROLLOUT
+from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.config.value_tables import (
     ACTOR,
     BUILT_IN_REWARDS,

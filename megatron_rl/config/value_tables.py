@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES
 from megatron_rl.config.async_training import KV_CACHE_CHOICES, STRAGGLER_POLICIES
 from megatron_rl.config.correction import IS_LEVELS, LOSS_TYPES
-from megatron_rl.config.stages import BAD_ROWS, LOSS_ON, PREFERENCE_LOSSES, REFERENCES, REWARD_LOSSES, STAGES
+from megatron_rl.config.tasks import BAD_ROWS, LOSS_ON, PREFERENCE_LOSSES, REFERENCES, REWARD_LOSSES, STAGES
 from megatron_rl.errors import shown
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"

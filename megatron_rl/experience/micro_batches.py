@@ -17,8 +17,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_rl.balance import SequenceWork, pack
 from megatron_rl.experience.routed_tokens import RoutedTokens, routed_tokens
+from megatron_rl.parallel.balance import SequenceWork, pack
 from megatron_rl.parallel.zigzag import ContextShare
 from megatron_rl.records import TokenRows, ragged_from_lengths, row_lengths, to_padded
 

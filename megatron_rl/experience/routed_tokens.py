@@ -1,22 +1,17 @@
-"""Where the tokens of rows lie in a block of a pass, for what is known of every token: the experts it is sent to.
+"""The experts that every token of a block's rows is sent to, as far as they are known. Pure.
 
-Legend: n rows of a block of b x S columns, N tokens of these rows, end to end; L layers, K experts to a token.
-Megatron's routers see the columns of a block one after the other, and of each column its b rows: S x b.
+Legend: n rows of a block, N tokens of these rows, end to end; L layers, K experts to a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_rl.records import row_lengths
-
-if TYPE_CHECKING:
-    from megatron_rl.experience.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -52,59 +47,6 @@ def routed_tokens(
         )
         for rows in blocks
     ]
-
-
-def places(block: MicroBatch) -> Tensor:
-    """int64 [N]: where each token of the block's rows lies, as a place among the S x b that routers see.
-
-    A token of a prompt that several rows have lies in one place for all of them.
-    """
-    lengths = known_tokens(block).lengths
-    num_rows, width = block.input_ids.shape
-    column = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    if block.segments is None:
-        return column * num_rows + torch.arange(len(lengths)).repeat_interleave(lengths)
-    given = block.prefixes[: len(lengths)]
-    prefixes = torch.tensor([*given, *[(0, 0)] * (len(lengths) - len(given))], dtype=torch.int64).view(-1, 2)
-    first, shared = (part.repeat_interleave(lengths) for part in prefixes.T)
-    sizes = torch.tensor(block.segments[: len(lengths)], dtype=torch.int64)  # with what rounds them up
-    starts = (sizes.cumsum(0) - sizes).repeat_interleave(lengths)
-    return torch.where(column < shared, first + column, starts + column - shared)
-
-
-def known_tokens(block: MicroBatch) -> RoutedTokens:
-    """Raises ValueError where the block was cut without."""
-    if block.tokens is None:
-        raise ValueError("the block was cut without its rows' tokens")
-    return block.tokens
-
-
-def num_rows_at(block: MicroBatch) -> Tensor:
-    """int64 [S * b]: of the rows with a response, how many have their token in each place."""
-    tokens = known_tokens(block)
-    found = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
-    return found.bincount(minlength=block.input_ids.numel())
-
-
-def places_of_rows(block: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """(place [n], row [n], lengths [rows]), int64, of every token of the rows with a response, row after row."""
-    tokens = known_tokens(block)
-    found = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
-    lengths = tokens.lengths[tokens.answered]
-    return found, torch.arange(len(lengths)).repeat_interleave(lengths), lengths
-
-
-def told_experts(block: MicroBatch, layers: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    """Of some layers (experts [S * b, layers, K], whether they are known, bool [S * b]); None where none are."""
-    tokens = known_tokens(block)
-    if tokens.experts is None or tokens.num_known is None:
-        return None
-    there = places(block)[first_of_rows(tokens.num_known, tokens.lengths)]
-    experts = tokens.experts.new_zeros(block.input_ids.numel(), len(layers), tokens.experts.shape[-1])
-    experts[there] = tokens.experts[:, list(layers)]
-    known = torch.zeros(len(experts), dtype=torch.bool)
-    known[there] = True
-    return experts, known
 
 
 def first_of_rows(counts: Tensor, lengths: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_rl.device import GIVEN_BACK, release_cached
-from megatron_rl.hybrid_engine.stable_memory import as_bytes
+from megatron_rl.hybrid_engine.storages import as_bytes
 
 Handle = tuple[Any, ...]
 """vLLM's: device, bytes, address, what the driver calls the physical memory."""

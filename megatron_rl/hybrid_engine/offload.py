@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.hybrid_engine.stable_memory import as_bytes
+from megatron_rl.hybrid_engine.storages import as_bytes
 
 
 class Resting(Protocol):

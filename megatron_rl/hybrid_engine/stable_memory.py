@@ -17,6 +17,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_rl.hybrid_engine.storages import as_bytes
+
 
 class Memory(Protocol):
     """Bytes that come and go under tensors that stay. Every call may be repeated."""
@@ -130,11 +132,6 @@ def own_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=numel)  # keeps the mapping for as long as its storage lives
-
-
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The whole storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def whole_pages(address: int, num_bytes: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.losses.rows import spread, sum_rows
+from megatron_rl.losses.row_sums import spread, sum_rows
 
 
 @dataclass(frozen=True)

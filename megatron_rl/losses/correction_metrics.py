@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.losses.rows import mean_rows, sum_rows
+from megatron_rl.losses.row_sums import mean_rows, sum_rows
 
 LOG_RATIO_LIMIT = 20.0
 PREFIX = "rollout_corr"

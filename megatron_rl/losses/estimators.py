@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.advantages import gae, rewards_to_go, whiten
 from megatron_rl.losses.group_advantages import best_minus_second, gpg, grpo, minus_group_mean, opo, rloo
-from megatron_rl.losses.rows import spread, total_rows
+from megatron_rl.losses.row_sums import spread, total_rows
 from megatron_rl.losses.token_baseline import optimal_baselines, path_energy
 
 

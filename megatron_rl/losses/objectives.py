@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rl.config.stages import DPOConfig, RewardStageConfig
+from megatron_rl.config.tasks import DPOConfig, RewardStageConfig
 from megatron_rl.losses.preferences import NEEDS, dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
 from megatron_rl.losses.rankings import all_pairs_loss, pairs_of, plackett_luce_loss, regression_loss
-from megatron_rl.losses.rows import mean_rows
+from megatron_rl.losses.row_sums import mean_rows
 from megatron_rl.losses.terms import ItemTerms
 
 

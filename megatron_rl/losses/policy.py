@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import ActorConfig
-from megatron_rl.losses.rows import mean_counted, spread
+from megatron_rl.losses.row_sums import mean_counted, spread
 
 LOG_RATIO_LIMIT = 20.0
 

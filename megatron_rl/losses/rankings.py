@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_rl.losses.rows import mean_rows, row_of_token, sum_rows
+from megatron_rl.losses.row_sums import mean_rows, row_of_token, sum_rows
 from megatron_rl.losses.terms import ItemTerms, mean_metric, pair_metrics
 
 

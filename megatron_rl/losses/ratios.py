@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, limited_exp
-from megatron_rl.losses.rows import mean_counted, spread
+from megatron_rl.losses.row_sums import mean_counted, spread
 
 SMALL_PROBABILITY = 1e-8
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.config.correction import Criterion, RolloutCorrectionConfig, criteria, importance_bounds
 from megatron_rl.losses.correction_metrics import criterion_metrics, mask_metrics, mismatch_metrics, weight_metrics
-from megatron_rl.losses.rows import max_rows, mean_rows, spread, sum_rows
+from megatron_rl.losses.row_sums import max_rows, mean_rows, spread, sum_rows
 
 LOG_RATIO_LIMIT = 20.0
 SMALLEST_PROBABILITY = 1e-6

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.attention import CausalAttention, bucketed, varlen
 from megatron_rl.model.block_attention import Facing, Merged, Pieces, block_backward, block_forward
-from megatron_rl.model.key_exchange import ChangeParts, Exchange, Gathered, Ring
+from megatron_rl.model.key_exchange import ChangeParts, Gathered, KeyExchange, Ring
 from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.zigzag import zigzag_columns
 
@@ -172,7 +172,7 @@ class BlockWise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, exchange: Exchange
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, exchange: KeyExchange
     ) -> Tensor:
         """See `context_attention`."""
         assert segments.group is not None

@@ -12,7 +12,6 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.balance import BalancedRouter
 from megatron_rl.model.families import (
     LatentAttention,
     ModelShape,
@@ -28,6 +27,7 @@ from megatron_rl.model.families.family import Style
 from megatron_rl.model.grouped_router import GroupedRouter
 from megatron_rl.model.latent_attention import LatentSelfAttention
 from megatron_rl.model.norm import RMSNorm, ZeroCentredNorm
+from megatron_rl.model.router_balance import BalancedRouter
 
 
 def norm_of(style: Style) -> type[RMSNorm]:

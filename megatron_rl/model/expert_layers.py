@@ -31,7 +31,7 @@ def has_experts(config: Any, layer: int) -> bool:
     return isinstance(config.moe_layer_freq, int) or bool(config.moe_layer_freq[layer])
 
 
-class SharedExperts(SharedExpertMLP):
+class SharedExpertsLayer(SharedExpertMLP):
     """Megatron's, with the gate of `mlp.py`, which keeps less. Under sequence parallelism in and out are this rank's
     part of the sequence, as is what scales it.
     """

@@ -21,7 +21,7 @@ from megatron_rl.device import Device
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
 from megatron_rl.model.context_attention import ContextAttention
 from megatron_rl.model.described_layers import norm_of, put_attention, put_router, rotary_frequencies, scale_embedding
-from megatron_rl.model.expert_layers import SharedExperts, has_experts, layer_settings
+from megatron_rl.model.expert_layers import SharedExpertsLayer, has_experts, layer_settings
 from megatron_rl.model.experts import StackedExperts, moe_settings
 from megatron_rl.model.families import ModelShape, Routing, family_of
 from megatron_rl.model.mlp import gate_sparingly
@@ -126,7 +126,7 @@ def one_layer(config: TransformerConfig, with_experts: bool, hf_config: Pretrain
     if num_experts:
         block = moe_submodules(layer.submodules.mlp)
         block.experts = StackedExperts
-        block.shared_experts.module = SharedExperts
+        block.shared_experts.module = SharedExpertsLayer
         put_router(block, hf_config)
     return layer
 

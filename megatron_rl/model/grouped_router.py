@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.model.balance import BalancedRouter
 from megatron_rl.model.families import CORRECTION, Routing
+from megatron_rl.model.router_balance import BalancedRouter
 
 
 class GroupedRouter(BalancedRouter):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Exchange(Protocol):
+class KeyExchange(Protocol):
     """How the keys and values of all ranks, [2, t, K, D] of each, come to every rank."""
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -33,7 +33,7 @@ class Gathered:
         self.group = group
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """See `Exchange`."""
+        """See `KeyExchange`."""
         size, rank = self.group.size(), self.group.rank()
         everyones = own.new_empty(size, *own.shape)
         dist.all_gather_into_tensor(everyones.flatten(0, 1), own, group=self.group)
@@ -42,7 +42,7 @@ class Gathered:
             yield source, everyones[source]
 
     def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `Exchange`."""
+        """See `KeyExchange`."""
         found = {source: gradients(source, pair) for source, pair in self.blocks(own)}
         everyones = torch.cat([found[source] for source in range(self.group.size())])
         total = torch.empty(own.shape, dtype=torch.float32, device=own.device)
@@ -57,7 +57,7 @@ class Ring:
         self.group = group
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """See `Exchange`."""
+        """See `KeyExchange`."""
         size, rank = self.group.size(), self.group.rank()
         held = own
         for step in range(size):
@@ -67,7 +67,7 @@ class Ring:
                 held = coming()
 
     def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `Exchange`. Gradients follow the keys that they are of, one step behind, until they are home."""
+        """See `KeyExchange`. Gradients follow the keys that they are of, one step behind, until they are home."""
         coming = None
         for source, pair in self.blocks(own):
             found = gradients(source, pair)

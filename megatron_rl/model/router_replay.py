@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.model.balance import Balance
+from megatron_rl.model.router_balance import Balance
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Told:
+class RoutingPlan:
     """What the routers of a chunk are told of one forward pass.
 
     num_rows: int64 [T], how many rows that are trained have the token: none has filler, several have a prompt that is
@@ -50,12 +50,12 @@ class RouterTap:
 
     def __init__(self, layer: int, num_experts: int) -> None:
         self.layer, self.num_experts = layer, num_experts
-        self.told: Told | None = None
+        self.told: RoutingPlan | None = None
         self.own: Tensor | None = None
         self.counts: Tensor | None = None
         self.losses: Tensor | None = None
-        self.again: deque[Told] = deque()
-        self._current: Told | None = None
+        self.again: deque[RoutingPlan] = deque()
+        self._current: RoutingPlan | None = None
 
     def get_replay_topk(
         self,
@@ -91,7 +91,7 @@ class RouterTap:
         """Add up this rank's share of the losses, float32 [2], of all passes."""
         self.losses = losses if self.losses is None else self.losses + losses
 
-    def _next(self) -> tuple[Told | None, bool]:
+    def _next(self) -> tuple[RoutingPlan | None, bool]:
         """What the pass is told, and whether it is the first of its block."""
         if self.again and torch.is_grad_enabled():
             return self.again.popleft(), False
@@ -99,7 +99,7 @@ class RouterTap:
             self.again.append(self.told)
         return self.told, True
 
-    def _replayed(self, told: Told, own: Tensor) -> Tensor:
+    def _replayed(self, told: RoutingPlan, own: Tensor) -> Tensor:
         assert told.experts is not None and told.known is not None
         return torch.where(told.known[:, None], told.experts[:, self.layer].long(), own)
 
@@ -137,7 +137,7 @@ class ChunkRouters:
             tap.again.clear()
 
     @contextmanager
-    def told(self, told: Told) -> Iterator[None]:
+    def told(self, told: RoutingPlan) -> Iterator[None]:
         """Round the forward pass of one block."""
         self._none = self._none.new_empty(len(told.num_rows), *self._none.shape[1:])
         for tap in self.taps:

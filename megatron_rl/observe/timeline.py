@@ -9,21 +9,21 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_rl.observe.clock import DRIVER, Ran
 from megatron_rl.observe.curves import FAINT, INK, TITLE
+from megatron_rl.observe.phase_clock import DRIVER, PhaseRun
 from megatron_rl.observe.phases import phase_color
 
 SHORTEST_LABEL = 0.06
 """Share of the width from which a bar carries its name."""
 
 
-def lanes(ran: Sequence[Ran]) -> list[str]:
+def lanes(ran: Sequence[PhaseRun]) -> list[str]:
     """The lanes from top to bottom: pools as they first appear, then the driver."""
     pools = list(dict.fromkeys(one.lane for one in ran if one.lane != DRIVER))
     return pools + ([DRIVER] if any(one.lane == DRIVER for one in ran) else [])
 
 
-def draw_timeline(ran: Sequence[Ran]) -> Figure:
+def draw_timeline(ran: Sequence[PhaseRun]) -> Figure:
     """What ran when, in seconds from the first start; `ran` must not be empty."""
     names, phases = lanes(ran), list(dict.fromkeys(one.name for one in ran))
     first, last = min(one.start for one in ran), max(one.stop for one in ran)
@@ -48,7 +48,7 @@ def draw_timeline(ran: Sequence[Ran]) -> Figure:
     return figure
 
 
-def plot_timeline(ran: Sequence[Ran], output_png: Path) -> None:
+def plot_timeline(ran: Sequence[PhaseRun], output_png: Path) -> None:
     """Draw `ran` to a file; nothing where nothing ran. Raises OSError."""
     if ran:
         draw_timeline(ran).savefig(output_png)

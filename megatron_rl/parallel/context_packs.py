@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_rl.balance import pack
+from megatron_rl.parallel.balance import pack
 
 ENOUGH = 0.05
 """Work of the busiest rank may be above the mean by this share before sequences are cut further to even it out."""

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.config.foreign.defaults import verl_defaults
-from megatron_rl.config.foreign.rows import alike
+from megatron_rl.config.foreign.key_rows import alike
 from megatron_rl.config.foreign.translate import Kind, Note
 from megatron_rl.config.megatron import LAYOUT_KEYS
 from megatron_rl.config.setting import Setting
-from megatron_rl.planner.config_json import is_size
-from megatron_rl.planner.foreign_models import feature_of, model_facts
-from megatron_rl.planner.hub_cache import model_folder
-from megatron_rl.planner.model_folder import STARTING_POINTS
-from megatron_rl.planner.preflight import OVERRIDE
-from megatron_rl.planner.vocabulary import different_tokens
+from megatron_rl.ledger.planner.config_json import is_size
+from megatron_rl.ledger.planner.foreign_models import feature_of, model_facts
+from megatron_rl.ledger.planner.hub_cache import model_folder
+from megatron_rl.ledger.planner.model_folder import STARTING_POINTS
+from megatron_rl.ledger.planner.preflight import OVERRIDE
+from megatron_rl.ledger.planner.vocabulary import different_tokens
 
 ORIGIN = "verl's default"
 ACTOR = "actor_rollout_ref.actor"

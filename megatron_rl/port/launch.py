@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.port.shell import Ran
+from megatron_rl.port.shell import ShellRun
 
 HYDRA_ARGUMENT = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w@/]*(\.[\w@/-]+)*(=.*)?", re.DOTALL)
 SHORT_OPTIONS = {"-cn": "config-name", "-cp": "config-path", "-cd": "config-dir"}
@@ -65,7 +65,7 @@ def entries() -> dict[str, str | list[str] | None]:
     return dict(yaml.safe_load((Path(__file__).parent / "entries.yaml").read_text()))
 
 
-def trainer_call(ran: Ran, script: Path) -> TrainerCall:
+def trainer_call(ran: ShellRun, script: Path) -> TrainerCall:
     """The call with the most Hydra arguments. Raises ConfigError where no call has any."""
     found = [call for launch in ran.launches for call in _calls_in(launch.arguments)]
     found = [call for call in found if any("=" in one for one in call.overrides)]

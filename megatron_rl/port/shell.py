@@ -52,7 +52,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ShellRun:
     """What a script did. launches: every call of a stub, in order. said: the end of its stderr."""
 
     launches: list[Launch]
@@ -66,7 +66,7 @@ class Ran:
 
 def launches_of(
     script: Path, arguments: Sequence[str], environment: Mapping[str, str], is_trusted: bool = False
-) -> Ran:
+) -> ShellRun:
     """Run a script for its calls of stubs; paths of the scratch folder in them are the current folder's.
 
     is_trusted: nothing confines it. Raises ConfigError where it must be confined and cannot be, where it does not end
@@ -89,7 +89,7 @@ def _run(
     environment: Mapping[str, str],
     marked: Mapping[str, str],
     is_trusted: bool,
-) -> Ran:
+) -> ShellRun:
     with scratch_folder() as folder:
         stubs, work, temporary = folder / "stubs", folder / "open/work", folder / "open/tmp"
         record = folder / "open/calls"
@@ -105,7 +105,7 @@ def _run(
             Launch(name, tuple(_replaced(word, places) for word in given))
             for name, *given in _calls(read_record(record))
         ]
-        return Ran(calls, said)
+        return ShellRun(calls, said)
 
 
 def _replaced(word: str, places: Mapping[str, str]) -> str:

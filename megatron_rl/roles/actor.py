@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config.algorithms import needs_of, policy_agg_mode
 from megatron_rl.config.roles import RoleSpec
-from megatron_rl.dispatch import Beside, Dispatch, Stop, verb
+from megatron_rl.dispatch import Beside, Dispatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
@@ -67,7 +67,7 @@ class Actor(TrainedRole):
         self.bridge_stores: list[BridgeStore] = []
         self.sender: BridgeSender | None = None
 
-    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, sequences: Sequences) -> TokenScores | None:
         """Log-prob of each response token, as the trainer computes it; None before the last stage.
 
@@ -76,7 +76,7 @@ class Actor(TrainedRole):
         """
         return self._scored(sequences, replays=self.config.router_replay.mode == "R3")
 
-    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs_without_replay(self, sequences: Sequences) -> TokenScores | None:
         """The same where routers choose for themselves."""
         return self._scored(sequences, replays=False)
@@ -106,7 +106,7 @@ class Actor(TrainedRole):
             scores.routed_experts = None if whole is None else ragged_from_lengths(whole, lengths)
         return scores
 
-    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None = None) -> dict[str, float]:
         """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage).
 
@@ -114,7 +114,7 @@ class Actor(TrainedRole):
         """
         return self.compute_gradients(batch, pretraining) | self._step()
 
-    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update_on_policy(
         self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None = None
     ) -> tuple[dict[str, float], TokenScores | None]:
@@ -135,7 +135,7 @@ class Actor(TrainedRole):
             bias.move(self._load, options.moe_router_bias_update_rate)
         return update.metrics("actor")
 
-    @verb(Dispatch.DP, phase="export")
+    @remote_method(Dispatch.DP, phase="export")
     def response_logits(self, sequences: Sequences) -> Tensor | None:
         """Float32 logits [response tokens, vocab_size], for parity checks; None before the last stage."""
         if self.routing is not None:
@@ -144,7 +144,7 @@ class Actor(TrainedRole):
 
     # Weights for a rollout in another pool
 
-    @verb(Dispatch.RANK_ZERO)
+    @remote_method(Dispatch.RANK_ZERO)
     def offer_bridge(self, num_receivers: int) -> BridgeAddress:
         """Serve a store at which both sides can meet, anew after ranks were lost; where it is.
 
@@ -155,7 +155,7 @@ class Actor(TrainedRole):
         self.bridge_stores.append(BridgeStore(self.rank, num_receivers))
         return self.bridge_stores[-1].address
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def join_bridge(self, address: BridgeAddress) -> str:
         """Build this pool's end of the bridge, in place of the one before; collective over both sides, with the
         rollout's `join_bridge`. Why there is none, because a rank was lost; "", the same on all ranks, where there is.
@@ -185,12 +185,12 @@ class Actor(TrainedRole):
         )
         del self.bridge_stores[:-1]
 
-    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def send_weights(self, version: int) -> SendReport:
         """Send the current weights, those after step `version`; with the rollout's `receive_weights`, or its like."""
         return self._send(version)
 
-    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def try_send_weights(self, version: int, holding: dict[int, int] | None = None) -> SendAttempt:
         """The same; that a rank of the rollout was lost is an answer, the same on all training ranks.
 

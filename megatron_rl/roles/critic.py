@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_rl.config.roles import RoleSpec
-from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.losses.aggregate import token_weights
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.value import clipped_value_loss
@@ -35,12 +35,12 @@ class Critic(TrainedRole):
         super().__init__(spec, rank, source, source.value_model(head_seed=rank.config.trainer.seed))
         self.score_cut = rank.micro_batching(spec.score)
 
-    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def values(self, sequences: Sequences) -> TokenScores | None:
         """Value before each response token; None before the last stage."""
         return self.trainable.pipeline.score(sequences, self.score_cut, response_values)
 
-    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: CriticBatch) -> dict[str, float]:
         """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage)."""
         return self.compute_gradients(batch) | self.trainable.step().metrics("critic")

@@ -19,17 +19,11 @@ from torch import Tensor
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order, told_rows
-from megatron_rl.experience.routed_tokens import (
-    known_tokens,
-    num_others,
-    num_rows_at,
-    places,
-    places_of_rows,
-    told_experts,
-)
-from megatron_rl.model.balance import Balance
+from megatron_rl.experience.routed_tokens import num_others
+from megatron_rl.experience.token_places import known_tokens, num_rows_at, places, places_of_rows, told_experts
 from megatron_rl.model.expert_layers import has_experts
-from megatron_rl.model.router_replay import ChunkRouters, Told
+from megatron_rl.model.router_balance import Balance
+from megatron_rl.model.router_replay import ChunkRouters, RoutingPlan
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.records import row_lengths
 
@@ -110,7 +104,7 @@ class ExpertRouting:
         routers = self.chunks[chunk]
         found = told_experts(block, routers.layers) if self.replays else None
         experts, known = (None, None) if found is None else (self._here(part, block) for part in found)
-        told = Told(
+        told = RoutingPlan(
             self._here(num_rows_at(block), block),
             torch.is_grad_enabled(),
             self.records,

@@ -16,8 +16,8 @@ from megatron_rl.checkpoint.manifest import FileRecord
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec
 from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
 from megatron_rl.device import Device, synchronize
-from megatron_rl.dispatch import Coordinates, Dispatch, verb
-from megatron_rl.observe.memory import MemoryLedger, PhaseMemory
+from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
+from megatron_rl.observe.memory_ledger import MemoryLedger, PhaseMemory
 from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.records import RoleState
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RankHost:
-    """The SPMD side of one pool on one rank. Unless a verb says otherwise all ranks of the pool must be called.
+    """The SPMD side of one pool on one rank. Unless a method says otherwise all ranks of the pool must be called.
 
     Constructing it joins the pool's world and creates Megatron's groups; `build` makes the roles, the rollout last.
     Where the pool is cut into replicas, each is a world of its own and is meant by "the pool"; `spec` is the whole's.
@@ -68,7 +68,7 @@ class RankHost:
         self.roles: dict[str, Role] = {}
         self.unfinished: UnfinishedSave | None = None
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         """Where this rank stands, for the controller's dispatch."""
         rank, rollout = self.groups.rank, self.spec.role(ROLLOUT)
@@ -84,7 +84,7 @@ class RankHost:
             replica_collector=grid.tp_rank(rank) == 0,
         )
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def build(self, name: str, bridge: AcrossBridge | None = None) -> None:
         """Make one role of this pool. bridge: of a rollout, where the actor's pool is another one."""
         spec = next(role for role in self.spec.roles if role.name == name)
@@ -92,11 +92,11 @@ class RankHost:
         self.ledger.note("init")
 
     def run(self, role: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A verb of a role, its memory accounted for under its phase."""
+        """A method of a role, its memory accounted for under its phase."""
         hosted = self.roles[role]
         body = getattr(hosted, name)
-        phase = hosted.spec.phases.get(body.verb.phase, body.verb.phase)
-        if body.verb.phase != "update":
+        phase = hosted.spec.phases.get(body.remote_method.phase, body.remote_method.phase)
+        if body.remote_method.phase != "update":
             self._settle_parameters()
         if not phase:
             return body(*args, **kwargs)
@@ -117,7 +117,7 @@ class RankHost:
         """Bytes of the tensors that this rank keeps now, under the names of the memory plan."""
         return {name: size for role in self.roles.values() for name, size in role.memory().items()}
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def take_memory(self) -> dict[str, PhaseMemory]:
         """What this rank held in every phase since the last call."""
         return self.ledger.take()
@@ -134,7 +134,7 @@ class RankHost:
         """The generators' state at the end of the last generation, where this rank generates."""
         return None if self._rollout is None else self._rollout.engine.rollout_rng
 
-    @verb(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
+    @remote_method(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
     def begin_save(self, folder: Path) -> dict[str, RoleState]:
         """Write every trained role that was built to its empty folder in `folder`; train mode only.
 
@@ -151,7 +151,7 @@ class RankHost:
             )
         return {name: role.checkpoint.state for name, role in self.trained.items()}
 
-    @verb(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
+    @remote_method(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
     def finish_save(self, wait: bool) -> dict[str, FileRecord] | None:
         """The files that this rank wrote since `begin_save`, by their path in its folder; None while some are not.
 
@@ -164,7 +164,7 @@ class RankHost:
             self.unfinished = None
         return files
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path, states: dict[str, RoleState]) -> bool:
         """Take all trained roles, and this rank's random state, from a complete checkpoint of any layout.
 

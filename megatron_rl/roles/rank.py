@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
-from megatron_rl.balance import SequenceWork
 from megatron_rl.config.megatron import OptimConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
 from megatron_rl.experience.micro_batches import MicroBatching, round_up
 from megatron_rl.model.families import ModelShape
-from megatron_rl.observe.memory import MemoryLedger
+from megatron_rl.observe.memory_ledger import MemoryLedger
+from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import segment_multiple
 from megatron_rl.roles.environment import RankEnvironment

@@ -14,10 +14,10 @@ from megatron_rl.device import side_stream, synchronize
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
 from megatron_rl.hybrid_engine.bridge import BridgeReceiver
 from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
-from megatron_rl.hybrid_engine.engine import TransitionReport
+from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.model.families import VOCAB_PADDING
-from megatron_rl.observe.memory import storage_bytes
+from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress, BridgeCalls, join_bridge
 from megatron_rl.roles.rank import Rank
@@ -39,7 +39,7 @@ class Arrival:
 
 
 class Arrivals:
-    """The transfers to one rank: in its verbs, or with a second buffer in a thread, while generation goes on.
+    """The transfers to one rank: in its methods, or with a second buffer in a thread, while generation goes on.
 
     The thread hears training's calls and answers each by taking part in a transfer; it alone makes calls in the group
     of both sides. replica: the number of this rank's replica in the calls.
@@ -129,7 +129,7 @@ class Arrivals:
                     self._answer(holding.get(self._replica))
         except BrokenBridgeError as error:
             self._broken = str(error)
-        except Exception as error:  # for the next verb
+        except Exception as error:  # for the next method
             self._failure = error
             self.receiver.close()  # training waits for this rank
         finally:

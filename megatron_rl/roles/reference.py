@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.roles import RoleSpec
-from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.records import Sequences, TokenScores
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import FrozenRole
@@ -26,7 +26,7 @@ class Reference(FrozenRole):
         temperature = rank.config.actor_rollout_ref.rollout.temperature
         self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, source.hf_config.to_dict(), temperature)
 
-    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, sequences: Sequences) -> TokenScores | None:
         """Log-prob of each response token; None before the last stage."""
         return self.scorer.score(sequences, self.cut)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.config.roles import RoleSpec
-from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import is_reward_model
 from megatron_rl.records import Sequences, SequenceScores, ragged
@@ -31,7 +31,7 @@ class RewardModel(FrozenRole):
         self.pipeline = Pipeline(chunks, rank.groups, rank.device.torch_device)
         self.cut = rank.micro_batching(spec.score)
 
-    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def scores(self, sequences: Sequences) -> SequenceScores | None:
         """The head's output at the last token of each row, answer or not; the record on the last stage, None before.
 

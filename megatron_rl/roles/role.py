@@ -1,6 +1,6 @@
 """What every role of a rank has, and what every trained one has: memory, rest, checkpoint, export.
 
-A role is built on all ranks of its pool; unless a verb says otherwise all of them must be called.
+A role is built on all ranks of its pool; unless a method says otherwise all of them must be called.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.config.roles import RoleSpec
-from megatron_rl.dispatch import Dispatch, verb
+from megatron_rl.dispatch import Dispatch, remote_method
 from megatron_rl.hybrid_engine.offload import HostCopy, Resting
-from megatron_rl.observe.memory import storage_bytes
+from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.roles.rank import Rank
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class TrainedRole(Role):
         """As the offload keys say."""
         return self.trainable.resting()
 
-    @verb(Dispatch.ONE_TO_ALL, phase="export")
+    @remote_method(Dispatch.ONE_TO_ALL, phase="export")
     def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the model as a Hugging Face folder, in files of at most `max_shard_bytes`.
 

@@ -11,9 +11,9 @@ from transformers import AutoConfig, GenerationConfig
 
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
-from megatron_rl.hybrid_engine.engine import HybridEngine, TransitionReport
+from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.rng import swap
 from megatron_rl.model.families import VOCAB_PADDING, rollout_settings, routed_layers
 from megatron_rl.parallel.rank_grid import RolloutGrid
@@ -22,7 +22,7 @@ from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.received_weights import Arrival, Arrivals, ReceivedWeights, received_weights
 from megatron_rl.roles.role import Role
-from megatron_rl.slices import Slice, SliceReport
+from megatron_rl.rollout.slices import Slice, SliceReport
 
 if TYPE_CHECKING:
     from megatron_rl.roles.actor import Actor
@@ -88,7 +88,7 @@ class Rollout(Role):
         """Weights beside training's own, and the KV cache."""
         return self.weights.memory() | {"KV cache": self.generator.kv_cache.num_bytes}
 
-    @verb(Dispatch.ONE_TO_ALL, phase="reshard", stop=Stop.BEFORE)
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard", stop=Stop.BEFORE)
     def enter(self) -> TransitionReport:
         """Train mode -> rollout mode: the current weights of all stages and the KV cache are present."""
         self._held = None
@@ -98,13 +98,13 @@ class Rollout(Role):
                 self._constants[name].copy_(row)
         return self.engine.enter()
 
-    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def exit(self) -> None:
         """Rollout mode -> train mode. Raises RuntimeError while requests of slices are unfinished, and stays there."""
         self.generator.must_be_idle()
         self.engine.exit()
 
-    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def receive_weights(self) -> TransitionReport:
         """Take the weights that the actor sends over the bridge, with its `send_weights`; between two slices or calls.
 
@@ -112,14 +112,14 @@ class Rollout(Role):
         """
         return self._received.receive()
 
-    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def try_receive_weights(self) -> Arrival:
         """The same; that a rank was lost is an answer. Without a second buffer the weights are torn then, and no slice
         runs before others have come.
         """
         return self._received.try_receive()
 
-    @verb(Dispatch.ONE_TO_ALL, phase="reshard")
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def join_bridge(self, address: BridgeAddress) -> str:
         """Meet the actor's ranks; collective over both sides, with the actor's `join_bridge`, and answered as there.
 
@@ -133,12 +133,12 @@ class Rollout(Role):
             return str(error)
         return ""
 
-    @verb(Dispatch.ROLLOUT_DP, phase="gen")
+    @remote_method(Dispatch.ROLLOUT_DP, phase="gen")
     def generate(self, prompts: Prompts, sampling: Sampling, with_experts: bool = False) -> Generations:
         """One response per row of this replica's prompts; rollout mode only. with_experts: see `RolloutEngine`."""
         return self.generator.generate(prompts, sampling, with_experts)
 
-    @verb(Dispatch.REPLICAS, phase="gen")
+    @remote_method(Dispatch.REPLICAS, phase="gen")
     def advance(self, slices: dict[int, Slice]) -> SliceReport:
         """One slice of each replica that has an entry under its number in the run; rollout mode only.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.roles import CRITIC, RoleSpec
-from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.losses.objectives import reward_objective
 from megatron_rl.records import AnswerBatch, AnswerScores
 from megatron_rl.roles.critic import response_values
@@ -15,7 +15,7 @@ class TrainedScorer(TrainedRole):
     """Learns which answers are better; saved and exported as a critic, which is a reward model's folder."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
-        from megatron_rl.roles.answers import AnswerLearner
+        from megatron_rl.roles.comparison_step import AnswerLearner
 
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.value_model(head_seed=rank.config.trainer.seed))
@@ -23,7 +23,7 @@ class TrainedScorer(TrainedRole):
         objective = reward_objective(rank.config.reward_training)
         self.learner = AnswerLearner(self.trainable, response_values, objective, means=False)
 
-    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: AnswerBatch, num_prompts: int) -> dict[str, float]:
         """One optimizer step on the loss of `reward_training.loss`, as the mean over the `num_prompts` of the batch.
 
@@ -33,7 +33,7 @@ class TrainedScorer(TrainedRole):
         metrics = self.learner.compute_gradients(batch, self.cut, num_prompts, 0.0, CRITIC)
         return metrics | self.trainable.step().metrics(CRITIC)
 
-    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def scores(self, batch: AnswerBatch) -> AnswerScores | None:
         """Of each answer its score; the record on the last stage, None before."""
         return self.learner.scores(batch, self.score_cut)

@@ -19,7 +19,7 @@ from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
 from megatron_rl.losses.aggregate import BatchTotals, counted
 from megatron_rl.losses.metrics import MetricParts, numbers_over_ranks
-from megatron_rl.observe.memory import storage_bytes
+from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.roles.adam import AdamState, optimizer_config
 from megatron_rl.roles.ddp import ParameterSync, in_flat_buffers

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.roles import ACTOR, RoleSpec
-from megatron_rl.config.stages import DPO
-from megatron_rl.dispatch import Dispatch, Stop, verb
+from megatron_rl.config.tasks import DPO
+from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import preference_objective, reads_means
@@ -21,7 +21,7 @@ class TunedPolicy(TrainedRole):
     """A language model that learns from given answers; saved and exported as the actor."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
-        from megatron_rl.roles.answers import AnswerLearner
+        from megatron_rl.roles.comparison_step import AnswerLearner
         from megatron_rl.roles.token_scorer import TokenScorer
 
         source = rank.source(spec)
@@ -33,7 +33,7 @@ class TunedPolicy(TrainedRole):
         means = rank.config.trainer.stage == DPO and reads_means(preferences)
         self.learner = AnswerLearner(self.trainable, self.scorer.log_probs, preference_objective(preferences), means)
 
-    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: TokenBatch) -> dict[str, float]:
         """One optimizer step on the cross-entropy of all tokens that count, unless it is skipped; metrics (complete on
         the last stage)."""
@@ -50,7 +50,7 @@ class TunedPolicy(TrainedRole):
 
         return self.trainable.compute_gradients(blocks, totals, loss) or {}
 
-    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_likelihoods(self, batch: TokenBatch) -> SequenceScores | None:
         """Of each row the log-probs of its tokens that count, summed; None before the last stage."""
         flat = self.trainable.pipeline.forward(batch, self.score_cut, self.scorer.log_probs)
@@ -59,7 +59,7 @@ class TunedPolicy(TrainedRole):
         summed = sum_answers(flat, batch.kept.values(), batch.response_lengths)
         return SequenceScores(summed, batch_size=batch.batch_size)
 
-    @verb(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
+    @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update_preferences(self, batch: AnswerBatch, num_prompts: int, baseline: float = 0.0) -> dict[str, float]:
         """One optimizer step on the loss of `dpo.loss`, as the mean over the `num_prompts` of the whole batch.
 
@@ -68,12 +68,12 @@ class TunedPolicy(TrainedRole):
         metrics = self.learner.compute_gradients(batch, self.cut, num_prompts, baseline, ACTOR)
         return metrics | self.trainable.step().metrics(ACTOR)
 
-    @verb(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
+    @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def answer_log_probs(self, batch: AnswerBatch) -> AnswerScores | None:
         """Of each answer the sum of its tokens' log-probs, or their mean, as `dpo.loss` is defined with."""
         return self.learner.scores(batch, self.score_cut)
 
-    @verb(Dispatch.DP, phase="export")
+    @remote_method(Dispatch.DP, phase="export")
     def response_logits(self, sequences: Sequences) -> torch.Tensor | None:
         """Float32 logits [response tokens, vocab_size], for parity checks; None before the last stage."""
         return self.scorer.logits(sequences, self.score_cut)

@@ -24,7 +24,7 @@ from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.shared_weights import register_shared_loader
 from megatron_rl.rollout.sliced import SlicedGeneration, agreed, forget_prefixes, sampling_params, token_log_probs
-from megatron_rl.slices import Drawn, Slice
+from megatron_rl.rollout.slices import Drawn, Slice
 from third_party_patches.vllm.rank_order import using_rank_order
 
 

@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from megatron_rl.records import Sampling
-from megatron_rl.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
+from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
 
 
 def sampling_params(

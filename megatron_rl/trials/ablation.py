@@ -12,12 +12,12 @@ from pathlib import Path
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.ablation_report import as_csv, as_markdown
-from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.planned import PlannedPoint, trial_of
 from megatron_rl.trials.points import Point
 from megatron_rl.trials.record import Record, must_run, read_record, record_of, together, write_record
-from megatron_rl.trials.result import Row, rows_of
+from megatron_rl.trials.result import ResultRow, rows_of
 from megatron_rl.trials.trial import Patience, Trial, require_own
+from megatron_rl.trials.trial_outcome import TrialOutcome
 
 LOCK = ".ablation"
 """Marks a folder as an ablation's; locked while one runs in it."""
@@ -36,7 +36,7 @@ class Ablation:
     def trial(self, point: Point, round_: int = 0) -> Trial:
         return trial_of(point, self.config, self.folder, round_)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ResultRow]:
         """Every point, with what its records say."""
         rounds, warm_up = range(self.config.repeats), self.config.warmup_steps
         records = {
@@ -45,9 +45,9 @@ class Ablation:
         }
         return rows_of(self.planned, records, warm_up)
 
-    def write_report(self) -> list[Row]:
+    def write_report(self) -> list[ResultRow]:
         """ablation.csv, ablation.md and, where something has finished, ablation.png; the rows in them."""
-        from megatron_rl.trials.picture import draw_ablation  # matplotlib takes a second to load
+        from megatron_rl.trials.ablation_picture import draw_ablation  # matplotlib takes a second to load
 
         rows = self.rows()
         drawn = draw_ablation(rows, self.config.baseline, self.folder / PICTURE)
@@ -57,7 +57,7 @@ class Ablation:
         (self.folder / MARKDOWN).write_text(as_markdown(rows, self.config, PICTURE if drawn else None))
         return rows
 
-    def run(self, retry_failed: bool = False) -> list[Row]:
+    def run(self, retry_failed: bool = False) -> list[ResultRow]:
         """Start every point that can run and has no record that stands, the baseline first; the rows of the report.
 
         A signal that raises (KeyboardInterrupt, SystemExit) ends the point that runs, which is recorded as interrupted,

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from megatron_rl.ledger.planner.run_plan import amount
 from megatron_rl.observe.summary import plain_table
-from megatron_rl.planner.run_plan import amount
 from megatron_rl.trials import markdown
 from megatron_rl.trials.ablation_file import AblationConfig
-from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.ranking import ranking_lines
-from megatron_rl.trials.result import PHASES, REST, Row, by_step_time, memory_unit, ratios
+from megatron_rl.trials.result import PHASES, REST, ResultRow, by_step_time, memory_unit, ratios
+from megatron_rl.trials.trial_outcome import TrialOutcome
 
 COLUMNS = (*PHASES, REST)
 LEGEND = """\
@@ -34,7 +34,7 @@ LEGEND = """\
 - x: over the baseline's."""
 
 
-def as_csv(rows: Sequence[Row], baseline: str | None) -> str:
+def as_csv(rows: Sequence[ResultRow], baseline: str | None) -> str:
     """One line for each point, in the order of the file; an empty cell where there is no number."""
     text = io.StringIO()
     lines = [_csv_cells(row, rows, baseline) for row in rows]
@@ -44,7 +44,7 @@ def as_csv(rows: Sequence[Row], baseline: str | None) -> str:
     return text.getvalue()
 
 
-def as_markdown(rows: Sequence[Row], ablation: AblationConfig, picture: str | None) -> str:
+def as_markdown(rows: Sequence[ResultRow], ablation: AblationConfig, picture: str | None) -> str:
     """What finished, the fastest first; then what did not, with its reason; then what cannot run."""
     finished = by_step_time(rows)
     counts = ", ".join(f"{count} {outcome}" for outcome in TrialOutcome if (count := _count(rows, outcome)))
@@ -84,7 +84,7 @@ def largest_difference(scores: Sequence[Sequence[float]]) -> float | None:
     return max((max(step) - min(step) for step in zip(*scores, strict=False)), default=None)
 
 
-def dry_run_tables(rows: Sequence[Row]) -> list[Table]:
+def dry_run_tables(rows: Sequence[ResultRow]) -> list[Table]:
     """What an ablation will do: points that can run with what is planned, and those that cannot with the reasons."""
     valid = [row for row in rows if row.planned.expected is not None]
     invalid = [row for row in rows if row.planned.expected is None]
@@ -108,7 +108,7 @@ def dry_run_tables(rows: Sequence[Row]) -> list[Table]:
     return tables
 
 
-def _results_table(finished: Sequence[Row], rows: Sequence[Row], baseline: str | None) -> list[str]:
+def _results_table(finished: Sequence[ResultRow], rows: Sequence[ResultRow], baseline: str | None) -> list[str]:
     unit, name = memory_unit(finished)
     headings = ["layout", "step s", "x", *COLUMNS, "tokens/s", "per rank", "x"]
     headings += [f"received / least {name}", "exchange ms", f"memory / planned {name}", "x"]
@@ -117,7 +117,7 @@ def _results_table(finished: Sequence[Row], rows: Sequence[Row], baseline: str |
     return [*markdown.table(*headings, rule="---:"), *(markdown.row(*values) for values in cells)]
 
 
-def _cells(row: Row, rows: Sequence[Row], baseline: str | None, unit: float) -> Iterable[str]:
+def _cells(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None, unit: float) -> Iterable[str]:
     result, ratio = row.result, ratios(row, rows, baseline)
     if result is None or row.planned.expected is None:
         raise ValueError(f"{row.name} has no result")
@@ -141,7 +141,7 @@ def _cells(row: Row, rows: Sequence[Row], baseline: str | None, unit: float) -> 
     )
 
 
-def _csv_cells(row: Row, rows: Sequence[Row], baseline: str | None) -> dict[str, object]:
+def _csv_cells(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None) -> dict[str, object]:
     planned, result, ratio = row.planned, row.result, ratios(row, rows, baseline)
     layout, expected = planned.layout, planned.expected
     return {
@@ -179,7 +179,7 @@ def _csv_cells(row: Row, rows: Sequence[Row], baseline: str | None) -> dict[str,
     }
 
 
-def _baseline_text(rows: Sequence[Row], ablation: AblationConfig) -> str:
+def _baseline_text(rows: Sequence[ResultRow], ablation: AblationConfig) -> str:
     if ablation.baseline is None:
         return "No point is the baseline, so there are no ratios."
     base = next(row for row in rows if row.name == ablation.baseline)
@@ -188,7 +188,7 @@ def _baseline_text(rows: Sequence[Row], ablation: AblationConfig) -> str:
     return f"Ratios are to {base.name}."
 
 
-def _count(rows: Sequence[Row], outcome: TrialOutcome) -> int:
+def _count(rows: Sequence[ResultRow], outcome: TrialOutcome) -> int:
     return sum(row.outcome is outcome for row in rows)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.trials.golden import Golden
-from megatron_rl.trials.outcome import Life, TrialOutcome
 from megatron_rl.trials.trial import OUTPUT, Patience, Trial, require_own
+from megatron_rl.trials.trial_outcome import Life, TrialOutcome
 from megatron_rl.trials.verdict import Verdict, report, verdict_of
 
 REPORT = "report.md"

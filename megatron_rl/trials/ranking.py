@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.trials import markdown
-from megatron_rl.trials.result import Row
+from megatron_rl.trials.result import ResultRow
 
 LEAST = 3
 """Points below which an order says nothing."""
@@ -35,7 +35,7 @@ def _sign(value: float) -> int:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class TrialRanking:
     """names: of points that finished. Seconds of a step."""
 
     names: tuple[str, ...]
@@ -73,7 +73,7 @@ class Ranking:
         return self.measured[self.chosen] / self.measured[self.best] - 1
 
 
-def ranking_of(rows: Sequence[Row]) -> Ranking | None:
+def ranking_of(rows: Sequence[ResultRow]) -> TrialRanking | None:
     """Of the points that finished; None where they are too few."""
     found = [
         (row.name, row.planned.expected.step_s, row.result.step_s[0])
@@ -83,10 +83,10 @@ def ranking_of(rows: Sequence[Row]) -> Ranking | None:
     if len(found) < LEAST:
         return None
     names, predicted, measured = zip(*found, strict=True)
-    return Ranking(names, predicted, measured)
+    return TrialRanking(names, predicted, measured)
 
 
-def ranking_lines(rows: Sequence[Row], chosen: str | None = None) -> list[str]:
+def ranking_lines(rows: Sequence[ResultRow], chosen: str | None = None) -> list[str]:
     """A section of the report; empty where too few points have finished. chosen: a point by its name, such as the one
     that `map` offered; None: the one predicted to be the fastest.
     """

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_rl.checkpoint.durable import write_text
 from megatron_rl.observe.summary import finite_or_null
-from megatron_rl.trials.outcome import FAILED, Life, TrialOutcome
 from megatron_rl.trials.points import Point
 from megatron_rl.trials.trial import Trial
+from megatron_rl.trials.trial_outcome import FAILED, Life, TrialOutcome
 
 RECORD, SUMMARY = "record.json", "summary.json"
 KEPT = ("timing_s/", "perf/", "reshard/", "critic/score/mean")

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.planned import PlannedPoint
 from megatron_rl.trials.record import Record, is_current
+from megatron_rl.trials.trial_outcome import TrialOutcome
 
 PHASES = {
     "gen": ("gen",),
@@ -60,7 +60,7 @@ class Ratios:
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One point in a report: what was planned, how it ended, and its numbers where it finished."""
 
     planned: PlannedPoint
@@ -113,12 +113,14 @@ def result_of(record: Record, num_ranks: int, warmup_steps: int) -> Result:
     )
 
 
-def rows_of(planned: Sequence[PlannedPoint], records: Mapping[str, Record | None], warmup_steps: int) -> list[Row]:
+def rows_of(
+    planned: Sequence[PlannedPoint], records: Mapping[str, Record | None], warmup_steps: int
+) -> list[ResultRow]:
     """One for each point, in their order. records: by name; of another configuration they count as none."""
     return [_row(point, records.get(point.point.name), warmup_steps) for point in planned]
 
 
-def ratios(row: Row, rows: Sequence[Row], baseline: str | None) -> Ratios | None:
+def ratios(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None) -> Ratios | None:
     """None where this point or the baseline has no result, or there is no baseline."""
     base = next((other.result for other in rows if other.name == baseline), None)
     if base is None or row.result is None:
@@ -131,27 +133,27 @@ def ratios(row: Row, rows: Sequence[Row], baseline: str | None) -> Ratios | None
     )
 
 
-def by_step_time(rows: Sequence[Row]) -> list[Row]:
+def by_step_time(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """Those that finished, the fastest first."""
     finished = [(row.result.step_s[0], row) for row in rows if row.result is not None]
     return [row for _, row in sorted(finished, key=itemgetter(0))]
 
 
-def memory_unit(finished: Sequence[Row]) -> tuple[float, str]:
+def memory_unit(finished: Sequence[ResultRow]) -> tuple[float, str]:
     """Bytes of the unit that suits their sizes, and its name."""
     largest = max(row.result.memory_bytes for row in finished if row.result is not None)
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
 
 
-def _row(planned: PlannedPoint, record: Record | None, warmup_steps: int) -> Row:
+def _row(planned: PlannedPoint, record: Record | None, warmup_steps: int) -> ResultRow:
     if planned.layout is None:
-        return Row(planned, TrialOutcome.INVALID, planned.reason)
+        return ResultRow(planned, TrialOutcome.INVALID, planned.reason)
     if record is None or not is_current(record, planned.point):
-        return Row(planned, TrialOutcome.NOT_RUN)
+        return ResultRow(planned, TrialOutcome.NOT_RUN)
     result = None
     if record.outcome is TrialOutcome.FINISHED:
         result = result_of(record, planned.layout.num_ranks, warmup_steps)
-    return Row(planned, record.outcome, record.reason, record.seconds, result, tuple(record.tail))
+    return ResultRow(planned, record.outcome, record.reason, record.seconds, result, tuple(record.tail))
 
 
 def _largest(record: Record, prefix: str) -> float:

@@ -20,8 +20,8 @@ from pathlib import Path
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.trials.metrics_file import read_metrics
-from megatron_rl.trials.outcome import Life
 from megatron_rl.trials.process import living
+from megatron_rl.trials.trial_outcome import Life
 
 RUN, OUTPUT = "run", "output.txt"
 POLL_S = 0.2

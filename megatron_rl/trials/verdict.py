@@ -8,7 +8,7 @@ from enum import Enum
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.golden import Comparison
 from megatron_rl.trials.markdown import block, row, table
-from megatron_rl.trials.outcome import Life, TrialOutcome, outcome_of
+from megatron_rl.trials.trial_outcome import Life, TrialOutcome, outcome_of
 
 NUM_TAIL_LINES = 30
 

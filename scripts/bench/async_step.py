@@ -9,7 +9,7 @@ is 8 times longer) or short and equal.
 
 The arms take turns within one run; seconds of a step are medians over the rounds, with the lowest and the highest. What
 else the machine does can only add to them. optimum: below which no schedule can come on these ranks
-(`stream.estimates`); simulated: what the scheduler comes to on a clock where the controller costs nothing.
+(`sampling.estimates`); simulated: what the scheduler comes to on a clock where the controller costs nothing.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megatron_rl.cluster.cluster import Hosting
 from megatron_rl.cluster.ray_cluster import RayCluster
 from megatron_rl.cluster.waiting import get_all
 from megatron_rl.config.roles import ACTOR, ROLLOUT, PoolSize, PoolSpec
-from megatron_rl.generation.bridge import ReplicaBridge
-from megatron_rl.generation.driver import Driver
-from megatron_rl.generation.lanes import Lanes
-from megatron_rl.generation.work import Work
 from megatron_rl.records import Prompts, Sampling, ragged
-from megatron_rl.slices import Slice, SliceReport
-from megatron_rl.stream.answers import Answers
-from megatron_rl.stream.engine_model import Costs
-from megatron_rl.stream.estimates import optimum
-from megatron_rl.stream.journal import Journal, Recorder
-from megatron_rl.stream.rules import Rules
-from megatron_rl.stream.scheduler import Scheduler
-from megatron_rl.stream.simulate import Lengths, simulate
+from megatron_rl.rollout.slices import Slice, SliceReport
+from megatron_rl.sampling.backlog import Backlog
+from megatron_rl.sampling.driver import Driver
+from megatron_rl.sampling.engine_model import Costs
+from megatron_rl.sampling.estimates import optimum
+from megatron_rl.sampling.journal import Journal, Recorder
+from megatron_rl.sampling.open_answers import OpenAnswers
+from megatron_rl.sampling.replica_states import ReplicaSlots
+from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.scheduler import Scheduler
+from megatron_rl.sampling.simulate import Lengths, simulate
+from megatron_rl.sampling.weight_sync import ReplicaWeights
 
 REPLICAS = 2
 SLEEPS = Sleeps(step_s=0.004, transfer_s=0.03, max_running=16)
@@ -146,15 +146,15 @@ class Measured:
 def drawn_ahead(cluster: RayCluster, shape: Shape, folder: Path) -> Measured:
     """Steps as `RolloutsAhead` and the loop around it do them."""
     rules, costs, measured = shape.rules, shape.costs, Measured([], [], [])
-    answers = Answers(rules.batch_rows, lambda *place: 0)
+    answers = OpenAnswers(rules.batch_rows, lambda *place: 0)
     actor = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
     with ExitStack() as opened:
         journal = Journal(folder / "schedule.jsonl")
         opened.callback(journal.close)
-        work = Work(Recorder(Scheduler(rules, REPLICAS), journal), answers, REPLICAS)
-        lanes = Lanes(cluster.replicated[ROLLOUT].replicas[:REPLICAS], 0, print)
-        driver = opened.enter_context(Driver(lanes, work, lambda: None))
-        bridge = ReplicaBridge(actor, driver, True, 0)
+        work = Backlog(Recorder(Scheduler(rules, REPLICAS), journal), answers, REPLICAS)
+        slots = ReplicaSlots(cluster.replicated[ROLLOUT].replicas[:REPLICAS], 0, print)
+        driver = opened.enter_context(Driver(slots, work, lambda: None))
+        bridge = ReplicaWeights(actor, driver, True, 0)
         coming = deque(range(1, rules.num_steps_total + 1))
 
         def announce() -> None:
@@ -191,7 +191,7 @@ def on_all_ranks(cluster: RayCluster, shape: Shape, num_steps: int) -> float:
     actor = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
     get_all([replica.host(SleepingHost).build(ROLLOUT) for replica in replicas])
     size = shape.rules.batch_rows // len(replicas)
-    answers = Answers(shape.rules.batch_rows, lambda *place: 0)
+    answers = OpenAnswers(shape.rules.batch_rows, lambda *place: 0)
     start = time.monotonic()
     for step in range(FIRST + 1, FIRST + 1 + num_steps):  # the same batches as of the other arms
         answers.add(step, batch(shape, step), SAMPLING, None, SAMPLING)

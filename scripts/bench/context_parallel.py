@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig
 
-from megatron_rl.balance import SequenceWork, share_out
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, OverrideTransformerConfig
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.metrics import numbers_over_ranks
+from megatron_rl.parallel.balance import SequenceWork, share_out
 
 LONGEST = 2048
 WORK = SequenceWork(1500.0)

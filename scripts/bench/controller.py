@@ -2,9 +2,9 @@
 
     python scripts/bench/controller.py [--ranks 2 4 16 64] [--rounds 200] [--json FILE]
 
-No-op: a verb of a RayPool's hosts beside a bare Ray call of an actor that does nothing, on as many ranks. Round trip: a
-batch split over as many data-parallel ranks as there are ranks, beside bare Ray calls that each get the whole batch as
-one stored object. The arms take turns within one run; figures are medians, with the quartiles.
+No-op: a method of a RayPool's hosts beside a bare Ray call of an actor that does nothing, on as many ranks. Round trip:
+a batch split over as many data-parallel ranks as there are ranks, beside bare Ray calls that each get the whole batch
+as one stored object. The arms take turns within one run; figures are medians, with the quartiles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tensordict import TensorClass
 
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
-from megatron_rl.dispatch import Coordinates, Dispatch, verb
+from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 
 MIB = 1 << 20
 ROWS, BATCH_MIB = 512, 40
@@ -57,11 +57,11 @@ def coordinates() -> Coordinates:
 class NoOpWorker:
     """Does nothing, in a process without torch."""
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         return coordinates()
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def noop(self) -> None:
         """Nothing."""
 
@@ -69,7 +69,7 @@ class NoOpWorker:
 class BatchWorker(NoOpWorker):
     """Answers a batch with its column."""
 
-    @verb(Dispatch.DP)
+    @remote_method(Dispatch.DP)
     def column(self, batch: Batch) -> Column:
         """The column of this rank's rows, and one touch of every page of the rest."""
         batch.tokens[:, ::1024].sum()

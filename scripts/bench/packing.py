@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig
 
-from megatron_rl.balance import SequenceWork, share_out
 from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching, micro_batches
+from megatron_rl.parallel.balance import SequenceWork, share_out
 from megatron_rl.records import Sequences, ragged
 
 LONGEST = 8192

@@ -104,9 +104,9 @@ def our_config(folder: Path, steps: int, examples: int, max_tokens: int) -> dict
 
 def tokens_of(folder: Path) -> list[dict[str, list[int]]]:
     """The examples as this package reads them: tokens, and 1 where one counts."""
-    from megatron_rl.prompts.tokenizer import load_tokenizer
-    from megatron_rl.supervised.options import ReadingOptions
-    from megatron_rl.supervised.reading import read_examples
+    from megatron_rl.data.reading import read_examples
+    from megatron_rl.data.reading_options import ReadingOptions
+    from megatron_rl.data.tokenizer import load_tokenizer
 
     options = ReadingOptions(max_length=LONGEST)
     examples, _ = read_examples([str(folder / "examples.jsonl")], load_tokenizer(str(folder / "model")), options)

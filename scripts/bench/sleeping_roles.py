@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
-from megatron_rl.dispatch import Coordinates, Dispatch, verb
+from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.hybrid_engine.bridge import SendAttempt
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.environment import RankEnvironment
-from megatron_rl.slices import FINISHED_BY_STOP, Drawn, Slice, SliceReport
-from megatron_rl.stream.engine_model import draw
+from megatron_rl.rollout.slices import FINISHED_BY_STOP, Drawn, Slice, SliceReport
+from megatron_rl.sampling.engine_model import draw
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class SleepingActor:
     def __init__(self, sleeps: Sleeps) -> None:
         self.sleeps = sleeps
 
-    @verb(Dispatch.RANK_ZERO)
+    @remote_method(Dispatch.RANK_ZERO)
     def offer_bridge(self, num_receivers: int) -> BridgeAddress:
         return BridgeAddress("", 0, 1, num_receivers)
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def join_bridge(self, address: BridgeAddress) -> str:
         return ""
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def try_send_weights(self, version: int, holding: dict[int, int] | None = None) -> SendAttempt:
         time.sleep(self.sleeps.transfer_s)
         return SendAttempt(version)
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def train(self, seconds: float) -> None:
         """One training step."""
         time.sleep(seconds)
@@ -59,15 +59,15 @@ class SleepingRollout:
         self.sleeps, self.replica = sleeps, replica
         self.remaining: dict[int, int] = {}
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def enter(self) -> None:
         pass
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def join_bridge(self, address: BridgeAddress) -> str:
         return ""
 
-    @verb(Dispatch.REPLICAS, phase="gen")
+    @remote_method(Dispatch.REPLICAS, phase="gen")
     def advance(self, slices: dict[int, Slice]) -> SliceReport:
         """Sleep for the engine steps of this replica's slice. Raises KeyError for a drop of what is not there."""
         start, one = time.time(), slices[self.replica]
@@ -96,12 +96,12 @@ class SleepingHost:
         self.roles: dict[str, Any] = {ACTOR: SleepingActor(sleeps)}
         self.build(ROLLOUT)
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         rank, size = self.place.rank, self.place.world_size
         return Coordinates(rank, rank, size, True, 0, 1, rank == 0)
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def build(self, name: str, bridge: AcrossBridge | None = None) -> None:
         self.roles[name] = SleepingRollout(self.sleeps, self.place.replica)
 

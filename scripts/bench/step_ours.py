@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.stages import SFT
+from megatron_rl.config.tasks import SFT
 from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
 from megatron_rl.roles.environment import worker_environment
 
@@ -27,21 +27,21 @@ from megatron_rl.roles.environment import worker_environment
 @contextmanager
 def opened(config: RunConfig, local: bool) -> Iterator[Callable[[], dict[str, float]]]:
     """What takes the next step of a run and returns its metrics, with its tokens under `tokens`."""
-    from megatron_rl.run import open_run
-    from megatron_rl.stages import sft
-    from megatron_rl.stages.run import open_stage
+    from megatron_rl.controller.run import open_run
+    from megatron_rl.tasks import sft
+    from megatron_rl.tasks.task_run import open_stage
     from megatron_rl.train import take_step
 
     def step_of_sft() -> dict[str, float]:
         step = next(steps)
         metrics = sft.take_step(run)
-        run.book.log(metrics, step)
+        run.logger.log(metrics, step)
         return metrics | {"tokens": metrics["perf/total_num_tokens"]}
 
     def step_of_grpo() -> dict[str, float]:
         step = next(steps)
         metrics = take_step(run, step)
-        run.book.log(metrics, step)
+        run.logger.log(metrics, step)
         samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
         return metrics | {"tokens": metrics["response_length/mean"] * samples}
 

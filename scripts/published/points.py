@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.planner.hardware import FOLDER, Hardware, load_hardware
-from megatron_rl.planner.run_models import PlannedModel
-from megatron_rl.planner.time import BF16, LINK_EFFICIENCY, Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.hardware import FOLDER, Hardware, load_hardware
+from megatron_rl.ledger.planner.run_models import PlannedModel
+from megatron_rl.ledger.planner.time import BF16, LINK_EFFICIENCY, Estimator, Layout, Load, ModelCost
 
 HERE = Path(__file__).parent
 MODELS = (HERE.parents[1] / "configs" / "models", HERE / "models")
@@ -60,13 +60,13 @@ class Point:
         training = dataclasses.replace(layout, num_gpus=layout.num_gpus - self.drawing)
         drawing = dataclasses.replace(layout, num_gpus=self.drawing or layout.num_gpus)
         trainer, drawer = Estimator(self.model, training, gpu), Estimator(self.model, drawing, gpu)
-        verbs: dict[str, Callable[[], float]] = {
+        methods: dict[str, Callable[[], float]] = {
             **dict.fromkeys(UPDATES, lambda: trainer.train(load)),
             **dict.fromkeys(PASSES, lambda: trainer.forward(load)),
             "generation": lambda: drawer.generate(self._fitting(load, layout, gpu)),
             "transition": lambda: transition_seconds(self.model, layout, gpu),
         }
-        return sum(verbs[phase]() for phase in self.phases)
+        return sum(methods[phase]() for phase in self.phases)
 
     def _fitting(self, load: Load, layout: Layout, gpu: Hardware) -> Load:
         """With as many sequences of a replica at once as its cache holds."""

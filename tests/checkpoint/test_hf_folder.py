@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.checkpoint.hf_export import plan_export
 from megatron_rl.checkpoint.hf_folder import Description, file_names, plan_files, write_hf_folder
-from megatron_rl.checkpoint.hf_tensors import HFTensor, Piece, put_together
+from megatron_rl.checkpoint.hf_tensors import HFTensor, TensorPiece, put_together
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
@@ -56,7 +56,7 @@ def test_stages_write_their_own_files():
 def test_pieces_must_cover_a_tensor():
     """Half of it is not enough. Would not catch a piece that comes twice in place of another."""
     tensor = HFTensor("t", "p", ParamSpec(LogicalTensor("t", (Segment("all", (4, 2), 4),), 0), ("t",)), 0)
-    half = (Piece(0, (slice(0, 2), slice(0, 2)), (slice(0, 2), slice(0, 2))), torch.zeros(2, 2))
+    half = (TensorPiece(0, (slice(0, 2), slice(0, 2)), (slice(0, 2), slice(0, 2))), torch.zeros(2, 2))
     with pytest.raises(ValueError, match="ranks hold 4 of its 8 elements"):
         put_together(tensor, [half])
     with pytest.raises(ValueError, match="ranks hold 0 of its 8 elements"):

@@ -8,12 +8,12 @@ import threading
 import time
 from datetime import timedelta
 
-from megatron_rl.dispatch import Coordinates, Dispatch, verb
+from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.errors import ConfigError
 
 
 class FragileWorker:
-    """Every rank is its own data-parallel rank. imports_torch: now, where no verb waits for it."""
+    """Every rank is its own data-parallel rank. imports_torch: now, where no method waits for it."""
 
     def __init__(self, unlucky_rank: int = -1, imports_torch: bool = False) -> None:
         self.rank = int(os.environ["RANK"])
@@ -22,17 +22,17 @@ class FragileWorker:
         if self.rank == unlucky_rank:
             raise ConfigError("tp(3) does not divide num_heads(8)")
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         size = int(os.environ["WORLD_SIZE"])
         return Coordinates(self.rank, self.rank, size, True, self.rank, size, True)
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def nap(self, seconds: float) -> None:
         """Sleep."""
         time.sleep(seconds)
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def divide_by_zero_on(self, unlucky_rank: int) -> float:
         """Fails on one rank; the others lose their peer a moment earlier, as a skewed clock would show it."""
         if self.rank == unlucky_rank:
@@ -40,12 +40,12 @@ class FragileWorker:
             return 1 / 0
         raise RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:4711")
 
-    @verb(Dispatch.RANK_ZERO)
+    @remote_method(Dispatch.RANK_ZERO)
     def answer_with_lock(self) -> object:
         """An answer that cannot be pickled."""
         return threading.Lock()
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def barrier_all_but(self, absent_rank: int) -> None:
         """Everybody enters a gloo barrier except one, who never comes."""
         import torch.distributed
@@ -60,7 +60,7 @@ class FragileWorker:
             time.sleep(600)
         torch.distributed.barrier()
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def start_child(self) -> int:
         """A child process of the worker, as a checkpoint writer would be; its pid."""
         return subprocess.Popen(["sleep", "600"]).pid

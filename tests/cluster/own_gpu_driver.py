@@ -13,18 +13,18 @@ import ray
 from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
-from megatron_rl.dispatch import Coordinates, Dispatch, verb
+from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 
 
 class EveryRank:
     """A rank whose data no other has."""
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return Coordinates(rank, rank, size, True, rank, size, True)
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def seen(self) -> list[str]:
         """In a call of its own, after the one that has built it."""
         return [os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]]

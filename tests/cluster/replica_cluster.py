@@ -12,10 +12,10 @@ import psutil
 from replica_worker import ROLE, ReplicaHost, Sampler
 
 from megatron_rl.cluster.cluster import Hosting
+from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.cluster.leftovers import MARK, living, marked
 from megatron_rl.cluster.ray_cluster import RayCluster
 from megatron_rl.cluster.replicas import Replica
-from megatron_rl.cluster.watch import Limits
 from megatron_rl.config.roles import PoolSize, PoolSpec
 
 TRAIN, ROLLOUT = "train", "rollout_pool"
@@ -30,7 +30,11 @@ def spec(name: str, num_ranks: int, num_nodes: int = 1) -> PoolSpec:
 
 
 def cluster_of(
-    num_replicas: int, size: int, limits: Limits | None = None, slow: Path = Path("/nowhere"), num_nodes: int = 1
+    num_replicas: int,
+    size: int,
+    limits: HeartbeatLimits | None = None,
+    slow: Path = Path("/nowhere"),
+    num_nodes: int = 1,
 ) -> RayCluster:
     """Replicas of `size` ranks, and one rank that trains; a host that is built while `slow` exists takes a minute.
 
@@ -41,7 +45,7 @@ def cluster_of(
         (str(slow),),
         {ROLE: Sampler},
         "cpu",
-        limits=limits or Limits(),
+        limits=limits or HeartbeatLimits(),
         replicated={ROLLOUT: size},
         preload=("replica_worker",),
     )

@@ -10,15 +10,15 @@ import time
 from replica_cluster import cluster_of, replicas, sampler, trainer
 from replica_worker import ReplicaHost
 
+from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.cluster.waiting import wait_any
-from megatron_rl.cluster.watch import Limits
 from megatron_rl.errors import WorkerFailure
 
 RESTART_LIMIT_S = 15.0
 
 
 def main() -> None:
-    with cluster_of(2, 2, Limits(heartbeat_timeout_s=20), num_nodes=2) as cluster:
+    with cluster_of(2, 2, HeartbeatLimits(heartbeat_timeout_s=20), num_nodes=2) as cluster:
         both = replicas(cluster)
         places = [one.host(ReplicaHost).where().get()[0][1] for one in both]
         train_node = cluster.pools["train"].host(ReplicaHost).where().get()[0][1].node

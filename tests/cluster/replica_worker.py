@@ -7,27 +7,27 @@ import subprocess
 import time
 from typing import Any
 
-from megatron_rl.dispatch import Coordinates, Dispatch, verb
+from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.roles.environment import RankEnvironment
 
 ROLE = "sampler"
 
 
 class Sampler:
-    @verb(Dispatch.REPLICAS, phase="gen")
+    @remote_method(Dispatch.REPLICAS, phase="gen")
     def count(self, number: int, seconds: float = 0.0) -> tuple[int, int]:
         """Sleep; then the number and the process that got it."""
         time.sleep(seconds)
         return number, os.getpid()
 
-    @verb(Dispatch.REPLICAS, phase="gen")
+    @remote_method(Dispatch.REPLICAS, phase="gen")
     def count_once_there(self, number: int, file: str) -> tuple[int, int]:
         """Wait for a file; then the number and the process that got it."""
         while not os.path.exists(file):
             time.sleep(0.01)
         return number, os.getpid()
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def sleep_on(self, rank: int, seconds: float) -> int:
         """Sleep on one rank; its own rank."""
         own = int(os.environ["RANK"])
@@ -35,7 +35,7 @@ class Sampler:
             time.sleep(seconds)
         return own
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def fail(self) -> None:
         raise OSError("no room")
 
@@ -52,17 +52,17 @@ class ReplicaHost:
         if os.path.exists(slow_file):
             time.sleep(60)
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         rank, size = self.place.rank, self.place.world_size
         return Coordinates(rank, rank, size, True, 0, 1, rank == 0)
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def where(self) -> tuple[str, RankEnvironment, int]:
         """The pool's name, the rank's place, LOCAL_WORLD_SIZE."""
         return self.pool, self.place, int(os.environ["LOCAL_WORLD_SIZE"])
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def start_child(self) -> int:
         """A child process that ignores its parent's end; its pid."""
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid

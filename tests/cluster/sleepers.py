@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.dispatch import Coordinates, Dispatch, verb
+from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.records import Sequences, TokenScores, ragged
 
 
@@ -17,31 +17,31 @@ def zeros(sequences: Sequences) -> TokenScores:
 
 
 class SleepingActor:
-    @verb(Dispatch.DP, phase="old_log_prob")
+    @remote_method(Dispatch.DP, phase="old_log_prob")
     def log_probs(self, sequences: Sequences) -> TokenScores:
         time.sleep(0.4)
         return zeros(sequences)
 
-    @verb(Dispatch.DP, phase="update_actor")
+    @remote_method(Dispatch.DP, phase="update_actor")
     def update(self, batch: Sequences, pretraining: None = None) -> dict[str, float]:
         time.sleep(0.6)
         return {"actor/slept": 0.6}
 
 
 class SleepingReference:
-    @verb(Dispatch.DP, phase="ref")
+    @remote_method(Dispatch.DP, phase="ref")
     def log_probs(self, sequences: Sequences) -> TokenScores:
         time.sleep(0.5)
         return zeros(sequences)
 
 
 class SleepingCritic:
-    @verb(Dispatch.DP, phase="values")
+    @remote_method(Dispatch.DP, phase="values")
     def values(self, sequences: Sequences) -> TokenScores:
         time.sleep(0.7)
         return zeros(sequences)
 
-    @verb(Dispatch.DP, phase="update_critic")
+    @remote_method(Dispatch.DP, phase="update_critic")
     def update(self, batch: Sequences) -> dict[str, float]:
         time.sleep(0.4)
         return {"critic/slept": 0.4}
@@ -54,7 +54,7 @@ class SleepingHost:
         kinds = {"actor": SleepingActor, "reference": SleepingReference, "critic": SleepingCritic}
         self.roles = {name: kind() for name, kind in kinds.items()}
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         return Coordinates(0, 0, 1, True, 0, 1, True)
 

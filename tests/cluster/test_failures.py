@@ -11,7 +11,7 @@ from megatron_rl.errors import ConfigError, ParityError, WorkerFailure
 
 
 def failure(rank: int, wall_time: float, message: str = "bad value", **fields: object) -> RankFailure:
-    fields = {"role": "actor", "verb": "update_actor", "error_type": "RuntimeError", "traceback": "trace"} | fields
+    fields = {"role": "actor", "method": "update_actor", "error_type": "RuntimeError", "traceback": "trace"} | fields
     return RankFailure(rank=rank, message=message, wall_time=wall_time, **fields)
 
 
@@ -19,7 +19,7 @@ def caught(error: Exception) -> RankFailure:
     try:
         raise error
     except Exception as raised:
-        return describe(raised, rank=3, role="critic", verb="values")
+        return describe(raised, rank=3, role="critic", method="values")
 
 
 def test_a_dead_process_outranks_what_its_peers_saw_first() -> None:

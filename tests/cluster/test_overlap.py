@@ -12,12 +12,12 @@ import pytest
 import torch
 from sleepers import SleepingActor, SleepingCritic, SleepingHost, SleepingReference
 
-from megatron_rl.cluster.fate import Fate
+from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.dispatch import Interval, Nobody
+from megatron_rl.dispatch import CallInterval, Nobody
 from megatron_rl.records import Sequences, ragged
 from megatron_rl.train import score, update
 
@@ -34,9 +34,9 @@ class Intervals(Nobody):
     """Keeps what ran."""
 
     def __init__(self) -> None:
-        self.all: list[Interval] = []
+        self.all: list[CallInterval] = []
 
-    def ran(self, interval: Interval) -> None:
+    def ran(self, interval: CallInterval) -> None:
         self.all.append(interval)
 
 
@@ -75,7 +75,7 @@ class SleepingRule:
         return None
 
 
-def overlap(first: Interval, second: Interval) -> float:
+def overlap(first: CallInterval, second: CallInterval) -> float:
     return min(first.stop, second.stop) - max(first.start, second.start)
 
 
@@ -85,13 +85,17 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
     """
     heard = Intervals()
     kinds = {"train": {"actor": SleepingActor, "reference": SleepingReference}, "critic": {"critic": SleepingCritic}}
-    fate, options = Fate(), PoolOptions(observer=heard)
+    failure_domain, options = FailureDomain(), PoolOptions(observer=heard)
     with (
         RaySession(2) as session,
         ResourcePool(1, 1, "cpu", session=session) as first,
         ResourcePool(1, 1, "cpu", session=session) as second,
-        RayPool("train", first, SleepingHost, roles=kinds["train"], options=options, fate=fate) as train,
-        RayPool("critic", second, SleepingHost, roles=kinds["critic"], options=options, fate=fate) as critic,
+        RayPool(
+            "train", first, SleepingHost, roles=kinds["train"], options=options, failure_domain=failure_domain
+        ) as train,
+        RayPool(
+            "critic", second, SleepingHost, roles=kinds["critic"], options=options, failure_domain=failure_domain
+        ) as critic,
     ):
         roles = SimpleNamespace(
             actor=train.handle("actor", SleepingActor),
@@ -104,8 +108,8 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
             compares_replay=lambda step: False,
             take_scores=take_scores,
         )
-        book = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
-        parts = {"roles": roles, "rewards": SleepingRule(), "algorithm": algorithm, "book": book}
+        logger = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
+        parts = {"roles": roles, "rewards": SleepingRule(), "algorithm": algorithm, "book": logger}
         run = SimpleNamespace(config=RunConfig(), pretraining=SimpleNamespace(next=lambda: None), **parts)
         seconds = []
         for step in range(NUM_STEPS):
@@ -114,7 +118,7 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
             seconds.append(time.monotonic() - start)
     print(f"steps of {[round(one, 3) for one in seconds]} s; slowest chain {SLOWEST_CHAIN_S} s, sum {SUM_S} s")
     assert SLOWEST_CHAIN_S <= min(seconds) <= 1.10 * SLOWEST_CHAIN_S < SUM_S
-    by_verb = {(one.role, one.verb): one for one in heard.all}
+    by_verb = {(one.role, one.method): one for one in heard.all}
     assert overlap(by_verb["actor", "log_probs"], by_verb["critic", "values"]) > 0.2
     assert overlap(by_verb["reference", "log_probs"], by_verb["critic", "values"]) > 0.1
     assert overlap(by_verb["actor", "update"], by_verb["critic", "update"]) > 0.1

@@ -121,7 +121,7 @@ def test_verbs_are_visible_and_unknown_ones_name_them(group: RayPool) -> None:
     """Would not catch a call with wrong arguments, which only the worker refuses."""
     assert list(inspect.signature(group.host(ToyWorker).double).parameters) == ["batch"]
     assert group.host(ToyWorker).double.__doc__ == ToyWorker.double.__doc__
-    with pytest.raises(AttributeError, match="no verb 'triple'.*: .*double, double_by_replica"):
+    with pytest.raises(AttributeError, match="no method 'triple'.*: .*double, double_by_replica"):
         group.host(ToyWorker).triple()
 
 
@@ -149,12 +149,12 @@ def test_a_pool_that_cannot_be_had_names_both_sides(pool: ResourcePool) -> None:
 
 
 def test_worker_classes_that_cannot_be_a_group_are_refused(pool: ResourcePool) -> None:
-    """Would not catch a `coordinates` verb that answers with something else."""
+    """Would not catch a `coordinates` method that answers with something else."""
 
     class Unplaced:
         pass
 
-    with pytest.raises(TypeError, match="Unplaced must have a ONE_TO_ALL verb `coordinates`"):
+    with pytest.raises(TypeError, match="Unplaced must have a ONE_TO_ALL method `coordinates`"):
         RayPool("toys", pool, Unplaced)
     with pytest.raises(RuntimeError, match="start the pool toys before calling nap"):
         RayPool("toys", pool, ToyWorker).host(ToyWorker).nap(0)

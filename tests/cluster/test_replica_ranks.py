@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.cluster.cluster import Hosting
-from megatron_rl.cluster.fate import Fate
+from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.leftovers import FATE
 from megatron_rl.cluster.local_cluster import LocalCluster
 from megatron_rl.cluster.ranks import ReplicaRanks
@@ -100,25 +100,25 @@ def test_clusters_refuse_what_they_cannot_replicate() -> None:
 
 def test_who_ends_a_fate_waits_for_those_inside_and_lets_nobody_in() -> None:
     """Would not catch a thread that calls Ray without being inside."""
-    fate, left = Fate(), threading.Event()
+    failure_domain, left = FailureDomain(), threading.Event()
     first, second = WorkerFailure("first"), WorkerFailure("second")
 
     def stay() -> None:
-        with fate.inside():
+        with failure_domain.inside():
             left.wait(60)
 
     thread = threading.Thread(target=stay)
     thread.start()
-    until(lambda: not fate.wait_until_left(0))
-    assert fate.decide(first) and not fate.decide(second) and fate.error is first
-    assert not fate.wait_until_left(0.1)
-    with pytest.raises(WorkerFailure, match="first"), fate.inside():
+    until(lambda: not failure_domain.wait_until_left(0))
+    assert failure_domain.decide(first) and not failure_domain.decide(second) and failure_domain.error is first
+    assert not failure_domain.wait_until_left(0.1)
+    with pytest.raises(WorkerFailure, match="first"), failure_domain.inside():
         raise AssertionError("inside an ended fate")
     left.set()
-    assert fate.wait_until_left(60)
+    assert failure_domain.wait_until_left(60)
     thread.join(60)
     with pytest.raises(WorkerFailure, match="first"):
-        fate.look()
+        failure_domain.look()
 
 
 def until(holds: Callable[[], bool]) -> None:

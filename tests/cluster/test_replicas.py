@@ -13,11 +13,11 @@ import pytest
 from replica_cluster import ROLLOUT, Driver, are_gone, cluster_of, replicas, sampler, trainer
 from replica_worker import ReplicaHost
 
+from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.cluster.leftovers import living
 from megatron_rl.cluster.ray_cluster import RayCluster
 from megatron_rl.cluster.replicas import ClusterEnded
 from megatron_rl.cluster.waiting import wait_any
-from megatron_rl.cluster.watch import Limits
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import WorkerFailure, WorkerStall
 
@@ -35,7 +35,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(slow: Path) -> Iterator[RayCluster]:
     """Two replicas of two ranks each."""
-    limits = Limits(LIMIT_S, HEARTBEAT_S, slow.with_name("stacks.txt"))
+    limits = HeartbeatLimits(LIMIT_S, HEARTBEAT_S, slow.with_name("stacks.txt"))
     with cluster_of(2, 2, limits, slow) as cluster:
         yield cluster
 

@@ -16,9 +16,9 @@ import pytest
 from replica_cluster import Driver, cluster_of, eventually, mark_of, nothing_left, replicas, sampler, trainer
 from replica_worker import ReplicaHost
 
+from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.cluster.replicas import ClusterEnded, Replica
 from megatron_rl.cluster.waiting import wait_any
-from megatron_rl.cluster.watch import Limits
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import WorkerFailure
 
@@ -78,7 +78,7 @@ def test_random_kills_and_stops() -> None:
     them all, and the training pool answers throughout. Would not catch a hang that takes a longer pause to come about.
     """
     draw = random.Random(5)
-    with cluster_of(2, 2, Limits(stall_timeout_s=12, heartbeat_timeout_s=10)) as cluster:
+    with cluster_of(2, 2, HeartbeatLimits(stall_timeout_s=12, heartbeat_timeout_s=10)) as cluster:
         mark, both = mark_of(cluster.pools["train"].pids[0]), replicas(cluster)
         over = threading.Event()
         thread = Driver(lambda: drive(both, over))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from toy_worker import Toy
 
-from megatron_rl.balance import SequenceWork
 from megatron_rl.cluster.routing import Split, chunk_sizes, join_answers, route_call, split_call
 from megatron_rl.dispatch import Beside, Coordinates, Dispatch
+from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.records import ActorBatch, Prompts, Sequences, non_tensor, ragged
 
 

@@ -12,58 +12,58 @@ from contextlib import suppress
 
 import pytest
 
-from megatron_rl.cluster.pulse import Pulse
-from megatron_rl.cluster.watch import (
+from megatron_rl.cluster.heartbeat import Heartbeat
+from megatron_rl.cluster.heartbeat_monitor import (
     LONGEST_HELLO,
     MISSED_SIGNS_S,
     RECONNECT_S,
     Connection,
-    Limits,
+    Hang,
+    HeartbeatLimits,
+    HeartbeatMonitor,
     Sign,
-    Trouble,
-    Watch,
     judge,
     waits_for_peers,
 )
 from megatron_rl.observe.liveness import made_progress
 
-LIMITS = Limits(stall_timeout_s=100, heartbeat_timeout_s=30)
+LIMITS = HeartbeatLimits(stall_timeout_s=100, heartbeat_timeout_s=30)
 NOW = 1000.0
 
 
-def sign(silence: float, verb: str = "update", idle_s: float = 0.0, connection=Connection.OPEN) -> Sign:
-    return Sign(NOW - silence, connection, "actor", verb, idle_s)
+def sign(silence: float, method: str = "update", idle_s: float = 0.0, connection=Connection.OPEN) -> Sign:
+    return Sign(NOW - silence, connection, "actor", method, idle_s)
 
 
 @pytest.mark.parametrize(
     ("signs", "expected"),
     [
         ([sign(1), sign(29)], {}),
-        ([sign(1), sign(31)], {1: Trouble.SILENT}),
+        ([sign(1), sign(31)], {1: Hang.SILENT}),
         ([sign(1, idle_s=98.5), sign(1)], {}),
-        ([sign(1, idle_s=99.5), sign(1)], {0: Trouble.STALLED}),
-        # Nothing is expected of a rank between two verbs.
-        ([sign(1, verb="", idle_s=500)], {}),
+        ([sign(1, idle_s=99.5), sign(1)], {0: Hang.STALLED}),
+        # Nothing is expected of a rank between two methods.
+        ([sign(1, method="", idle_s=500)], {}),
         # Ranks that stall wait for the one that was not heard lately.
-        ([sign(1, idle_s=100), sign(MISSED_SIGNS_S + 1), sign(1, idle_s=100)], {1: Trouble.SILENT}),
-        ([sign(1, idle_s=100), sign(MISSED_SIGNS_S - 1)], {0: Trouble.STALLED}),
+        ([sign(1, idle_s=100), sign(MISSED_SIGNS_S + 1), sign(1, idle_s=100)], {1: Hang.SILENT}),
+        ([sign(1, idle_s=100), sign(MISSED_SIGNS_S - 1)], {0: Hang.STALLED}),
         # A broken connection may come back.
         ([sign(RECONNECT_S - 1, connection=Connection.BROKEN), sign(1)], {}),
-        ([sign(RECONNECT_S + 1, connection=Connection.BROKEN), sign(40)], {0: Trouble.GONE}),
+        ([sign(RECONNECT_S + 1, connection=Connection.BROKEN), sign(40)], {0: Hang.GONE}),
         # One that never came is silent, not gone.
         ([Sign(NOW - 29)], {}),
-        ([Sign(NOW - 31)], {0: Trouble.SILENT}),
+        ([Sign(NOW - 31)], {0: Hang.SILENT}),
     ],
 )
-def test_judge(signs: list[Sign], expected: dict[int, Trouble]) -> None:
+def test_judge(signs: list[Sign], expected: dict[int, Hang]) -> None:
     """Would not catch limits that are too short for a real machine."""
     assert judge(dict(enumerate(signs)), NOW, LIMITS) == expected
 
 
 def test_without_a_limit_nothing_stalls() -> None:
     """Would not catch a default that is finite somewhere else."""
-    assert judge({0: sign(1, idle_s=1e9)}, NOW, Limits()) == {}
-    assert math.isfinite(Limits().collective_timeout.total_seconds())
+    assert judge({0: sign(1, idle_s=1e9)}, NOW, HeartbeatLimits()) == {}
+    assert math.isfinite(HeartbeatLimits().collective_timeout.total_seconds())
 
 
 def test_a_rank_in_a_collective_waits_for_its_peers() -> None:
@@ -76,8 +76,8 @@ def test_a_rank_in_a_collective_waits_for_its_peers() -> None:
 
 
 @pytest.fixture
-def watch() -> Iterator[Watch]:
-    watch = Watch("127.0.0.1", 2, Limits(stall_timeout_s=3, heartbeat_timeout_s=30))
+def watch() -> Iterator[HeartbeatMonitor]:
+    watch = HeartbeatMonitor("127.0.0.1", 2, HeartbeatLimits(stall_timeout_s=3, heartbeat_timeout_s=30))
     yield watch
     watch.close()
     watch.close()
@@ -90,23 +90,23 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_pulse_tells_what_its_rank_does_and_where_it_is(watch: Watch) -> None:
-    """Progress keeps a verb alive, its absence stalls it. Would not catch a main thread that keeps the interpreter."""
-    pulse, _ = Pulse(0, watch.address), Pulse(1, watch.address)
+def test_a_pulse_tells_what_its_rank_does_and_where_it_is(watch: HeartbeatMonitor) -> None:
+    """A method without progress is stalled. Would not catch a main thread that keeps the interpreter."""
+    pulse, _ = Heartbeat(0, watch.address), Heartbeat(1, watch.address)
     with pulse.during("actor", "update"):
-        wait_until(lambda: watch.signs[0].verb == "update")
+        wait_until(lambda: watch.signs[0].method == "update")
         for _ in range(8):
             made_progress()
             time.sleep(0.5)
             assert watch.trouble == {}
-        wait_until(lambda: watch.trouble == {0: Trouble.STALLED})
+        wait_until(lambda: watch.trouble == {0: Hang.STALLED})
         stacks = watch.stacks(timeout_s=60)
         assert list(stacks) == [0, 1] and "in test_a_pulse_tells_what" in stacks[0]
         assert stacks[0].startswith("thread MainThread")
     wait_until(lambda: watch.trouble == {})
 
 
-def test_strangers_are_sent_away_and_change_nothing(watch: Watch) -> None:
+def test_strangers_are_sent_away_and_change_nothing(watch: HeartbeatMonitor) -> None:
     """A wrong token, no JSON, no end of a line. Would not catch one that connects thousands of times."""
     before = watch.signs
     hello = {"rank": 0, "token": "0" * 32}
@@ -118,10 +118,10 @@ def test_strangers_are_sent_away_and_change_nothing(watch: Watch) -> None:
     assert watch.signs == before and watch.stacks(timeout_s=0.2) == {}
 
 
-def test_a_pause_of_the_driver_is_nobodys_silence(watch: Watch) -> None:
+def test_a_pause_of_the_driver_is_nobodys_silence(watch: HeartbeatMonitor) -> None:
     """The watch's own thread was not scheduled for a minute. Would not catch a clock that jumps."""
-    Pulse(0, watch.address)
-    Pulse(1, watch.address)
+    Heartbeat(0, watch.address)
+    Heartbeat(1, watch.address)
     wait_until(lambda: all(sign.connection is Connection.OPEN for sign in watch.signs.values()))
     before = {rank: sign.heard_at for rank, sign in watch.signs.items()}
     done = threading.Event()

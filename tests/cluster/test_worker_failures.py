@@ -17,10 +17,10 @@ import psutil
 import pytest
 from fragile_worker import FailsToUnpickle, FragileWorker
 
+from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.resource_pool import ResourcePool
-from megatron_rl.cluster.watch import Limits
 from megatron_rl.errors import ConfigError, WorkerFailure, WorkerStall
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -118,7 +118,7 @@ def test_a_failing_import_on_the_ranks_is_reported(pool: ResourcePool) -> None:
 
 def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: ResourcePool, tmp_path: Path) -> None:
     """One sleeps, the other is in a barrier. Would not catch two ranks that wait for each other."""
-    limits = Limits(stall_timeout_s=10, stacks_file=tmp_path / "stacks.txt")
+    limits = HeartbeatLimits(stall_timeout_s=10, stacks_file=tmp_path / "stacks.txt")
     with RayPool("toys", pair, FragileWorker, -1, True, options=FORKED) as group:
         group._watch.limits = limits  # not before: to import torch may take longer
         pids = group.pids
@@ -134,8 +134,8 @@ def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: Resource
 
 
 def test_a_stopped_process_is_named_and_removed(pair: ResourcePool) -> None:
-    """In no verb of its own: its peer stalls first. Would not catch a machine that is unplugged."""
-    options = replace(FORKED, limits=Limits(stall_timeout_s=600, heartbeat_timeout_s=10))
+    """In no method of its own: its peer stalls first. Would not catch a machine that is unplugged."""
+    options = replace(FORKED, limits=HeartbeatLimits(stall_timeout_s=600, heartbeat_timeout_s=10))
     with RayPool("toys", pair, FragileWorker, options=options) as group:
         pids = group.pids
         group.host(FragileWorker).nap(0).get()

@@ -8,7 +8,7 @@ import time
 import torch
 from tensordict import TensorClass
 
-from megatron_rl.dispatch import Coordinates, Dispatch, verb
+from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 
 
 class Toy(TensorClass):
@@ -23,13 +23,13 @@ class Toy(TensorClass):
 
 
 class ToyWorker:
-    """Its verbs answer with what arrived where."""
+    """Its methods answer with what arrived where."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
         self.received: tuple[list[int], list[float]] = ([], [])
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         return Coordinates(
             rank=self.rank,
@@ -46,33 +46,33 @@ class ToyWorker:
         tokens = torch.nested.nested_tensor_from_jagged(batch.tokens.values() * 2, batch.tokens.offsets())
         return Toy(batch.row, tokens, torch.full((len(batch),), float(self.rank)), batch_size=batch.batch_size)
 
-    @verb(Dispatch.DP)
+    @remote_method(Dispatch.DP)
     def double(self, batch: Toy) -> Toy:
         """Tokens doubled, `weight` the rank that did it."""
         return self._double(batch)
 
-    @verb(Dispatch.ROLLOUT_DP)
+    @remote_method(Dispatch.ROLLOUT_DP)
     def double_by_replica(self, batch: Toy) -> Toy:
         """As `double`."""
         return self._double(batch)
 
-    @verb(Dispatch.DP)
+    @remote_method(Dispatch.DP)
     def describe(self, what: str, *, batch: Toy) -> dict | list | None:
         """A metrics dict, a plain list or None, all naming rank and rows."""
         answers = {"dict": {"rank": self.rank}, "list": [self.rank, *batch.row.tolist()], "none": None}
         return answers[what]
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def last_received(self) -> tuple[list[int], list[float]]:
         """(row, weight) of the last batch this rank got."""
         return self.received
 
-    @verb(Dispatch.RANK_ZERO)
+    @remote_method(Dispatch.RANK_ZERO)
     def environment(self, *names: str) -> list[str]:
         """Values of environment variables."""
         return [os.environ[name] for name in names]
 
-    @verb(Dispatch.ONE_TO_ALL)
+    @remote_method(Dispatch.ONE_TO_ALL)
     def nap(self, seconds: float) -> int:
         """Sleep, then the rank."""
         time.sleep(seconds)

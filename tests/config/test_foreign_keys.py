@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.foreign.conversions import CONVERSIONS
-from megatron_rl.config.foreign.rows import ANY, MACROS, alike, compiled, table
+from megatron_rl.config.foreign.key_rows import ANY, MACROS, alike, compiled, table
 from megatron_rl.config.foreign.translate import Kind, translate
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.load import KEYS, follows, is_key, read_override, read_settings

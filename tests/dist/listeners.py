@@ -11,7 +11,7 @@ import psutil
 
 def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str, int]]:
     """(name of the process, address, port) of every TCP socket that these processes and all they started listen on;
-    of a rank the class, without the verb that it is in.
+    of a rank the class, without the method that it is in.
 
     By descent, too: a process that gives itself a title hides the environment by which it would be found.
     """

@@ -6,7 +6,7 @@ import importlib
 
 from vllm.platforms import current_platform
 
-from megatron_rl.loading import without_collections
+from megatron_rl.cluster.loading import without_collections
 from megatron_rl.roles.preloaded import preloaded
 
 MODULES = (

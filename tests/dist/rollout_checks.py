@@ -71,7 +71,7 @@ def addresses(worker) -> dict[str, int]:
 
 
 def hugging_face_greedy(path: str) -> list[list[int]]:
-    from megatron_rl.report import hf_model
+    from megatron_rl.controller.report import hf_model
 
     model = hf_model(path)
     answers = []

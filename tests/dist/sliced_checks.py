@@ -11,7 +11,7 @@ from rollout_checks import RANDOM, prompts
 
 from megatron_rl.records import Sampling
 from megatron_rl.rollout.seeds import request_seed
-from megatron_rl.slices import Drawn, Slice, Start
+from megatron_rl.rollout.slices import Drawn, Slice, Start
 
 SAMPLED = dataclasses.replace(RANDOM, max_tokens=20)
 

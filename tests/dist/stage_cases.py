@@ -11,7 +11,7 @@ from tiny_models import run_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_rl.config.as_stage import as_stage
-from megatron_rl.config.stages import DPO, REWARD, SFT
+from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.losses.terms import ItemTerms
 from megatron_rl.records import AnswerBatch, TokenBatch, ragged
 

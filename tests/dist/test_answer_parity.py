@@ -21,7 +21,7 @@ from test_layout_parity import often
 from tiny_models import save_qwen2, save_qwen3_moe, save_reward_model
 from torch.nn.functional import logsigmoid
 
-from megatron_rl.config.stages import DPO, REWARD
+from megatron_rl.config.tasks import DPO, REWARD
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

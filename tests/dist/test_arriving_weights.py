@@ -20,7 +20,7 @@ from sliced_checks import in_slices, joined, largest_difference, nudge, plain_lo
 from tiny_models import run_config, save_llama
 
 from megatron_rl.cluster.worker_process import listen
-from megatron_rl.slices import Slice
+from megatron_rl.rollout.slices import Slice
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
@@ -149,7 +149,7 @@ def overlapping(rollout, told: Told, number: int, tp_rank: int, found: dict) -> 
     """Slices of version 0 while version 1 comes; then version 1 for all requests anew."""
     first, generator = starts(0), rollout.generator
     found["whole"] = in_slices(generator, first, None)
-    found["no verb"] = refused(rollout.receive_weights)
+    found["no method"] = refused(rollout.receive_weights)
     parts = [rollout.advance({number: Slice(0, 3, first)}).drawn]
     told.say(f"slices of {number}.{tp_rank}")
     arrivals = rollout.weights.arrivals
@@ -222,7 +222,7 @@ def receives(config, told: Told, number: int, tp_rank: int, port: int, tp_size: 
     rollout.weights.receiver.receive = mismatch
     told.say(f"spoilt {tp_rank}")
     until(lambda: arrivals._failure is not None and not arrivals._is_arriving)
-    found["next verbs"] = [refused(rollout.advance, {number: Slice(last + 1, 1)}), refused(rollout.join_bridge, None)]
+    found["next methods"] = [refused(rollout.advance, {number: Slice(last + 1, 1)}), refused(rollout.join_bridge, None)]
     rollout.exit()
     told.say("done")
     return found
@@ -303,17 +303,17 @@ def test_weights_that_a_slice_will_name_are_not_overwritten(ranks) -> None:
 def test_what_cannot_be_is_refused(ranks) -> None:
     """With a reason. Would not catch a refusal that leaves a thread behind."""
     _, _, _, rollout = ranks
-    assert rollout["no verb"] == "weights arrive beside generation here: training calls for them"
+    assert rollout["no method"] == "weights arrive beside generation here: training calls for them"
     assert rollout["never sent"] == "a slice asks for version 99 of the weights; here is 1, and None has arrived"
 
 
-def test_an_error_in_the_thread_is_that_of_the_next_verbs(ranks) -> None:
+def test_an_error_in_the_thread_is_that_of_the_next_methods(ranks) -> None:
     """By its name and text, and it stays; training does not wait for this rank. Would not catch a thread that never
     ends, which the group's time-out does.
     """
     _, _, training, rollout = ranks
     said = "weights that arrived beside generation: WeightMismatchError: rollout rank 0: a tensor differs"
-    assert rollout["next verbs"] == [said, said]
+    assert rollout["next methods"] == [said, said]
     assert training["attempts"][-1][1].startswith("training rank 0: a transfer of weights broke: ")
 
 

@@ -102,7 +102,7 @@ def written_out(path: str) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """(aux and z loss of every layer, gradients of their weighted sum) with transformers' own router logits."""
     from tiny_models import random_experience
 
-    from megatron_rl.report import hf_model
+    from megatron_rl.controller.report import hf_model
 
     model, rows = hf_model(path), random_experience(5).input_ids.unbind()
     num_tokens = sum(map(len, rows))

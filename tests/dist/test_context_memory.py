@@ -7,8 +7,8 @@ import torch
 from ranks import run_ranks
 from tiny_models import random_experience, run_config, save_llama
 
-from megatron_rl.planner.memory import plan_stages
-from megatron_rl.planner.run_models import RunModels
+from megatron_rl.ledger.planner.memory import plan_stages
+from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.records import ragged, ragged_from_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(300)]
@@ -30,7 +30,7 @@ OFTEN = ("p2p", "up to 2")
 
 def peak_of_gradients(config) -> int:
     """Bytes that one rank holds at most beside parameters, gradients and moments, for one sequence."""
-    from megatron_rl.observe.memory import StorageMeter
+    from megatron_rl.observe.memory_ledger import StorageMeter
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)

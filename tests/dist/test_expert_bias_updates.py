@@ -15,7 +15,7 @@ from test_moe_parity import EP2, ETP1, SP
 from tiny_models import random_experience, run_config, save_glm4_moe
 
 from megatron_rl.checkpoint.export_saved import export_saved
-from megatron_rl.lifecycle import copy_model_files
+from megatron_rl.controller.lifecycle import copy_model_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.exhaustive]
 

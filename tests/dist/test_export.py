@@ -47,7 +47,7 @@ def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
 )
 def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     """Byte-identical when untouched, 1e-4 in logits when trained; would not catch a wrong tokenizer (none here)."""
-    from megatron_rl.report import hf_response_logits
+    from megatron_rl.controller.report import hf_response_logits
 
     path = save_model(tmp_path / "model")
     keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in keys.items()}

@@ -96,15 +96,17 @@ def failing_engine_rank(config) -> dict:
         raise OSError("no cache today")
 
     rollout = worker.roles["rollout"]
-    for verb, failing in (("enter", "wake"), ("exit", "sleep")):
+    for method, failing in (("enter", "wake"), ("exit", "sleep")):
         original = getattr(rollout.generator, failing)
         setattr(rollout.generator, failing, fail)
-        if verb == "exit":
+        if method == "exit":
             rollout.enter()
         with pytest.raises(OSError, match="no cache today"):
-            getattr(rollout, verb)()
+            getattr(rollout, method)()
         setattr(rollout.generator, failing, original)
-        result[verb] = not worker.roles["rollout"].engine.in_rollout and all(map(torch.equal, weights(worker), before))
+        result[method] = not worker.roles["rollout"].engine.in_rollout and all(
+            map(torch.equal, weights(worker), before)
+        )
         worker.roles["rollout"].generator.sleep()
     result["moments_equal"] = all(map(torch.equal, worker.roles["actor"].trainable.optimizer_state(), moments))
     result["same_tokens"] = tokens(round_trip(worker, GREEDY)[0]) == expected

@@ -36,7 +36,7 @@ from tiny_models import (
     save_qwen3_moe_with_dense_layers,
 )
 
-from megatron_rl.report import hf_response_logits
+from megatron_rl.controller.report import hf_response_logits
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

@@ -8,10 +8,10 @@ from ranks import run_ranks
 from test_layout_parity import often, relative, whole_weights
 from tiny_models import random_experience, run_config, save_qwen2
 
-from megatron_rl.balance import SequenceWork
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.experience.micro_batches import MicroBatching
+from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.records import ActorBatch, ragged_from_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

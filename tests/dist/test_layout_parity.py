@@ -41,8 +41,8 @@ def one_update(config) -> dict:
     rows = torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
     mine = experience[rows]
 
-    def score(verb) -> torch.Tensor | None:
-        scores = verb(mine.sequences())
+    def score(method) -> torch.Tensor | None:
+        scores = method(mine.sequences())
         return None if scores is None else scores.scores.values()
 
     result = {
@@ -157,7 +157,7 @@ def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> t
 
     With a `model` gradients can flow into it; without, one is read from `path`.
     """
-    from megatron_rl.report import hf_model
+    from megatron_rl.controller.report import hf_model
 
     if model is None:
         model = hf_model(path).requires_grad_(False)

@@ -20,8 +20,8 @@ from tiny_models import (
 )
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
-from megatron_rl.planner.memory import StageMemory, plan_stages
-from megatron_rl.planner.run_models import RunModels
+from megatron_rl.ledger.planner.memory import StageMemory, plan_stages
+from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.records import non_tensor, ragged, ragged_from_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -43,7 +43,7 @@ def full_experience(num_rows: int):
 
 def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[str, int]]]:
     """(stage, phase -> bytes at the peak, phase -> what the ledger says) of one rank, in its second step."""
-    from megatron_rl.observe.memory import StorageMeter
+    from megatron_rl.observe.memory_ledger import StorageMeter
     from megatron_rl.records import Prompts, Sampling
     from megatron_rl.roles.host import RankHost
 
@@ -80,8 +80,8 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
             body()
         peaks[phase] = meter.peak
 
-    def measure(phase: str, role: str, verb: str, *arguments) -> None:
-        with_meter(phase, lambda: worker.run(role, verb, arguments, {}))
+    def measure(phase: str, role: str, method: str, *arguments) -> None:
+        with_meter(phase, lambda: worker.run(role, method, arguments, {}))
 
     measure("reshard", "rollout", "enter")
     measure("gen", "rollout", "generate", prompts, Sampling(1.0, 1.0, -1, RESPONSE, 0))

@@ -123,7 +123,7 @@ def policy_gradients(config) -> dict:
 
 def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
     """Gradients of -mean(advantage * log-prob) under transformers' own model, experts taken apart as on disk."""
-    from megatron_rl.report import hf_model
+    from megatron_rl.controller.report import hf_model
 
     model = hf_model(path)
     advantages = random_experience(NUM_ROWS).advantages.values()

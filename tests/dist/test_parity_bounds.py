@@ -8,9 +8,9 @@ from ranks import run_ranks
 from rollout_checks import prompts
 from tiny_models import run_config, save_llama
 
-from megatron_rl.algorithm import require_parity
 from megatron_rl.config.load import DIFF_BOUNDS
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.controller.algorithm import require_parity
 from megatron_rl.errors import ParityError
 from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.records import Sampling

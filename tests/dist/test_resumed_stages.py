@@ -13,7 +13,7 @@ from test_resumed_roles import RATES, metrics_of, saved, start_saving
 from tiny_models import run_config, save_llama, save_reward_model
 
 from megatron_rl.config.as_stage import as_stage
-from megatron_rl.config.stages import DPO, REWARD, SFT
+from megatron_rl.config.tasks import DPO, REWARD, SFT
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(300)]
 

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from stage_cases import PlainLoop, assert_equals_plain, assert_same, in_pairs, one_update, stage_config, token_batch
 from tiny_models import save_qwen2, save_qwen3_moe
 
-from megatron_rl.config.stages import SFT
+from megatron_rl.config.tasks import SFT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

@@ -21,7 +21,7 @@ from sliced_checks import (
 )
 from tiny_models import run_config, save_llama
 
-from megatron_rl.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice
+from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 

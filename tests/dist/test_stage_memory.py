@@ -11,12 +11,12 @@ from test_memory_plan import SIZES, owned_otherwise_than_planned
 from tiny_models import run_config, save_llama
 
 from megatron_rl.config.as_stage import as_stage, holds_reference
-from megatron_rl.config.stages import DPO, REWARD, SFT
-from megatron_rl.planner.memory import plan_stages
-from megatron_rl.planner.run_models import RunModels
-from megatron_rl.stages.batches import preference_batch, reward_batch
-from megatron_rl.supervised.batches import token_batch
-from megatron_rl.supervised.records import Example, Place, Ranking
+from megatron_rl.config.tasks import DPO, REWARD, SFT
+from megatron_rl.data.example_batches import token_batch
+from megatron_rl.data.examples import Example, Ranking, RowPlace
+from megatron_rl.ledger.planner.memory import plan_stages
+from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.tasks.training_records import preference_batch, reward_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 LENGTH, ROWS = 160, 8
@@ -30,12 +30,12 @@ def full_example() -> Example:
     """As long as may be, and all of it counts but the first token."""
     mask = torch.ones(LENGTH, dtype=torch.bool)
     mask[0] = False
-    return Example(torch.randint(2, 70, (LENGTH,)), mask, Place("drawn", 0), 1)
+    return Example(torch.randint(2, 70, (LENGTH,)), mask, RowPlace("drawn", 0), 1)
 
 
 def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[str, int]]]:
     """(pipeline stage, phase -> bytes at the peak, phase -> what the ledger says) of one rank, in its second step."""
-    from megatron_rl.observe.memory import StorageMeter
+    from megatron_rl.observe.memory_ledger import StorageMeter
     from megatron_rl.roles.host import RankHost
 
     stage, worker = config.trainer.stage, RankHost(config)
@@ -44,7 +44,7 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
     if holds_reference(config):
         worker.build("reference")
     count = ROWS // worker.groups.grid.dp_size
-    pairs = [Ranking((full_example(), full_example()), (0.0,), Place("drawn", 0)) for _ in range(count)]
+    pairs = [Ranking((full_example(), full_example()), (0.0,), RowPlace("drawn", 0)) for _ in range(count)]
     batch = {
         SFT: lambda: token_batch([full_example() for _ in range(count)]),
         REWARD: lambda: reward_batch(pairs),
@@ -57,14 +57,14 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
     trainable = worker.roles[name].trainable
     owned = [buffer for b in trainable.param_buffers for buffer in (b.param_data, b.grad_data)]
     owned += trainable.optimizer_state()
-    verbs = {(name, "score"): (score, batch), (name, "update"): (update, batch, *told)}
+    methods = {(name, "score"): (score, batch), (name, "update"): (update, batch, *told)}
     if holds_reference(config):
         owned += worker.roles["reference"].pipeline.parameters()
-        verbs[("reference", "score")] = ("log_probs", batch.rows().sequences())
+        methods[("reference", "score")] = ("log_probs", batch.rows().sequences())
     fixed, peaks = sum(worker.owned_memory().values()), {}
-    for (role, label), (verb, *arguments) in verbs.items():
+    for (role, label), (method, *arguments) in methods.items():
         with StorageMeter(owned, lambda: fixed) as meter:
-            worker.run(role, verb, tuple(arguments), {})
+            worker.run(role, method, tuple(arguments), {})
         peaks[worker.roles[role].spec.phases[label]] = meter.peak
     (folder / name).mkdir(parents=True, exist_ok=True)
     with StorageMeter(owned, lambda: fixed) as meter:

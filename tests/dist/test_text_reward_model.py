@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.records import Generations, ragged
-from megatron_rl.reward.reader import ReadText
+from megatron_rl.scoring.text_reader import ReadText
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -58,9 +58,9 @@ def save_judge(folder: Path) -> str:
 
 def read(config: RunConfig) -> ReadText:
     """What the reward model is given, by the way of a run: prompt files, the policy's tokens, the reader."""
-    from megatron_rl.prompts.dataset import PromptDataset
-    from megatron_rl.prompts.tokenizer import load_tokenizer
-    from megatron_rl.rewards import text_readers
+    from megatron_rl.data.prompt_dataset import PromptDataset
+    from megatron_rl.data.tokenizer import load_tokenizer
+    from megatron_rl.scoring.rewards import text_readers
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     data = PromptDataset([config.data.train_files], tokenizer, config.data, False, keeps_text=True)

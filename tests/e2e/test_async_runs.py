@@ -148,11 +148,11 @@ def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Pa
     before = replicas(run)
     before[0].kill()
 
-    def caught(verb: str, how: int) -> bool:
+    def caught(method: str, how: int) -> bool:
         for one in replicas(run):
             # Ray may have started a process too many, which ends.
             with suppress(psutil.Error):
-                if one not in before and one.cmdline()[:1] == [f"ray::RankHost.{verb}"]:
+                if one not in before and one.cmdline()[:1] == [f"ray::RankHost.{method}"]:
                     one.send_signal(how)
                     before.append(one)
                     return True
@@ -178,8 +178,8 @@ def test_the_demo_is_learnt(command_line, tmp_path: Path) -> None:
     assert len(lines) == 20 and max(line["staleness/max"] for line in lines) <= 1
     assert sum(trained(tmp_path / "samples").values()) == 20 * 64 * 8
     assert json.loads((run.run / "summary.json").read_text())["val_accuracy_after"] >= 0.90
-    lanes = {one["lane"] for one in json.loads((run.run / "timeline.json").read_text())}
-    assert any(lane.startswith("rollout_pool/") for lane in lanes)
+    slots = {one["lane"] for one in json.loads((run.run / "timeline.json").read_text())}
+    assert any(lane.startswith("rollout_pool/") for lane in slots)
 
 
 @pytest.mark.exhaustive

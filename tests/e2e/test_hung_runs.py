@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from megatron_rl.cluster.watch import STACKS_FILE
+from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
@@ -26,8 +26,8 @@ TWO = (
 """PP2 -> TP1: generation alone waits for nobody, so the other rank goes on there."""
 
 
-def stop_rank_in(run, verb: str) -> psutil.Process:
-    """Wait until a rank is in a verb, as Ray shows it in the process title, and stop it there."""
+def stop_rank_in(run, method: str) -> psutil.Process:
+    """Wait until a rank is in a method, as Ray shows it in the process title, and stop it there."""
     deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
         assert run.process.poll() is None, run.text()
@@ -36,29 +36,29 @@ def stop_rank_in(run, verb: str) -> psutil.Process:
             until = time.monotonic() + 10
             while ranks and time.monotonic() < until:
                 process = ranks[0]
-                if is_in(process, verb):
+                if is_in(process, method):
                     process.suspend()
-                    if is_in(process, verb):
+                    if is_in(process, method):
                         return process
                     process.resume()
                 time.sleep(0.001)
-    raise AssertionError(f"no rank was seen in {verb}: {run.text()}")
+    raise AssertionError(f"no rank was seen in {method}: {run.text()}")
 
 
-def is_in(process: psutil.Process, verb: str) -> bool:
-    return process.cmdline()[:1] == [f"ray::RankHost.{verb}"]
+def is_in(process: psutil.Process, method: str) -> bool:
+    return process.cmdline()[:1] == [f"ray::RankHost.{method}"]
 
 
-@pytest.mark.parametrize("verb", ["actor_update", "rollout_generate", "rollout_enter"])
-def test_a_stopped_rank_is_named(command_line, verb: str) -> None:
+@pytest.mark.parametrize("method", ["actor_update", "rollout_generate", "rollout_enter"])
+def test_a_stopped_rank_is_named(command_line, method: str) -> None:
     """Would not catch a rank that is stopped for less than the limit and then goes on."""
     run = command_line(*TWO, "trainer.heartbeat_timeout_s=15")
-    stopped = stop_rank_in(run, verb)
+    stopped = stop_rank_in(run, method)
     rank, stopped_at = stopped.environ()["RANK"], time.monotonic()
     code = run.wait(STALL_S + 60)
     assert code == 3 and time.monotonic() - stopped_at < STALL_S + 30, run.text()
     text = " ".join(run.text().split())
-    assert f"rank {rank} (" in text and f"in {verb.partition('_')[2]}: process {stopped.pid} on node " in text, text
+    assert f"rank {rank} (" in text and f"in {method.partition('_')[2]}: process {stopped.pid} on node " in text, text
     assert "no sign of life" in text and "was stopped by a signal" in text, text
     assert "thread MainThread" in (run.run / STACKS_FILE).read_text()
     assert run.left_over() == []

@@ -34,6 +34,6 @@ def test_the_printed_command_starts_the_winner(tmp_path, command_line, few_promp
     assert run.wait(400) == 0, run.text()
     assert json.loads((run.run / "summary.json").read_text())["steps"] == 1
     placed = yaml.safe_load((tmp_path / "best.yaml").read_text())
-    lanes = {one["lane"] for one in json.loads((run.run / "timeline.json").read_text())}
-    assert {"global_pool", *placed.get("pools", {})} <= lanes
+    slots = {one["lane"] for one in json.loads((run.run / "timeline.json").read_text())}
+    assert {"global_pool", *placed.get("pools", {})} <= slots
     assert run.family() == []

@@ -23,20 +23,20 @@ PP3 = (3, 1, (f"{TP}=1", *STAGES))
 """Nodes, ranks of each, and the layout on them."""
 KEYS = (*SHORT, "trainer.save_freq=1", "trainer.export_hf=false", "trainer.total_training_steps=1000")
 MOMENTS = ("rollout_generate", "rollout_enter", "actor_update", "begin_save")
-"""Ray methods of a rank; a role's verb comes after its name."""
+"""Ray methods of a rank; a role's method comes after its name."""
 
 DIED = re.compile(
     r"WorkerFailure: rank (\d+) \(\w+\): the process died during (\w+)\. It was process \d+ on node (\S+)\. "
 )
 
 
-def is_in(process: psutil.Process, verb: str) -> bool:
-    """Whether Ray shows the verb, as `MOMENTS` has it, as the title of a rank's process."""
-    return process.cmdline()[:1] == [f"ray::RankHost.{verb}"]
+def is_in(process: psutil.Process, method: str) -> bool:
+    """Whether Ray shows the method, as `MOMENTS` has it, as the title of a rank's process."""
+    return process.cmdline()[:1] == [f"ray::RankHost.{method}"]
 
 
-def lose_node_in(cluster: Raylets, node: int, run, verb: str) -> list[int]:
-    """Kill a node while the first of its ranks is in a verb; its ranks."""
+def lose_node_in(cluster: Raylets, node: int, run, method: str) -> list[int]:
+    """Kill a node while the first of its ranks is in a method; its ranks."""
     deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
         assert run.process.poll() is None, run.text()
@@ -45,14 +45,14 @@ def lose_node_in(cluster: Raylets, node: int, run, verb: str) -> list[int]:
         while ranks and time.monotonic() < until:
             with suppress(psutil.Error):  # a process that has just ended
                 first = ranks[min(ranks)]
-                if is_in(first, verb):
+                if is_in(first, method):
                     first.suspend()
-                    if is_in(first, verb):
+                    if is_in(first, method):
                         cluster.kill(node)
                         return sorted(ranks)
                     first.resume()
             time.sleep(0.001)
-    raise AssertionError(f"no rank was seen in {verb}: {run.text()}")
+    raise AssertionError(f"no rank was seen in {method}: {run.text()}")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def lose_node_in(cluster: Raylets, node: int, run, verb: str) -> list[int]:
     ],
 )
 def test_a_lost_node_ends_the_run_and_the_next_start_goes_on(command_line, layout, moments) -> None:
-    """One error that names a rank of the lost node and the verb; nothing left on the others; then a node comes back.
+    """One error that names a rank of the lost node and the method; nothing left on the others; then a node comes back.
 
     Each life but the last loses a node. The head stays: without it there is no cluster. Would not catch a node that is
     cut off from the network and lives on.
@@ -73,18 +73,18 @@ def test_a_lost_node_ends_the_run_and_the_next_start_goes_on(command_line, layou
     keys = (*KEYS, *overrides, f"trainer.nnodes={num_nodes}", f"trainer.n_gpus_per_node={per_node}")
     saved, folder = 0, None
     with Raylets(*[per_node] * num_nodes) as cluster:
-        for doomed, verb in enumerate(moments, start=num_nodes - 1):
+        for doomed, method in enumerate(moments, start=num_nodes - 1):
             run = command_line(*keys, folder=folder, variables=cluster.variables)
             folder = run.folder
             newest = run.run / f"global_step_{saved + 1}"
             run.wait_for(newest.exists, timeout=200)
-            lost = lose_node_in(cluster, doomed, run, verb)
+            lost = lose_node_in(cluster, doomed, run, method)
             lost_at = time.monotonic()
             code, text = run.wait(NOTICED_S), " ".join(run.text().split())
-            print(f"{verb}: ended {time.monotonic() - lost_at:.1f} s later\n{run.text()}")
+            print(f"{method}: ended {time.monotonic() - lost_at:.1f} s later\n{run.text()}")
             assert code == 3, text
             ((rank, during, address),) = DIED.findall(text)
-            assert int(rank) in lost and verb.endswith(during) and address == cluster.address(doomed), text
+            assert int(rank) in lost and method.endswith(during) and address == cluster.address(doomed), text
             assert "Traceback" not in text, text
             assert run.left_over() == [] and cluster.left_over() == {}
             assert not saved or f"going on after step {saved}" in text

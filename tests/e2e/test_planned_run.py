@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.planner.hardware import FOLDER
+from megatron_rl.ledger.planner.hardware import FOLDER
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(300)]
 

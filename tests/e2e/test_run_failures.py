@@ -71,7 +71,7 @@ def test_raising_reward_function(command_line, one, tmp_path: Path) -> None:
 def test_failing_samples_of_a_reward_function(command_line, one, kinds: tuple[str, ...], tmp_path: Path) -> None:
     """Prompts raise, return NaN, sleep for ever in C, or end their process: counted, and the run goes on.
 
-    The last two take processes of their own, which a run in one process has not; without runs, tests/reward has all
+    The last two take processes of their own, which a run in one process has not; without runs, tests/scoring has all
     four. Would not catch a failed sample whose score reaches another row.
     """
     reward, tables = tmp_path / "reward.py", tmp_path / "tables"

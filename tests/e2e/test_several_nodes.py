@@ -16,8 +16,8 @@ from lives import CLOCKED, MEGATRON, reached
 from raylets import Raylets
 
 from megatron_rl.config.load import load_config
-from megatron_rl.planner.run_models import RunModels
-from megatron_rl.planner.transition import TransitionPlan
+from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.ledger.planner.transition import TransitionPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 

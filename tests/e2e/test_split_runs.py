@@ -103,7 +103,7 @@ def test_several_pools_compute_what_one_process_does(command_line, tmp_path: Pat
 
 
 def caught_in(run, method: str):
-    """A rank's process that is in a verb, stopped there; None where there is none now."""
+    """A rank's process that is in a method, stopped there; None where there is none now."""
     for process in run.workers():
         with suppress(psutil.Error):  # it has just ended
             if process.cmdline()[:1] == [f"ray::RankHost.{method}"]:
@@ -116,7 +116,7 @@ def caught_in(run, method: str):
 
 @pytest.mark.exhaustive
 def test_a_rank_of_one_pool_that_dies_ends_all_pools(command_line) -> None:
-    """Killed in an update: one message with pool, rank, role and verb. Would not catch a node that dies."""
+    """Killed in an update: one message with pool, rank, role and method. Would not catch a node that dies."""
     run = command_line(*SMALL, *TWO_RANKS, "trainer.total_training_steps=50")
     caught: list[psutil.Process] = []
     # A look at all processes takes a good part of a core: not while the run starts.

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.balance import SequenceWork
 from megatron_rl.experience.micro_batches import (
     MicroBatching,
     in_one_shape,
@@ -15,6 +14,7 @@ from megatron_rl.experience.micro_batches import (
     micro_batches,
     prompt_numbers,
 )
+from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.parallel.zigzag import ContextShare, zigzag_columns
 from megatron_rl.records import ActorBatch, ragged
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.experience.micro_batches import in_one_shape, micro_batches, prompt_numbers, rows_in_order
-from megatron_rl.experience.routed_tokens import first_of_rows, num_others, num_rows_at, places, told_experts
+from megatron_rl.experience.routed_tokens import first_of_rows, num_others
+from megatron_rl.experience.token_places import num_rows_at, places, told_experts
 from megatron_rl.records import Sequences, ragged, ragged_from_lengths
 
 LAYERS, TOP_K = 3, 2

@@ -10,7 +10,7 @@ import torch
 from megatron_rl import device as device_module
 from megatron_rl.device import Device, release_cached, settled_seconds
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
-from megatron_rl.hybrid_engine.engine import HybridEngine
+from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 
 
 class Queue:

@@ -1,4 +1,4 @@
-"""What a type checker sees of a verb: the controller's side, so that a wrong call is an error before anything runs."""
+"""What a type checker sees of a remote method: the controller's side, so that a wrong call is an error before a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.dispatch import Future
 from megatron_rl.records import ActorBatch, Sequences, TokenScores
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import BridgeAddress
-from megatron_rl.run import Run
+from megatron_rl.controller.run import Run
 
 run: Run
 batch: ActorBatch
@@ -66,7 +66,7 @@ def faults_of(program: Path) -> list[str]:
 
 @pytest.mark.timeout(300)
 def test_checker_sees_verbs_as_the_controller_calls_them(tmp_path):
-    """Each wrong line has its own fault, and the right ones have none. Would not catch a verb that a rank calls as if
+    """Each wrong line has its own fault, and the right ones have none. Would not catch a method that a rank calls as if
     it were remote; nor a handle whose answers are not what their types say, which the tests of pools do.
     """
     program = tmp_path / "calls.py"

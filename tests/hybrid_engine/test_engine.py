@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
-from megatron_rl.hybrid_engine.engine import HybridEngine
+from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 
 
 class RecordingWeights:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.algorithm import Algorithm
 from megatron_rl.config.schema import KlCtrlConfig, RunConfig
+from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
-from megatron_rl.observe.clock import Clock
+from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Experience, ragged, ragged_from_lengths
 
 
@@ -44,7 +44,7 @@ def test_answers_without_a_token_are_no_samples() -> None:
     config = RunConfig()
     config.algorithm.use_kl_in_reward = True
     config.algorithm.kl_ctrl = KlCtrlConfig("adaptive", kl_coef=0.01, target_kl=0.1, horizon=10)
-    algorithm = Algorithm(config, Clock(lambda phase: None))
+    algorithm = Algorithm(config, PhaseClock(lambda phase: None))
     lengths = torch.tensor([1, 0])
     experience = Experience(
         input_ids=ragged([torch.tensor([1, 2]), torch.tensor([3])]),

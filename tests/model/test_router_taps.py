@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.model.router_replay import RouterTap, Told, choice_dtype
+from megatron_rl.model.router_replay import RouterTap, RoutingPlan, choice_dtype
 
 SCORES = torch.tensor([[0.1, 0.9, 0.5, 0.3], [0.8, 0.2, 0.7, 0.6], [0.4, 0.3, 0.2, 0.1]])
 OWN = [[1, 2], [0, 2], [0, 1]]
@@ -19,11 +19,11 @@ def asked(tap: RouterTap, scores=SCORES):
     return tap.get_replay_topk(scores, 2, None, None, top_k)
 
 
-def told(**changes) -> Told:
+def told(**changes) -> RoutingPlan:
     """Of three tokens two rows have the first and one the second, and the first is to go to experts 3 and 0."""
     experts = torch.tensor([[[9, 9], [3, 0]], [[9, 9], [2, 1]], [[9, 9], [2, 1]]], dtype=torch.uint8)
     known, num_rows = torch.tensor([True, False, False]), torch.tensor([2, 1, 0])
-    return Told(
+    return RoutingPlan(
         **({"num_rows": num_rows, "trains": False, "records": True, "experts": experts, "known": known} | changes)
     )
 

@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
 import os, sys
-from megatron_rl.observe.output import drop_unread_output, lost_output
+from megatron_rl.observe.console import drop_unread_output, lost_output
 drop_unread_output()
 from rich.console import Console
 open({folder!r} + "/first", "w").write("the file's own")

@@ -7,8 +7,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.observe.clock import Ran
 from megatron_rl.observe.curves import draw_curves, plot_curves
+from megatron_rl.observe.phase_clock import PhaseRun
 from megatron_rl.observe.phases import STACKED
 from megatron_rl.observe.timeline import draw_timeline
 
@@ -66,7 +66,9 @@ def test_a_phase_has_one_colour_in_curves_and_timeline(write):
     """
     names = [*STACKED]
     bars = {bars.get_label(): bars[0] for bars in draw_curves(write({"step": 1} | _timings(names))).axes[0].containers}
-    ran = [Ran("global_pool", name, place, place + 1.0) for place, name in enumerate(["slice", *names[::-1], "mine"])]
+    ran = [
+        PhaseRun("global_pool", name, place, place + 1.0) for place, name in enumerate(["slice", *names[::-1], "mine"])
+    ]
     figure = draw_timeline(ran)
     drawn = dict(zip([one.name for one in ran], figure.axes[0].patches, strict=True))
     named = {text.get_text(): patch for text, patch in zip(*_legend(figure), strict=True)}

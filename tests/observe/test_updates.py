@@ -38,17 +38,17 @@ def test_one_too_many_in_a_row_ends_the_run(most):
 
     Would not catch a controller that takes no notice; `tests/e2e` does.
     """
-    book = SkippedUpdates(most)
+    logger = SkippedUpdates(most)
     sick, critic = update(math.nan, skipped=True), {"critic/skipped_updates": 0.0, "critic/empty_updates": 0.0}
     for _ in range(most):
-        book.note("actor", sick)
-    assert book.note("actor", update(1.0)) == update(1.0)
+        logger.note("actor", sick)
+    assert logger.note("actor", update(1.0)) == update(1.0)
     for _ in range(most):
-        book.note("actor", sick)
-    book.note("critic", critic)
-    book.note("actor", update(0.0, empty=True))
+        logger.note("actor", sick)
+    logger.note("critic", critic)
+    logger.note("actor", update(0.0, empty=True))
     resumed = SkippedUpdates(most)
-    resumed.load_state_dict(json.loads(json.dumps(book.state_dict())))
+    resumed.load_state_dict(json.loads(json.dumps(logger.state_dict())))
     assert resumed.totals == ({"actor": 2 * most} if most else {})
     with pytest.raises(NonFiniteUpdates, match=f"{most + 1} update.s. of the actor in a row .*pg_loss=nan"):
         resumed.note("actor", sick)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.balance import SequenceWork
+from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.parallel.context_packs import (
     ContextPack,
     ContextPlan,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_rl.config.value_tables import LARGEST_SEED
-from megatron_rl.planner.cache_rules import BLOCK_SIZES
-from megatron_rl.planner.engine_rules import CPU_HEAD_SIZES, CPU_TP_SIZES, CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD
+from megatron_rl.ledger.planner.cache_rules import BLOCK_SIZES
+from megatron_rl.ledger.planner.engine_rules import CPU_HEAD_SIZES, CPU_TP_SIZES, CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD
 from megatron_rl.rollout.arguments import CPU_BLOCK_SIZE
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.supervised.options import ReadingOptions
-from megatron_rl.supervised.reading import read_examples, read_rankings
+from megatron_rl.data.reading import read_examples, read_rankings
+from megatron_rl.data.reading_options import ReadingOptions
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.ablation_file import AblationConfig
-from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.points import Point, name_of, points_of, short_names
 from megatron_rl.trials.record import Record, must_run, read_record, write_record
+from megatron_rl.trials.trial_outcome import TrialOutcome
 
 TP = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
 PP = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"

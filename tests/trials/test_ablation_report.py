@@ -11,13 +11,13 @@ import pytest
 
 from megatron_rl.errors import Violation
 from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.ablation_picture import draw_ablation
 from megatron_rl.trials.ablation_report import as_csv, as_markdown, dry_run_tables
-from megatron_rl.trials.outcome import TrialOutcome
-from megatron_rl.trials.picture import draw_ablation
 from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
 from megatron_rl.trials.points import Point
 from megatron_rl.trials.record import Record
-from megatron_rl.trials.result import Row, ratios, result_of, rows_of
+from megatron_rl.trials.result import ResultRow, ratios, result_of, rows_of
+from megatron_rl.trials.trial_outcome import TrialOutcome
 
 ABLATION = AblationConfig("base.yaml", baseline="a", warmup_steps=1)
 
@@ -100,7 +100,7 @@ def test_rows_follow_points_and_not_files():
     ]
     assert [row.outcome for row in ROWS] == outcomes
     stale = RECORDS | {"a": dataclasses.replace(RECORDS["a"], key="of before")}
-    assert rows_of(PLANNED, stale, 1)[0] == Row(PLANNED[0], TrialOutcome.NOT_RUN)
+    assert rows_of(PLANNED, stale, 1)[0] == ResultRow(PLANNED[0], TrialOutcome.NOT_RUN)
 
 
 def test_csv_has_every_point():

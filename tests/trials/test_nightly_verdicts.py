@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.golden import Band, Golden, read_golden, write_golden
 from megatron_rl.trials.metrics_file import read_metrics
-from megatron_rl.trials.outcome import Life
+from megatron_rl.trials.trial_outcome import Life
 from megatron_rl.trials.verdict import Verdict, report, verdict_of
 
 REPOSITORY = Path(__file__).parents[2]

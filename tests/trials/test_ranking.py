@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.trials.ablation_file import AblationConfig
-from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
 from megatron_rl.trials.points import Point, points_of
-from megatron_rl.trials.ranking import Ranking, kendall_tau, ranking_lines, ranking_of
+from megatron_rl.trials.ranking import TrialRanking, kendall_tau, ranking_lines, ranking_of
 from megatron_rl.trials.record import Record, together
-from megatron_rl.trials.result import Row, result_of
+from megatron_rl.trials.result import ResultRow, result_of
+from megatron_rl.trials.trial_outcome import TrialOutcome
 
 NUMBERS = st.lists(st.integers(0, 6), min_size=2, max_size=9)
 
@@ -41,25 +41,27 @@ def test_tau_of_turned_and_equal_orders(first, data):
 
 def test_error_and_regret_by_hand():
     """The predicted best is the second best. Would not catch a regret against a point that was not run."""
-    found = Ranking(("a", "b", "c"), (1.0, 2.0, 4.0), (1.25, 1.0, 5.0))
+    found = TrialRanking(("a", "b", "c"), (1.0, 2.0, 4.0), (1.25, 1.0, 5.0))
     assert found.errors == pytest.approx([-0.2, 1.0, -0.2]) and found.median_error == pytest.approx(0.2)
     assert (found.chosen, found.best, found.regret) == (0, 1, 0.25) and found.tau == pytest.approx(1 / 3)
 
 
-def row(name: str, planned: float, measured: float | None) -> Row:
+def row(name: str, planned: float, measured: float | None) -> ResultRow:
     point = Point(name, name, {}, {})
     expected = Expected(planned, 1, 1, True)
     record = Record(name, name, TrialOutcome.FINISHED, steps={
         step: {"timing_s/step": measured or 0.0, "critic/score/mean": 0.0} for step in (1, 2)
     })  # fmt: skip
     result = None if measured is None else result_of(record, 4, 0)
-    return Row(PlannedPoint(point, "", [], GroupSizes(1, 1, 4, 1), expected), TrialOutcome.FINISHED, result=result)
+    return ResultRow(
+        PlannedPoint(point, "", [], GroupSizes(1, 1, 4, 1), expected), TrialOutcome.FINISHED, result=result
+    )
 
 
 def test_the_report_says_it():
     """Of the points that finished, for the point that was chosen; nothing of two. Would not catch bad taste."""
     rows = [row("a", 1.0, 1.25), row("b", 2.0, 1.0), row("c", 4.0, 5.0), row("d", 0.5, None)]
-    assert ranking_of(rows) == Ranking(("a", "b", "c"), (1.0, 2.0, 4.0), (1.25, 1.0, 5.0))
+    assert ranking_of(rows) == TrialRanking(("a", "b", "c"), (1.0, 2.0, 4.0), (1.25, 1.0, 5.0))
     text = "\n".join(ranking_lines(rows, "c"))
     assert "| points | 3 |" in text and "| Kendall's tau | 0.33 |" in text and "| median error | 20% |" in text
     assert "| chosen: c | 5 s |" in text and "| best: b | 1 s |" in text and "| regret | 400% |" in text

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.ablation import only_ablation
-from megatron_rl.trials.outcome import TrialOutcome
 from megatron_rl.trials.trial import Patience, live
+from megatron_rl.trials.trial_outcome import TrialOutcome
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.trials.outcome import Life, TrialOutcome, outcome_of
+from megatron_rl.trials.trial_outcome import Life, TrialOutcome, outcome_of
 
 REPOSITORY = Path(__file__).parents[2]
 CPU_TEXT = "[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.foreign.rows import alike
+from megatron_rl.config.foreign.key_rows import alike
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import shown

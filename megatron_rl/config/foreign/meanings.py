@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.foreign.rows import alike
+from megatron_rl.config.foreign.key_rows import alike
 from megatron_rl.config.foreign.translate import Kind, Note
 from megatron_rl.config.setting import Setting
 

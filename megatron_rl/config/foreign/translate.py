@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_rl.config.foreign.conversions import CONVERSIONS
-from megatron_rl.config.foreign.rows import Row, alike, filled, rows_for
+from megatron_rl.config.foreign.key_rows import KeyRow, alike, filled, rows_for
 from megatron_rl.config.setting import Setting, final_settings
 from megatron_rl.config.value_tables import CHOICES
 from megatron_rl.errors import Violation, shown
@@ -96,7 +96,7 @@ def translate(settings: Sequence[Setting], is_known: Callable[[str], bool]) -> T
     return Translation([one for one in [*direct, *mapped] if one not in belonging], notes)
 
 
-def _note(setting: Setting, given: Mapping[str, Any], is_known: Callable[[str], bool]) -> tuple[Note, Row] | None:
+def _note(setting: Setting, given: Mapping[str, Any], is_known: Callable[[str], bool]) -> tuple[Note, KeyRow] | None:
     for row, match in rows_for(setting.key, setting.value):
         if row.keeps_known and is_known(setting.key):
             continue
@@ -114,7 +114,7 @@ def _as_actor(key: str) -> str:
     return f"actor_rollout_ref.actor{found}{tail}" if head else key
 
 
-def _by_row(row: Row, match: re.Match[str], setting: Setting, given: Mapping[str, Any]) -> Note | None:
+def _by_row(row: KeyRow, match: re.Match[str], setting: Setting, given: Mapping[str, Any]) -> Note | None:
     """What a row says of a setting; None where it says nothing of this value."""
     key, value, why = setting.key, setting.value, filled(row.why, match)
     for theirs, ours in row.values:

@@ -4,7 +4,7 @@ Preflight, the model builder, import, export and the rollout binding all read th
 small file here and one name in `registry.py`.
 """
 
-from megatron_rl.model.families.attention import AttentionShape, attention_shape, rotary_share
+from megatron_rl.model.families.attention_parts import AttentionShape, attention_shape, rotary_share
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.families.latent import LatentAttention
 from megatron_rl.model.families.layers import dense_layers_problem, routed_layers

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.model.families.attention import AttentionKeys
+from megatron_rl.model.families.attention_parts import AttentionKeys
 
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 """Where a word begins in a name such as Qwen2Moe."""

@@ -1,6 +1,6 @@
 """Gemma-2: windows in every second layer, bounded products and logits, norms around every part of a layer."""
 
-from megatron_rl.model.families.attention import AttentionKeys
+from megatron_rl.model.families.attention_parts import AttentionKeys
 from megatron_rl.model.families.family import GEMMA, Family
 
 FAMILY = Family(

@@ -1,6 +1,6 @@
 """Gemma-3, the language models: five layers with windows and a rotary embedding of their own to one without."""
 
-from megatron_rl.model.families.attention import AttentionKeys
+from megatron_rl.model.families.attention_parts import AttentionKeys
 from megatron_rl.model.families.family import GEMMA, Family
 
 FAMILY = Family(

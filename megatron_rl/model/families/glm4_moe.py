@@ -1,6 +1,6 @@
 """GLM-4.5 and 4.6: half of every head turns, and experts are chosen by sigmoid scores and a bias as in DeepSeek-V3."""
 
-from megatron_rl.model.families.attention import AttentionKeys
+from megatron_rl.model.families.attention_parts import AttentionKeys
 from megatron_rl.model.families.family import Experts, Family, Scoring, SharedExperts
 from megatron_rl.model.families.layers import first_rule
 

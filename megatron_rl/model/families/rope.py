@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.model.families.attention import GLOBAL, LOCAL, AttentionKeys
+from megatron_rl.model.families.attention_parts import GLOBAL, LOCAL, AttentionKeys
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),

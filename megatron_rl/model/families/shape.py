@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.model.families.attention import AttentionShape, attention_shape
+from megatron_rl.model.families.attention_parts import AttentionShape, attention_shape
 from megatron_rl.model.families.family import Experts, Family, Scoring
 from megatron_rl.model.families.latent import LatentAttention
 from megatron_rl.model.families.layers import dense_layers

@@ -1,0 +1,150 @@
+"""megatron-rl sft | reward | dpo | train: what starts a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.options import ConfigPath, Overrides
+from megatron_rl.cluster.loading import without_collections
+from megatron_rl.cluster.signals import quit_on_signals, restore_signals
+from megatron_rl.config.one_rank import collapsed
+from megatron_rl.config.problems import raise_problems
+from megatron_rl.config.roles import Placement
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.tasks import DPO, PPO, REWARD, SFT
+from megatron_rl.errors import ConfigError, StoppedBeforeStep
+from megatron_rl.ledger.planner.checked import checked, commanded
+from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
+from megatron_rl.roles.environment import worker_environment
+
+Local = Annotated[
+    bool, typer.Option("--local", help="One rank, all roles in this process, without Ray: for a debugger.")
+]
+Collapse = Annotated[bool, typer.Option("--collapse", help="Run on one rank whatever layout and pools are configured.")]
+
+
+def train_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    local: Local = False,
+    collapse: Collapse = False,
+    replay: Annotated[
+        Path | None, typer.Option("--replay", help="The folder of an asynchronous run, to repeat it bit for bit.")
+    ] = None,
+) -> None:
+    """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
+    run_config = startable(config, overrides, PPO, collapse)
+    if replay is not None:
+        check_replay(run_config, replay)
+    run_config = made_ready(run_config, local)
+    with imports_of(run_config):
+        from megatron_rl.train import train
+
+    train(run_config, local, replay)
+
+
+def sft_command(
+    config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
+) -> None:
+    """Fine-tune the actor's model on given answers, text or conversations."""
+    run_config = made_ready(startable(config, overrides, SFT, collapse), local)
+    with imports_of(run_config):
+        from megatron_rl.tasks.sft import sft
+
+    sft(run_config, local)
+
+
+def reward_command(
+    config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
+) -> None:
+    """Train a reward model, under the keys of `critic`, on preferences, rankings or scored answers."""
+    run_config = made_ready(startable(config, overrides, REWARD, collapse), local)
+    with imports_of(run_config):
+        from megatron_rl.tasks.reward import reward
+
+    reward(run_config, local)
+
+
+def dpo_command(
+    config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
+) -> None:
+    """Have the actor's model learn preferences directly: dpo.loss=dpo | ipo | kto | simpo | orpo."""
+    run_config = made_ready(startable(config, overrides, DPO, collapse), local)
+    with imports_of(run_config):
+        from megatron_rl.tasks.dpo import dpo
+
+    dpo(run_config, local)
+
+
+def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse: bool) -> RunConfig:
+    """The configuration of a stage. Raises ConfigError with everything that is wrong; notes go to stderr."""
+
+    def change(config: RunConfig) -> RunConfig:
+        return commanded(collapsed(config) if collapse else config, stage)
+
+    run = checked(path, overrides, change=change, stage=stage)
+    raise_problems("this run cannot start", run.violations)
+    assert run.config is not None  # a file without a configuration has violations
+    for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.unread):
+        Console(stderr=True).print(line, soft_wrap=True, highlight=False, markup=False)
+    return run.config
+
+
+def made_ready(run_config: RunConfig, local: bool) -> RunConfig:
+    """Prepare this process for a run, before engines are imported."""
+    if local:
+        run_config = on_one_rank(run_config)
+        os.environ |= worker_environment(run_config.trainer.device, ranks_per_node=1)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+            del os.environ["PYTHONBREAKPOINT"]  # Ray's own debugger, which a shell inherits from a Ray job
+        quiet_engines()
+    # Else tokenizers says at every fork that its threads do not live on in the child, which renders templates alone.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    quiet_libraries()
+    return run_config
+
+
+@contextmanager
+def imports_of(run_config: RunConfig) -> Iterator[None]:
+    """Round the imports of a run's libraries, which take seconds: a signal ends this process with one line.
+
+    With the code of a run that is stopped before its first step; where it saves no checkpoints, with the signal's.
+    """
+    quit_on_signals(StoppedBeforeStep.exit_code if run_config.trainer.save_freq > 0 else None)
+    try:
+        with without_collections():
+            yield
+    finally:
+        restore_signals()
+
+
+def check_replay(config: RunConfig, replay: Path) -> None:
+    """Have a run repeat another's schedule: from its beginning, in a folder of its own. Raises ConfigError."""
+    trainer = config.trainer
+    if not config.samples_in_slices:
+        raise ConfigError(
+            "--replay needs the configuration of the run that it repeats: this one has trainer.rollout_ahead=0"
+        )
+    if Path(trainer.default_local_dir).resolve() == replay.resolve():
+        raise ConfigError(
+            f"--replay {replay} would overwrite what it repeats; nearest: trainer.default_local_dir={replay}_again"
+        )
+    trainer.save_freq, trainer.resume_mode, trainer.resume_from_path = -1, "disable", None
+
+
+def on_one_rank(config: RunConfig) -> RunConfig:
+    """The run in one pool of one rank. Raises ConfigError where a pool has more than one."""
+    sizes = {name: pool.size for name, pool in Placement.of(config).pools.items()}
+    larger = [f"{name} has {size.world_size} ({size})" for name, size in sizes.items() if size.world_size > 1]
+    if larger:
+        rule = "--local runs one rank in this process, and"
+        raise ConfigError(f"{rule} {', '.join(larger)}; nearest: --local --collapse")
+    return collapsed(config) if len(sizes) > 1 else config

@@ -1,0 +1,182 @@
+"""What to compute from a batch: KL, advantages, mini-batches; and whether its log-probs are the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl.config.algorithms import bypasses
+from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RolloutConfig, RunConfig
+from megatron_rl.errors import ParityError
+from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction
+from megatron_rl.experience.batches import mini_batch_rows
+from megatron_rl.experience.staleness import is_fresh, staleness_metrics
+from megatron_rl.losses.kl import AdaptiveKL, FixedKL
+from megatron_rl.losses.registry import estimator, policy_loss
+from megatron_rl.observe.batch_metrics import parity_metrics
+from megatron_rl.observe.phase_clock import PhaseClock
+from megatron_rl.records import ActorBatch, CriticBatch, Experience, TokenScores, known
+
+
+class Algorithm:
+    """The configured estimator, KL control and mini-batching. Raises ConfigError for functions that cannot be loaded.
+
+    logprob_diff_max: the largest difference between the rollout's log-probs and the trainer's until now.
+    """
+
+    def __init__(self, config: RunConfig, clock: PhaseClock) -> None:
+        self.config, self._clock = config, clock
+        self.estimator = estimator(config.algorithm)
+        # The actor's, loaded here too so that its errors come now.
+        policy_loss(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
+        self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
+        self.logprob_diff_max = 0.0
+
+    def add_advantages(self, experience: Experience, step: int) -> dict[str, float]:
+        """Fill rewards, advantages, returns and what corrects for the rollout; returns metrics.
+
+        Where the update has yet to make the old log-probs, nothing here depends on them, and `compare` comes after it.
+        Raises ParityError as `compare`.
+        """
+        metrics = {} if experience.old_log_probs is None else self.compare(experience, step)
+        with self._clock.phase("adv"):
+            if experience.old_log_probs is None:
+                add_rewards(experience, 0.0)
+            add_advantages(experience, self.estimator, self.config.algorithm)
+        return metrics
+
+    def compare(self, experience: Experience, step: int) -> dict[str, float]:
+        """Hold the old log-probs against the rollout's and the reference's: metrics, corrections, and rewards with KL.
+
+        Raises ParityError where the rollout's log-probs are not the trainer's.
+        """
+        metrics = self.check_rollout_parity(experience, step) | staleness_metrics(experience, step)
+        with self._clock.phase("adv"):
+            metrics |= add_rollout_correction(experience, self.config.algorithm.rollout_correction)
+            return metrics | self.penalise_kl(experience)
+
+    def actor_batches(self, experience: Experience, step: int) -> Iterator[ActorBatch]:
+        """The mini-batches of a step's actor update, of several epochs."""
+        actor = self.config.actor_rollout_ref.actor
+        batch = experience.actor_batch(actor.use_kl_loss, with_experts=actor.router_replay.mode != "disabled")
+        return (batch[rows] for rows in mini_batch_rows(len(experience), *self.mini_batching(actor, step)))
+
+    def on_policy_batch(self, experience: Experience, step: int) -> tuple[ActorBatch, Tensor]:
+        """(the only mini-batch of a step's actor update, the row numbers of the experience in its order)."""
+        actor = self.config.actor_rollout_ref.actor
+        (rows,) = mini_batch_rows(len(experience), *self.mini_batching(actor, step))
+        return experience.actor_batch(actor.use_kl_loss, with_experts=True)[rows], rows
+
+    def take_old_log_probs(
+        self, experience: Experience, log_probs: TokenScores | None, rows: Tensor, step: int
+    ) -> dict[str, float]:
+        """Those that the update of `on_policy_batch` made, in the order of `rows`; answered as `compare`.
+
+        Raises ValueError where it made none.
+        """
+        if log_probs is None:
+            raise ValueError("the actor's update has answered without log-probs")
+        return self.take_scores(experience, log_probs[rows.argsort()]) | self.compare(experience, step)
+
+    def take_scores(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
+        """Old log-probs, and what their pass says beside them: experts that it recorded are for updates to replay.
+
+        `training/rollout_experts_diff`: of the experts to which the engine sent tokens, the share that the trainer's
+        routers would not have chosen, where the engine has said.
+        """
+        metrics = {}
+        experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
+        if scores.num_other_experts is not None:
+            share = float(scores.num_other_experts.sum()) / known(experience.routed_experts).values().numel()
+            metrics["training/rollout_experts_diff"] = share
+        if scores.routed_experts is not None:
+            experience.routed_experts = scores.routed_experts
+        return metrics
+
+    def compares_replay(self, step: int) -> bool:
+        """Whether a step makes a pass without replay as well."""
+        every = self.config.actor_rollout_ref.actor.router_replay.compare_freq
+        return every > 0 and step % every == 0
+
+    def compare_unreplayed(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
+        """How far the rollout's log-probs are from those of a pass without replay; names end in `_without_replay`."""
+        metrics = parity_metrics(experience.rollout_log_probs.values(), scores.scores.values())
+        return {f"{name}_without_replay": value for name, value in metrics.items()}
+
+    def critic_batches(self, experience: Experience, step: int) -> Iterator[CriticBatch]:
+        """The mini-batches of a step's critic update, of several epochs."""
+        critic = self.config.critic
+        batch = experience.critic_batch()
+        return (batch[rows] for rows in mini_batch_rows(len(experience), *self.mini_batching(critic, step)))
+
+    def mini_batching(self, role: ActorConfig | CriticConfig, step: int) -> tuple[int, int, int | None]:
+        """(rows per optimizer step, epochs, seed of the split or None) for one step of a role's update."""
+        rows = self.config.batch_sizes.mini_batch_samples(role)
+        seed = self.config.trainer.seed * 1_000_003 + step * role.ppo_epochs
+        return rows, role.ppo_epochs, seed if role.shuffle else None
+
+    def check_rollout_parity(self, experience: Experience, step: int) -> dict[str, float]:
+        """Compare the engine's log-probs of its samples with the trainer's; of answers that the newest weights drew.
+
+        Raises ParityError as `require_parity`; not where top_p or top_k cut the engine's distribution, because then the
+        two are meant to differ. With `bypass_mode` there are no log-probs of the trainer to compare.
+        """
+        if bypasses(self.config):
+            return {}
+        rollout = self.config.actor_rollout_ref.rollout
+        fresh = is_fresh(experience, step)
+        metrics = parity_metrics(
+            experience.rollout_log_probs.values()[fresh], known(experience.old_log_probs).values()[fresh]
+        )
+        if rollout.top_p == 1.0 and rollout.top_k == -1:
+            largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
+            self.logprob_diff_max = max(self.logprob_diff_max, largest)
+            require_parity(metrics, rollout)
+        return metrics
+
+    def penalise_kl(self, experience: Experience) -> dict[str, float]:
+        """Fill `rewards`, weigh the KL penalty anew for the next step, and report KL and weight as verl does."""
+        algorithm = self.config.algorithm
+        kl_coef = self.kl_ctrl.coef if algorithm.use_kl_in_reward else 0.0
+        kl = add_rewards(experience, kl_coef, algorithm.kl_penalty)
+        if kl is None:
+            return {}
+        self.kl_ctrl.update(float(kl), int((experience.response_lengths > 0).sum()))
+        return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on; JSON-ready."""
+        return {
+            "kl_ctrl": {"type": self.config.algorithm.kl_ctrl.type, "coef": self.kl_ctrl.coef},
+            "logprob_diff_max": self.logprob_diff_max,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        # A fixed weight is the configuration's, which may have been changed on purpose.
+        if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
+            self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
+        self.logprob_diff_max = state["logprob_diff_max"]
+
+
+def require_parity(metrics: Mapping[str, float], rollout: RolloutConfig) -> None:
+    """Raise ParityError where `parity_metrics` are beyond the bounds, or NaN; of no token nothing is known."""
+    for what, metric, key, bound in (
+        ("in the mean", "mean", "logprob_diff_mean_bound", rollout.logprob_diff_mean_bound),
+        ("on 1% of them or more", "p99", "logprob_diff_bound", rollout.logprob_diff_bound),
+    ):
+        found = metrics.get(f"training/rollout_logprob_diff_{metric}", 0.0)
+        if not found <= bound:
+            raise ParityError(
+                f"log-probs of the rollout and of the trainer differ by {found:.3g} on sampled tokens, {what}; "
+                f"actor_rollout_ref.rollout.{key} is {bound:.3g}"
+            )
+
+
+def kl_controller(config: KlCtrlConfig) -> FixedKL | AdaptiveKL:
+    """What weighs the KL penalty, at its start."""
+    if config.type == "adaptive":
+        return AdaptiveKL(config.kl_coef, config.target_kl, config.horizon)
+    return FixedKL(config.kl_coef)

@@ -1,0 +1,305 @@
+"""The life of a run: which steps it takes, what it goes on from, when it saves, and how a signal ends it.
+
+global_step_N/  manifest.json          every file's size and checksum; written last
+                rollouts.safetensors   what was drawn for later steps, where generation goes in slices
+                run.json               step, prompt cursor, KL controller, books, configuration
+                actor/ critic/         megatron-core's sharded files, role.json, `huggingface/` with config and
+                                       tokenizer; one folder for each trained role
+                rng_POOL_R.json        random states of rank R of a pool
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from megatron_rl.checkpoint.contents import ROLE_FILE, RUN_FILE, write_role_file
+from megatron_rl.checkpoint.folders import (
+    HF_FOLDER,
+    commit,
+    remove_old,
+    set_aside,
+    step_folder,
+    sweep,
+    unfinished_folder,
+)
+from megatron_rl.checkpoint.manifest import FORMAT, FileRecord, Manifest, digest_files
+from megatron_rl.checkpoint.storage import storing
+from megatron_rl.checkpoint.weight_files import MODEL_FILES
+from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.config.load import flat_settings
+from megatron_rl.config.roles import Placement, trained_roles
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.steps import is_save_step
+from megatron_rl.controller.run_folder import RunFolder
+from megatron_rl.controller.run_logger import RunLogger
+from megatron_rl.dispatch import RemoteMethod, Stop
+from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
+from megatron_rl.records import RoleState
+from megatron_rl.roles.host import RankHost
+
+MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs")
+"""Keys whose new values are no news in a run that goes on."""
+
+
+class StepAbandoned(Exception):
+    """A step is given up before it has changed anything, because a signal asked the run to stop and time is short."""
+
+
+class DrawnAhead(Protocol):
+    """What was drawn for the steps after a checkpoint."""
+
+    def saving(self, step: int) -> AbstractContextManager[None]:
+        """Round a checkpoint after `step`: nothing changes inside."""
+
+    def write(self, folder: Path, step: int) -> list[str]:
+        """Write it to the checkpoint's folder; names of the files. Raises OSError."""
+
+
+class Stateful(Protocol):
+    """A part of the run that a checkpoint keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+
+
+class StopPolicy:
+    """Whether a step that a signal has interrupted would still end in time, judging by the last one."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self.stop = stop
+        self.save_seconds = 0.0
+        self._started, self._last_step_s = 0.0, math.inf
+        self._must_finish = True
+
+    def begin_step(self) -> None:
+        """From now on the step may be abandoned, until a method that changes weights."""
+        self._started, self._must_finish = time.monotonic(), False
+
+    def end_step(self) -> None:
+        """The step is over."""
+        self._last_step_s, self._must_finish = time.monotonic() - self._started, True
+
+    def before(self, method: RemoteMethod) -> None:
+        """A method is about to be called. Raises StepAbandoned where the run is to stop and the step would be late."""
+        if self._must_finish or method.stop is Stop.UNRELATED:
+            return
+        left = self._last_step_s + self.save_seconds - (time.monotonic() - self._started)
+        if self.stop.is_set and left > self.stop.remaining_s():
+            raise StepAbandoned
+        self._must_finish = method.stop is Stop.NEVER_AFTER
+
+
+class Lifecycle:
+    """Steps and checkpoints of one run; a context manager round its steps.
+
+    hosts: pool -> handle of its hosts. parts: what a checkpoint keeps of the controller. drawn: what was drawn for
+    later steps. best: the step whose checkpoint is written and kept whatever the other keys say, where there is one.
+    All methods raise StorageError where files cannot be written.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        hosts: Mapping[str, RankHost],
+        parts: tuple[Stateful, ...],
+        logger: RunLogger,
+        stop_policy: StopPolicy,
+        drawn: DrawnAhead,
+        best: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self.config, self.folder = config, folder
+        self.hosts, self.parts = hosts, parts
+        self.logger, self.stop_policy, self.drawn, self.best = logger, stop_policy, drawn, best
+        self.root = folder.path.resolve()
+        self._trained = trained_roles(config)
+        self._saves_beside_training = any(role.settings.checkpoint.async_save for role in Placement.of(config).trained)
+        self._before_step: dict[str, Any] = {}
+        self._under_way: Manifest | None = None
+        self._drawn_files: list[str] = []
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return self.folder.start.path is not None
+
+    def restore(self) -> None:
+        """Bring the ranks to where the run goes on; checkpoints of a past that this leaves are set aside.
+
+        Comes first, once all roles are built.
+        """
+        start = self.folder.start
+        with storing("the checkpoints", self.root):
+            sweep(self.root)
+        if start.path is not None:
+            states = {role: RoleState(**state) for role, state in self.folder.saved["roles"].items()}
+            loading = [host.load_checkpoint(start.path.resolve(), states) for host in self.hosts.values()]
+            same_layout = all(all(future.get()) for future in loading)
+            self._say_resumed(same_layout)
+        # From the beginning, or from another run's folder: existing checkpoints are stale.
+        goes_on = start.path is not None and start.path.resolve().parent == self.root
+        with storing("the checkpoints", self.root):
+            renamed = set_aside(self.root, after_step=start.step if goes_on else -1)
+        for old, new in renamed:
+            self.logger.say(f"{old.name} is of a past that this run has left; it is now {new.name}")
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps to take: from 1, or from after the checkpoint that the run goes on from.
+
+        Saves after a step where that is due. Raises StoppedAfterStep when a signal asked the run to stop.
+        """
+        for step in range(self.folder.start.step + 1, self.config.trainer.num_steps + 1):
+            self._before_step = self._state(step - 1)
+            if self._under_way is not None:
+                self._try_to_finish(wait=False)
+            self.stop_policy.begin_step()
+            self.logger.clock.begin_step()
+            yield step
+            self.stop_policy.end_step()
+            self._after(step)
+        self.settle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Save what was before a step that was abandoned. Raises StoppedBeforeStep in its place."""
+        if isinstance(error, StepAbandoned):
+            before = self._before_step
+            self._save_now(before)
+            self.stop_policy.stop.fulfil(StoppedBeforeStep.exit_code)
+            step = before["step"]
+            message = f"stopped in step {step + 1}, which was given up; step {step} is saved"
+            raise StoppedBeforeStep(message) from None
+
+    def check_stop(self) -> None:
+        """Before the first step, where there is nothing to save: raises StoppedBeforeStep if a signal asked to stop."""
+        if self.stop_policy.stop.is_set:
+            self.stop_policy.stop.fulfil(StoppedBeforeStep.exit_code)
+            raise StoppedBeforeStep("stopped before the first step; there was nothing to save")
+
+    def settle(self) -> None:
+        """Wait until the save that is under way is complete."""
+        if self._under_way is not None:
+            self._try_to_finish(wait=True)
+
+    def _after(self, step: int) -> None:
+        trainer, stopping = self.config.trainer, self.stop_policy.stop.is_set
+        if is_save_step(trainer, step) or ((stopping or step == self.best()) and trainer.save_freq > 0):
+            self._begin(self._state(step))
+        if stopping:
+            self.settle()
+            self.stop_policy.stop.fulfil(StoppedAfterStep.exit_code)
+            raise StoppedAfterStep(f"stopped after step {step}, which is saved")
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """Everything that the steps after `step` depend on, or that they add to; JSON-ready."""
+        state: dict[str, Any] = {"step": step}
+        for part in self.parts:
+            state |= part.state_dict()
+        return state
+
+    def _say_resumed(self, same_layout: bool) -> None:
+        """Tell where the run goes on, and every key that has another value than it had when that was saved."""
+        start, say = self.folder.start, self.logger.say
+        say(f"going on after step {start.step}, from {start.path}")
+        before, now = flat_settings(self.folder.saved["config"]), flat_settings(dataclasses.asdict(self.config))
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key) and key not in MAY_CHANGE:
+                say(f"  {key} was {before.get(key)}, is {now.get(key)}")
+        if not same_layout:
+            say("  random generators start anew: they were saved for another layout")
+
+    def _save_now(self, state: dict[str, Any]) -> None:
+        self.settle()
+        if not step_folder(self.root, state["step"]).exists():
+            self._begin(state)
+            self.settle()
+
+    def _begin(self, state: dict[str, Any]) -> None:
+        """Start a save; one that no role makes beside training is finished before this returns."""
+        self.settle()
+        self.logger.keep_folder()
+        started = time.monotonic()
+        with self._storing(state["step"]):
+            folder = unfinished_folder(self.root, state["step"])
+            shutil.rmtree(folder, ignore_errors=True)
+            for role in self._trained:
+                (folder / role).mkdir(parents=True)
+            saving = [host.begin_save(folder) for host in self.hosts.values()]
+            roles = {role: numbers for future in saving for role, numbers in future.get()[0].items()}
+            content = {
+                "run": state,
+                "roles": {role: dataclasses.asdict(numbers) for role, numbers in roles.items()},
+                "config": dataclasses.asdict(self.config),
+            }
+            (folder / RUN_FILE).write_text(json.dumps(content, indent=1))
+            for role in roles:
+                write_role_file(folder, role, state["step"])
+            with self.drawn.saving(state["step"]):
+                self._drawn_files = self.drawn.write(folder, state["step"])
+            self._under_way = Manifest(FORMAT, state["step"], self.folder.models, files={})
+        if not self._saves_beside_training:
+            self.settle()
+        self.stop_policy.save_seconds = time.monotonic() - started
+
+    def _try_to_finish(self, wait: bool) -> None:
+        if self._under_way is None:
+            return
+        with self._storing(self._under_way.step):
+            finishing = [host.finish_save(wait) for host in self.hosts.values()]
+            answers = [report for future in finishing for report in future.get()]
+            reports = [report for report in answers if report is not None]
+            if len(reports) < len(answers):
+                return
+            manifest, self._under_way = self._under_way, None
+            folder = unfinished_folder(self.root, manifest.step)
+            files: dict[str, FileRecord] = {name: record for report in reports for name, record in report.items()}
+            owners = [f"{role}/{ROLE_FILE}" for role in self._trained]
+            names = [RUN_FILE, *self._drawn_files, *owners, *copy_model_files(self._trained, folder)]
+            commit(folder, dataclasses.replace(manifest, files=files | digest_files(folder, names)))
+            remove_old(self.root, self.config.trainer.max_ckpt_to_keep, self.best())
+
+    @contextmanager
+    def _storing(self, step: int) -> Iterator[None]:
+        """Round what writes the checkpoint of `step`: StorageError where that fails, and no unfinished folder."""
+        try:
+            with storing(step_folder(self.root, step).name, self.root):
+                yield
+        except StorageError:
+            shutil.rmtree(unfinished_folder(self.root, step), ignore_errors=True)
+            raise
+
+
+def copy_model_files(trained: Mapping[str, str], folder: Path) -> list[str]:
+    """Put configuration and tokenizer of each role beside its weights; returns the files' paths in `folder`.
+
+    trained: role -> the Hugging Face folder that it starts from.
+    """
+    from megatron_rl.checkpoint.constants import keep_constants
+
+    names = []
+    for role, path in trained.items():
+        target = folder / role / HF_FOLDER
+        target.mkdir(exist_ok=True)
+        for file in sorted(Path(path).iterdir()):
+            if file.suffix in MODEL_FILES and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, target / file.name)
+                names.append(f"{role}/{HF_FOLDER}/{file.name}")
+        kept = keep_constants(Path(path), target)
+        names += [] if kept is None else [f"{role}/{HF_FOLDER}/{kept}"]
+    return names

@@ -1,0 +1,273 @@
+"""Everything that a run consists of, put together: data and rewards, pools and roles, algorithm, life and books."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.cluster.cluster import Cluster
+from megatron_rl.cluster.replicas import ReplicatedPool
+from megatron_rl.cluster.signals import graceful_signals
+from megatron_rl.config.algorithms import trains_on_rule, uses_rule
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placement, RoleSpec, roles_of
+from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.config.steps import with_steps
+from megatron_rl.controller.algorithm import Algorithm
+from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
+from megatron_rl.controller.placement import CallObserver, hosting_of, look_round, make_cluster, stop_grace_s
+from megatron_rl.controller.pretraining import Pretraining
+from megatron_rl.controller.run_folder import RunFolder
+from megatron_rl.controller.run_logger import RunLogger
+from megatron_rl.controller.sampler import open_sampler, open_schedule
+from megatron_rl.controller.validation import Validation
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.prompt_mixture import MixtureCursor
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.dispatch import Dispatch, RemoteMethod, Stop
+from megatron_rl.errors import WorkerFailure
+from megatron_rl.ledger.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
+from megatron_rl.ledger.planner.cache_share import with_kv_cache
+from megatron_rl.ledger.planner.foreign_models import model_facts
+from megatron_rl.ledger.planner.hardware import Hardware, planned_hardware
+from megatron_rl.ledger.planner.memory import planned_memory
+from megatron_rl.ledger.planner.planned_steps import PlannedSteps
+from megatron_rl.observe.summary import layout_table
+from megatron_rl.records import Experience
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.bridge_address import AcrossBridge
+from megatron_rl.roles.critic import Critic
+from megatron_rl.roles.environment import handed_on
+from megatron_rl.roles.host import RankHost
+from megatron_rl.roles.reference import Reference
+from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.roles.rollout import Rollout
+from megatron_rl.sampling.sampler import SampledBatch, Sampler, Sources
+from megatron_rl.scoring.function import RewardSource
+from megatron_rl.scoring.in_process import RewardHere
+from megatron_rl.scoring.keeper import KeeperSettings
+from megatron_rl.scoring.reward_processes import RewardProcesses
+from megatron_rl.scoring.rewards import Rewards, reward_shaping, text_readers
+from megatron_rl.scoring.rule import NoRule, RuleReward
+from megatron_rl.scoring.sources import check_sources
+
+Kind = TypeVar("Kind")
+
+NEXT_BATCH = RemoteMethod(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
+"""What a wait for answers means to a run that is to stop."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The handle of every role, and of the hosts of every pool; None for a role that the run does not have.
+
+    A rollout that is cut into replicas has none here: `replicas` are driven by `generation`.
+    """
+
+    actor: Actor
+    rollout: Rollout | None
+    reference: Reference | None
+    critic: Critic | None
+    reward_models: list[tuple[RoleSpec, RewardModel]]
+    hosts: dict[str, RankHost]
+    replicas: ReplicatedPool | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop works with. started: of the monotonic clock. planned: None without a hardware file."""
+
+    config: RunConfig
+    roles: Roles
+    rollouts: Sampler
+    rewards: Rewards
+    algorithm: Algorithm
+    pretraining: Pretraining
+    validation: Validation
+    life: Lifecycle
+    logger: RunLogger
+    started: float
+    planned: PlannedSteps | None = None
+
+    def describe(self, batch: SampledBatch, experience: Experience, step: int) -> dict[str, float]:
+        """What a step came to beside its updates: samples, seconds and memory."""
+        prompts, generations, scored = batch.prompts, batch.generations, batch.scored
+        if scored is None:
+            raise ValueError("the batch has no scores yet")
+        metrics = self.rollouts.describe() | batch.metrics  # while the step's clock runs
+        metrics |= self.rewards.shaping.metrics()
+        metrics |= self.logger.step_metrics(prompts, generations, experience, scored)
+        if self.planned is not None:
+            planned, departures = self.planned.note(metrics)
+            metrics |= planned
+            for sentence in departures:
+                self.logger.warn(sentence)
+        self.logger.save_samples(self.config.trainer.rollout_data_dir, prompts, scored, step)
+        memory = {pool: host.take_memory() for pool, host in self.roles.hosts.items()}
+        return metrics | self.logger.memory_metrics({pool: future.get() for pool, future in memory.items()})
+
+
+@contextmanager
+def open_run(config: RunConfig, local: bool = False, replay: Path | None = None) -> Iterator[Run]:
+    """A run, ready for its first step; errors of data, rewards and checkpoints come before any process is started."""
+    started, trainer = time.monotonic(), config.trainer
+    with graceful_signals(stop_grace_s(trainer)) as stop, ExitStack() as opened:
+        placement = Placement.of(config)
+        tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+        data = Data.read(config, tokenizer)
+        config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
+        alone = check_sources(config, data.sources)
+        rules = rule_reward(config, tokenizer, data.judged_sources(config), local)
+        readers, said = text_readers(config, tokenizer, (data.train, data.val))
+        shaping = reward_shaping(config)
+        pretraining = Pretraining(config, tokenizer)
+        folder = RunFolder(config)
+        logger = RunLogger(config, folder, tokenizer, planned_memory(config))
+        algorithm = Algorithm(config, logger.clock)
+        opened.enter_context(folder)
+        opened.enter_context(logger)
+        parts = (data, algorithm, shaping, pretraining, logger)
+        for part in parts:
+            folder.give_back(part.load_state_dict)
+        logger.console.print(layout_table(batch_table(config)))
+        for note in (
+            *data.notes(config),
+            *alone,
+            *said,
+            *pretraining.notes,
+            *(f"skipped {reason}" for reason in folder.start.skipped),
+        ):
+            logger.warn(note)
+        if handed := handed_on():
+            logger.say(f"every rank gets {', '.join(f'{name}={value}' for name, value in handed.items())}")
+        schedule = open_schedule(config, placement, folder, opened, replay)
+        opened.enter_context(rules)
+        stop_policy = StopPolicy(stop)
+        hosting = hosting_of(config, placement, CallObserver(stop_policy, logger))
+        cluster = opened.enter_context(make_cluster(placement, hosting, local))
+        roles = build_roles(cluster, placement, logger)
+        rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
+        sources = Sources(config, data.train, data.cursor, roles.rollout, rewards, logger)
+        looks = (partial(look_round, cluster), partial(stop_policy.before, NEXT_BATCH))
+        rollouts = open_sampler(schedule, sources, roles.actor, roles.replicas, looks, opened)
+        validation = Validation(config, data.val, rollouts, rewards, logger, stop)
+        life = Lifecycle(config, folder, roles.hosts, parts, logger, stop_policy, rollouts)
+        life.restore()
+        rollouts.load_weights(folder.start.step)
+        with life:
+            planned = None
+            if config.trainer.hardware_file is not None:
+                planned = PlannedSteps(config, hardware_here(config))
+            yield Run(
+                config, roles, rollouts, rewards, algorithm, pretraining, validation, life, logger, started, planned
+            )
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and held-out prompts, and where the training prompts stand."""
+
+    train: PromptDataset
+    val: PromptDataset
+    cursor: MixtureCursor
+
+    @classmethod
+    def read(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
+        """Raises ConfigError."""
+        data, keeps_text = config.data, any(role.reads_text for role in roles_of(config))
+        num_tokens = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
+        train, val = (
+            PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text, num_tokens)
+            for files, is_judged in ((data.train_files, trains_on_rule(config)), (data.val_files, uses_rule(config)))
+        )
+        cursor = MixtureCursor(train.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed)
+        return cls(train, val, cursor)
+
+    @property
+    def sources(self) -> set[str]:
+        """The data sources of all prompts."""
+        return self.train.data_sources | self.val.data_sources
+
+    def judged_sources(self, config: RunConfig) -> set[str]:
+        """The data sources of all prompts whose answers a rule scores, where there is one."""
+        return self.val.data_sources | (self.train.data_sources if trains_on_rule(config) else set())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training prompts stand; JSON-ready."""
+        return {"cursor": self.cursor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order are others."""
+        self.cursor.load_state_dict(state["cursor"])
+
+    def notes(self, config: RunConfig) -> list[str]:
+        """Sentences about prompts that one batch takes more of than there are, and about groups of one."""
+        return [*repeat_notes(config.data, [file.num_prompts for file in self.train.files]), *group_notes(config)]
+
+
+def build_roles(cluster: Cluster, placement: Placement, logger: RunLogger) -> Roles:
+    """Every role on its pool, in the order of the table; pools build theirs at the same time."""
+    hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
+    replicas = cluster.replicated.get(placement.roles[ROLLOUT].pool)
+    models = [role for role in placement.roles.values() if role.kind != ROLLOUT]
+    building = [(role.name, hosts[role.pool].build(role.name)) for role in models]
+    if placement.is_colocated:
+        building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT)))
+    elif replicas is None:  # the thread that drives replicas has them build theirs
+        building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT, AcrossBridge())))
+    for name, future in building:
+        with logger.clock.waiting(f"build {name}"):
+            future.get()
+
+    def handle(name: str, kind: type[Kind]) -> Kind:
+        return cluster.pools[placement.roles[name].pool].handle(name, kind)
+
+    reference = handle(REFERENCE, Reference) if REFERENCE in placement.roles else None
+    critic = handle(CRITIC, Critic) if CRITIC in placement.roles else None
+
+    scorers = [(spec, handle(spec.name, RewardModel)) for spec in placement.reward_models]
+    actor, rollout = handle(ACTOR, Actor), handle(ROLLOUT, Rollout) if replicas is None else None
+    if rollout is not None and not placement.is_colocated:
+        with logger.clock.waiting("build bridge"):
+            connect(actor, rollout, placement.pool_of(ROLLOUT).world_size)
+    return Roles(actor, rollout, reference, critic, scorers, hosts, replicas)
+
+
+def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:
+    """Have the ranks of both pools meet. Raises WorkerFailure where they cannot."""
+    address = actor.offer_bridge(num_receivers).get()
+    joining = actor.join_bridge(address), rollout.join_bridge(address)
+    for broken in (one for future in joining for one in future.get() if one):
+        raise WorkerFailure(f"the actor's ranks and the rollout's cannot meet: {broken}")
+
+
+def hardware_here(config: RunConfig) -> Hardware:
+    """What the plan of this run counts with: this machine's GPU where it has one, else the default of plans."""
+    hardware = planned_hardware(config.trainer)
+    if config.trainer.device == "cuda" and torch.cuda.is_available():
+        return replace(hardware, memory_bytes=float(torch.cuda.get_device_properties(0).total_memory))
+    return hardware
+
+
+def rule_reward(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, data_sources: set[str], local: bool
+) -> RuleReward | NoRule:
+    """The configured rules; local: called in this process.
+
+    Raises ConfigError where the function cannot be loaded or cannot judge a data source.
+    """
+    custom, reward = config.custom_reward_function, config.reward_model
+    if custom.name is None:
+        return NoRule(tokenizer)
+    source = RewardSource(custom.path, custom.name, custom.reward_kwargs)
+    source.check(data_sources)
+    settings = KeeperSettings(source, reward.num_workers, reward.timeout_s, give_up=reward.stop_if_all_failed)
+    processes = RewardHere(source) if local else RewardProcesses(settings)
+    return RuleReward(processes, tokenizer, reward.failed_score, reward.stop_if_all_failed)

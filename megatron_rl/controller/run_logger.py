@@ -1,0 +1,223 @@
+"""What a run writes down: lines on the console, metrics, tables, and the numbers of its summary."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config.roles import Placement
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.run_folder import RunFolder
+from megatron_rl.dispatch import Future
+from megatron_rl.errors import StorageError
+from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
+from megatron_rl.losses.row_sums import total_rows
+from megatron_rl.observe.batch_metrics import length_metrics, score_metrics, throughput_metrics
+from megatron_rl.observe.loggers import MetricLogger
+from megatron_rl.observe.memory_ledger import PhaseMemory, memory_metrics
+from megatron_rl.observe.phase_clock import PhaseClock
+from megatron_rl.observe.progress import RunProgress
+from megatron_rl.observe.sample_tables import write_sample_table
+from megatron_rl.observe.services import Services
+from megatron_rl.observe.updates import SkippedUpdates, update_means
+from megatron_rl.records import Experience, Generations, Prompts, known, row_lengths
+from megatron_rl.scoring.rule import ScoredAnswers
+
+
+class RunLogger:
+    """One run's books; a context manager round loggers and progress bar.
+
+    accuracies, val_rewards: of every validation until now. transitions: what the last one cost each rollout rank.
+    lacks_validation: whether the last step should have been validated after, and was not, as the run was to stop.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        tokenizer: PreTrainedTokenizerBase,
+        planned_memory: dict[str, dict[str, dict[str, int]]],
+    ) -> None:
+        self.config, self.folder, self.tokenizer = config, folder, tokenizer
+        self.console = Console()
+        self.progress = RunProgress(config.trainer.num_steps, self.console)
+        self.clock = PhaseClock(self.progress.phase)
+        self.updates = SkippedUpdates(config.trainer.max_skipped_updates)
+        self.accuracies: list[float] = []
+        self.val_rewards: list[float] = []
+        self.lacks_validation = False
+        self.transitions: Sequence[TransitionReport] = []
+        self._planned_memory = planned_memory
+        self._num_ranks = Placement.of(config).world_size
+        self._open = contextlib.ExitStack()
+        self._services = Services({})
+
+    def __enter__(self) -> RunLogger:
+        """Raises StorageError when the run's folder cannot be written to."""
+        trainer = self.config.trainer
+        metric_logger = MetricLogger(trainer.logger, self.folder.path, self.console, self.folder.resumed_step)
+        self.metric_logger = self._open.enter_context(metric_logger)
+        settings = dataclasses.asdict(self.config)
+        names = (trainer.project_name, trainer.experiment_name)
+        self._services = Services.start(trainer.logger, *names, settings, self.folder.path)
+        self._open.enter_context(self.progress)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._warn_of(self._services.close())
+        self._open.close()
+
+    def _warn_of(self, sentences: list[str]) -> None:
+        for sentence in sentences:
+            self.warn(sentence)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print a line as it is: names and values may have brackets, which would be markup."""
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print a line that nobody should miss."""
+        self.say(text, style="yellow")
+
+    def keep_folder(self) -> None:
+        """Make the run's folder again, and say so, where it has vanished. Raises as `RunFolder.keep`."""
+        if self.folder.keep():
+            self.warn(
+                f"{self.folder.path} was deleted or emptied while the run went on; it is there again, without the "
+                "checkpoints and tables that were in it"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; JSON-ready."""
+        return {
+            "accuracies": list(self.accuracies),
+            "val_rewards": list(self.val_rewards),
+            "lacks_validation": self.lacks_validation,
+            "skipped_updates": self.updates.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.accuracies, self.val_rewards = list(state["accuracies"]), list(state["val_rewards"])
+        self.updates.load_state_dict(state["skipped_updates"])
+        self.lacks_validation = state.get("lacks_validation", False)
+
+    def note_transition(self, reports: Sequence[TransitionReport]) -> None:
+        """Keep what bringing weights to generation cost each rollout rank, in rank order."""
+        self.transitions = reports
+
+    def update_metrics(self, role: str, updates: Iterable[Future[dict[str, float]]]) -> dict[str, float]:
+        """Means over the optimizer steps that a role took, and how many it skipped; says so when there are some.
+
+        Raises NonFiniteUpdates when more than `trainer.max_skipped_updates` in a row were skipped.
+        """
+        metrics = update_means(role, (self.updates.note(role, update.get()) for update in updates))
+        skipped = int(metrics[f"{role}/skipped_updates"])
+        if skipped:
+            self.warn(f"{skipped} update(s) of the {role} skipped in this step: gradient or loss not finite")
+        return metrics
+
+    def step_metrics(
+        self, prompts: Prompts, generations: Generations, experience: Experience, scored: ScoredAnswers
+    ) -> dict[str, float]:
+        """Statistics of one step's samples, what its transition cost, and its seconds by phase."""
+        lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
+        values = None if experience.old_values is None else experience.old_values.values()
+        returns, advantages = known(experience.returns).values(), known(experience.advantages).values()
+        scores = known(experience.scores)
+        totals = total_rows(known(experience.rewards).values(), experience.response_lengths, scores)
+        timings = self.time_metrics(experience.input_ids.values().numel())
+        return (
+            length_metrics(*lengths, generations.truncated)
+            | score_metrics(scores, totals, advantages, returns, values)
+            | transition_metrics(self.transitions)
+            | scored.metrics()
+            | timings
+        )
+
+    def time_metrics(self, num_tokens: int) -> dict[str, float]:
+        """The seconds of the step that ends, by phase, and what they come to for so many tokens."""
+        timings = self.clock.take_step()
+        return throughput_metrics(num_tokens, timings["timing_s/step"], self._num_ranks) | timings
+
+    def memory_metrics(self, pools: dict[str, list[dict[str, PhaseMemory]]]) -> dict[str, float]:
+        """What the ranks of each pool held in each phase since the last step, beside what was planned; the largest."""
+        metrics: dict[str, float] = {}
+        for pool, ranks in pools.items():
+            for name, value in memory_metrics(ranks, self._planned_memory[pool]).items():
+                metrics[name] = max(value, metrics.get(name, 0.0))
+        return metrics
+
+    def save_samples(self, folder: str | None, prompts: Prompts, scored: ScoredAnswers, step: int) -> None:
+        """Write a table of the answers, where a folder for it is configured."""
+        if folder is not None:
+            questions = self._questions(prompts)
+            try:
+                write_sample_table(Path(folder), step, scored.table(questions, step))
+            except OSError as error:
+                self.warn(f"{folder} lacks the table of step {step}: {error}")
+
+    def save_generations(self, prompts: Prompts, scored: ScoredAnswers, step: int) -> None:
+        """Show some answers of a validation, as many as `trainer.log_val_generations`: the same rows every time."""
+        number = min(self.config.trainer.log_val_generations, len(prompts))
+        if not number:
+            return
+        chosen = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(self.config.trainer.seed))
+        rows = chosen[:number].sort().values
+        self.save_samples(str(self.folder.path / "val_generations"), prompts[rows], scored[rows], step)
+        questions = self._questions(prompts[rows])
+        self._warn_of(self._services.log_samples(scored[rows].table(questions, step), step))
+
+    def _questions(self, prompts: Prompts) -> list[str]:
+        prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
+        return list(self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True))
+
+    def skip_validation(self, step: int) -> None:
+        """Note, and say, that the validation due after `step` has to wait until the run goes on."""
+        self.lacks_validation = True
+        self.warn(f"step {step} is not validated, as the run is to stop; the same command makes up for it")
+
+    def make_up(self, validate: Callable[[int], dict[str, float]]) -> None:
+        """Validate now, and log it for the step that the run goes on from, where the life before skipped that."""
+        step = self.folder.resumed_step
+        if step is not None and self.lacks_validation:
+            self.lacks_validation = False
+            metrics = validate(step)
+            self.metric_logger.log(metrics, step)
+            self._warn_of(self._services.log(metrics, step))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Write one step's metrics and move the progress bar; step 0 is the state before training."""
+        with contextlib.suppress(StorageError):  # lines wait; the next checkpoint says what is lost
+            self.keep_folder()
+        self.metric_logger.log(metrics, step)
+        self._warn_of(self._services.log(metrics, step))
+        if step:
+            accuracy = self.accuracies[-1] if self.accuracies else None
+            what, value = shown_value(metrics)
+            self.progress.step(step, value, accuracy, metrics["timing_s/step"], what)
+
+
+def shown_value(metrics: dict[str, float]) -> tuple[str, float]:
+    """What the progress line says of a step: its mean reward, or where nothing is rewarded its loss."""
+    for what, name in (("reward", "critic/score/mean"), ("loss", "actor/loss"), ("loss", "critic/loss")):
+        if name in metrics:
+            return what, metrics[name]
+    return "loss", float("nan")
+
+
+def transition_metrics(reports: Sequence[TransitionReport]) -> dict[str, float]:
+    """What a transition cost the rank that it cost most."""
+    return {
+        "reshard/exchange_s": max(report.exchange_seconds for report in reports),
+        "reshard/verify_s": max(report.verify_seconds for report in reports),
+        "reshard/received_mb": max(report.bytes_received for report in reports) / 1e6,
+        "reshard/received_network_mb": max(report.network_bytes for report in reports) / 1e6,
+    }

@@ -1,0 +1,144 @@
+"""The rollouts of a run: in turns with training, in slices on the same ranks, or ahead of it on replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.storage import storing
+from megatron_rl.cluster.replicas import ReplicatedPool
+from megatron_rl.config.algorithms import needs_of
+from megatron_rl.config.roles import ROLLOUT, Placement
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.run_folder import RunFolder
+from megatron_rl.errors import ConfigError
+from megatron_rl.roles.actor import Actor
+from megatron_rl.sampling.journal import SCHEDULE_FILE, Began, Event, Journal, Recorder, Resumed, read_events
+from megatron_rl.sampling.prompt_batches import read_schedule
+from megatron_rl.sampling.replay import Replay
+from megatron_rl.sampling.rules import Decides, Rules
+from megatron_rl.sampling.sampler import Sampler, Sources
+from megatron_rl.sampling.scheduler import Scheduler
+from megatron_rl.sampling.sliced_sampler import AsyncSampler, ColocatedSampler, Schedule
+
+
+def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
+    """The rules of the schedule of a run that goes on with `first_step`."""
+    ahead, rollout = config.async_training, config.actor_rollout_ref.rollout
+    sizes = config.batch_sizes
+    return Rules(
+        batch_rows=sizes.num_generated_samples + (sizes.num_generated_prompts if needs_of(config).greedy else 0),
+        num_steps_total=config.trainer.num_steps,
+        ahead=config.trainer.rollout_ahead,
+        sync_every=ahead.trigger_parameter_sync_step,
+        first_step=first_step,
+        slice_steps=ahead.slice_steps,
+        max_running=rollout.max_num_seqs,
+        max_queued=rollout.max_num_seqs // 16,  # for places that become free in a slice
+        partial=ahead.partial_rollout,
+        recompute_kv=ahead.kv_cache == "recompute",
+        deterministic=ahead.deterministic or placement.is_colocated,
+        colocated=placement.is_colocated,
+        straggler_policy=ahead.straggler_policy,
+        straggler_slices=ahead.straggler_slices,
+        straggler_attempts=ahead.straggler_attempts,
+    )
+
+
+def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
+    """What a schedule can only be repeated with."""
+    return {name: value for name, value in asdict(rules).items() if name != "first_step"} | {
+        "seed": config.trainer.seed
+    }
+
+
+def refuse_other_settings(run: Path, events: Sequence[Event], settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a schedule was recorded with other settings, naming them."""
+    recorded = next((event.settings for event in events if isinstance(event, Began)), None)
+    if recorded is None:
+        raise ConfigError(f"{run / SCHEDULE_FILE} does not begin with the settings of its run")
+    different = [
+        f"{name} was {recorded.get(name)}, is {value}"
+        for name, value in settings.items()
+        if recorded.get(name) != value
+    ]
+    if different:
+        raise ConfigError(f"the schedule of {run} is of a run with other settings: {', '.join(different)}")
+
+
+def open_journal(folder: RunFolder, schedule: Mapping[str, Any] | None, settings: dict[str, Any]) -> Journal:
+    """The run's schedule.jsonl, with what the checkpoint knows of it. Raises StorageError."""
+    with storing(SCHEDULE_FILE, folder.path):
+        journal = Journal(folder.path / SCHEDULE_FILE, 0 if schedule is None else schedule["num_lines"])
+        if not journal.num_lines:
+            journal.append(Began(settings))
+        if folder.resumed_step is not None:
+            journal.append(Resumed(folder.resumed_step))
+    return journal
+
+
+def read_schedule_file(run: Path) -> list[Event]:
+    """The recorded schedule of a run's folder. Raises ConfigError where it has none."""
+    file = run / SCHEDULE_FILE
+    try:
+        return read_events(file)
+    except OSError as error:
+        rule = "has no schedule to repeat; runs with trainer.rollout_ahead or async_training.partial_rollout write one"
+        raise ConfigError(f"{run} {rule}: {file} {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def open_schedule(
+    config: RunConfig, placement: Placement, folder: RunFolder, opened: ExitStack, replay: Path | None = None
+) -> Schedule | None:
+    """Who decides what is drawn, and what it goes on from; None for a run that generates and trains in turns.
+
+    replay: the folder of a run whose schedule is repeated. Raises ConfigError where there is none, where it is of other
+    settings, and for a damaged checkpoint.
+    """
+    if not config.samples_in_slices:
+        return None
+    start = folder.start
+    rules = rules_of(config, placement, start.step + 1)
+    num_replicas = placement.pool_of(ROLLOUT).world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
+    saved = None if start.path is None else read_schedule(start.path)
+    decider: Decides
+    if replay is None:
+        decider = Scheduler(rules, num_replicas, saved)
+    else:
+        events = read_schedule_file(replay)
+        refuse_other_settings(replay, events, settings)
+        decider = Replay(rules, num_replicas, events)
+    if saved is not None:
+        last_batch = max(last_batch, rules.batch_of(saved["next_new"] - 1))
+    journal = open_journal(folder, saved, settings)
+    opened.callback(journal.close)
+    checkpoint = None if saved is None else start.path
+    return Schedule(rules, Recorder(decider, journal), journal, num_replicas, last_batch, checkpoint)
+
+
+def open_sampler(
+    schedule: Schedule | None,
+    sources: Sources,
+    actor: Actor,
+    replicas: ReplicatedPool | None,
+    looks: tuple[Callable[[], None], Callable[[], None]],
+    opened: ExitStack,
+) -> Sampler:
+    """Made and ready for `load_weights`. replicas: where the pool that generates is cut into them.
+
+    looks: one raises where a pool has failed that nobody calls now, one where the run is to stop.
+    """
+    if schedule is None:
+        return Sampler(sources, None if Placement.of(sources.config).is_colocated else actor)
+    if replicas is None:
+        return ColocatedSampler(schedule, sources)
+    ahead = AsyncSampler(schedule, sources, replicas.replicas, actor, *looks)
+    opened.enter_context(ahead.driver)
+    ahead.bridge.open()
+    return ahead

@@ -1,0 +1,78 @@
+"""Held-out prompts, answered by the current policy: metrics per data source, under verl's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.steps import is_validation_step
+from megatron_rl.controller.run_logger import RunLogger
+from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.experience.assemble import assemble
+from megatron_rl.observe.validation_metrics import validation_metrics
+from megatron_rl.records import Sequences
+from megatron_rl.sampling.sampler import Sampler
+from megatron_rl.scoring.rewards import Rewards
+
+NUM_PARITY_ROWS = 32
+"""Held-out rows on which the exported model is compared with the trainer."""
+
+
+class Validation:
+    """Answers every held-out prompt, `val_kwargs.n` times.
+
+    parity_rows: a few rows of the last validation, to compare the exported model on; None before the first.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: PromptDataset,
+        rollouts: Sampler,
+        rewards: Rewards,
+        logger: RunLogger,
+        stop: StopRequest,
+    ) -> None:
+        self.config, self.data = config, data
+        self.rollouts, self.rewards, self.logger = rollouts, rewards, logger
+        self._stop = stop
+        self.parity_rows: Sequences | None = None
+
+    def before_training(self, is_resumed: bool) -> None:
+        """Validate where that is configured and the run begins, or where a signal kept its life before from it."""
+        if self.config.trainer.val_before_train and not is_resumed:
+            self.logger.log(self.run(step=0), step=0)
+        self.logger.make_up(self.run)
+
+    def after(self, step: int) -> dict[str, float]:
+        """Validate where that is due after `step`; where the run is to stop, its next life does."""
+        if not is_validation_step(self.config.trainer, step):
+            return {}
+        if self._stop.is_set:
+            self.logger.skip_validation(step)
+            return {}
+        return self.run(step)
+
+    def run(self, step: int) -> dict[str, float]:
+        """Validate now; keeps rewards, accuracy and a few rows."""
+        prompts = self.data.batch(range(len(self.data))).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        with self.logger.clock.phase("testing"):
+            generations = self.rollouts.generate(prompts, self.rollouts.val_sampling())
+            pending = self.rewards.start(prompts, generations)
+            scored = self.rewards.task_scores(prompts, generations, pending)
+            self.logger.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)
+            self.logger.save_generations(prompts, scored, step)
+            variables = scored.variables()
+            self.logger.val_rewards.append(mean(variables["reward"]))
+            if "acc" in variables:
+                self.logger.accuracies.append(mean(variables["acc"]))
+            self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).sequences()
+            sources, predictions = list(prompts.data_source), scored.predictions()
+            metrics = validation_metrics(sources, prompts.index.tolist(), variables, predictions)
+        return metrics | self.logger.clock.take("testing")
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """Over all rows; one without a value counts as 0."""
+    return sum(value for value in values if value is not None) / len(values)

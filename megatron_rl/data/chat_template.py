@@ -1,0 +1,152 @@
+"""From conversations to text with the assistant's turns marked, exactly as the tokenizer's template writes them.
+
+What counts of a turn is what the model generates: everything after the prompt that generation would start from (the
+messages before, with the generation prompt) up to what the template writes before the next message, its end mark
+included, but no blanks after the end token (`tokens.Encoder`). Where the template has {% generation %} marks, they say
+it.
+
+Some templates write a turn otherwise once later ones follow, such as without its thinking. A turn is then learned in a
+text of its own, in which it is the last, as it was when it was generated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_rl.data.example_rows import Chat, Text
+from megatron_rl.data.messages import Message
+from megatron_rl.data.row_problems import RowProblem
+from megatron_rl.data.template_process import TemplateRefusal, checked_length, refusable
+from megatron_rl.errors import ConfigError
+
+Span = tuple[int, int]
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PROBE = "40817263951"
+"""An answer that templates write as it is, and that nothing else in a conversation is."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A text with the characters that count, spans in order. prompt_end: characters before the first answer that
+    counts. is_plain: the tokenizer's own special tokens go before it, which a template writes itself. is_open: nothing
+    ends the last answer. is_altered: an answer stands otherwise in it than in the file.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    prompt_end: int
+    is_plain: bool
+    is_open: bool
+    is_altered: bool = False
+
+
+def plain_draft(text: Text, loss_on: str) -> Draft:
+    """A plain prompt and answer, or the text alone, as they are."""
+    whole = text.prompt + text.answer
+    start = 0 if loss_on == "all" else len(text.prompt)
+    return Draft(whole, ((start, len(whole)),), start, is_plain=True, is_open=True)
+
+
+class ChatTemplate:
+    """The template of a tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]):
+        """kwargs: further variables of the template. Raises ConfigError if the tokenizer has no template."""
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                "the data has chat messages, but the tokenizer has no chat_template: add one to the model folder, "
+                "or store prompts and answers as plain text"
+            )
+        self._tokenizer = tokenizer
+        self._variables = {**tokenizer.special_tokens_map, **kwargs}
+        self._leaves_open: bool | None = None
+
+    def drafts(self, chat: Chat, loss_on: str) -> list[Draft]:
+        """The conversation as one text, or as several where the template rewrites earlier turns; in order.
+
+        Raises RowProblem where the template refuses the messages, or does not begin an answer as its prompt ends.
+        """
+        turns = [n for n, one in enumerate(chat.messages) if n >= chat.first and one["role"] == "assistant"]
+        if loss_on == "all":
+            text = self._render(chat, len(chat.messages))
+            return [self._draft(chat, text, [(0, len(text))], 0, turns[-1:])]
+        pending = turns[-1:] if loss_on == "last" else turns
+        written = {turn: self._turn(chat, turn) for turn in pending}
+        drafts = []
+        while pending:
+            text, _ = written[pending[-1]]
+            fits = [turn for turn in pending if text.startswith(written[turn][0])]
+            spans = [span for turn in fits for span in written[turn][1]]
+            drafts.append(self._draft(chat, text, spans, spans[0][0], fits))
+            pending = [turn for turn in pending if turn not in fits]
+        return drafts[::-1]
+
+    def _draft(self, chat: Chat, text: str, spans: Sequence[Span], prompt_end: int, turns: Sequence[int]) -> Draft:
+        contents = [chat.messages[turn]["content"].strip() for turn in turns]
+        counted = "".join(text[start:end] for start, end in spans)
+        is_altered = any(content not in counted for content in contents)
+        return Draft(text, tuple(spans), prompt_end, False, self._is_open(chat), is_altered)
+
+    def _is_open(self, chat: Chat) -> bool:
+        """Whether the template writes nothing after the last answer; found out with the first conversation."""
+        if self._leaves_open is None:
+            last = chat.messages[-1] | {"content": PROBE}
+            text = self._render(Chat([*chat.messages[:-1], last], chat.first, chat.tools), len(chat.messages))
+            self._leaves_open = text.rstrip().endswith(PROBE)
+        return self._leaves_open
+
+    def _turn(self, chat: Chat, turn: int) -> tuple[str, list[Span]]:
+        """The text up to the end of a turn, and what counts of that turn in it."""
+        if MARKS.search(self._template(chat)):
+            return self._marked_turn(chat, turn)
+        before, text = self._render(chat, turn, generation_prompt=True), self._render(chat, turn + 1)
+        if not text.startswith(before):
+            place = next((n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
+            found = f"the prompt ends in {before[max(place - 10, 0) :][:40]!r}, its answer has "
+            found += f"{text[max(place - 10, 0) :][:40]!r} there"
+            raise RowProblem("template_rewrites", f"messages[{turn}]", found)
+        return text, [(len(before), len(text))]
+
+    def _marked_turn(self, chat: Chat, turn: int) -> tuple[str, list[Span]]:
+        (text,), (marks,) = self._call(chat, turn + 1, return_assistant_tokens_mask=True)
+        before = self._render(chat, turn)
+        spans = [(start, end) for start, end in marks if start < end]
+        if not spans:
+            raise RowProblem("template_rewrites", f"messages[{turn}]", "no {% generation %} mark around the answer")
+        own = [span for span in spans if span[0] >= len(before)] if text.startswith(before) else spans[-1:]
+        if not own:
+            raise RowProblem("template_rewrites", f"messages[{turn}]", "no {% generation %} mark around this answer")
+        return text, own
+
+    def _template(self, chat: Chat) -> str:
+        template: str = self._tokenizer.get_chat_template(tools=chat.tools)
+        return template
+
+    def _render(self, chat: Chat, num_messages: int, generation_prompt: bool = False) -> str:
+        texts, _ = self._call(chat, num_messages, add_generation_prompt=generation_prompt)
+        text: str = texts[0]
+        return text
+
+    def _call(self, chat: Chat, num_messages: int, **options: bool) -> tuple[list[str], list[list[Span]]]:
+        messages: list[Message] = chat.messages[:num_messages]
+        variables = self._variables | options
+        template = self._template(chat)
+
+        def render() -> tuple[list[str], list[list[Span]]]:
+            found: tuple[list[str], list[list[Span]]] = render_jinja_template(
+                conversations=[messages], tools=chat.tools, chat_template=template, **variables
+            )
+            return found
+
+        try:
+            texts, spans = refusable(render)
+            checked_length(texts[0])
+        except TemplateRefusal as refusal:
+            raise RowProblem("template_refuses", "", str(refusal)) from None
+        return texts, spans

@@ -1,0 +1,263 @@
+"""From a row's content to conversations or texts with their answers, checked. Pure; problems are `RowProblem`s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.data.messages import Message, check_answers, check_order, read_messages, read_tools
+from megatron_rl.data.row_files import value_of
+from megatron_rl.data.row_problems import RowProblem
+from megatron_rl.data.schemas import JUDGED, Columns
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text: a prompt, which may be empty, and what follows it."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation; the assistant's messages from number `first` on are the answers that may count."""
+
+    messages: list[Message]
+    first: int
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class ExampleRow:
+    """answers: one; of preferences several, the best first, with as many margins less one. desirable: of each answer,
+    where labels are read. score: where scores are.
+    """
+
+    answers: tuple[Text | Chat, ...]
+    margins: tuple[float, ...] = ()
+    desirable: tuple[bool, ...] = ()
+    score: float | None = None
+
+
+class RowReader:
+    """Reads the rows of files with the same columns. Which shapes there are is in `schemas.NEEDED`."""
+
+    def __init__(self, columns: Columns, stage: str, as_chat: bool):
+        """as_chat: whether prompts and answers that are both text become messages of user and assistant."""
+        self.columns = columns
+        self.stage = stage
+        self.as_chat = as_chat
+
+    def read(self, content: dict[str, Any]) -> ExampleRow:
+        """Raises RowProblem, with the field, for whatever cannot be used."""
+        shape = self.columns.shape
+        if shape in ("pair", "ranking"):
+            answers, margins = self._pair(content) if shape == "pair" else self._ranking(content)
+            return ExampleRow(answers, margins, (True, False) if self.stage == "labelled" else ())
+        one: Text | Chat
+        if shape == "text":
+            one = Text("", self._text(content, "text", "empty_answer"))
+        elif shape == "conversation":
+            one = self._conversation(content)
+        else:
+            one = self._answer(content, self._value(content, "response"), self._name("response"))
+        judge = JUDGED.get(self.stage)
+        if judge == "label":
+            return ExampleRow((one,), desirable=(self._label(content),))
+        return ExampleRow((one,), score=self._number(content, "score") if judge == "score" else None)
+
+    def _name(self, use: str) -> str:
+        return self.columns.names[use]
+
+    def _value(self, content: dict[str, Any], use: str) -> Any:
+        value = value_of(content, self._name(use))
+        if value is None:
+            given = ", ".join(name for name, one in content.items() if one is not None)
+            others = ", and other rows have it" if use == "margin" else ""
+            raise RowProblem("missing", self._name(use), f"nothing{others}; the row has {given or 'no field'}")
+        return value
+
+    def _text(self, content: dict[str, Any], use: str, empty: str) -> str:
+        value = self._value(content, use)
+        if not isinstance(value, str):
+            raise RowProblem("wrong_type", self._name(use), f"{value!r:.80}, and not text")
+        if not value.strip():
+            raise RowProblem(empty, self._name(use), repr(value)[:80])
+        return value
+
+    def _tools(self, content: dict[str, Any]) -> list[dict[str, Any]] | None:
+        name = self.columns.names.get("tools")
+        return None if name is None else read_tools(value_of(content, name), name)
+
+    def _conversation(self, content: dict[str, Any]) -> Chat:
+        name = self._name("messages")
+        messages = read_messages(self._value(content, "messages"), name)
+        check_order(messages, name)
+        check_answers(messages, name)
+        # A label or a score is about the last answer alone.
+        first = 0 if self.stage == "examples" else len(messages) - 1
+        return Chat(messages, first, self._tools(content))
+
+    def _prompt(self, content: dict[str, Any]) -> str | list[Message]:
+        value = self._value(content, "prompt")
+        if isinstance(value, str):
+            return self._text(content, "prompt", "empty_prompt")
+        if not isinstance(value, list):
+            raise RowProblem("wrong_type", self._name("prompt"), f"{value!r:.80}, and not text or messages")
+        return read_messages(value, self._name("prompt"))
+
+    def _answer(self, content: dict[str, Any], answer: Any, field: str) -> Text | Chat:
+        """One answer to the prompt in a column of its own; `field` names the answer."""
+        prompt = self._prompt(content)
+        if isinstance(answer, str):
+            if not answer.strip():
+                raise RowProblem("empty_answer", field, repr(answer)[:80])
+            if isinstance(prompt, str) and not self.as_chat:
+                return Text(prompt, answer)
+            answers: list[Message] = [{"role": "assistant", "content": answer}]
+        elif isinstance(answer, list | dict):
+            answers = read_messages([answer] if isinstance(answer, dict) else answer, field)
+        else:
+            raise RowProblem("wrong_type", field, f"{answer!r:.80}, and not text or messages")
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        check_order(prompt, self._name("prompt"))
+        check_answers(answers, field)
+        messages = [*prompt, *answers]
+        check_order(messages, f"{self._name('prompt')}+{field}")
+        return Chat(messages, len(prompt), self._tools(content))
+
+    def _pair(self, content: dict[str, Any]) -> tuple[tuple[Text | Chat, ...], tuple[float, ...]]:
+        fields = [self._name("chosen"), self._name("rejected")]
+        values = [self._value(content, "chosen"), self._value(content, "rejected")]
+        for field, value in zip(fields, values, strict=True):
+            if not isinstance(value, str | list):
+                raise RowProblem("wrong_type", field, f"{value!r:.80}, and not text or messages")
+        if type(values[0]) is not type(values[1]):
+            raise RowProblem("wrong_type", fields[1], "text beside messages: both answers must be of one form")
+        if "prompt" not in self.columns.names or self._holds_prompts(content, values):
+            answers = (
+                self._whole_chats(content, values, fields)
+                if isinstance(values[0], list)
+                else _whole_texts(values, fields)
+            )
+        else:
+            answers = [self._answer(content, value, field) for value, field in zip(values, fields, strict=True)]
+        if answers[0] == answers[1]:
+            raise RowProblem("same_answers", " and ".join(fields), "the same")
+        margin = self._number(content, "margin") if "margin" in self.columns.names else 0.0
+        if margin < 0:
+            raise RowProblem("negative_margin", self._name("margin"), str(margin))
+        return tuple(answers), (margin,)
+
+    def _holds_prompts(self, content: dict[str, Any], values: Sequence[Any]) -> bool:
+        """Whether both answers are whole conversations that begin with the prompt, which a column repeats."""
+        if not all(isinstance(value, list) and _role(value) not in (None, "assistant") for value in values):
+            return False
+        prompt = self._prompt(content)
+        for use, value in zip(("chosen", "rejected"), values, strict=True):
+            messages = read_messages(value, self._name(use))
+            if isinstance(prompt, str):
+                is_there = any(prompt in one["content"] for one in messages if one["role"] == "user")
+            else:
+                is_there = messages[: len(prompt)] == prompt
+            if not is_there:
+                found = f"a conversation without the text of the column {self._name('prompt')!r}"
+                raise RowProblem("no_shared_prompt", self._name(use), found)
+        return True
+
+    def _whole_chats(self, content: dict[str, Any], values: Sequence[Any], fields: Sequence[str]) -> list[Text | Chat]:
+        chats = [read_messages(value, field) for value, field in zip(values, fields, strict=True)]
+        for messages, field in zip(chats, fields, strict=True):
+            check_order(messages, field)
+        if chats[0] == chats[1]:
+            raise RowProblem("same_answers", " and ".join(fields), "the same")
+        shared = 0
+        while shared < min(len(one) for one in chats) and chats[0][shared] == chats[1][shared]:
+            shared += 1
+        for messages, field in zip(chats, fields, strict=True):
+            if not shared or any(one["role"] not in ("assistant", "tool") for one in messages[shared:]):
+                raise RowProblem("no_shared_prompt", field, f"the first {shared} messages are shared")
+            check_answers(messages, field, shared)
+        return [Chat(messages, shared, self._tools(content)) for messages in chats]
+
+    def _ranking(self, content: dict[str, Any]) -> tuple[tuple[Text | Chat, ...], tuple[float, ...]]:
+        name = self._name("answers")
+        values = self._value(content, "answers")
+        if not isinstance(values, list):
+            raise RowProblem("wrong_type", name, f"{values!r:.80}, and not a list of answers")
+        if len(values) < 2:
+            raise RowProblem("too_few_answers", name, f"{len(values)} answers")
+        order = list(range(len(values)))
+        for use, sign in (("ranks", 1), ("scores", -1)):
+            if use in self.columns.names:
+                numbers = self._numbers(content, use, len(values))
+                if len(set(numbers)) < len(numbers):
+                    raise RowProblem("tie", self._name(use), str(numbers)[:80])
+                order = [place for _, place in sorted((sign * one, place) for place, one in enumerate(numbers))]
+        answers = [self._answer(content, values[place], f"{name}[{place}]") for place in order]
+        for place, answer in enumerate(answers):
+            if answer in answers[:place]:
+                raise RowProblem("same_answers", name, f"answer {order[place]} is there twice")
+        return tuple(answers), self._margins(content, order)
+
+    def _margins(self, content: dict[str, Any], order: Sequence[int]) -> tuple[float, ...]:
+        if "margin" not in self.columns.names:
+            return (0.0,) * (len(order) - 1)
+        numbers = self._numbers(content, "margin", len(order), len(order) - 1)
+        if len(numbers) == len(order):
+            numbers = [numbers[a] - numbers[b] for a, b in zip(order, order[1:], strict=False)]
+        if min(numbers) < 0:
+            raise RowProblem("negative_margin", self._name("margin"), str(min(numbers)))
+        return tuple(numbers)
+
+    def _numbers(self, content: dict[str, Any], use: str, *lengths: int) -> list[float]:
+        value = self._value(content, use)
+        if not isinstance(value, list):
+            raise RowProblem("wrong_type", self._name(use), f"{value!r:.80}, and not a list of numbers")
+        if len(value) not in lengths:
+            wanted = " or ".join(map(str, lengths))
+            raise RowProblem("unequal_counts", self._name(use), f"{len(value)} numbers and not {wanted}")
+        return [_finite(one, f"{self._name(use)}[{number}]") for number, one in enumerate(value)]
+
+    def _number(self, content: dict[str, Any], use: str) -> float:
+        return _finite(self._value(content, use), self._name(use))
+
+    def _label(self, content: dict[str, Any]) -> bool:
+        value = self._value(content, "label")
+        if isinstance(value, str) or value not in (0, 1):
+            raise RowProblem("not_a_label", self._name("label"), f"{value!r:.80}")
+        return bool(value)
+
+
+def _whole_texts(values: Sequence[str], fields: Sequence[str]) -> list[Text | Chat]:
+    """Two texts, cut where they begin to differ, at the beginning of that word."""
+    chosen, rejected = values
+    for field, value in zip(fields, values, strict=True):
+        if not value.strip():
+            raise RowProblem("empty_answer", field, repr(value)[:80])
+    if chosen == rejected:
+        raise RowProblem("same_answers", " and ".join(fields), "the same")
+    shared = next((n for n, (a, b) in enumerate(zip(*values, strict=False)) if a != b), min(map(len, values)))
+    while shared and not chosen[shared - 1].isspace():
+        shared -= 1
+    # A blank goes with the word after it, as tokenizers have it.
+    while shared and chosen[shared - 1] == " ":
+        shared -= 1
+    for field, value in zip(fields, values, strict=True):
+        if not shared or not value[shared:].strip():
+            raise RowProblem("no_shared_prompt", field, f"the first {shared} characters are shared")
+    return [Text(value[:shared], value[shared:]) for value in values]
+
+
+def _role(messages: list[Any]) -> Any:
+    return messages[0].get("role") if messages and isinstance(messages[0], dict) else None
+
+
+def _finite(value: Any, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RowProblem("not_a_number", field, f"{value!r:.80}")
+    return float(value)

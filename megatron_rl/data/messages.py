@@ -1,0 +1,110 @@
+"""Messages of conversations as rows have them: checked, and without what only the file format put there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatron_rl.data.row_problems import RowProblem
+
+Message = dict[str, Any]
+INSTRUCTIONS = ("system", "developer")
+ROLES = (*INSTRUCTIONS, "user", "assistant", "tool")
+
+
+def read_messages(value: Any, field: str) -> list[Message]:
+    """A non-empty list of messages with role and content. Raises RowProblem.
+
+    Parquet gives every message the fields of all, null where it has none, so fields that are null are taken out, at any
+    depth. Content in parts of type text is joined; a message that calls tools may have none.
+    """
+    if value is None:
+        raise RowProblem("missing", field, "null")
+    if not isinstance(value, list):
+        raise RowProblem("wrong_type", field, f"{_shown(value)}, and not a list of messages")
+    if not value:
+        raise RowProblem("no_messages", field, "[]")
+    return [_message(one, f"{field}[{number}]") for number, one in enumerate(value)]
+
+
+def check_order(messages: list[Message], field: str) -> None:
+    """Raise RowProblem for a conversation that no template can take."""
+    before = "system"
+    for number, message in enumerate(messages):
+        role, place = message["role"], f"{field}[{number}]"
+        if role in INSTRUCTIONS and before not in INSTRUCTIONS:
+            raise RowProblem("misplaced_system", place, f"a {role} message after one of role {before}")
+        if role == "tool" and before not in ("assistant", "tool"):
+            raise RowProblem("stray_tool_message", place, f"it follows a message of role {before}")
+        if role == "assistant" and not number:
+            raise RowProblem("no_question", place, "the assistant speaks first")
+        if role == "user" and not message["content"].strip():
+            raise RowProblem("empty_prompt", f"{place}.content", repr(message["content"])[:80])
+        before = role
+
+
+def check_answers(messages: list[Message], field: str, first: int = 0) -> None:
+    """Raise RowProblem unless the messages from `first` on end with the assistant's, which are not empty."""
+    if len(messages) <= first or messages[-1]["role"] != "assistant":
+        last = f"the last message is of role {messages[-1]['role']}" if len(messages) > first else "no answer"
+        raise RowProblem("unanswered", f"{field}[{len(messages) - 1}]", last)
+    for number, message in enumerate(messages[first:], start=first):
+        is_silent = not message["content"].strip() and not message.get("tool_calls")
+        if message["role"] == "assistant" and is_silent and not message.get("reasoning_content"):
+            raise RowProblem("empty_answer", f"{field}[{number}].content", repr(message["content"]))
+
+
+def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
+    """The tools of a row: null, a list of objects, or either as JSON. Raises RowProblem."""
+    try:
+        if isinstance(value, str):
+            value = json.loads(value) if value.strip() else None
+        if isinstance(value, list):
+            value = [json.loads(one) if isinstance(one, str) else one for one in value]
+    except (ValueError, RecursionError) as error:
+        raise RowProblem("wrong_type", field, f"text that is not JSON: {error}") from None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise RowProblem("wrong_type", field, f"{_shown(value)}, and not a list of tools as objects")
+    return [_without_nulls(one) for one in value]
+
+
+def _message(value: Any, field: str) -> Message:
+    if not isinstance(value, dict):
+        raise RowProblem("not_a_message", field, _shown(value))
+    message: Message = _without_nulls(value)
+    if not isinstance(message.get("role"), str):
+        hint = "an object with from and value" if {"from", "value"} <= set(value) else "no role"
+        raise RowProblem("not_a_message", f"{field}.role", hint)
+    if message["role"] not in ROLES:
+        raise RowProblem("unknown_role", f"{field}.role", repr(message["role"])[:60])
+    content = message.get("content")
+    if content is None:
+        if not message.get("tool_calls"):
+            raise RowProblem("not_a_message", f"{field}.content", "no content")
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{field}.content[{number}]") for number, part in enumerate(content))
+    if not isinstance(content, str):
+        raise RowProblem("content_not_text", f"{field}.content", _shown(content))
+    return message | {"content": content}
+
+
+def _part(part: Any, field: str) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise RowProblem("content_not_text", field, _shown(part))
+    return text
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"

@@ -1,0 +1,137 @@
+"""The kinds of bad rows: for each the rule it breaks and what to do. Every one is named with file, row and field."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.data.examples import RowPlace
+from megatron_rl.errors import ConfigError
+
+SHOWN = 10
+"""Bad rows that an error message lists, or the first of every kind where those are more; the others are counted."""
+
+KINDS: dict[str, tuple[str, str]] = {
+    "not_json": ("a line must be JSON", "mend the line, or write the file anew"),
+    "not_an_object": ("a line must be an object in braces", "write {column: value, ...}"),
+    "not_utf8": ("text must be UTF-8", "convert the file, for instance with iconv -f latin1 -t utf-8"),
+    "half_surrogate": ("text must not hold half of a pair of surrogates, which is no character", "take it out"),
+    "repeated_field": ("an object must name each field once", "keep one of the two"),
+    "missing": ("the field must be there and not null", "fill it in, or take the row out"),
+    "wrong_type": ("the field must have the right type", "write it as said"),
+    "empty_prompt": ("a prompt must not be empty", "fill it in, or take the row out"),
+    "empty_answer": ("an answer must not be empty", "fill it in, or take the row out"),
+    "no_messages": ("a list of messages must not be empty", "fill it in, or take the row out"),
+    "not_a_message": ("a message must be an object with role and content", "write {role: ..., content: ...}"),
+    "unknown_role": (
+        "a message's role must be system, developer, user, assistant or tool",
+        "rename it: human is user, gpt and bot are assistant",
+    ),
+    "content_not_text": ("a message's content must be text, or parts of type text", "take images and sounds out"),
+    "misplaced_system": ("a system message must come before all others", "move it to the beginning"),
+    "stray_tool_message": (
+        "a tool's message must follow the assistant's or another tool's",
+        "put the assistant's call before it",
+    ),
+    "no_question": ("something must come before the assistant's first turn", "put the question before the answer"),
+    "unanswered": ("the last message must be the assistant's", "take off the messages after its last answer"),
+    "no_shared_prompt": (
+        "chosen and rejected must begin with the same prompt and end with the assistant's answers",
+        "write the prompt into both, or into a column of its own",
+    ),
+    "same_answers": ("the answers of a row must differ from each other", "take the row out"),
+    "too_few_answers": ("a ranking needs at least 2 answers", "take the row out"),
+    "unequal_counts": ("there must be as many ranks or scores as answers", "write one for each answer"),
+    "tie": ("no two answers may have the same rank or score", "break the tie, or take one of the two out"),
+    "not_a_label": ("a label must be true or false", "write true or false, or 1 or 0"),
+    "not_a_number": ("the field must be a finite number", "write a number, or take the row out"),
+    "negative_margin": ("a margin must be at least 0", "exchange chosen and rejected, or write 0"),
+    "template_refuses": ("the tokenizer's chat_template must take the messages", "see what it says"),
+    "template_rewrites": (
+        "the chat_template must write a prompt as the beginning of prompt and answer",
+        "use a template that does, or one with {% generation %} marks",
+    ),
+    "unknown_token": (
+        "every token must be one that the model has",
+        "take the tokenizer's added tokens out of the row, or use a model that has them",
+    ),
+    "too_long": (
+        "a row must have at most data.max_length tokens",
+        "raise data.max_length, or set data.truncation to left, right or drop",
+    ),
+    "nothing_counted": (
+        "a row must keep a token that counts in the loss",
+        "raise data.max_length, or set data.truncation=left",
+    ),
+}
+"""Kind -> (rule, what to do)."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """One row that cannot be used. field: such as messages[2].role; empty for the whole row. found: what is there."""
+
+    kind: str
+    place: RowPlace
+    field: str
+    found: str
+
+    def __str__(self) -> str:
+        """Place, field, what is there, the rule and what to do."""
+        rule, remedy = KINDS[self.kind]
+        field = f", field {self.field!r}" if self.field else ""
+        return f"{self.place}{field}: {self.found}; {rule}: {remedy} [{self.kind}]"
+
+    def as_json(self) -> dict[str, object]:
+        """What a line of `bad_rows_file` holds."""
+        rule, remedy = KINDS[self.kind]
+        place = {"file": self.place.file, "row": self.place.row, "line": self.place.line}
+        return place | {"field": self.field, "kind": self.kind, "found": self.found, "rule": rule, "remedy": remedy}
+
+
+class RowProblem(Exception):
+    """What is wrong with the row being looked at; whoever knows its place makes a `BadRow` of it."""
+
+    def __init__(self, kind: str, field: str, found: str) -> None:
+        super().__init__(kind, field, found)
+        self.kind, self.field, self.found = kind, field, found
+
+    def __str__(self) -> str:
+        """All three."""
+        return f"{self.kind}: {self.field}: {self.found}"
+
+    def at(self, place: RowPlace) -> BadRow:
+        """The same, with its place."""
+        return BadRow(self.kind, place, self.field, self.found)
+
+
+def refuse(bad_rows: Sequence[BadRow], num_rows: int) -> None:
+    """Raise a ConfigError that counts all bad rows by kind and lists the first of each kind and, up to `SHOWN`, the
+    first of the others; nothing if there is none."""
+    if not bad_rows:
+        return
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in bad_rows).most_common())
+    first = {row.kind: number for number, row in reversed(list(enumerate(bad_rows)))}
+    others = [number for number in range(len(bad_rows)) if first[bad_rows[number].kind] != number]
+    shown = sorted([*first.values(), *others[: max(0, SHOWN - len(first))]])
+    lines = [f"  {bad_rows[number]}" for number in shown]
+    if len(bad_rows) > len(shown):
+        lines.append(f"  and {len(bad_rows) - len(shown)} more")
+    headline = f"{len(bad_rows)} of {num_rows} rows cannot be used ({kinds})"
+    remedy = "mend them"
+    if len(bad_rows) < num_rows:
+        remedy += ", or set data.bad_rows=skip to go on without them and have all of them listed"
+    raise ConfigError("\n".join([f"{headline}: {remedy}", *lines]))
+
+
+def write_bad_rows(path: str, bad_rows: Sequence[BadRow]) -> None:
+    """Write JSON lines, one per bad row; an empty file if there is none. Raises ConfigError if it cannot be written."""
+    file = Path(path).expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row.as_json()) + "\n" for row in bad_rows), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"data.bad_rows_file={path} cannot be written: {error.strerror}") from error

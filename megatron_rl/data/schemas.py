@@ -1,0 +1,170 @@
+"""Which columns of a file are read as what: found from their names and forms, or from the keys that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.data.reading_options import ReadingOptions
+from megatron_rl.errors import ConfigError
+
+SPOKEN = ("text", "messages", "null")
+CANDIDATES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": (("messages",), ("messages", "null")),
+    "prompt": (("prompt", "question"), SPOKEN),
+    "response": (("completion", "response", "answer"), SPOKEN),
+    "text": (("text",), ("text", "null")),
+    "chosen": (("chosen",), SPOKEN),
+    "rejected": (("rejected",), SPOKEN),
+    "answers": (("answers", "responses", "completions"), ("texts", "conversations", "messages", "null")),
+    "ranks": (("ranks",), ("numbers", "null")),
+    "scores": (("scores",), ("numbers", "null")),
+    "label": (("label",), ("boolean", "number", "text", "null")),
+    "score": (("score", "reward", "rating"), ("number", "text", "null")),
+    "margin": (("margin",), ("number", "numbers", "text", "null")),
+    "tools": (("tools",), ("messages", "other", "texts", "text", "null")),
+}
+"""Use -> (names that are looked for, forms that are looked at). A key may name a column of any name and form."""
+
+NEEDED = {
+    "conversation": ("messages",),
+    "answer": ("prompt", "response"),
+    "text": ("text",),
+    "pair": ("chosen", "rejected"),
+    "ranking": ("answers", "prompt"),
+}
+"""Shape of a row -> columns it must have."""
+
+OPTIONAL = {
+    "conversation": ("tools",),
+    "answer": ("tools",),
+    "text": (),
+    "pair": ("prompt", "margin", "tools"),
+    "ranking": ("ranks", "scores", "margin", "tools"),
+}
+
+STAGES: dict[str, tuple[str, ...]] = {
+    "examples": ("conversation", "answer", "text"),
+    "rankings": ("pair", "ranking"),
+    "labelled": ("conversation", "answer", "pair"),
+    "scored": ("conversation", "answer"),
+}
+"""What is read -> shapes that it can be read from."""
+
+JUDGED = {"labelled": "label", "scored": "score"}
+"""What is read -> the column it needs, too; not of pairs."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """shape: a key of `NEEDED`. names: use -> column. schema: whose schema it is, in words."""
+
+    shape: str
+    names: Mapping[str, str]
+    schema: str
+
+    def __str__(self) -> str:
+        """Such as "TRL's prompt-completion schema (prompt=prompt response=completion)"."""
+        return f"{self.schema} ({' '.join(f'{use}={name}' for use, name in self.names.items())})"
+
+
+def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, stage: str) -> Columns:
+    """How a file's rows are read for `stage`, a key of `STAGES`; forms: column -> form.
+
+    Raises ConfigError, with the keys to set, where a key names no column, where no columns fit and where two do.
+    """
+    given = {use: value for use in CANDIDATES if (value := getattr(options, f"{use}_key")) is not None}
+    for use, name in given.items():
+        if name not in forms:
+            nearest = f"; the nearest is {nearest_name(name, forms)}" if forms else ""
+            raise ConfigError(f"{path} has no column {name!r} (data.{use}_key); it has {_listed(forms)}{nearest}")
+    found = {use: [given[use]] if use in given else _named(use, forms) for use in CANDIDATES}
+    judge = JUDGED.get(stage)
+    shapes = [
+        shape
+        for shape in STAGES[stage]
+        if all(found[use] for use in NEEDED[shape]) and (judge is None or shape == "pair" or found[judge])
+    ]
+    asked = [shape for shape in shapes if set(NEEDED[shape]) & set(given)]
+    if judge is not None and found[judge] and len(shapes) > 1:
+        shapes = [shape for shape in shapes if shape != "pair"]
+    shapes = asked or shapes
+    if not shapes:
+        raise ConfigError(_nothing_fits(path, forms, stage))
+    if len(shapes) > 1:
+        choices = [
+            " ".join(f"data.{use}_key={found[use][0]}" for use in NEEDED[shape] if len(found[use]) == 1)
+            or f"data.{NEEDED[shape][0]}_key"
+            for shape in shapes
+        ]
+        raise ConfigError(
+            f"{path} can be read in {len(shapes)} ways, as its columns are {_listed(forms)}: set "
+            + ", or ".join(choices)
+        )
+    (shape,) = shapes
+    wanted = [*NEEDED[shape], *OPTIONAL[shape], *([judge] if judge is not None and shape != "pair" else [])]
+    names = {use: _one(path, use, found[use]) for use in wanted if found[use]}
+    if "ranks" in names and "scores" in names:
+        if "margin" not in given or given["margin"] != names["scores"]:
+            raise ConfigError(
+                f"{path} has ranks ({names['ranks']}) and scores ({names['scores']}) of its answers, and they could "
+                f"differ: set data.ranks_key={names['ranks']} and data.margin_key={names['scores']} for the order of "
+                "the one and margins from the other, or take a column out"
+            )
+        del names["scores"]
+    return Columns(shape, names, _schema(shape, names, judge))
+
+
+def _named(use: str, forms: Mapping[str, str]) -> list[str]:
+    names, allowed = CANDIDATES[use]
+    return [name for name in names if forms.get(name) in allowed]
+
+
+def _one(path: str, use: str, names: list[str]) -> str:
+    if len(names) > 1:
+        keys = " or ".join(f"data.{use}_key={name}" for name in names)
+        raise ConfigError(f"{path}: the columns {' and '.join(names)} could both be the {use}: set {keys}")
+    return names[0]
+
+
+def _listed(forms: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({form})" for name, form in forms.items()) or "no columns"
+
+
+def _nothing_fits(path: str, forms: Mapping[str, str], stage: str) -> str:
+    judge = JUDGED.get(stage)
+    ways = []
+    for shape in STAGES[stage]:
+        uses = [*NEEDED[shape], *([judge] if judge is not None and shape != "pair" else [])]
+        ways.append(" with ".join(" or ".join(CANDIDATES[use][0]) for use in uses))
+    text = f"{path} has no columns for this: it has {_listed(forms)}, and needs {'; or '.join(ways)}"
+    keys = [f"data.{use}_key" for shape in STAGES[stage] for use in NEEDED[shape]]
+    keys += [f"data.{judge}_key"] if judge is not None else []
+    hints: list[tuple[bool, str]] = [
+        ("turns" in forms.values(), "turns of {from, value} must be messages of {role, content}: rename the fields"),
+        (
+            stage == "examples" and {"chosen", "rejected"} <= set(forms),
+            "chosen and rejected are for `reward` and `dpo`; to learn the chosen answers set data.response_key=chosen, "
+            "or data.messages_key=chosen where they are whole conversations",
+        ),
+        (True, f"other names are given by {', '.join(dict.fromkeys(keys))}"),
+    ]
+    return "; ".join([text, *(hint for holds, hint in hints if holds)])
+
+
+def _schema(shape: str, names: Mapping[str, str], judge: str | None) -> str:
+    trl = names.get("response") == "completion"
+    whose: dict[str, Callable[[], str]] = {
+        "conversation": lambda: "conversations, TRL's and verl's schema",
+        "answer": lambda: "TRL's prompt-completion schema" if trl else "verl's schema of prompts and responses",
+        "text": lambda: "plain text",
+        "pair": lambda: f"TRL's preference schema, prompt {'in a column' if 'prompt' in names else 'in both answers'}",
+        "ranking": lambda: (
+            "ranked answers, by their "
+            + ("ranks" if "ranks" in names else "scores" if "scores" in names else "order, the best first")
+        ),
+    }
+    if judge == "label" and shape != "pair":
+        return "TRL's unpaired preference schema" if trl else "labelled answers"
+    return whose[shape]() + (", with scores" if judge == "score" else "")

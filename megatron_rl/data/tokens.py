@@ -1,0 +1,161 @@
+"""From text with marked characters to tokens with marked tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.data.chat_template import Draft
+from megatron_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """ids with whether each counts. prompt_length: tokens before the first answer that counts. is_split: an answer
+    begins or ends inside what the tokenizer would make one token of.
+    """
+
+    ids: list[int]
+    counts: list[bool]
+    prompt_length: int
+    is_split: bool = False
+
+
+class Encoder:
+    """A tokenizer, and what it adds to plain text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool):
+        """append_eos: end answers that nothing ends with the end token."""
+        self._tokenizer = tokenizer
+        self._append_eos = append_eos
+        self._lead = _special_tokens_before(tokenizer)
+
+    def encode(self, drafts: Sequence[Draft]) -> list[Tokens]:
+        """Tokens of each text, such that an answer's tokens begin where those of its prompt alone end.
+
+        The text is tokenised whole. Where its tokens reach over the edge of an answer, prompt and answer are tokenised
+        apart, as they are in generation; where that would change the text (tokenizers that put a blank before every
+        text), the token at the edge is the answer's. What a template writes after the end token is no part of an
+        answer.
+
+        Raises ConfigError if an end token is to be appended and the tokenizer has none.
+        """
+        borders = [_borders(draft) for draft in drafts]
+        whole = self._ids([draft.text for draft in drafts])
+        pieces = [
+            draft.text[start:end]
+            for draft, places in zip(drafts, borders, strict=True)
+            for start, end in zip(places, places[1:], strict=False)
+        ]
+        parts = iter(self._ids(pieces))
+        encoded = []
+        for draft, places, ids in zip(drafts, borders, whole, strict=True):
+            own = [next(parts) for _ in places[1:]]
+            encoded.append(self._encode(draft, places, ids, own))
+        return encoded
+
+    def _encode(self, draft: Draft, places: list[int], ids: list[int], parts: list[list[int]]) -> Tokens:
+        ids, edges, is_split = self._placed(draft.text, places, ids, parts)
+        at = dict(zip(places, edges, strict=True))
+        counts = [False] * len(ids)
+        for start, end in draft.spans:
+            counts[at[start] : at[end]] = [True] * (at[end] - at[start])
+        prompt_length = at[draft.prompt_end]
+        if ids and not draft.is_plain:
+            ids, counts = self._up_to_the_end_token(ids, counts, [at[end] for _, end in draft.spans])
+        if draft.is_plain:
+            ids, counts = [*self._lead, *ids], [False] * len(self._lead) + counts
+            prompt_length += len(self._lead) if draft.prompt_end else 0
+        if draft.is_open and self._append_eos and (not ids or ids[-1] != self._eos()):
+            ids, counts = [*ids, self._eos()], [*counts, True]
+        if counts:
+            counts[0] = False
+        return Tokens(ids, counts, prompt_length, is_split)
+
+    def _placed(
+        self, text: str, places: list[int], ids: list[int], parts: list[list[int]]
+    ) -> tuple[list[int], list[int], bool]:
+        """(tokens of `text`, how many stand before each of `places`, whether one of them is inside a token)."""
+        joined = [token for part in parts for token in part]
+        if joined == ids:
+            return list(ids), _running(parts), False
+        edges = [self._edge(text[:place], ids) for place in places[:-1]]
+        if all(is_whole for _, is_whole in edges):
+            return list(ids), [*(edge for edge, _ in edges), len(ids)], False
+        if self._text(joined) == self._text(ids):
+            return joined, _running(parts), True
+        return list(ids), [*(edge for edge, _ in edges), len(ids)], True
+
+    def _up_to_the_end_token(
+        self, ids: list[int], counts: list[bool], ends: Sequence[int]
+    ) -> tuple[list[int], list[bool]]:
+        """Without the blanks that a template writes after an answer's end token, where generation stops: they do not
+        count, and at the end of the text they are cut off, so that a reward model sees what generation gives it.
+        """
+        eos = self._tokenizer.eos_token_id
+        for end in ends:
+            last = end - 1
+            while last > 0 and counts[last] and ids[last] != eos:
+                last -= 1
+            if counts[last] and ids[last] == eos and not self._text(ids[last + 1 : end]).strip():
+                counts[last + 1 : end] = [False] * (end - last - 1)
+        last = len(ids) - 1 - ids[::-1].index(eos) if eos in ids else len(ids) - 1
+        if counts[last] and not any(counts[last + 1 :]) and not self._text(ids[last + 1 :]).strip():
+            ids, counts = ids[: last + 1], counts[: last + 1]
+        return ids, counts
+
+    def _edge(self, before: str, ids: list[int]) -> tuple[int, bool]:
+        """How many of `ids` are tokens of the text `before`, and whether these are all its tokens."""
+        own = self._ids([before])[0]
+        same = next((n for n, (a, b) in enumerate(zip(own, ids, strict=False)) if a != b), min(len(own), len(ids)))
+        return same, same == len(own)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        different = list(dict.fromkeys(texts))  # prompts of several answers, and what templates write between turns
+        encoded = self._tokenizer(
+            different,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        known: dict[str, list[int]] = dict(zip(different, encoded["input_ids"], strict=True))
+        return [known[text] for text in texts]
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text
+
+    def _eos(self) -> int:
+        token = self._tokenizer.eos_token_id
+        if token is None:
+            raise ConfigError(
+                "the tokenizer has no eos_token to end answers with: add one to the model folder, or set "
+                "data.append_eos=false"
+            )
+        return int(token)
+
+
+def _borders(draft: Draft) -> list[int]:
+    """Places in the text at which what counts changes, with both ends."""
+    inner = {place for span in draft.spans for place in span} | {draft.prompt_end}
+    return sorted({0, len(draft.text)} | inner)
+
+
+def _running(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [0, *accumulate(len(part) for part in parts)]
+
+
+def _special_tokens_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text, such as a begin token."""
+    bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full: list[int] = tokenizer("a")["input_ids"]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start]
+    return []

@@ -1,1 +1,0 @@
-"""Replicas driven through slices: in a thread of their own beside training, or in turns with it on the same ranks."""

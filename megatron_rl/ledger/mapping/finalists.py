@@ -1,0 +1,128 @@
+"""The placements that are offered, each checked and counted as a run would be: preflight, memory ledger, the clock.
+
+The search works with closed forms; here the configuration is made, every rule is asked, the ledger counts the stages
+that stand for all, and the step is simulated with the bytes of the exchange plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import Violation
+from megatron_rl.ledger.mapping.map_work import MapWork
+from megatron_rl.ledger.mapping.partitions import PoolNames
+from megatron_rl.ledger.mapping.pools import PoolChoice
+from megatron_rl.ledger.mapping.search import Placed
+from megatron_rl.ledger.mapping.settings import configured, settings_of_placement
+from megatron_rl.ledger.mapping.shards import looked_at
+from megatron_rl.ledger.planner.ahead import ahead_plan
+from megatron_rl.ledger.planner.memory import MemoryOfStage, StageMemory
+from megatron_rl.ledger.planner.preflight import preflight
+from megatron_rl.ledger.planner.run_models import NUM_SCRATCH, RunModels
+from megatron_rl.ledger.planner.step_time import StepTime, generation, load_with_cache, step_time
+from megatron_rl.ledger.planner.transition import TransitionPlan
+
+
+class BoundedModels(RunModels):
+    """A run whose messages of a transition are taken to be as large as they may be: their schedule is not made."""
+
+    def scratch_bytes(self, pp_rank: int) -> int:
+        """As many messages as may be under way."""
+        return NUM_SCRATCH * max(1, self.bucket_bytes // self.element // NUM_SCRATCH) * self.element
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement that passes preflight and fits. seconds: of a step by the clock; ahead included.
+
+    settings: what to set. memory: pool -> the stage that needs most. estimate: what the closed forms said.
+    """
+
+    placed: Placed
+    config: RunConfig
+    settings: dict[str, Any]
+    time: StepTime
+    seconds: float
+    memory: dict[str, StageMemory]
+    estimate: float
+
+    @property
+    def is_ahead(self) -> bool:
+        return self.placed.ahead > 0
+
+
+class Finalists:
+    """Counts placements exactly. What pools that are alike hold and exchange is counted once."""
+
+    def __init__(self, work: MapWork, names: PoolNames) -> None:
+        self.work, self.names = work, names
+        self.refused: list[tuple[Placed, list[Violation]]] = []
+        self.too_large: list[tuple[Placed, dict[str, StageMemory]]] = []
+        self._stages: dict[tuple[int, int], StageMemory] = {}
+        self._transitions: dict[tuple[Any, ...], TransitionPlan] = {}
+        self._alike: dict[tuple[Any, ...], RunModels] = {}
+
+    def best(self, placements: Sequence[Placed], number: int) -> list[Candidate]:
+        """So many of the fastest by the clock, of placements in the order of their estimates."""
+        found: list[Candidate] = []
+        for placed in placements:
+            # Estimates that are above the winner's time by the clock do not become less than it.
+            if len(found) >= number and placed.seconds > found[0].seconds:
+                break
+            candidate = self.candidate(placed)
+            if candidate is not None:
+                found = sorted([*found, candidate], key=lambda one: (one.seconds, len(one.placed.choices)))
+        return found[:number]
+
+    def candidate(self, placed: Placed) -> Candidate | None:
+        """None where preflight or the ledger refuses it; that is noted."""
+        settings = settings_of_placement(self.work, self.names, placed)
+        config = configured(self.work.config, settings)
+        violations = preflight(config, config_only=True)
+        if violations:
+            self.refused.append((placed, violations))
+            return None
+        models = self._models(config, placed)
+        memory = {self.names.name(choice.block): self._worst(models, choice, placed) for choice in placed.choices}
+        if max(stage.peak for stage in memory.values()) > self.work.usable:
+            self.too_large.append((placed, memory))
+            return None
+        drawing = next(choice.generation for choice in placed.choices if choice.generation is not None)
+        load = load_with_cache(config, self.work.cache(drawing.tp).num_tokens(drawing.kv_bytes), self.work.lengths)
+        time = step_time(models, self.work.hardware, load, self._transition(models, placed))
+        seconds = time.total
+        if placed.ahead:
+            ahead = ahead_plan(config, models, generation(models, self.work.hardware), load, time)
+            seconds = ahead.ahead_s if ahead is not None else seconds
+        return Candidate(placed, config, settings, time, seconds, memory, placed.seconds)
+
+    def _key(self, placed: Placed) -> tuple[Any, ...]:
+        """What decides a transition."""
+        drawer = next(choice for choice in placed.choices if choice.generation is not None)
+        trainer = placed.choices[0]
+        assert drawer.generation is not None  # it was looked for
+        return (trainer.grid, trainer.shape, drawer is trainer, drawer.shape, drawer.generation.tp)
+
+    def _models(self, config: RunConfig, placed: Placed) -> RunModels:
+        key = self._key(placed)
+        models = BoundedModels(config, alike=self._alike.get(key))
+        self._alike.setdefault(key, models)
+        return models
+
+    def _transition(self, models: RunModels, placed: Placed) -> TransitionPlan:
+        key = self._key(placed)
+        if key not in self._transitions:
+            self._transitions[key] = TransitionPlan.of(models)
+        return self._transitions[key]
+
+    def _worst(self, models: RunModels, choice: PoolChoice, placed: Placed) -> StageMemory:
+        key = (id(choice), placed.ahead)  # choices live as long as the placements
+        if key not in self._stages:
+            name = self.names.name(choice.block)
+            ranks = looked_at(models.pools[name].grid.pp_size)
+            stages = [MemoryOfStage(models, name, pp_rank).planned() for pp_rank in ranks]
+            self._stages[key] = max(stages, key=lambda stage: stage.peak)
+        return self._stages[key]

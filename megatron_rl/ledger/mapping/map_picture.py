@@ -1,0 +1,60 @@
+"""The picture of placements: one timeline of a step for each, its pools as lanes, all on one scale of seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron_rl.ledger.mapping.finalists import Candidate
+from megatron_rl.ledger.mapping.map_report import ranks_of_pool, roles_of_pool
+from megatron_rl.ledger.mapping.mapped import Mapped
+from megatron_rl.observe.curves import FAINT, INK
+from megatron_rl.observe.phases import phase_color
+
+SMALL = 7.5
+NEEDS_LATEX = "pgf"
+
+
+def picture_suffixes() -> list[str]:
+    """How the name of a picture may end, the usual ending first."""
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    return sorted((f".{kind}" for kind in kinds if kind != NEEDS_LATEX), key=lambda suffix: (suffix != ".png", suffix))
+
+
+def draw_placements(mapped: Mapped, output_png: Path) -> None:
+    """Write the picture."""
+    shown = mapped.candidates
+    phases = list(dict.fromkeys(phase for one in shown for phase in one.time.seconds))
+    lanes = [len(one.placed.choices) for one in shown]
+    figure = Figure(figsize=(11, 1.0 + 0.34 * sum(lanes) + 0.2 * len(shown)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=lanes)
+    for number, (candidate, axes) in enumerate(zip(shown, panels[:, 0], strict=True), start=1):
+        _draw(axes, candidate)
+        axes.set_title(f"{number}: {candidate.seconds:.2f} s", loc="left", fontsize=SMALL, color=INK)
+    longest = max(one.time.total for one in shown)
+    panels[-1, 0].set_xlim(0, longest)
+    panels[-1, 0].set_xlabel("seconds of one step in turns, estimated", fontsize=SMALL, color=INK)
+    patches = [Patch(color=phase_color(phase), label=phase) for phase in phases]
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(8, len(phases)), fontsize=SMALL, frameon=False)
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output_png)
+
+
+def _draw(axes: Axes, candidate: Candidate) -> None:
+    names = list(candidate.memory)
+    for bar in candidate.time.timeline.bars.values():
+        for lane in bar.task.lanes:
+            width = bar.stop - bar.start
+            axes.barh(names.index(lane), width, 0.7, left=bar.start, color=phase_color(bar.task.name), linewidth=0)
+    labels = [f"{roles_of_pool(one)}  {ranks_of_pool(one)}" for one in candidate.placed.choices]
+    axes.set_yticks(range(len(names)), labels, fontsize=SMALL)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=SMALL, length=0)
+    axes.grid(axis="x", color=FAINT, alpha=0.25)
+    axes.set_axisbelow(True)

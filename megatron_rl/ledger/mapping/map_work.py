@@ -1,0 +1,279 @@
+"""What there is to place: roles with their models and passes, the ranks of the cluster, and what one step asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from megatron_rl.config.algorithms import scores_old_log_probs
+from megatron_rl.config.problems import divisors
+from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.ledger.mapping.grids import Grid, GridShape
+from megatron_rl.ledger.mapping.keeps import Keeps
+from megatron_rl.ledger.planner.cache_rules import KVCacheSize
+from megatron_rl.ledger.planner.engine_rules import engine_tp_sizes
+from megatron_rl.ledger.planner.hardware import Hardware
+from megatron_rl.ledger.planner.layout_rules import rollout_misfits
+from megatron_rl.ledger.planner.memory_report import usable_bytes
+from megatron_rl.ledger.planner.model_folder import ModelSizes
+from megatron_rl.ledger.planner.preflight import read_models
+from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES, PlannedModel
+from megatron_rl.ledger.planner.step_time import load_with_cache, scored_load, updated_load
+from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.parallel.stages import StagePlan
+
+LEVELS = (
+    (),
+    ("grad_offload",),
+    ("grad_offload", "optimizer_offload"),
+    ("grad_offload", "optimizer_offload", "param_offload"),
+)
+"""What rests while generating, from the cheapest on."""
+
+
+@cache
+def chunks_of(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[tuple[int, ...], ...]:
+    """Layers of each chunk of each stage."""
+    plan = StagePlan(num_layers, pp, vpp, first, last)
+    return tuple(tuple(map(len, plan.layers(pp_rank))) for pp_rank in range(pp))
+
+
+@dataclass(frozen=True, eq=False)
+class RoleWork:
+    """One role on Megatron's grid, and its model."""
+
+    spec: RoleSpec
+    model: PlannedModel
+    sizes: ModelSizes
+    cost: ModelCost
+    element: int
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def group(self) -> str:
+        """The keys of its layout."""
+        return f"{self.spec.key}.megatron"
+
+    def chunks(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
+        """Layers of each chunk of each stage, on a grid that they spread over."""
+        return chunks_of(self.sizes.num_hidden_layers, grid.pp, grid.vpp or 1, grid.first, grid.last)
+
+    @cached_property
+    def resting(self) -> dict[tuple[str, ...], dict[str, bool]]:
+        """What rests -> its keys: only trained roles have gradients and moments; the actor's parameters are read."""
+        allowed = {"param_offload"} if self.name != ACTOR else set()
+        allowed |= {"grad_offload", "optimizer_offload"} if self.spec.is_trained else set()
+        return {
+            level: {f"{self.group}.{key}": key in level and key in allowed for key in LEVELS[-1]} for level in LEVELS
+        }
+
+
+@dataclass(frozen=True)
+class ClusterSize:
+    """So many alike machines with GPUs. Pools get whole ones, or one half of one."""
+
+    num_nodes: int
+    per_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.per_node
+
+    @property
+    def unit(self) -> int:
+        """Ranks of the smallest pool."""
+        return self.per_node // 2 if self.per_node % 2 == 0 else self.per_node
+
+    @property
+    def num_units(self) -> int:
+        return self.num_ranks // self.unit
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Units that a pool can have."""
+        step = self.per_node // self.unit
+        return [1, *range(step, self.num_units + 1, step)] if step > 1 else list(range(1, self.num_units + 1))
+
+    def shape(self, units: int) -> GridShape:
+        """Machines and ranks of each, of a pool of so many units."""
+        ranks = units * self.unit
+        return GridShape(1, ranks) if ranks < self.per_node else GridShape(ranks // self.per_node, self.per_node)
+
+
+class MapWork:
+    """A configuration of which everything but placement and layout stays."""
+
+    def __init__(
+        self, config: RunConfig, hardware: Hardware, cluster: ClusterSize, lengths: tuple[float, float], keeps: Keeps
+    ) -> None:
+        """config: without violations that no placement can mend. lengths: mean tokens of prompt and answer."""
+        self.config, self.hardware, self.cluster, self.lengths, self.keeps = config, hardware, cluster, lengths, keeps
+        self.usable = usable_bytes(hardware)
+        self.device = config.trainer.device
+        sizes = {model.path: model for model in read_models(config, config_only=True)[0]}
+        specs = list(roles_of(config))
+        models = {path: PlannedModel.read(path) for path in dict.fromkeys(spec.model_path for spec in specs)}
+        costs = {path: ModelCost.of(model) for path, model in models.items()}
+        self.roles = {
+            spec.name: RoleWork(
+                spec,
+                models[spec.model_path],
+                sizes[spec.model_path],
+                costs[spec.model_path],
+                ELEMENT_BYTES[spec.megatron.dtype],
+            )
+            for spec in specs
+            if spec.kind != ROLLOUT
+        }
+        self._cuts: dict[tuple[PassSpec, int], PassSpec] = {}
+        self._specs: dict[tuple[str, PassSpec], RoleSpec] = {}
+        self._loads: dict[tuple[str, PassSpec, float | None, int], Load] = {}
+        self.actor = self.roles[ACTOR]
+        self.rollout = next(spec for spec in specs if spec.kind == ROLLOUT)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all roles, as they are built."""
+        return [*self.roles, ROLLOUT]
+
+    @cached_property
+    def load(self) -> Load:
+        """Of one step, with a cache for all."""
+        return load_with_cache(self.config, 1 << 50, self.lengths)
+
+    @cached_property
+    def may_run_ahead(self) -> bool:
+        """Whether generation may run ahead of training on ranks of its own: stale tokens are corrected."""
+        config, correction = self.config, self.config.algorithm.rollout_correction
+        corrects = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
+        is_often = config.async_training.trigger_parameter_sync_step <= 2
+        return bool(corrects) and is_often and not config.algorithm.filter_groups.enable
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with the longest answer."""
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    # Passes with other micro-batches, each made once
+
+    def cut(self, one: PassSpec, value: int) -> PassSpec:
+        """A pass with so many rows, or tokens, in a micro-batch."""
+        key = (one, value)
+        if key not in self._cuts:
+            self._cuts[key] = replace(one, num_rows=value) if one.max_tokens is None else replace(one, max_tokens=value)
+        return self._cuts[key]
+
+    def with_update(self, role: RoleWork, one: PassSpec) -> RoleSpec:
+        """A role's row of the table with another update."""
+        key = (role.name, one)
+        if key not in self._specs:
+            self._specs[key] = replace(role.spec, update=one)
+        return self._specs[key]
+
+    def pass_load(self, role: RoleWork, one: PassSpec, recompute: float | None, cp: int = 1) -> Load:
+        """What a pass asks for. recompute: share of a forward pass that an update runs twice; None: a score.
+
+        cp: ranks that share a sequence; 0: all of a rank's samples are one micro-batch.
+        """
+        key = (role.name, one, recompute, cp)
+        if key not in self._loads:
+            load = (
+                scored_load(self.load, one, self.config, max(cp, 1))
+                if recompute is None
+                else updated_load(self.load, self.with_update(role, one), self.config, recompute, max(cp, 1))
+            )
+            self._loads[key] = load if cp else replace(load, block_tokens=1 << 50)
+        return self._loads[key]
+
+    def times(self, role: RoleWork, kind: str) -> bool:
+        """Whether a step runs a pass that the role has: memory is there for the actor's score in any case."""
+        return kind == "update" or role.name != ACTOR or scores_old_log_probs(self.config)
+
+    def estimator(self, role: RoleWork, grid: Grid, shape: GridShape, rollout_tp: int = 1) -> Estimator:
+        """The clock of one role on one layout."""
+        stage_layers = None
+        if (grid.first, grid.last) != (None, None):
+            stage_layers = tuple(map(sum, role.chunks(grid)))
+        layout = Layout(
+            shape.num_ranks,
+            shape.per_node,
+            grid.tp,
+            grid.pp,
+            grid.vpp or 1,
+            grid.ep,
+            rollout_tp,
+            stage_layers=stage_layers,
+            etp=grid.expert_tp,
+            cp=grid.cp,
+            cp_comm_type=role.spec.megatron.override_transformer_config.cp_comm_type,
+        )
+        return Estimator(role.cost, layout, self.hardware, role.spec.megatron.dtype)
+
+    def cache(self, rollout_tp: int) -> KVCacheSize:
+        """Of generation at a TP size."""
+        return KVCacheSize.at(self.actor.sizes, rollout_tp, self.actor.element, self.device)
+
+    # Lower bounds of any layout: FLOPs at the rate of the clock, on ranks that never wait
+
+    @cached_property
+    def least_work(self) -> dict[str, tuple[float, float]]:
+        """Role -> rank-seconds of scores and of updates at least."""
+        found = {}
+        for role in self.roles.values():
+            rate = self.hardware.flops(role.spec.megatron.dtype) * self.hardware.matmul_efficiency
+            rate *= self.load.efficiency_share
+            score = update = 0.0
+            if role.spec.score is not None and self.times(role, "score"):
+                load = scored_load(self.load, role.spec.score, self.config)
+                score = role.cost.forward_flops(load.length) * load.num_tokens / rate
+            if role.spec.update is not None:
+                load = updated_load(self.load, role.spec, self.config)
+                update = 3 * role.cost.forward_flops(load.length) * load.num_tokens * load.epochs / rate
+            found[role.name] = (score, update)
+        return found
+
+    @cached_property
+    def _least_generation(self) -> dict[int, float]:
+        return {}
+
+    def least_generation(self, units: int) -> float:
+        """Seconds of generation on so many units at least: the best TP with a cache for all."""
+        if units not in self._least_generation:
+            shape = self.cluster.shape(units)
+            self._least_generation[units] = min(
+                (self.generation(shape, tp, self.load.max_seqs) for tp in rollout_sizes(self, shape)),
+                default=math.inf,
+            )
+        return self._least_generation[units]
+
+    @cached_property
+    def _generation(self) -> dict[tuple[GridShape, int, int], float]:
+        return {}
+
+    def generation(self, shape: GridShape, rollout_tp: int, max_seqs: int) -> float:
+        """Seconds of generation where so many sequences fit a replica's cache."""
+        replicas = shape.num_ranks // rollout_tp
+        key = (shape, rollout_tp, min(max_seqs, -(-self.load.num_samples // replicas)))
+        if key not in self._generation:
+            estimator = self.estimator(self.actor, Grid(), shape, rollout_tp)
+            self._generation[key] = estimator.generate(replace(self.load, max_seqs=key[2]))
+        return self._generation[key]
+
+    def steady_generation(self, shape: GridShape, rollout_tp: int, max_seqs: int) -> float:
+        """Seconds of a batch at least where the next one fills up what ends: all tokens at the best rate."""
+        replicas = shape.num_ranks // rollout_tp
+        together = min(2 * math.ceil(self.load.num_samples / replicas), max_seqs)
+        seconds = self.estimator(self.actor, Grid(), shape, rollout_tp).token_seconds(self.load, together)
+        return self.load.num_samples / replicas * self.load.response * seconds / together
+
+
+def rollout_sizes(work: MapWork, shape: GridShape) -> list[int]:
+    """TP sizes at which these ranks can generate, inside of a node."""
+    sizes = [size for size in divisors(shape.num_ranks) if size <= shape.per_node]
+    sizes = [size for size in sizes if not rollout_misfits(work.actor.sizes, size)]
+    return engine_tp_sizes(work.device, sizes)

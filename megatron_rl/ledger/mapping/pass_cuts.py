@@ -1,0 +1,238 @@
+"""How a role's passes can be cut on one layout: micro-batches and recomputed layers, with seconds and bytes of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from megatron_rl.config.megatron import MegatronConfig, OverrideTransformerConfig
+from megatron_rl.config.roles import PassSpec
+from megatron_rl.ledger.mapping.grids import Grid, GridShape
+from megatron_rl.ledger.mapping.map_work import MapWork, RoleWork
+from megatron_rl.ledger.mapping.shards import ModelShards, StageHeld, held, looked_at, stage_counts
+from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, LayerSizes, in_flight
+from megatron_rl.ledger.planner.hardware import Hardware
+from megatron_rl.ledger.planner.memory import (
+    Held,
+    Passes,
+    exchanged_bytes,
+    forward_held,
+    head_held,
+    optimizer_temporaries,
+    passes_of,
+    update_held,
+)
+from megatron_rl.ledger.planner.recompute import Recompute
+from megatron_rl.ledger.planner.step_time import MOST_DIRECT
+from megatron_rl.ledger.planner.time import Busy
+from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
+
+MULTIPLES = (1, 2, 4, 8, 16, 32)
+"""Samples of the longest length that a micro-batch has room for."""
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run one pass of a role on one layout. work: rank-seconds of all ranks, where they share cores."""
+
+    kind: str
+    one: PassSpec
+    recompute: OverrideTransformerConfig | None
+    seconds: float
+    settings: dict[str, Any] = field(compare=False)
+    work: float = 0.0
+
+
+class OnGrid:
+    """One role on one layout and pool: what it holds, and its passes from the fastest to the slowest."""
+
+    def __init__(self, work: MapWork, role: RoleWork, grid: Grid, shape: GridShape, shards: ModelShards) -> None:
+        self.work, self.role, self.grid, self.shape, self.shards = work, role, grid, shape, shards
+        self.dp = shape.num_ranks // (grid.tp * grid.pp * grid.cp)
+        self.held: list[StageHeld] = held(role, stage_counts(shards, role, grid), grid, shape, work.device)
+        self._bytes: dict[int, list[int]] = {}
+        self._least_cut: dict[tuple[str, int], float] = {}
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of passes that the role has."""
+        return [kind for kind in ("score", "update") if getattr(self.role.spec, kind) is not None]
+
+    def first_fit(self, kind: str, room: list[int]) -> Option | None:
+        """The fastest option that leaves no stage with less than nothing. room: bytes of each stage looked at."""
+        for option in self._options[kind]:
+            if all(size <= free for size, free in zip(self.bytes_of(option), room, strict=True)):
+                return option
+        return None
+
+    def options(self, kind: str) -> list[Option]:
+        """All of a pass, the fastest first."""
+        return self._options[kind]
+
+    @cached_property
+    def _options(self) -> dict[str, list[Option]]:
+        # Of equally fast ones the largest micro-batch comes first: fewer passes are never slower.
+        return {kind: sorted(self._of_kind(kind), key=_order) for kind in self.kinds}
+
+    def _of_kind(self, kind: str) -> Iterator[Option]:
+        work, role = self.work, self.role
+        configured: PassSpec = getattr(role.spec, kind)
+        estimator = work.estimator(role, self.grid, self.shape)
+        recomputes = [(*one, self._recomputed(one[0])) for one in self._recomputes] if kind == "update" else []
+        for one, cut in self._cuts(configured):
+            if not work.keeps.allow(cut):
+                continue
+            if kind == "score":
+                load = work.pass_load(role, one, None, self.grid.cp)
+                seconds = (
+                    estimator.forward(load) + dispatch(work.hardware, self.shape) if work.times(role, kind) else 0.0
+                )
+                yield Option(kind, one, None, seconds, cut)
+            for recompute, settings, share in recomputes:
+                load = work.pass_load(role, one, share, self.grid.cp)
+                busy = estimator.trained(load)
+                seconds = estimator.seconds(busy)
+                yield self._option(kind, one, recompute, seconds, busy, load.num_updates, cut | settings)
+
+    def _option(
+        self,
+        kind: str,
+        one: PassSpec,
+        recompute: OverrideTransformerConfig | None,
+        seconds: float,
+        busy: Busy,
+        calls: int,
+        settings: dict[str, Any],
+    ) -> Option:
+        hardware = self.work.hardware
+        rank_seconds = busy.work * self.shape.num_ranks if hardware.parallel_ranks else 0.0
+        return Option(kind, one, recompute, seconds + calls * dispatch(hardware, self.shape), settings, rank_seconds)
+
+    def _cuts(self, one: PassSpec) -> Iterator[tuple[PassSpec, dict[str, Any]]]:
+        """The pass with other micro-batches, and the key that says so; no larger ones than a rank has samples."""
+        work, cp = self.work, self.grid.cp
+        longest = (work.longest if one.longest is None else one.longest) + one.extra_tokens
+        if cp > 1:  # a rank's part of a sequence that is filled up to equal chunks
+            longest = 2 * -(-longest // (2 * cp))
+        seen = set()
+        given = one.num_rows if one.max_tokens is None else one.max_tokens
+        values = [number * (1 if one.max_tokens is None else longest) for number in MULTIPLES]
+        if given >= (1 if one.max_tokens is None else longest):
+            values = [given, *values] if one.key in work.keeps.values else [*values, given]
+        for value in values:
+            cut = self.work.cut(one, value)
+            passes = self.passes(cut, one)
+            if passes not in seen:
+                seen.add(passes)
+                yield cut, {one.key: value}
+
+    def passes(self, one: PassSpec, configured: PassSpec) -> Passes:
+        """Blocks of a pass. configured: the role's own, which says whether it is an update."""
+        spec = self.role.spec
+        if configured is spec.update:
+            spec = self.work.with_update(self.role, one)
+        multiple = self.grid.tp if self.grid.sequence_parallel else 1
+        return passes_of(self.work.config, spec, one, self.dp, multiple, self.grid.cp)
+
+    @cached_property
+    def _recomputes(self) -> list[tuple[OverrideTransformerConfig, dict[str, Any]]]:
+        """Nothing, half of the layers, or all; without what is not kept."""
+        chunk = max(map(max, self.role.chunks(self.grid)))
+        tried = [OverrideTransformerConfig(), OverrideTransformerConfig("full", "uniform", 1)]
+        if chunk > 1:
+            tried.insert(1, OverrideTransformerConfig("full", "block", chunk // 2))
+        configured = self.role.spec.megatron.override_transformer_config
+        if configured.recompute_granularity == "selective":
+            tried.append(configured)
+        group = f"{self.role.group}.override_transformer_config"
+        found = [(one, {f"{group}.{name}": getattr(one, name) for name in RECOMPUTE}) for one in tried]
+        return [(one, settings) for one, settings in found if self.work.keeps.allow(settings)]
+
+    def _of(self, recompute: OverrideTransformerConfig) -> Recompute:
+        return Recompute.of(MegatronConfig(override_transformer_config=recompute))
+
+    def _recomputed(self, recompute: OverrideTransformerConfig) -> float:
+        found = self._of(recompute)
+        return found.share([size for stage in self.role.chunks(self.grid) for size in stage]) + found.share_of_layer(
+            self.layer
+        )
+
+    def least_cut(self, kind: str, cp: int) -> float:
+        """Seconds that no CP from `cp` on beats on this layout, which has CP 1, with any micro-batches.
+
+        One micro-batch, without filling and draining: that takes at most p - 1 times the slowest stage, or
+        (p - 1) / (v p) of it with chunks, as there are p micro-batches at least. Samples of which some ranks have more
+        than others are taken to spread evenly. More context-parallel ranks send more.
+        """
+        if (kind, cp) not in self._least_cut:
+            self._least_cut[kind, cp] = self._least(kind, cp) if self.work.times(self.role, kind) else 0.0
+        return self._least_cut[kind, cp]
+
+    def _least(self, kind: str, cp: int) -> float:
+        grid, is_score = self.grid, kind == "score"
+        estimator = self.work.estimator(self.role, replace(grid, cp=cp), self.shape)
+        load = self.work.pass_load(self.role, getattr(self.role.spec, kind), None if is_score else 0.0, 0)
+        filling = 1 + (grid.pp - 1) / (1 if grid.vpp is None else grid.vpp * grid.pp)
+        samples = load.num_samples if is_score else load.num_samples * load.epochs / load.num_updates
+        share = samples * cp / (self.shape.num_ranks // (grid.tp * grid.pp))
+        seconds = estimator.forward(load) if is_score else estimator.train(load)
+        calls = 1 if is_score else load.num_updates
+        return seconds / filling * share / math.ceil(share - 1e-9) + calls * dispatch(self.work.hardware, self.shape)
+
+    @cached_property
+    def layer(self) -> LayerSizes:
+        """One layer on a rank."""
+        model, grid = self.role.model, self.grid
+        sizes = (grid.tp, grid.expert_tp, grid.sequence_parallel, self.role.element)
+        return LayerSizes.of(model.family, model.shape, model.routing, *sizes)
+
+    # Bytes of a pass beside what is held
+
+    def bytes_of(self, option: Option) -> list[int]:
+        """On each stage that is looked at."""
+        if id(option) not in self._bytes:
+            self._bytes[id(option)] = [
+                sum(self._stage(option, pp_rank, held).values())
+                for pp_rank, held in zip(looked_at(self.grid.pp), self.held, strict=True)
+            ]
+        return self._bytes[id(option)]
+
+    def _stage(self, option: Option, pp_rank: int, on_stage: StageHeld) -> Held:
+        role, is_update = self.role, option.kind == "update"
+        passes = self.passes(option.one, role.spec.update if is_update and role.spec.update else option.one)
+        head: Held = {}
+        if pp_rank == self.grid.pp - 1 and not role.spec.has_value_head:
+            multiple = vocab_multiple(role.spec.megatron.make_vocab_size_divisible_by, self.grid.tp)
+            rows = padded_vocab_size(role.model.shape.vocab_size, multiple) // self.grid.tp
+            chunks = CHUNKS_BACKWARD if is_update else CHUNKS_FORWARD
+            head = head_held(role.model.shape.hidden_size, rows, passes.block, chunks, role.element)
+        way = role.spec.megatron.override_transformer_config.cp_comm_type
+        exchanged = exchanged_bytes(self.layer, self.grid.cp, way, passes.block, backward=is_update)
+        if option.recompute is None:
+            return forward_held(self.layer, passes.block, head, exchanged)
+        gradients = self.shards.gradients
+        return update_held(
+            self.layer,
+            passes.block,
+            self._of(option.recompute),
+            max(role.chunks(self.grid)[pp_rank]),
+            in_flight(self.grid.pp, pp_rank, self.grid.vpp or 1, passes.num_blocks),
+            gradients,
+            head,
+            optimizer_temporaries(role.spec, on_stage.share, gradients, role.element, self.work.device),
+            exchanged,
+        )
+
+
+def _order(option: Option) -> tuple[float, int]:
+    return (option.seconds, -(option.one.max_tokens or option.one.num_rows))
+
+
+def dispatch(hardware: Hardware, shape: GridShape) -> float:
+    """Seconds of one call, as `step_time.dispatch_seconds`."""
+    direct = shape.num_ranks if shape.num_ranks <= MOST_DIRECT else shape.num_nodes + shape.per_node
+    return hardware.overheads.call * direct

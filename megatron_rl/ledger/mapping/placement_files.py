@@ -1,0 +1,73 @@
+"""A placement as something to run: the configuration's own settings with those of the placement, and the command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.checkpoint.storage import writing
+from megatron_rl.config.keys import value_of
+from megatron_rl.config.load import load_config, read_file, read_override
+from megatron_rl.config.setting import Setting, final_settings
+from megatron_rl.errors import ConfigError, shown
+from megatron_rl.ledger.mapping.finalists import Candidate
+from megatron_rl.ledger.mapping.request import MapRequest
+
+PROGRAM = ("megatron-rl", "train", "--config")
+
+
+def tree_of(request: MapRequest, candidate: Candidate) -> dict[str, Any]:
+    """Nested groups: the file, overrides and kept values, then the placement; pools that it does not size are gone."""
+    settings = list(read_file(request.path))
+    for text in request.overrides:
+        settings += read_override(text)
+    settings = [one for one in settings if not one.key.startswith("pools.")]
+    settings += [Setting(key, value, "map") for key, value in candidate.settings.items()]
+    tree: dict[str, Any] = {}
+    for setting in final_settings(settings)[0]:
+        *groups, name = setting.key.split(".")
+        group = tree
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[name] = setting.value
+    return tree
+
+
+def write_placement(request: MapRequest, candidate: Candidate, file: Path) -> None:
+    """The candidate as a file for `train --config`. Raises StorageError where it cannot be written, and ConfigError
+    where it reads back as something else.
+    """
+    text = f"# {headline(request, candidate)}\n" + yaml.safe_dump(tree_of(request, candidate), sort_keys=False)
+    with writing():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    read = load_config(file)
+    different = [key for key, value in candidate.settings.items() if value_of(read, key) != value]
+    if different:
+        raise ConfigError(f"{file} does not read back as it was written: {', '.join(different)} differ")
+
+
+def headline(request: MapRequest, candidate: Candidate) -> str:
+    """One line about where a file comes from."""
+    gpus, name = request.cluster.num_ranks, request.hardware.name
+    return f"{request.path} on {gpus} {name}, placed by megatron-rl map: {candidate.seconds:.2f} s a step, estimated"
+
+
+def command_of(request: MapRequest, candidate: Candidate, file: Path | None) -> str:
+    """What starts it. file: what it was written to; None: the configuration itself with overrides."""
+    if file is not None:
+        return shlex.join([*PROGRAM, str(file)])
+    return shlex.join([*PROGRAM, str(request.path), *request.overrides, *overrides_of(request, candidate)])
+
+
+def overrides_of(request: MapRequest, candidate: Candidate) -> Iterable[str]:
+    """The placement's settings, after the pools that it does not have are taken away."""
+    gone = sorted(name for name in request.config.pools if name not in candidate.config.pools)
+    return [
+        *(f"~pools.{name}" for name in gone),
+        *(f"{key}={shown(value)}" for key, value in candidate.settings.items()),
+    ]

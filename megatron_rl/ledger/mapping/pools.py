@@ -1,0 +1,446 @@
+"""The best layouts of one pool: for each set of roles on so many ranks those that no other one beats in everything.
+
+A pool is judged by its seconds of scores, of updates, of generation and of the transition: a step takes the longest of
+all pools' scores and updates, and the sum of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from megatron_rl.config.roles import ACTOR, ROLLOUT
+from megatron_rl.ledger.mapping.grids import Grid, GridShape, Room, grids
+from megatron_rl.ledger.mapping.map_work import LEVELS, MapWork, rollout_sizes
+from megatron_rl.ledger.mapping.pass_cuts import OnGrid, Option, dispatch
+from megatron_rl.ledger.mapping.shards import SLACK, ActorBytes, ModelShards, StageHeld, looked_at, rollout_shard
+from megatron_rl.ledger.mapping.transition_seconds import in_place_seconds, received_seconds, sent_seconds
+from megatron_rl.ledger.planner.memory import engine_bytes
+
+MOST_CUT = 512
+"""GPUs up to which CP is tried of every layout; of more only where passes do not fit without it."""
+NO_WORK = (0.0, 0.0)
+"""Of ranks that share no cores, `PoolChoice.work`."""
+DROP = "actor_rollout_ref.rollout.drop_train_weights"
+"""The key of a choice that is not tried, but may be kept."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How a pool generates. seconds: without the transition; offload: of what rests."""
+
+    tp: int
+    kv_bytes: int
+    seconds: float
+    steady: float
+    resting: tuple[str, ...]
+    offload: float
+
+
+@dataclass(frozen=True)
+class PoolChoice:
+    """One layout of a pool. reshard: of a transition in place all, else this side's part."""
+
+    block: tuple[str, ...]
+    units: int
+    shape: GridShape
+    grid: Grid | None
+    options: dict[str, dict[str, Option]] = field(compare=False)
+    generation: Generation | None
+    score: float
+    update: float
+    gen: float
+    reshard: float
+
+    @cached_property
+    def work(self) -> tuple[float, float]:
+        """Rank-seconds of scores and of updates, where ranks share cores; else 0."""
+        found = {"score": 0.0, "update": 0.0}
+        for options in self.options.values():
+            for kind, option in options.items():
+                found[kind] += option.work
+        return (found["score"], found["update"])
+
+    @cached_property
+    def vector(self) -> tuple[float, ...]:
+        """What it is judged by."""
+        return (self.score, self.update, self.gen, self.reshard, *self.work)
+
+
+class Pools:
+    """Layouts of every set of roles, made when they are asked for and kept."""
+
+    def __init__(self, work: MapWork) -> None:
+        self.work = work
+        self.actor_bytes = ActorBytes.of(work.actor)
+        self.num_layouts = 0
+        self._fronts: dict[tuple[tuple[str, ...], int], list[PoolChoice]] = {}
+        self._on_grid: dict[tuple[str, Grid, GridShape], OnGrid] = {}
+        self._shards: dict[tuple[str, int, int, int], ModelShards] = {}
+        self._grids: dict[tuple[tuple[str, ...], GridShape], list[Grid]] = {}
+        self._engines: dict[int, int] = {}
+
+    def front(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
+        """Layouts of the roles `block` on so many units, none of which is beaten by another; empty: nothing fits."""
+        key = (block, units)
+        if key not in self._fronts:
+            self._fronts[key] = self._made(block, units)
+        return self._fronts[key]
+
+    def layouts(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
+        """All of them, also those that others beat, each with its fastest passes that fit."""
+        return list(self._choices(block, units))
+
+    def _made(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
+        """Layouts without CP first, then those with it of which a bound says that they may add something."""
+        shape, names = self.work.cluster.shape(units), tuple(name for name in block if name != ROLLOUT)
+        if not names:
+            return undominated(self._choices(block, units), [])
+        kept: list[PoolChoice] = []
+        whole: dict[Grid, list[PoolChoice]] = {}
+        every = self.grids(names, shape)
+        for grid in every:
+            if grid.cp == 1:
+                whole[grid] = list(self._on(block, units, grid))
+                kept = undominated(whole[grid], kept)
+        ways: dict[Grid, list[PoolChoice]] = {}
+        for grid in every:
+            if grid.cp == 1:
+                continue
+            base = replace(grid, cp=1)
+            if base not in whole:  # kept values rule it out
+                kept = undominated(self._on(block, units, grid), kept)
+                continue
+            if whole[base] and self.work.cluster.num_ranks > MOST_CUT:
+                continue
+            if base not in ways:
+                ways[base] = self._ways(block, units, base, whole[base])
+            if ways[base] and not self.work.hardware.is_measured and self._is_beaten(base, grid.cp, ways[base], kept):
+                ways[base] = []  # and so are larger sizes, which come after it
+            if ways[base]:
+                kept = undominated(self._cut(block, units, grid, whole[base]), kept)
+        return kept
+
+    def _ways(self, block: tuple[str, ...], units: int, grid: Grid, found: list[PoolChoice]) -> list[PoolChoice]:
+        """How `grid`, and with it every layout that cuts its sequences, can generate and change over.
+
+        found: its choices. Where there are none, or a rollout's weights take room from passes, some passes may have
+        been too large, and every way counts.
+        """
+        if found and (ACTOR in block or ROLLOUT not in block):
+            return found
+        shape = self.work.cluster.shape(units)
+        roles = [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
+        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        if max(total) > int(self.work.usable / SLACK):
+            return []
+        if ROLLOUT in block:
+            return list(self._generating(block, units, grid, roles, {}, (0.0, 0.0), rollout_sizes(self.work, shape)))
+        reshard = sent_seconds(self.work, self.actor_bytes, grid, shape) if ACTOR in block else 0.0
+        return [PoolChoice(block, units, shape, grid, {}, None, 0.0, 0.0, 0.0, reshard)]
+
+    def _is_beaten(self, grid: Grid, cp: int, ways: Sequence[PoolChoice], kept: Sequence[PoolChoice]) -> bool:
+        """Whether none of these ways can add anything with sequences of `grid` cut over so many ranks, or more."""
+        roles = [self.on_grid(name, grid, ways[0].shape) for name in ways[0].block if name != ROLLOUT]
+        score, update = (
+            sum(role.least_cut(kind, cp) for role in roles if kind in role.kinds) for kind in ("score", "update")
+        )
+        others = {(choice.gen, choice.reshard) for choice in ways}
+        return all(any(beats(one.vector, (score, update, *other, *NO_WORK)) for one in kept) for other in others)
+
+    def _cut(self, block: tuple[str, ...], units: int, grid: Grid, found: Sequence[PoolChoice]) -> Iterator[PoolChoice]:
+        """As `_on`, of a layout that cuts sequences. found: those of the one that does not, which generate the same."""
+        if not found or (ACTOR not in block and ROLLOUT in block):
+            yield from self._on(block, units, grid)
+            return
+        self.num_layouts += 1
+        roles = [self.on_grid(name, grid, found[0].shape) for name in block if name != ROLLOUT]
+        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        options = self._fastest(roles, [int(self.work.usable / SLACK) - size for size in total])
+        if options is not None:
+            score, update = seconds_of(options)
+            for choice in found:
+                yield replace(choice, grid=grid, options=options, score=score, update=update)
+
+    def _choices(self, block: tuple[str, ...], units: int) -> Iterator[PoolChoice]:
+        """All that there are."""
+        shape = self.work.cluster.shape(units)
+        names = tuple(name for name in block if name != ROLLOUT)
+        if not names:
+            yield from self._generating(block, units, None, [], {}, (0.0, 0.0), rollout_sizes(self.work, shape))
+        for grid in self.grids(names, shape) if names else ():
+            yield from self._on(block, units, grid)
+
+    def _on(self, block: tuple[str, ...], units: int, grid: Grid) -> Iterator[PoolChoice]:
+        shape = self.work.cluster.shape(units)
+        self.num_layouts += 1
+        roles = [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
+        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        sizes = rollout_sizes(self.work, shape) if ROLLOUT in block else [0]
+        if ACTOR in block or ROLLOUT not in block:
+            yield from self._with_passes(block, units, grid, roles, total, sizes)
+            return
+        for tp in sizes:  # its weights stay beside the other roles of its pool
+            more = [size + self._own(tp) for size in total]
+            yield from self._with_passes(block, units, grid, roles, more, [tp])
+
+    def _with_passes(
+        self,
+        block: tuple[str, ...],
+        units: int,
+        grid: Grid,
+        roles: Sequence[OnGrid],
+        total: Sequence[int],
+        rollout_tps: Sequence[int],
+    ) -> Iterator[PoolChoice]:
+        """One layout with the fastest passes that fit. total: bytes that are always there, of each stage looked at."""
+        shape = self.work.cluster.shape(units)
+        room = [int(self.work.usable / SLACK) - size for size in total]
+        if min(room) < 0:
+            return
+        options = self._fastest(roles, room)
+        if options is None or not self._saves(roles, room):
+            return
+        score, update = seconds_of(options)
+        if ROLLOUT in block:
+            yield from self._generating(block, units, grid, roles, options, (score, update), rollout_tps)
+            return
+        reshard = 0.0
+        if ACTOR in block:
+            if min(room) < self._bucket:
+                return
+            reshard = sent_seconds(self.work, self.actor_bytes, grid, shape)
+        yield PoolChoice(block, units, shape, grid, options, None, score, update, 0.0, reshard)
+
+    def _fastest(self, roles: Sequence[OnGrid], room: list[int]) -> dict[str, dict[str, Option]] | None:
+        """Role -> kind of pass -> the fastest that fits; None: some pass has none."""
+        options: dict[str, dict[str, Option]] = {}
+        for role in roles:
+            picked = {kind: role.first_fit(kind, room) for kind in role.kinds}
+            if any(option is None for option in picked.values()):
+                return None
+            options[role.role.name] = {kind: option for kind, option in picked.items() if option is not None}
+        return options
+
+    def grids(self, names: tuple[str, ...], shape: GridShape) -> list[Grid]:
+        """Layouts of these roles; none where their dtype or vocabulary padding differ."""
+        key = (names, shape)
+        if key not in self._grids:
+            roles = [self.work.roles[name] for name in names]
+            alike = {(role.spec.megatron.dtype, role.spec.megatron.make_vocab_size_divisible_by) for role in roles}
+            found: list[Grid] = []
+            if len(alike) == 1:
+                models = tuple({role.sizes.path: role.sizes for role in roles}.values())
+                sequence_parallel = roles[0].spec.megatron.sequence_parallel
+                ways = ((role, role.spec.megatron.override_transformer_config.cp_comm_type) for role in roles)
+                heads = tuple({role.sizes.num_attention_heads for role, way in ways if way == "a2a"})
+                found = grids(Room(models, shape, sequence_parallel, heads))
+            keeps = self.work.keeps
+            for role in roles if keeps.values else ():
+                found = [
+                    grid
+                    for grid in found
+                    if keeps.allow({f"{role.group}.{name}": value for name, value in grid.settings.items()})
+                ]
+            self._grids[key] = found
+        return self._grids[key]
+
+    def on_grid(self, name: str, grid: Grid, shape: GridShape) -> OnGrid:
+        """One role on one layout."""
+        key = (name, grid, shape)
+        if key not in self._on_grid:
+            role = self.work.roles[name]
+            cut = (name, grid.tp, grid.ep, grid.expert_tp)
+            if cut not in self._shards:
+                self._shards[cut] = ModelShards.of(role, *cut[1:])
+            self._on_grid[key] = OnGrid(self.work, role, grid, shape, self._shards[cut])
+        return self._on_grid[key]
+
+    @cached_property
+    def _bucket(self) -> int:
+        return self.work.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+
+    def _saves(self, roles: Sequence[OnGrid], room: Sequence[int]) -> bool:
+        """Whether a save's copies fit, which are in the ranks' own memory on CPUs alone."""
+        if self.work.device != "cpu":
+            return True
+        copied = [0] * len(room)
+        for role in roles:
+            for number, stage in enumerate(role.held):
+                copied[number] += stage.share * (role.role.element + 12)
+        return all(size <= free for size, free in zip(copied, room, strict=True))
+
+    # Pools that generate
+
+    def _generating(
+        self,
+        block: tuple[str, ...],
+        units: int,
+        grid: Grid | None,
+        roles: Sequence[OnGrid],
+        options: dict[str, dict[str, Option]],
+        training: tuple[float, float],
+        rollout_tps: Sequence[int],
+    ) -> Iterator[PoolChoice]:
+        """Every way to generate. training: seconds of the pool's scores and updates."""
+        in_place, shape = ACTOR in block, self.work.cluster.shape(units)
+        for tp in rollout_tps:
+            if not self.work.keeps.allow({"actor_rollout_ref.rollout.tensor_model_parallel_size": tp}):
+                continue
+            if in_place and grid is not None and grid.tp % tp and tp % grid.tp:
+                continue
+            if self.work.keeps.values.get(DROP) and not (in_place and grid and not grid.tp % tp | grid.expert_tp % tp):
+                continue
+            for generation in self._generations(tp, shape, grid, roles, in_place):
+                if in_place and grid is not None:
+                    reshard = in_place_seconds(self.work, self.actor_bytes, grid, shape, tp)
+                else:
+                    reshard = received_seconds(self.work, self.shard(tp))
+                gen = generation.seconds + generation.offload + dispatch(self.work.hardware, shape)
+                yield PoolChoice(block, units, shape, grid, options, generation, *training, gen, reshard)
+
+    def shard(self, tp: int) -> int:
+        """Bytes of the policy on each rank of a rollout."""
+        return self._rollout_shards[tp]
+
+    @cached_property
+    def _rollout_shards(self) -> dict[int, int]:
+        sizes = {
+            size
+            for units in self.work.cluster.sizes
+            for size in rollout_sizes(self.work, self.work.cluster.shape(units))
+        }
+        return {size: rollout_shard(self.work.actor, size) for size in sizes}
+
+    def _generations(
+        self, tp: int, shape: GridShape, grid: Grid | None, roles: Sequence[OnGrid], in_place: bool
+    ) -> Iterator[Generation]:
+        """The levels of what rests, as far as each gives room that those before it do not."""
+        work, best = self.work, -1
+        for resting in LEVELS if roles else LEVELS[:1]:
+            if not self._may_rest(roles, resting):
+                continue
+            kv_bytes = self._cache_bytes(tp, shape, self._room(tp, grid, roles, resting, in_place))
+            if kv_bytes is None or kv_bytes <= best:
+                continue
+            best = kv_bytes
+            cache = work.cache(tp)
+            fitting = int(cache.num_tokens(kv_bytes) / (work.load.prompt + work.load.response / 2))
+            max_seqs = max(1, min(work.load.max_seqs, fitting))
+            seconds = work.generation(shape, tp, max_seqs)
+            steady = work.steady_generation(shape, tp, max_seqs) if not in_place and work.may_run_ahead else seconds
+            yield Generation(tp, kv_bytes, seconds, steady, resting, self._offload_seconds(roles, resting))
+
+    def _may_rest(self, roles: Sequence[OnGrid], resting: tuple[str, ...]) -> bool:
+        keeps = self.work.keeps
+        return not keeps.values or all(keeps.allow(role.role.resting[resting]) for role in roles)
+
+    def _room(
+        self, tp: int, grid: Grid | None, roles: Sequence[OnGrid], resting: tuple[str, ...], in_place: bool
+    ) -> int:
+        """Bytes that are left for the cache on the worst stage, at the start and while generating; below 0: too few."""
+        work = self.work
+        engine = self._engine(tp)
+        own = 0 if in_place else self._own(tp)
+        rooms = []
+        for number in range(len(roles[0].held) if roles else 1):
+            on_stage = [role.held[number] for role in roles]
+            start = sum(one.total - one.moments for one in on_stage)
+            staying = sum(stays(role.role.name, one, resting) for role, one in zip(roles, on_stage, strict=True))
+            foreign = self._foreign(tp, grid, roles, number) if in_place and grid is not None else 0
+            if staying + own + foreign + self._bucket > work.usable:
+                return -1
+            rooms.append(int(work.usable / SLACK) - max(start, staying) - own - foreign - engine)
+        return min(rooms)
+
+    def _own(self, tp: int) -> int:
+        """Weights of a rollout apart from the actor, with those that arrive beside them where it may run ahead."""
+        config = self.work.config.async_training
+        in_slices = config.partial_rollout or self.work.may_run_ahead
+        return self.shard(tp) * (2 if in_slices and config.second_buffer else 1)
+
+    def _engine(self, tp: int) -> int:
+        if tp not in self._engines:
+            work = self.work
+            self._engines[tp] = engine_bytes(work.config, work.actor.model, work.actor.element, tp)
+        return self._engines[tp]
+
+    def _foreign(self, tp: int, grid: Grid, roles: Sequence[OnGrid], number: int) -> int:
+        """What a rank needs for generation and does not read in training's own memory."""
+        whole = self.shard(tp)
+        if (
+            self.work.keeps.values.get(DROP)
+            or tp != grid.tp
+            or (self.work.actor.sizes.num_experts and (grid.ep > 1 or grid.expert_tp != tp))
+        ):
+            return whole
+        actor = next(role for role in roles if role.role.name == ACTOR)
+        layers = sum(actor.role.chunks(grid)[looked_at(grid.pp)[number]])
+        return max(0, whole - layers * self.actor_bytes.layer // tp)
+
+    def _cache_bytes(self, tp: int, shape: GridShape, room: int) -> int | None:
+        """As much as all sequences of a replica need, or as there is room for, in steps of a sixteenth."""
+        work, key = self.work, "actor_rollout_ref.rollout.kv_cache_memory_bytes"
+        cache, load = work.cache(tp), work.load
+        least = cache.needed_bytes(work.longest)
+        if key in work.keeps.values:
+            kept = int(work.keeps.values[key])
+            return kept if least <= kept <= room else None
+        if room < least:
+            return None
+        replicas = shape.num_ranks // tp
+        wanted = min(load.max_seqs, -(-load.num_samples // replicas))
+        whole = (cache.blocks(work.longest) * wanted + 1) * cache.block_bytes
+        if whole <= room:
+            return whole
+        mean = load.prompt + load.response / 2
+        sequences = int(cache.num_tokens(room) / mean)
+        shift = max(0, sequences.bit_length() - 5)
+        tokens = (sequences >> shift << shift) * mean
+        return min(room, max(least, (int(-(-tokens // cache.block_size)) + 1) * cache.block_bytes))
+
+    def _offload_seconds(self, roles: Sequence[OnGrid], resting: tuple[str, ...]) -> float:
+        """As `step_time.offload_seconds`."""
+        moved = 0
+        for role in roles:
+            moved += max(
+                (one.params if "param_offload" in resting and role.role.name != ACTOR else 0)
+                + (one.moments + one.masters if "optimizer_offload" in resting else 0)
+                for one in role.held
+            )
+        return 2 * moved / self.work.hardware.host_bandwidth
+
+
+def stays(name: str, one: StageHeld, resting: tuple[str, ...]) -> int:
+    """What of a role is there while its pool generates."""
+    size = one.total
+    if "grad_offload" in resting:
+        size -= one.grads
+    if "optimizer_offload" in resting:
+        size -= one.moments + one.masters
+    if "param_offload" in resting and name != ACTOR:
+        size -= one.params
+    return size
+
+
+def seconds_of(options: dict[str, dict[str, Option]]) -> tuple[float, float]:
+    """Of all scores, and of all updates."""
+    score, update = (
+        sum(found[kind].seconds for found in options.values() if kind in found) for kind in ("score", "update")
+    )
+    return score, update
+
+
+def beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether it is as good in every number, or better."""
+    return all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def undominated(choices: Iterable[PoolChoice], kept: list[PoolChoice]) -> list[PoolChoice]:
+    """Of these and those that were kept: the ones that no other one equals or beats; of equal ones the first."""
+    for choice in choices:
+        vector = choice.vector
+        if not any(beats(one.vector, vector) for one in kept):
+            kept = [*(one for one in kept if not beats(vector, one.vector)), choice]
+    return kept

@@ -1,0 +1,109 @@
+"""What is asked of the search, checked: the configuration, the cluster, and values that must stay."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config.keys import put
+from megatron_rl.config.load import read_run
+from megatron_rl.config.problems import raise_problems, refused
+from megatron_rl.config.roles import REWARD_POOL, ROLLOUT_POOL
+from megatron_rl.config.schema import GLOBAL_POOL, PoolConfig, RunConfig
+from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.ledger.mapping.keeps import Keeps
+from megatron_rl.ledger.mapping.map_work import ClusterSize, MapWork
+from megatron_rl.ledger.planner.checked import only_ppo
+from megatron_rl.ledger.planner.hardware import Hardware
+from megatron_rl.ledger.planner.hub_cache import with_local_models
+from megatron_rl.ledger.planner.preflight import preflight
+
+REFUSED = "this run cannot be placed"
+NODE = 8
+"""GPUs of a machine where nothing else is said."""
+MOST_GPUS = 16_384
+SEARCHED = re.compile(
+    r"(.*\.)?pool|pools\..*|trainer\.(nnodes|n_gpus_per_node|rollout_ahead)"
+    r"|actor_rollout_ref\.(hybrid_engine|rollout\.(nnodes|n_gpus_per_node|tensor_model_parallel_size"
+    r"|kv_cache_memory_bytes|gpu_memory_utilization|drop_train_weights))"
+    r"|reward_model\.(nnodes|n_gpus_per_node|enable_resource_pool)"
+    r"|.*\.megatron\.(tensor|context|pipeline|virtual_pipeline|expert|expert_tensor)_(model_)?parallel_size"
+    r"|.*\.megatron\.(virtual_pipeline_model_parallel_size|num_layers_in_(first|last)_pipeline_stage|sequence_parallel)"
+    r"|.*\.megatron\.(param|grad|optimizer)_offload|.*\.recompute_(granularity|method|num_layers|modules)"
+    r"|.*_per_gpu"
+)
+"""Keys that the search decides."""
+
+
+@dataclass(frozen=True)
+class MapRequest:
+    """path, overrides: of the configuration; the kept values. config: as read. per_node: as asked for."""
+
+    path: Path
+    overrides: tuple[str, ...]
+    config: RunConfig
+    hardware: Hardware
+    cluster: ClusterSize
+    keeps: Keeps
+    lengths: tuple[float, float]
+    per_node: int | None = None
+
+    @property
+    def work(self) -> MapWork:
+        """What there is to place."""
+        return MapWork(self.config, self.hardware, self.cluster, self.lengths, self.keeps)
+
+
+def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
+    """The configuration with the kept values as overrides, and these.
+
+    Raises ConfigError for what has nothing to do with placement.
+    """
+    reading = read_run(path, keep)
+    raise_problems(f"cannot use {path}", reading.violations)
+    assert reading.config is not None  # it has no violations
+    config = only_ppo(with_local_models(reading.config), "map")
+    keeps = Keeps.of(config, keep)
+    for pool in set(keeps.pools.values()) - {GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL, *config.pools}:
+        config.pools[pool] = PoolConfig()  # the search gives it its size
+    lasting = [one for one in preflight(config, config_only=True) if not any(map(SEARCHED.fullmatch, one.settings))]
+    raise_problems(REFUSED, lasting)
+    return config, keeps
+
+
+def contradictions(request: MapRequest) -> list[Violation]:
+    """Rules that kept values break whatever the search decides, on one pool of all ranks; where nothing is found."""
+    config = copy.deepcopy(request.config)
+    cluster, kept = request.cluster, request.keeps.values
+    for key, value in (("trainer.nnodes", cluster.num_nodes), ("trainer.n_gpus_per_node", cluster.per_node)):
+        if key not in kept:
+            put(config, key, value)
+    return [
+        one
+        for one in preflight(config, config_only=True)
+        if all(key in kept for key in one.settings if SEARCHED.fullmatch(key))
+    ]
+
+
+def cluster_of(config: RunConfig, gpus: int, per_node: int | None, keeps: Keeps) -> ClusterSize:
+    """Machines of 8 GPUs, or fewer where there are fewer; on CPUs one machine. Raises ConfigError."""
+    if not 1 <= gpus <= MOST_GPUS:
+        nearest = min(max(1, gpus), MOST_GPUS)
+        raise ConfigError(f"--gpus {gpus} must be >= 1 and <= {MOST_GPUS}; nearest: --gpus {nearest}")
+    if per_node is not None and not 1 <= per_node <= gpus:
+        nearest = min(max(1, per_node), gpus)
+        raise ConfigError(f"--gpus-per-node {per_node} must be >= 1 and <= {gpus}; nearest: --gpus-per-node {nearest}")
+    node = per_node or (gpus if config.trainer.device == "cpu" else min(NODE, gpus))
+    if gpus % node:
+        fewer = gpus // node * node
+        raise ConfigError(f"--gpus {gpus} must be a multiple of the {node} of a machine; nearest: --gpus {fewer}")
+    sizes = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 1} | {
+        key: int(value) for key, value in keeps.values.items() if key in ("trainer.nnodes", "trainer.n_gpus_per_node")
+    }
+    if sizes["trainer.nnodes"] * sizes["trainer.n_gpus_per_node"] > gpus:
+        kept = {key: value for key, value in sizes.items() if key in keeps.values}
+        raise refused(Violation(kept, f"must be a pool of at most the {gpus} GPUs of --gpus", {"trainer.nnodes": 1}))
+    return ClusterSize(gpus // node, node)

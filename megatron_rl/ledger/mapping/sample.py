@@ -1,0 +1,100 @@
+"""Placements drawn at random, to hold the choice against: an ablation of the best one and of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+from megatron_rl.checkpoint.storage import writing
+from megatron_rl.config.load import read_override
+from megatron_rl.config.roles import ACTOR, ROLLOUT
+from megatron_rl.errors import ConfigError
+from megatron_rl.ledger.mapping.finalists import Candidate, Finalists
+from megatron_rl.ledger.mapping.partitions import Block
+from megatron_rl.ledger.mapping.pools import PoolChoice
+from megatron_rl.ledger.mapping.request import MapRequest
+from megatron_rl.ledger.mapping.search import Placed, Search
+
+TRIES = 40
+"""Draws for each placement that is wanted: some do not fit, others were drawn before."""
+CHOSEN = "map"
+
+
+def sampled(request: MapRequest, number: int, seed: int = 0) -> list[Candidate]:
+    """So many placements on all ranks, different ones: a partition, sizes and a layout of each pool, each drawn evenly;
+    fewer where there are no more. Micro-batches and what is recomputed are the best of the layout.
+    """
+    search = Search(request.work)
+    finalists, random = Finalists(search.work, search.names), Random(seed)
+    found: dict[str, Candidate] = {}
+    for _ in range(TRIES * number):
+        if len(found) == number:
+            break
+        placed = drawn(search, random)
+        candidate = None if placed is None else finalists.candidate(placed)
+        if candidate is not None:
+            found.setdefault(str(candidate.settings), candidate)
+    return list(found.values())
+
+
+def drawn(search: Search, random: Random) -> Placed | None:
+    """One placement; None where the drawn pools have no layout."""
+    partition = random.choice(search.partitions)
+    sizes = list(allocations(search, partition, search.work.cluster.num_units))
+    if not sizes:
+        return None
+    choices: list[PoolChoice] = []
+    for block, units in zip(partition, random.choice(sizes), strict=True):
+        layouts = search.pools.layouts(block, units)
+        if not layouts:
+            return None
+        choices.append(random.choice(layouts))
+    choices.sort(key=lambda choice: (ACTOR not in choice.block, ROLLOUT not in choice.block))
+    return Placed(tuple(choices), 0.0)
+
+
+def allocations(search: Search, blocks: Sequence[Block], units: int) -> Iterator[tuple[int, ...]]:
+    """Sizes of these pools that add up to so many units."""
+    first, *others = blocks
+    for size in search.names.sizes(first, search.work.cluster):
+        if not others and size == units:
+            yield (size,)
+        elif others and size < units:
+            yield from ((size, *rest) for rest in allocations(search, others, units - size))
+
+
+def write_points(request: MapRequest, best: Candidate, others: Sequence[Candidate], hardware: str, file: Path) -> None:
+    """An ablation's file: the best placement and others. Raises ConfigError where the configuration has pools, which
+    points cannot take away, and StorageError.
+    """
+    if request.config.pools:
+        names = ", ".join(request.config.pools)
+        raise ConfigError(f"--points needs a configuration without pools, and {request.path} has {names}")
+    kept = {setting.key: setting.value for text in request.overrides for setting in read_override(text)}
+    points: list[dict[str, Any]] = [{"name": CHOSEN, **best.settings}]
+    points += [{"name": f"random-{number}", **one.settings} for number, one in enumerate(others, start=1)]
+    content = {
+        "config": str(request.path),
+        "overrides": kept,
+        "points": [point for point in points if point is points[0] or not _same(point, points[0])],
+        "baseline": CHOSEN,
+        "chosen": CHOSEN,
+        "hardware": hardware,
+        "prompt_length": request.lengths[0],
+        "response_length": request.lengths[1],
+        "warmup_steps": 2,
+        "repeats": 2,
+    }
+    with writing():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("# For megatron-rl ablate: what map offers, and placements drawn at random.\n")
+        with file.open("a") as opened:
+            yaml.safe_dump(content, opened, sort_keys=False, width=120)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return {**one, "name": None} == {**other, "name": None}

@@ -1,0 +1,256 @@
+"""The fastest placements: every set partition of the roles, every allocation of the ranks, the best layouts of each.
+
+    pool with the actor, pool with the rollout (or one pool with both)   every pair of sizes
+    all other pools                                                      best (scores, updates) of what is left, by
+                                                                         dynamic programming over their sizes
+A step takes reshard + gen + the longest scores + the longest updates of all pools, so layouts that are beaten in all of
+these are never part of a best placement, and the search is exact over its space. Sizes that cannot reach the best
+placements found so far are skipped by a lower bound: FLOPs of each pool's roles on its ranks, and the best generation.
+Where ranks share cores, as on CPUs, pools are also judged by the work that they take from each other; micro-batches
+still are the fastest of their own pool.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_rl.config.roles import ACTOR, ROLLOUT
+from megatron_rl.ledger.mapping.map_work import MapWork
+from megatron_rl.ledger.mapping.partitions import Block, PoolNames, partitions
+from megatron_rl.ledger.mapping.pools import PoolChoice, Pools
+
+KEPT = 24
+"""Placements that are counted exactly at the end, of which ten are shown."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One placement: a layout of every pool, the actor's first. ahead: generation runs a step ahead."""
+
+    choices: tuple[PoolChoice, ...]
+    seconds: float
+    ahead: int = 0
+
+    @property
+    def units(self) -> int:
+        return sum(choice.units for choice in self.choices)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Its partition and allocation."""
+        return (self.ahead, *((choice.block, choice.units) for choice in self.choices))
+
+
+@dataclass(frozen=True)
+class Others:
+    """Pools with neither actor nor rollout, on some of the ranks. work: as `PoolChoice.work`, of all of them."""
+
+    score: float
+    update: float
+    choices: tuple[PoolChoice, ...] = ()
+    work: tuple[float, float] = (0.0, 0.0)
+
+
+class Search:
+    """One search. `run` gives the best placements by the closed forms, fastest first."""
+
+    def __init__(self, work: MapWork) -> None:
+        self.work = work
+        self.pools = Pools(work)
+        self.names = PoolNames(work)
+        self.num_placements = 0
+        self.num_skipped = 0
+        self._best: list[tuple[float, int, Placed]] = []
+        self._found: dict[tuple[object, ...], float] = {}
+        self._others: dict[tuple[Block, ...], list[list[Others]]] = {}
+
+    def run(self) -> list[Placed]:
+        """Everything in few pools first, whose times bound the others."""
+        for partition in sorted(self.partitions, key=len):
+            for ahead in self.aheads(partition):
+                self._place(partition, ahead)
+        return [placed for _, _, placed in sorted(self._best, key=lambda entry: (-entry[0], len(entry[2].choices)))]
+
+    @cached_property
+    def partitions(self) -> list[tuple[Block, ...]]:
+        """Those that kept values allow."""
+        return [found for found in partitions(self.work.names) if self.names.allows(found)]
+
+    def aheads(self, partition: Sequence[Block]) -> list[int]:
+        """Steps that generation may run ahead: some only on ranks of its own, and where stale tokens are corrected."""
+        together = any(ACTOR in block and ROLLOUT in block for block in partition)
+        tried = [0, 1] if self.work.may_run_ahead and not together else [0]
+        late = self.work.config.async_training.trigger_parameter_sync_step - 1
+        return [ahead for ahead in tried if ahead >= late and self.work.keeps.allow({"trainer.rollout_ahead": ahead})]
+
+    @property
+    def threshold(self) -> float:
+        """What a placement must be faster than to count."""
+        return -self._best[0][0] if len(self._best) >= KEPT else math.inf
+
+    def _place(self, partition: tuple[Block, ...], ahead: int) -> None:
+        actor = next(block for block in partition if ACTOR in block)
+        rollout = next(block for block in partition if ROLLOUT in block)
+        rest = tuple(block for block in partition if block not in (actor, rollout))
+        for units, drawing in self._sizes(actor, rollout):
+            left = self.work.cluster.num_units - sum(units)
+            if left < len(rest) or self._least(actor, rollout, rest, units, drawing, left, ahead) >= self.threshold:
+                self.num_skipped += 1
+                continue
+            trainers = self.pools.front(actor, units[0])
+            drawers = self.pools.front(rollout, units[1]) if len(units) > 1 else []
+            if not trainers or (len(units) > 1 and not drawers):
+                continue
+            others = self.others(rest)[left]
+            best = self._best_of(trainers, drawers, others, ahead)
+            if best is not None:
+                self.num_placements += 1
+                self._keep(best)
+
+    def _sizes(self, actor: Block, rollout: Block) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Units of the actor's pool and of the rollout's, where it is another; and those that generate. Large first."""
+        total = self.work.cluster.num_units
+        for mine in reversed(self.names.sizes(actor, self.work.cluster)):
+            if actor == rollout:
+                yield (mine,), mine
+                continue
+            for drawing in reversed(self.names.sizes(rollout, self.work.cluster)):
+                if mine + drawing <= total:
+                    yield (mine, drawing), drawing
+
+    def _best_of(
+        self, trainers: Sequence[PoolChoice], drawers: Sequence[PoolChoice], others: Sequence[Others], ahead: int
+    ) -> Placed | None:
+        best: tuple[float, tuple[PoolChoice, ...]] | None = None
+        shared = self.work.hardware.parallel_ranks
+        for trainer in trainers:
+            for drawer in drawers or (None,):
+                if drawer is None:
+                    alone, score, update = trainer.gen + trainer.reshard, trainer.score, trainer.update
+                    reshard, gen = trainer.reshard, trainer.gen
+                else:
+                    reshard, gen = max(trainer.reshard, drawer.reshard), drawer.gen
+                    alone = reshard + gen
+                    score, update = max(trainer.score, drawer.score), max(trainer.update, drawer.update)
+                works = [trainer.work] if drawer is None else [trainer.work, drawer.work]
+                for other in others:
+                    train = max(score, other.score) + max(update, other.update)
+                    if shared:
+                        # Pools that share cores take as long as all of their work, if that is longer.
+                        scoring, updating = map(sum, zip(*works, other.work, strict=True))
+                        train = max(score, other.score, scoring / shared) + max(update, other.update, updating / shared)
+                    seconds = alone + train
+                    if ahead and drawer is not None and drawer.generation is not None:
+                        seconds = max(reshard + train, drawer.generation.steady)
+                    if best is None or seconds < best[0]:
+                        mine = (trainer,) if drawer is None else (trainer, drawer)
+                        best = (seconds, (*mine, *other.choices))
+        return None if best is None else Placed(best[1], best[0], ahead)
+
+    def _keep(self, placed: Placed) -> None:
+        if placed.seconds >= self.threshold:
+            return
+        entry = (-placed.seconds, self.num_placements, placed)
+        if len(self._best) < KEPT:
+            heapq.heappush(self._best, entry)
+        else:
+            heapq.heapreplace(self._best, entry)
+
+    # Pools of other roles
+
+    def others(self, blocks: tuple[Block, ...]) -> list[list[Others]]:
+        """For every number of units: the best (scores, updates) of all these pools within them, none beaten."""
+        if blocks not in self._others:
+            self._others[blocks] = self._merged(blocks)
+        return self._others[blocks]
+
+    def _merged(self, blocks: tuple[Block, ...]) -> list[list[Others]]:
+        total = self.work.cluster.num_units
+        if not blocks:
+            return [[Others(0.0, 0.0)] for _ in range(total + 1)]
+        *before, last = blocks
+        sizes = self.names.sizes(last, self.work.cluster)
+        fronts = {}
+        for units in sizes:
+            if units <= total - len(before):
+                # A pool that alone takes longer than whole placements is of no use.
+                score, update = self._least_of(last, units)
+                fronts[units] = [] if score + update >= self.threshold else self.pools.front(last, units)
+        inner = self.others(tuple(before))
+        found: list[list[Others]] = []
+        for left in range(total + 1):
+            made: list[Others] = list(found[-1]) if found else []
+            if left in fronts or before:
+                for units, front in fronts.items():
+                    if units <= left and (before or units == left):
+                        made += [
+                            Others(
+                                max(a.score, b.score), max(a.update, b.update), (*a.choices, b), _both(a.work, b.work)
+                            )
+                            for a in inner[left - units]
+                            for b in front
+                        ]
+            found.append(undominated_others(made))
+        return found
+
+    # Lower bounds
+
+    def _least_of(self, block: Block, units: int) -> tuple[float, float]:
+        ranks = units * self.work.cluster.unit
+        work = [self.work.least_work[name] for name in block if name != ROLLOUT]
+        return sum(score for score, _ in work) / ranks, sum(update for _, update in work) / ranks
+
+    def _least(
+        self,
+        actor: Block,
+        rollout: Block,
+        rest: Sequence[Block],
+        units: Sequence[int],
+        drawing: int,
+        left: int,
+        ahead: int,
+    ) -> float:
+        """Seconds that no layout of these pools can beat."""
+        bounds = [self._least_of(actor, units[0])]
+        if len(units) > 1:
+            bounds.append(self._least_of(rollout, units[1]))
+        if rest:
+            bounds.append(self._least_of(tuple(name for block in rest for name in block), left))
+        train = max(score for score, _ in bounds) + max(update for _, update in bounds)
+        return train if ahead else train + self.work.least_generation(drawing)
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """Seconds that no placement can beat: that of every partition's best sizes."""
+        found = math.inf
+        for partition in self.partitions:
+            actor = next(block for block in partition if ACTOR in block)
+            rollout = next(block for block in partition if ROLLOUT in block)
+            rest = tuple(block for block in partition if block not in (actor, rollout))
+            for units, drawing in self._sizes(actor, rollout):
+                left = self.work.cluster.num_units - sum(units)
+                if left >= len(rest):
+                    for ahead in self.aheads(partition):
+                        found = min(found, self._least(actor, rollout, rest, units, drawing, left, ahead))
+        return found
+
+
+def _both(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return (one[0] + other[0], one[1] + other[1])
+
+
+def undominated_others(found: Sequence[Others]) -> list[Others]:
+    """Those with fewer updates, or less work, the more scores they have."""
+    kept: list[Others] = []
+    for one in sorted(found, key=lambda other: (other.score, other.update, other.work)):
+        beaten = (
+            before.update <= one.update and before.work[0] <= one.work[0] and before.work[1] <= one.work[1]
+            for before in reversed(kept)
+        )
+        if not any(beaten):
+            kept.append(one)
+    return kept

@@ -1,0 +1,86 @@
+"""A placement as settings: every key that it decides, explicitly, so that nothing follows another role's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron_rl.config.keys import put
+from megatron_rl.config.megatron import OverrideTransformerConfig
+from megatron_rl.config.roles import ACTOR, REFERENCE, ROLLOUT
+from megatron_rl.config.schema import GLOBAL_POOL, PoolConfig, RunConfig
+from megatron_rl.config.value_tables import REF
+from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
+from megatron_rl.ledger.mapping.map_work import MapWork
+from megatron_rl.ledger.mapping.partitions import HYBRID, PoolNames
+from megatron_rl.ledger.mapping.pass_cuts import RECOMPUTE
+from megatron_rl.ledger.mapping.pools import DROP, PoolChoice
+from megatron_rl.ledger.mapping.search import Placed
+
+
+def settings_of_placement(work: MapWork, names: PoolNames, placed: Placed) -> dict[str, Any]:
+    """Dotted key -> value, for the configuration that `work` was made of."""
+    found: dict[str, Any] = {}
+    for choice in placed.choices:
+        found |= names.size_settings(choice.block, choice.units)
+    found |= _old_ways(work, placed)
+    for choice in placed.choices:
+        found |= _of_pool(work, names, choice)
+    if REFERENCE not in work.roles:
+        grid = placed.choices[0].grid
+        assert grid is not None  # the actor's
+        found |= {f"{REF}.pool": GLOBAL_POOL} | {f"{REF}.megatron.{key}": value for key, value in grid.settings.items()}
+    generation = next(choice.generation for choice in placed.choices if choice.generation is not None)
+    decided = {
+        f"{ROLLOUT_KEY}.tensor_model_parallel_size": generation.tp,
+        f"{ROLLOUT_KEY}.kv_cache_memory_bytes": generation.kv_bytes,
+        f"{ROLLOUT_KEY}.gpu_memory_utilization": None,
+        DROP: False,
+        "trainer.rollout_ahead": placed.ahead,
+    }
+    return found | decided | {key: work.keeps.values[key] for key in decided if key in work.keeps.values}
+
+
+def _old_ways(work: MapWork, placed: Placed) -> dict[str, Any]:
+    """verl's keys that make pools, out of the way where they are set."""
+    shared, reward, found = work.config.actor_rollout_ref, work.config.reward_model, dict[str, Any]()
+    if shared.hybrid_engine is not None:
+        together = any(ACTOR in choice.block and ROLLOUT in choice.block for choice in placed.choices)
+        keep = HYBRID in work.keeps.values or (shared.hybrid_engine and together)
+        found[HYBRID] = shared.hybrid_engine if keep else None
+    if shared.rollout.nnodes:
+        found[f"{ROLLOUT_KEY}.nnodes"] = 0
+    if reward.enable_resource_pool:
+        found |= {"reward_model.enable_resource_pool": False, "reward_model.nnodes": 0}
+    return found
+
+
+def _of_pool(work: MapWork, names: PoolNames, choice: PoolChoice) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{names.keys[name]}.pool": names.name(choice.block) for name in choice.block}
+    resting = choice.generation.resting if choice.generation is not None else ()
+    for name in choice.block:
+        if name == ROLLOUT:
+            continue
+        assert choice.grid is not None  # a pool of roles on Megatron's grid
+        role = work.roles[name]
+        found |= {f"{role.group}.{key}": value for key, value in choice.grid.settings.items()}
+        found |= role.resting[resting]
+        if choice.generation is None:  # of no effect where nothing is generated, so that a kept value may stay
+            found |= {key: value for key, value in work.keeps.values.items() if key in role.resting[resting]}
+        for option in choice.options[name].values():
+            found |= option.settings
+        if not role.spec.is_trained and role.spec.megatron.override_transformer_config != OverrideTransformerConfig():
+            group = f"{role.group}.override_transformer_config"
+            found |= {f"{group}.{key}": None for key in RECOMPUTE}
+    return found
+
+
+def configured(base: RunConfig, settings: dict[str, Any]) -> RunConfig:
+    """A copy with these settings. Pools of the base that they do not size are gone."""
+    changed = copy.deepcopy(base)
+    sized = {key.split(".")[1] for key in settings if key.startswith("pools.")}
+    kept = {name: pool for name, pool in changed.pools.items() if name in sized}
+    changed.pools = kept | {name: PoolConfig() for name in sized if name not in kept}
+    for key, value in settings.items():
+        put(changed, key, value)
+    return changed

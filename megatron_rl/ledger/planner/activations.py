@@ -1,0 +1,183 @@
+"""What a pass through a pipeline stage keeps for its backward, and what it holds for a moment: arithmetic.
+
+The numbers per token are those of the layers that `model/gpt.py` builds (rotary embeddings and gates of our own, no
+dropout, flash attention): which tensors autograd keeps was read off real layers, and a test holds them to it.
+Tokens here are those of one micro-batch on one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.model.families import AttentionShape, Family, LatentAttention, ModelShape, Routing
+
+FP32 = 4
+LARGEST_TILE = 1 << 24
+"""Products that `model/shaped_attention.py` holds at once."""
+CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
+"""Tensors as large as a chunk of logits in float32 that the head's forward and backward hold at once."""
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """A micro-batch: `tokens` laid end to end or padded, in attention filled up to `slots` where no kernel takes
+    segments of any length. `response_tokens`: those that are scored, whose logits are needed. `longest`: tokens of its
+    longest segment.
+    """
+
+    tokens: int
+    slots: int
+    response_tokens: int
+    is_packed: bool
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One decoder layer on one rank. Elements per token: hidden, q and kv columns and MLP columns of this rank.
+
+    sequence_share: 1 / TP under sequence parallelism, which splits what lies between the TP regions. shared: columns
+    of the MLP beside the experts. dense_share: of the layers, those with a dense MLP of `dense_ffn` columns instead;
+    a layer stands for all, so its MLP is the mean of both kinds. norms_after: of what attention and MLP give.
+    """
+
+    hidden: int
+    q: int
+    kv: int
+    num_heads: int
+    num_kv_heads: int
+    head: int
+    ffn: int
+    element: int
+    sequence_share: float
+    qk_norm: bool
+    routed: float
+    """Tokens that this rank's experts get per token of the micro-batch; 0 when dense."""
+    num_experts: int
+    shared: int = 0
+    shared_gate: bool = False
+    dense_share: float = 0.0
+    dense_ffn: int = 0
+    latent: LatentAttention | None = None
+    norms_after: bool = False
+    attention: AttentionShape | None = None
+
+    @classmethod
+    def of(
+        cls, family: Family, shape: ModelShape, routing: Routing | None, tp: int, etp: int, sp: bool, element: int
+    ) -> LayerSizes:
+        """A layer under TP `tp` and expert TP `etp`; experts are taken to be used evenly."""
+        kv_heads = max(1, shape.num_kv_heads // tp)
+        share = 1 / tp if sp and tp > 1 else 1.0
+        return cls(
+            hidden=shape.hidden_size,
+            q=shape.num_heads // tp * shape.head_size,
+            kv=kv_heads * shape.head_size,
+            num_heads=shape.num_heads // tp,
+            num_kv_heads=kv_heads,
+            head=shape.head_size,
+            ffn=shape.ffn_size // (etp if routing else tp),
+            element=element,
+            sequence_share=share,
+            qk_norm=family.qk_norm or shape.qk_norm,
+            routed=routing.experts_per_token * share * etp if routing else 0.0,
+            num_experts=shape.num_experts,
+            shared=shape.shared_size // tp,
+            shared_gate=routing is not None and routing.shared_gate,
+            dense_share=len(shape.dense_layers) / shape.num_layers,
+            dense_ffn=shape.dense_ffn_size // tp,
+            latent=shape.latent,
+            norms_after=family.style.norms_after,
+            attention=shape.attention,
+        )
+
+    def saved_bytes(self, block: LayerBlock) -> float:
+        """Bytes that one layer keeps between forward and backward."""
+        # What is normalised after a part is kept for that alone.
+        norms = 2 if self.norms_after else 0
+        residual = block.tokens * self.sequence_share * ((6 + norms) * self.hidden * self.element + (2 + norms) * FP32)
+        return residual + self._attention_bytes(block) + self._mlp_bytes(block)
+
+    def input_bytes(self, block: LayerBlock) -> float:
+        """Bytes of a layer's input: all that full recomputation of activations keeps of it."""
+        return block.tokens * self.sequence_share * self.hidden * self.element
+
+    def part_bytes(self, block: LayerBlock, part: str) -> float:
+        """Of `saved_bytes` what is not kept where a part of the layer is made again: core_attn, mlp or moe."""
+        if part != "core_attn":
+            return self._mlp_bytes(block) if (part == "moe") == bool(self.routed) else 0.0
+        statistics = block.slots * self.num_heads * FP32
+        if not self._copies(block):
+            return statistics + block.tokens * self.q * self.element  # its output, of which the next layer has a copy
+        rows, what_goes_in = block.slots * 2 * (self.q + self.kv), block.tokens * (self.q + 2 * self.kv)
+        return statistics + (rows - what_goes_in) * self.element
+
+    def _latent_bytes(self, latent: LatentAttention, block: LayerBlock) -> float:
+        """What latent attention keeps: both latent vectors and their norms, queries, keys, values and the output."""
+        ranks = (latent.q_rank or 0) + latent.kv_rank
+        inner = block.tokens * self.sequence_share * ((2 * ranks + latent.rope) * self.element + 2 * FP32)
+        value, up = self.num_heads * latent.value, self.num_heads * (latent.nope + latent.value)
+        statistics = block.slots * self.num_heads * FP32
+        if self._copies(block):
+            return inner + statistics + (block.slots * (2 * self.q + 2 * value) + block.tokens * value) * self.element
+        return inner + statistics + block.tokens * (2 * self.q + up + 2 * value) * self.element
+
+    def _attention_bytes(self, block: LayerBlock) -> float:
+        if self.latent is not None:
+            return self._latent_bytes(self.latent, block)
+        mixed, own = self.q + 2 * self.kv, 0.0
+        statistics = block.slots * self.num_heads * FP32
+        if self.qk_norm:
+            own += block.tokens * (self.num_heads + self.num_kv_heads) * FP32
+            # The norm of float32, which is our own on CPUs, keeps no copy of what it reads.
+            own += block.tokens * (self.q + self.kv) * self.element if self.element != FP32 else 0
+            own += block.tokens * mixed * self.element if block.slots != block.tokens or self._copies(block) else 0
+        if self._copies(block):
+            filled_up = block.slots * (2 * self.q + 2 * self.kv)
+            return own + statistics + (block.tokens * self.q + filled_up) * self.element
+        # Values are read where the fused projection wrote them.
+        return own + statistics + block.tokens * (mixed + self.kv + 2 * self.q) * self.element
+
+    def _copies(self, block: LayerBlock) -> bool:
+        """Whether attention works on rows that are filled up, which are copies."""
+        return block.is_packed and self.element == FP32
+
+    def _mlp_bytes(self, block: LayerBlock) -> float:
+        if not self.routed:
+            return 3 * self.ffn * block.tokens * self.element
+        rows = block.tokens * self.routed
+        own = block.tokens * self.sequence_share
+        router = own * self.num_experts * (FP32 + 1) + rows * (8 + 8 + FP32)
+        shared = 3 * self.shared * block.tokens + self.shared_gate * (self.hidden + 1) * own
+        experts = (rows * (2 * self.hidden + 4 * self.ffn + 1) + shared) * self.element + router
+        dense = 3 * self.dense_ffn * block.tokens * self.element
+        return (1 - self.dense_share) * experts + self.dense_share * dense
+
+    def transient_bytes(self, block: LayerBlock, *, backward: bool) -> float:
+        """Bytes that running one layer holds for a moment: the widest step of the MLP or of attention."""
+        # A dense gate of our own makes one tensor less than the experts' does.
+        ffn = self.ffn * block.tokens * (self.routed or 1)
+        dense = max(self.shared, self.dense_ffn) * block.tokens * (3 + backward)
+        at_gate = max(ffn * (4 + backward - (not self.routed)), dense)
+        widest = max(at_gate, (self.q + 2 * self.kv) * block.slots * 3)
+        return (widest + 2 * self.hidden * block.tokens) * self.element + self._products_bytes(block, backward)
+
+    def _products_bytes(self, block: LayerBlock, backward: bool) -> float:
+        """Products of queries and keys, where no kernel makes them: their number, and in backward their gradients."""
+        shape = self.attention
+        if shape is None or shape.is_whole or (shape.soft_cap is None and self.element != FP32):
+            return 0.0
+        sizes = (block.longest if window is None else min(window, block.longest) for window in shape.windows or (None,))
+        return min(LARGEST_TILE, block.slots * self.num_heads * max(sizes)) * FP32 * (1 + backward)
+
+
+def in_flight(pp_size: int, pp_rank: int, vpp_size: int, num_micro_batches: int) -> int:
+    """Chunk passes of which a stage keeps activations at most: one-forward-one-backward (Narayanan et al.,
+    arXiv:2104.04473), interleaved where there are several chunks.
+    """
+    total = num_micro_batches * vpp_size
+    if vpp_size == 1:
+        return min(pp_size - pp_rank, total)
+    if num_micro_batches == pp_size:
+        return total  # Megatron runs all forward passes first
+    return min(2 * (pp_size - pp_rank - 1) + (vpp_size - 1) * pp_size + 1, total)

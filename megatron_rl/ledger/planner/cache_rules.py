@@ -1,0 +1,85 @@
+"""The rollout engine's KV cache: how many bytes a token takes on a rank, and whether one answer fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.value_tables import ACTOR, CHOICES, ROLLOUT
+from megatron_rl.errors import Violation
+from megatron_rl.ledger.planner.model_folder import ModelSizes
+from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES
+
+BLOCK_SIZES = {"cpu": 32, "cuda": 16}
+"""Tokens of one block of vLLM's cache, by device."""
+LATENT_BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+"""The same for latent attention. On CUDA its kernels take 16 to 128, by the GPU: 64 is that of most."""
+DTYPE = f"{ACTOR}.megatron.dtype"
+
+
+@dataclass(frozen=True)
+class KVCacheSize:
+    """The cache of one rank in blocks, as vLLM deals it out; one block is never given to a request."""
+
+    block_size: int
+    bytes_per_token: int
+
+    @classmethod
+    def of(cls, config: RunConfig, model: ModelSizes) -> KVCacheSize:
+        """As a configuration has it."""
+        shared = config.actor_rollout_ref
+        element = ELEMENT_BYTES[shared.actor.megatron.dtype]
+        return cls.at(model, shared.rollout.tensor_model_parallel_size, element, config.trainer.device)
+
+    @classmethod
+    def at(cls, model: ModelSizes, tp_size: int, element: int, device: str) -> KVCacheSize:
+        """Keys and values of all layers, for a rank's share of the key/value heads; at least one head each.
+
+        Of latent attention one latent vector for all heads, on every rank. element: bytes.
+        """
+        if model.latent is not None:
+            return cls(LATENT_BLOCK_SIZES[device], model.num_hidden_layers * model.latent.cached * element)
+        heads = max(1, model.num_key_value_heads // tp_size)
+        return cls(BLOCK_SIZES[device], 2 * model.num_hidden_layers * heads * model.head_size * element)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.bytes_per_token
+
+    def blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence takes."""
+        return -(-num_tokens // self.block_size)
+
+    def needed_bytes(self, num_tokens: int) -> int:
+        """The smallest cache in which a sequence of this length can be answered."""
+        return (self.blocks(num_tokens) + 1) * self.block_bytes
+
+    def num_tokens(self, num_bytes: int) -> int:
+        """Tokens that a cache of this many bytes holds."""
+        return max(0, num_bytes // self.block_bytes - 1) * self.block_size
+
+    def num_sequences(self, num_bytes: int, num_tokens: int) -> int:
+        """Sequences of this length that a cache of this many bytes holds at once."""
+        return max(0, num_bytes // self.block_bytes - 1) // self.blocks(num_tokens)
+
+
+def cache_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
+    """That the longest prompt with the longest answer fits; sizes that break other rules are theirs."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
+    numbers = (rollout.tensor_model_parallel_size, data.max_prompt_length, data.max_response_length)
+    given = rollout.kv_cache_memory_bytes
+    names = {"trainer.device": config.trainer.device, DTYPE: config.actor_rollout_ref.actor.megatron.dtype}
+    if rollout.gpu_memory_utilization is not None and config.trainer.device == "cuda":
+        return  # it is made large enough
+    if model is None or min(*numbers, given) < 1 or any(name not in CHOICES[key] for key, name in names.items()):
+        return
+    length = data.max_prompt_length + data.max_response_length
+    if any(length > limit for limit in model.longest.values()):
+        return
+    needed = KVCacheSize.of(config, model).needed_bytes(length)
+    if given < needed:
+        key = f"{ROLLOUT}.kv_cache_memory_bytes"
+        rule = f"must be >= {needed}, so that {length} tokens (data.max_prompt_length + data.max_response_length) fit"
+        yield Violation({key: given}, rule, {key: needed})

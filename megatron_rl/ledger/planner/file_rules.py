@@ -1,0 +1,296 @@
+"""Rules of the files and folders that a run reads and writes: prompts with their columns, reward function, outputs."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from megatron_rl.checkpoint.targets import beside, checkpoint_round
+from megatron_rl.config.algorithms import trains_on_rule, uses_rule
+from megatron_rl.config.keys import value_of
+from megatron_rl.config.load import default_of, type_of
+from megatron_rl.config.problems import missing_file, nearest_name, refused
+from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, as_list
+from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.config.validate import is_path_or_paths
+from megatron_rl.config.value_tables import REWARD_ARGUMENTS
+from megatron_rl.data.prompt_files import column_kinds, count_rows
+from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.observe.services import absent_services
+
+PROMPT_SUFFIXES = (".parquet", ".jsonl")
+PATHS = (
+    "data.train_files",
+    "data.val_files",
+    "ptx.files",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.actor.policy_loss.custom.path",
+    "critic.model.path",
+    "reward_model.model.path",
+    "reward_model.model.input_tokenizer",
+    "custom_reward_function.path",
+    "algorithm.custom_adv_estimator.path",
+    "trainer.default_local_dir",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "trainer.resume_from_path",
+)
+"""Every key that is a path, or a list of some, beside those of further reward models."""
+FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+OUTPUTS = (*FOLDERS, "data.bad_rows_file", "ptx.bad_rows_file")
+"""Keys of what is written; the first are folders."""
+
+
+def file_problems(config: RunConfig) -> Iterable[Violation]:
+    """Every violation. Of data only the columns are read, and the user's code is parsed, never run."""
+    judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
+    yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
+    yield from _reward_problems(config.custom_reward_function)
+    yield from _folder_problems(config.trainer)
+    yield from _checkpoint_problems(config)
+    yield from _logger_problems(config.trainer)
+
+
+def stage_file_problems(config: RunConfig) -> Iterable[Violation]:
+    """The same of a stage that does not generate; what is in its files is found when they are read."""
+    for key, paths in prompt_files(config.data):
+        for path in paths:
+            wrong = _wrong_file(key, path, PROMPT_SUFFIXES)
+            if wrong is not None:
+                yield _within_list(wrong, key, path, paths)
+    yield from _folder_problems(config.trainer)
+    yield from _checkpoint_problems(config)
+    yield from _logger_problems(config.trainer)
+
+
+def pretraining_file_problems(config: RunConfig) -> Iterable[Violation]:
+    """Of `ptx.files`, which must be a path or a list of some; what is in them is found when they are read."""
+    paths = as_list(config.ptx.files)
+    for path in paths:
+        wrong = _wrong_file("ptx.files", path, PROMPT_SUFFIXES)
+        if wrong is not None:
+            yield _within_list(wrong, "ptx.files", path, paths)
+
+
+def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
+    for name in absent_services(trainer.logger):
+        others = [other for other in trainer.logger if other != name] or ["console"]
+        rule = f"names {name}, which is not installed"
+        yield Violation({"trainer.logger": trainer.logger}, rule, {"trainer.logger": others}, f"or: pip install {name}")
+
+
+def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:
+    """(key, paths) of training and held-out prompts; no paths where the value is none, which has its own rule."""
+    values = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
+    return [(key, as_list(files)) for key, files in values if is_path_or_paths(files)]
+
+
+def train_rows(data: DataConfig) -> list[int]:
+    """Rows of each of data.train_files, counted up to one batch; a file that is not there yet counts as full."""
+    batch, rows = data.gen_batch_size, []
+    for path in as_list(data.train_files):
+        try:
+            rows.append(count_rows(Path(path).expanduser(), batch))
+        except (ConfigError, OSError):
+            rows.append(batch)
+    return rows
+
+
+def _prompt_problems(data: DataConfig, judged: Sequence[str]) -> Iterable[Violation]:
+    """judged: the keys of files whose rows need a ground truth."""
+    tables: dict[str, dict[str, str]] = {}
+    for key, paths in prompt_files(data):
+        for path in paths:
+            wrong = _wrong_file(key, path, PROMPT_SUFFIXES)
+            if wrong is None:
+                try:
+                    tables[path] = column_kinds(Path(path).expanduser())
+                except ConfigError as error:
+                    wrong = Violation({key: path}, f"must be a file of prompts: {error}")
+            if wrong is not None:
+                yield _within_list(wrong, key, path, paths)
+    for key, column, kinds, meaning in (
+        ("data.prompt_key", data.prompt_key, ("text", "messages"), "text or a list of {role, content}"),
+        ("data.reward_fn_key", data.reward_fn_key, ("text",), "text"),
+    ):
+        lacking = [path for path, columns in tables.items() if columns.get(column) not in kinds]
+        if lacking:
+            able = [{name for name, kind in columns.items() if kind in kinds} for columns in tables.values()]
+            names = sorted(set.intersection(*able))
+            has = ", ".join(f"{name} ({kind})" for name, kind in tables[lacking[0]].items())
+            nearest = {key: nearest_name(column, names)} if names else {}
+            yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest)
+    for path, columns in tables.items():
+        named = [key for key, paths in prompt_files(data) if key in judged and path in paths]
+        if named and columns.get("reward_model") != "reward":
+            rule = f"must have a column reward_model with the field ground_truth; it has {', '.join(columns)}"
+            yield Violation({named[0]: path}, rule)
+
+
+def _within_list(wrong: Violation, key: str, path: str, paths: list[str]) -> Violation:
+    """Where `key` holds several files, the nearest valid value is all of them with one replaced."""
+    if len(paths) == 1 or key not in wrong.nearest:
+        return wrong
+    replaced = [wrong.nearest[key] if other == path else other for other in paths]
+    return Violation(wrong.settings, wrong.rule, {key: replaced}, wrong.hint)
+
+
+def _wrong_file(key: str, path: str, suffixes: tuple[str, ...]) -> Violation | None:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return missing_file(key, path, file, suffixes)
+    if file.suffix not in suffixes:
+        kind = " or ".join(suffixes)
+        return Violation(
+            {key: path}, f"must be a {kind} file, by its name", hint=f"rename it to {file.stem}{suffixes[0]}"
+        )
+    return None
+
+
+def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
+    """The file, what it imports at its top, and the function in it."""
+    key = "custom_reward_function.path"
+    if custom.path is None or custom.name is None:
+        return
+    wrong = _wrong_file(key, custom.path, (".py",))
+    if wrong is not None:
+        yield wrong
+        return
+    try:
+        tree = ast.parse(Path(custom.path).expanduser().read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        yield Violation({key: custom.path}, f"must be a Python file: {error}")
+        return
+    for module in sorted({name.partition(".")[0] for name in _imported(tree)}):
+        if module not in sys.modules and importlib.util.find_spec(module) is None:
+            yield Violation({key: custom.path}, f"imports {module}, which is not installed")
+    names = dict(_defined(tree))
+    if "*" in names:
+        return  # what a star import brings is known when the file is run
+    if custom.name not in names:
+        rule = f"must be a function of {custom.path}"
+        functions = [name for name, node in names.items() if isinstance(node, ast.FunctionDef)]
+        nearest = {"custom_reward_function.name": nearest_name(custom.name, functions)} if functions else {}
+        hint = "" if functions else "it defines none"
+        yield Violation({"custom_reward_function.name": custom.name}, rule, nearest, hint)
+        return
+    function = names[custom.name]
+    if isinstance(function, ast.FunctionDef):
+        yield from _signature_problems(custom, function)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Modules that the file needs as soon as it is run; an import in a `try` may fail."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Names that the file has after it was run, with what defines them; those in a branch at its top too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.col_offset == 0:
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            yield from ((target.id, node) for target in node.targets if isinstance(target, ast.Name))
+
+
+def _signature_problems(custom: CustomRewardFunctionConfig, function: ast.FunctionDef) -> Iterable[Violation]:
+    given = REWARD_ARGUMENTS | set(custom.reward_kwargs)
+    arguments = function.args
+    named = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    required = [argument.arg for argument in arguments.args[: len(arguments.args) - len(arguments.defaults)]]
+    required += [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if not default
+    ]
+    required += [argument.arg for argument in arguments.posonlyargs]
+    missing = sorted(set(required) - given)
+    unknown = [] if arguments.kwarg else sorted(given - set(named))
+    if missing or unknown:
+        takes = f"{function.name}({ast.unparse(arguments)})"
+        wanted = ", ".join(sorted(given))
+        rule = f"must take the keywords {wanted}; {takes} in {custom.path} does not"
+        yield Violation({"custom_reward_function.name": custom.name}, rule)
+
+
+def path_problems(config: RunConfig) -> Iterator[Violation]:
+    """Paths that cannot even be asked for: too long, a home folder of nobody, a folder that may not be looked into.
+
+    Where there is one, no other rule can look at files.
+    """
+    further = (f"reward_models.{name}.model" for name in config.reward_models)
+    for key in (*PATHS, *(f"{group}.{name}" for group in further for name in ("path", "input_tokenizer"))):
+        paths = value_of(config, key)
+        for path in [paths] if isinstance(paths, str) else paths if isinstance(paths, list) else ():
+            if not isinstance(path, str):
+                continue  # its own rule reports it
+            if not path.strip() and not key.endswith("files"):  # files have a rule of their own
+                default = default_of(key)
+                nearest = {} if default is None and type_of(key) is str else {key: default}
+                yield Violation({key: path}, "must be a path, and is empty", nearest)
+                continue
+            try:
+                Path(path).expanduser().stat()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (OSError, RuntimeError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                yield Violation({key: path}, f"must be a path that can be looked at: {reason}")
+
+
+def _folder_problems(trainer: TrainerConfig) -> Iterable[Violation]:
+    """Folders to write to: there, or to be made in one that is, and not a file."""
+    for key, path in _output_folders(trainer):
+        folder = Path(path)
+        above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        if not above.is_dir():
+            rule = "must be a folder, and it is a file"
+            if above != folder:
+                rule = f"must be a folder, and {above} is a file"
+            yield Violation({key: path}, rule, {key: f"{above}.run"})
+        elif not os.access(above, os.W_OK | os.X_OK):
+            yield Violation({key: path}, f"must be a folder that can be written, and {above} cannot")
+
+
+def _checkpoint_problems(config: RunConfig) -> Iterable[Violation]:
+    """What would be written into a checkpoint, which is one run's and complete."""
+    for key in OUTPUTS:
+        path = value_of(config, key)
+        checkpoint = checkpoint_round(Path(path)) if isinstance(path, str) else None
+        if checkpoint is not None:
+            rule = f"must not lie in a checkpoint, {checkpoint}"
+            yield Violation({key: path}, rule, {key: str(beside(checkpoint, Path(path)))})
+
+
+def make_folders(trainer: TrainerConfig) -> None:
+    """Make the folders that a run writes to, and see that files can be made in them, before any process is started.
+
+    Raises ConfigError where that fails, as it may although preflight found nothing: only trying tells.
+    """
+    for key, path in _output_folders(trainer):
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return  # of a full disk the run tells more
+            rule = f"must be a folder that can be made and written, and the system says: {error.strerror}"
+            raise refused(Violation({key: path}, rule)) from error
+
+
+def _output_folders(trainer: TrainerConfig) -> list[tuple[str, str]]:
+    paths = (trainer.default_local_dir, trainer.rollout_data_dir, trainer.validation_data_dir)
+    return [(key, path) for key, path in zip(FOLDERS, paths, strict=True) if path is not None]

@@ -1,0 +1,92 @@
+"""What is damaged among a model folder's weights, tokenizer and generation settings, as far as can be read cheaply.
+
+Of weights only headers are read, and compared with the files' lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.checkpoint.identity import end_tokens
+from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files
+from megatron_rl.errors import Violation
+from megatron_rl.ledger.planner.config_json import ConfigJsonError, read_config_json
+from megatron_rl.ledger.planner.vocabulary import TOKENIZER_FILES, base_tokens
+
+GENERATION = "generation_config.json"
+OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+"""Files of a tokenizer that are objects in JSON, where they are there."""
+
+
+@dataclass(frozen=True)
+class FolderFiles:
+    """What the files of a folder, beside config.json, tell. faults: what is wrong with those that are there, each with
+    the file's name. tensors: name -> tensor. tokens: numbers of the tokens that its tokenizer makes of any text.
+    """
+
+    faults: list[str]
+    tensors: dict[str, StoredTensor]
+    tokens: dict[str, int]
+
+    @classmethod
+    def read(cls, folder: Path) -> FolderFiles:
+        """Of weights only headers are read."""
+        tensors, faults = read_weight_files(folder)
+        tokens: dict[str, int] = {}
+        for name in (*OBJECTS, GENERATION):
+            if not (folder / name).exists():
+                continue
+            try:
+                content = read_json(folder / name)
+            except WeightFileError as error:
+                faults.append(str(error))
+                continue
+            if not isinstance(content, dict):
+                faults.append(f"{name} is not an object in braces")
+            elif name == "tokenizer.json" and not isinstance(content.get("model"), dict):
+                faults.append(f"{name} has no model of a tokenizer")
+            elif name == "tokenizer.json":
+                tokens = base_tokens(content)
+        return cls(faults, tensors, tokens)
+
+
+def lacking_files(path: str) -> list[str]:
+    """What a folder that can be planned with still needs before a run; empty where there is nothing to be read."""
+    folder = Path(path).expanduser()
+    return lacking_in(folder) if (folder / "config.json").is_file() else []
+
+
+def lacking_in(folder: Path) -> list[str]:
+    """What a folder must hold beside config.json and does not."""
+    rules = []
+    if not any(folder.glob("*.safetensors")):
+        rules.append("must hold *.safetensors files")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        rules.append(f"must hold a tokenizer ({', '.join(TOKENIZER_FILES)})")
+    return rules
+
+
+def end_token_problems(key: str, path: str, vocab_size: int) -> Iterator[Violation]:
+    """That a folder to generate from says which tokens end an answer, tokens of its model; damaged files are reported
+    elsewhere.
+    """
+    folder = Path(path).expanduser()
+    has_own = (folder / GENERATION).exists()
+    try:
+        settings = read_config_json(folder / "config.json")
+        said = read_json(folder / GENERATION) if has_own else settings
+    except (ConfigJsonError, WeightFileError):
+        return
+    if not isinstance(said, dict):
+        return
+    ends, file = end_tokens(folder, settings), GENERATION if has_own else "config.json"
+    beyond = [end for end in ends or () if end >= vocab_size]
+    if beyond:
+        rule = f"must end answers with tokens of its model: eos_token_id {beyond[0]} of its {file}"
+        yield Violation({key: path}, f"{rule} is not below vocab_size({vocab_size})")
+    if ends is None:
+        given = f"{said.get('eos_token_id')!r:.80}" if "eos_token_id" in said else "not there"
+        rule = "must say which tokens end an answer: eos_token_id must be the number of a token, or a list of some"
+        yield Violation({key: path}, f"{rule}; in its {file} it is {given}")

@@ -1,0 +1,466 @@
+"""What each rank holds in every phase of a step, planned from the configuration and config.json alone.
+
+Counted are the tensors the project owns, to the element (parameter, gradient and optimizer buffers, foreign stages, the
+KV cache), activations from the layers' arithmetic, and estimates of what vLLM and CUDA take beside them. Sequences are
+taken to be as long as they may get, and experts to be used evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, PassSpec, RoleSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.hybrid_engine.plan import covers_training
+from megatron_rl.ledger.planner.activations import (
+    CHUNKS_BACKWARD,
+    CHUNKS_FORWARD,
+    FP32,
+    LayerBlock,
+    LayerSizes,
+    in_flight,
+)
+from megatron_rl.ledger.planner.recompute import Recompute
+from megatron_rl.ledger.planner.run_models import PlannedModel, RunModels
+from megatron_rl.ledger.planner.weights import TrainedWeights
+from megatron_rl.model.chunks import chunk_tokens
+
+GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
+"""Phases that belong to no role's pass; the others are named by `PassSpec.phase`."""
+SCORING = (REWARD_MODEL, ACTOR, TUNED, REFERENCE, CRITIC, SCORER)
+UPDATING = (CRITIC, ACTOR, SCORER, TUNED)
+"""Kinds of roles, in the order in which a pool runs their passes."""
+
+Held = dict[str, int]
+"""What is held -> bytes."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """A rank of one pipeline stage of a pool: phase -> what it holds then."""
+
+    pool: str
+    pp_rank: int
+    kind: str
+    phases: dict[str, Held]
+
+    def total(self, phase: str) -> int:
+        """Bytes at the peak of a phase."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def worst_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment."""
+        return self.total(self.worst_phase)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How one role's pass is cut: its block, and how many of them a rank runs for one optimizer step."""
+
+    block: LayerBlock
+    num_blocks: int
+
+
+def plan_pools(models: RunModels) -> dict[str, list[StageMemory]]:
+    """For every pool one rank of each of its pipeline stages; the others of a stage hold the same up to rounding."""
+    return {name: plan_stages(models, name) for name in models.pools}
+
+
+def plan_stages(models: RunModels, pool: str | None = None) -> list[StageMemory]:
+    """The same of one pool; None: the actor's."""
+    name = models.training.spec.name if pool is None else pool
+    return [MemoryOfStage(models, name, pp_rank).planned() for pp_rank in range(models.pools[name].grid.pp_size)]
+
+
+def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
+    """Phase -> what the stage that needs most holds in it, of the stages of one pool."""
+    return {
+        phase: max((stage.phases[phase] for stage in stages), key=lambda held: sum(held.values()))
+        for phase in stages[0].phases
+    }
+
+
+def planned_memory(config: RunConfig) -> dict[str, dict[str, Held]]:
+    """Pool -> phase -> what the rank for which most is planned holds, of a configuration that has passed preflight."""
+    return {pool: worst_of_stages(stages) for pool, stages in plan_pools(RunModels(config)).items()}
+
+
+def phase_order(roles: Sequence[RoleSpec]) -> list[str]:
+    """The phases that these roles can have, in the order of a step."""
+    scores = [role.score.phase for kind in SCORING for role in roles if role.kind == kind and role.score]
+    updates = [role.update.phase for kind in UPDATING for role in roles if role.kind == kind and role.update]
+    return [INIT, RESHARD, GEN, *scores, *updates, SAVE]
+
+
+class MemoryOfStage:
+    """The arithmetic of one stage of a pool."""
+
+    def __init__(self, models: RunModels, pool: str, pp_rank: int) -> None:
+        self.models = models
+        self.pool = models.pools[pool]
+        self.roles = self.pool.spec.megatron_roles
+        self.pp_rank = pp_rank
+        self.config = models.config
+        self.is_last = pp_rank == self.pool.grid.pp_size - 1
+        self.is_first = pp_rank == 0
+        self.generates = models.placement.generates and self.pool is models.generating
+        self.is_split = models.placement.generates and not models.placement.is_colocated
+
+    def planned(self) -> StageMemory:
+        """All phases that this pool has."""
+        held: Held = {}
+        for role in self.roles:
+            held |= self._trained(role) if role.is_trained else self._frozen(role)
+        if self.generates and self.is_split:
+            held["rollout weights"] = self.models.rollout_weights_bytes
+            if self.config.samples_in_slices and self.config.async_training.second_buffer:
+                held["arriving weights"] = self.models.rollout_weights_bytes
+        phases = {
+            INIT: {
+                **{name: size for name, size in held.items() if not name.endswith("moments")},
+                **(self._rollout_memory() if self.generates else {}),
+            },
+            **self._generation_phases(held),
+        }
+        for role in self.roles:
+            if role.score is not None:
+                phases[role.score.phase] = held | self._forward(role, self._passes(role, role.score))
+            if role.update is not None:
+                phases[role.update.phase] = held | self._update(role, self._passes(role, role.update))
+        if any(role.is_trained for role in self.roles):
+            phases[SAVE] = held | self._checkpoint_copy()
+        kind = "only" if self.is_first and self.is_last else "first" if self.is_first else "middle"
+        kind = "last" if self.is_last and not self.is_first else kind
+        ordered = {name: phases[name] for name in phase_order(self.roles) if name in phases}
+        return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered)
+
+    # What stays
+
+    def _frozen(self, role: RoleSpec) -> Held:
+        """Parameters alone, without the padding of buffers."""
+        return {f"{role.name} parameters": self.pool.weights(role).num_params(self.pp_rank) * self.pool.element}
+
+    def _trained(self, role: RoleSpec) -> Held:
+        """Parameters in the model's dtype, gradients in float32; moments, and masters of bfloat16 weights, shared out
+        over data-parallel ranks (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054)."""
+        weights = self.pool.weights(role)
+        numel, share = weights.numel(self.pp_rank), weights.optimizer_share(self.pp_rank)
+        return trained_held(role, numel, share, self.pool.element, self.config.trainer.device)
+
+    def _checkpoint_copy(self) -> Held:
+        """What a save keeps until it is written. From a GPU it goes to host memory, which is not counted here; on a CPU
+        megatron-core copies what is part of a larger tensor: all weights, and moments of several segments. A save
+        beside training copies the rest, too."""
+        if self.config.trainer.device != "cpu":
+            return {}
+        copied = 0
+        for role in (role for role in self.roles if role.is_trained):
+            weights, beside = self.pool.weights(role), role.settings.checkpoint.async_save
+            numels = weights.shard_numels(self.pp_rank)
+            masters = FP32 if beside and self.pool.element != FP32 else 0
+            for buffer in weights.buffers[self.pp_rank]:
+                apart = [name for name in buffer.names if beside or len(weights.specs[name].tensor.segments) > 1]
+                moments = sum(numels[name] for name in apart) * 2 * FP32
+                copied += (buffer.num_params * (self.pool.element + masters) + moments) // buffer.num_shares
+        return {"checkpoint copy": copied}
+
+    # Generation
+
+    def _generation_phases(self, held: Held) -> dict[str, Held]:
+        """The transition, and generation where it is this pool's. What may rest is away in both."""
+        if self.is_split and self.generates:
+            staying = self._staying(held)
+            bucket = min(self.models.bucket_bytes, self.models.rollout_weights_bytes)
+            return {
+                RESHARD: staying | {"exchange scratch": bucket},
+                GEN: staying | self._rollout_memory(),
+            }
+        if self.is_split and self.pool is self.models.training:
+            bucket = min(self.models.bucket_bytes, held["actor parameters"])
+            return {RESHARD: held | {"exchange scratch": bucket}}
+        return self._in_place(held) if self.generates else {}
+
+    def _in_place(self, held: Held) -> dict[str, Held]:
+        """On the actor's memory: after the exchange the training copy may go, and then the cache comes."""
+        staying = self._staying(held)
+        foreign = self.models.foreign_bytes(self.pp_rank)
+        exchange = staying | {"foreign stages": foreign, "exchange scratch": self.models.scratch_bytes(self.pp_rank)}
+        dropped = {"actor parameters": 0} if self._drops_training() else {}
+        cache = self.config.actor_rollout_ref.rollout.kv_cache_memory_bytes
+        woken = staying | dropped | {"foreign stages": foreign, "KV cache": cache}
+        reshard = max(exchange, woken, key=lambda moment: sum(moment.values()))
+        return {RESHARD: reshard, GEN: staying | dropped | self._rollout_memory()}
+
+    def _staying(self, held: Held) -> Held:
+        """What does not rest while this pool generates."""
+        resting = {f"{role.name} {kind}" for role in self.roles for kind in _resting_kinds(role.megatron)}
+        return {name: size for name, size in held.items() if name not in resting}
+
+    def _drops_training(self) -> bool:
+        if not self.config.actor_rollout_ref.rollout.drop_train_weights:
+            return False
+        exchange, number = self.models.exchange, self.models.members_of_stage(self.pp_rank)[0]
+        return covers_training(exchange.plans[number], exchange.held[number])
+
+    def _rollout_memory(self) -> Held:
+        """vLLM's part."""
+        rollout = self.config.actor_rollout_ref.rollout
+        tp_size = rollout.tensor_model_parallel_size
+        activations = engine_bytes(self.config, self.models.actor, self.models.element, tp_size)
+        foreign = {} if self.is_split else {"foreign stages": self.models.foreign_bytes(self.pp_rank)}
+        return {
+            **foreign,
+            "KV cache": rollout.kv_cache_memory_bytes,
+            "vLLM activations": activations,
+        }
+
+    # Passes through the trainer
+
+    def _passes(self, role: RoleSpec, one: PassSpec) -> Passes:
+        """As this stage's grid deals samples out."""
+        grid = self.pool.grid
+        multiple = grid.tp_size if self.pool.megatron.sequence_parallel else 1
+        if not grid.pack_sizes:
+            return passes_of(self.config, role, one, grid.dp_size, multiple, grid.cp_size)
+        sized = [
+            passes_of(self.config, role, one, grid.num_replicas // size, multiple, size) for size in grid.pack_sizes
+        ]
+        return largest_of(sized)
+
+    def _exchanged_keys(self, role: RoleSpec, block: LayerBlock, *, backward: bool) -> float:
+        """As `exchanged_bytes` of this pool."""
+        grid, way = self.pool.grid, role.megatron.override_transformer_config.cp_comm_type
+        layer = self.pool.layer(self.pool.model(role))
+        return exchanged_bytes(layer, grid.most_sharing or grid.cp_size, way, block, backward=backward)
+
+    def _head(self, role: RoleSpec, block: LayerBlock, num_chunks: int) -> Held:
+        """The logits that exist at once, and the hidden states of the scored tokens."""
+        if not self.is_last or role.has_value_head:
+            return {}
+        shape, multiple = self.pool.model(role).shape, self.pool.vocab_multiple
+        rows = -(-shape.vocab_size // multiple) * multiple // self.pool.grid.tp_size
+        return head_held(shape.hidden_size, rows, block, num_chunks, self.pool.element)
+
+    def _forward(self, role: RoleSpec, passes: Passes) -> Held:
+        layer, block = self.pool.layer(self.pool.model(role)), passes.block
+        exchanged = self._exchanged_keys(role, block, backward=False)
+        return forward_held(layer, block, self._head(role, block, CHUNKS_FORWARD), exchanged)
+
+    def _update(self, role: RoleSpec, passes: Passes) -> Held:
+        model, weights = self.pool.model(role), self.pool.weights(role)
+        block, chunks = passes.block, self.pool.stages(model).layers(self.pp_rank)
+        alive = in_flight(self.pool.grid.pp_size, self.pp_rank, self.pool.vpp_size, passes.num_blocks)
+        gradients = LargestGradients(
+            self._largest_gradient(weights, lambda name: "layers" in name),
+            self._largest_gradient(weights, lambda name: "layers" not in name),
+        )
+        return update_held(
+            self.pool.layer(model),
+            block,
+            Recompute.of(role.megatron),
+            max(len(chunk) for chunk in chunks),
+            alive,
+            gradients,
+            self._head(role, block, CHUNKS_BACKWARD),
+            optimizer_temporaries(
+                role, weights.optimizer_share(self.pp_rank), gradients, self.pool.element, self.config.trainer.device
+            ),
+            self._exchanged_keys(role, block, backward=True),
+        )
+
+    def _largest_gradient(self, weights: TrainedWeights, wanted: Callable[[str], bool]) -> int:
+        """The largest gradient beside the buffers, in the model's dtype; of stacked experts with its parts."""
+        sizes = [
+            shard_numel * (2 if weights.specs[name].tensor.is_expert else 1)
+            for name, shard_numel in weights.shard_numels(self.pp_rank).items()
+            if wanted(name)
+        ]
+        return max(sizes, default=0) * self.pool.element
+
+
+def most_scored(length: int, response: int, cp_size: int) -> int:
+    """Of a sequence's response tokens, its last ones, those that the rank with most of them reads."""
+    chunk = length // (2 * cp_size)
+    return min(chunk, response) + min(chunk, max(0, response - length // 2)) if cp_size > 1 else response
+
+
+# The arithmetic of one role on one stage, from its numbers
+
+
+@dataclass(frozen=True)
+class LargestGradients:
+    """Bytes of the largest gradient beside the buffers in the model's dtype, of layers and of what is beside them."""
+
+    layers: int
+    others: int
+
+
+def trained_held(role: RoleSpec, numel: int, share: int, element: int, device: str) -> Held:
+    """Of `numel` elements of buffers and an optimizer's share of them; without what Adam keeps on the host."""
+    moments, masters = share * 2 * FP32, 0 if element == FP32 else share * FP32
+    offloaded = offloaded_share(role)
+    if device == "cpu":
+        # The host is the device: there are copies besides, of gradients from the first step on, and of weights
+        # that are no masters.
+        moments += int(offloaded * share * FP32)
+        masters = masters or int(offloaded * share * FP32)
+    else:
+        moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
+    return {
+        f"{role.name} parameters": numel * element,
+        f"{role.name} gradients": numel * FP32,
+        f"{role.name} moments": moments,
+        **({f"{role.name} masters": masters} if masters else {}),
+    }
+
+
+def engine_bytes(config: RunConfig, model: PlannedModel, element: int, tp: int) -> int:
+    """What vLLM needs beside weights and cache, an estimate: a step's tokens through one layer, and the logits of all
+    sequences, gathered, in float32, with a copy for filtering and one for log-probs.
+    """
+    rollout, shape, routing = config.actor_rollout_ref.rollout, model.shape, model.routing
+    columns = (shape.ffn_size * (routing.experts_per_token if routing else 1) + shape.shared_size) // tp
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // tp
+    # A step takes whole prompts at most, or one token of each sequence.
+    tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * config.data.max_prompt_length)
+    layer = tokens * (4 * shape.hidden_size + heads + 3 * columns) * element
+    return layer + 3 * rollout.max_num_seqs * shape.vocab_size * FP32
+
+
+def passes_of(
+    config: RunConfig, role: RoleSpec, one: PassSpec, dp_size: int, multiple: int, cp_size: int = 1
+) -> Passes:
+    """The largest block of a rank's share of a step's samples, or of a mini-batch's, all of full length, or of the most
+    that fits into a pass over cp_size ranks; what an update mixes in is counted with it.
+
+    multiple: of tokens, to which a rank's part of a block is padded.
+    """
+    sizes = config.batch_sizes
+    num_samples = sizes.mini_batch_samples(role.settings) if one is role.update else sizes.num_samples
+    own = blocks_of(config, one, num_samples, dp_size, multiple, cp_size)
+    if one is not role.update or role.mixed is None:
+        return own
+    longer = replace(one, longest=role.mixed.longest, scored=role.mixed.longest - 1)
+    mixed = blocks_of(config, longer, role.mixed.num_examples, dp_size, multiple, cp_size)
+    return replace(largest_of([own, mixed]), num_blocks=own.num_blocks + mixed.num_blocks)
+
+
+def blocks_of(config: RunConfig, one: PassSpec, num_samples: int, dp_size: int, multiple: int, cp_size: int) -> Passes:
+    """Of a pass over so many rows."""
+    data = config.data
+    longest = data.max_prompt_length + data.max_response_length if one.longest is None else one.longest
+    length = longest + one.extra_tokens
+    if one.max_tokens is not None:
+        length = min(length, one.max_tokens * cp_size)
+    share = max(1, -(-num_samples // dp_size))
+    if cp_size > 1:
+        length = -(-length // (2 * cp_size)) * 2 * cp_size
+    rows = one.num_rows if one.max_tokens is None else max(1, one.max_tokens * cp_size // length)
+    rows = min(rows, share)
+    response = data.max_response_length if one.scored is None else one.scored
+    tokens = -(-rows * length // cp_size // multiple) * multiple
+    # A rank's chunks are gathered as they are, and filled up nowhere.
+    is_packed = one.remove_padding and cp_size == 1
+    scored = most_scored(length, min(length, response), cp_size)
+    return Passes(LayerBlock(tokens, tokens, rows * scored, is_packed, length), -(-share // rows))
+
+
+def largest_of(passes: Sequence[Passes]) -> Passes:
+    """What no pass exceeds, where each may be any of these."""
+    blocks = [one.block for one in passes]
+    largest = LayerBlock(
+        max(block.tokens for block in blocks),
+        max(block.slots for block in blocks),
+        max(block.response_tokens for block in blocks),
+        any(block.is_packed for block in blocks),
+        max(block.longest for block in blocks),
+    )
+    return Passes(largest, max(one.num_blocks for one in passes))
+
+
+def exchanged_bytes(layer: LayerSizes, cp_size: int, way: str, block: LayerBlock, *, backward: bool) -> float:
+    """Bytes of other context-parallel ranks' keys and values that are there while a layer attends to them.
+
+    way: `cp_comm_type`.
+    """
+    if cp_size == 1 or way == "a2a":
+        return 0.0
+    ranks = 2 if way == "p2p" else cp_size
+    # Keys and values as they travel; their gradients and this rank's output are added up in float32.
+    pairs = ranks * block.tokens * 2 * layer.kv * (layer.element + (FP32 if backward else 0))
+    return pairs + block.tokens * layer.q * FP32
+
+
+def head_held(hidden: int, rows: int, block: LayerBlock, num_chunks: int, element: int) -> Held:
+    """Of a head of so many rows on one rank."""
+    scored = block.response_tokens * hidden * element
+    logits = min(chunk_tokens(hidden, rows), block.response_tokens) * rows * FP32
+    return {"logits chunk": num_chunks * logits + scored}
+
+
+def forward_held(layer: LayerSizes, block: LayerBlock, head: Held, exchanged: float = 0.0) -> Held:
+    """Nothing is kept but the block's hidden states: one layer at a time, then the head.
+
+    exchanged: bytes of other ranks' keys and values while a layer attends to them.
+    """
+    hidden = 2 * block.tokens * layer.hidden * layer.element
+    running = layer.transient_bytes(block, backward=False) + exchanged
+    return {"activations": int(max(hidden + running - sum(head.values()), hidden)), **head}
+
+
+def update_held(
+    layer: LayerSizes,
+    block: LayerBlock,
+    recompute: Recompute,
+    num_layers: int,
+    alive: int,
+    gradients: LargestGradients,
+    head: Held,
+    temporaries: int,
+    exchanged: float = 0.0,
+) -> Held:
+    """The worst of three moments: the head's backward, a layer's backward, the optimizer's step.
+
+    num_layers: of the largest chunk. alive: passes of which activations are kept. temporaries: Adam's, in bytes.
+    exchanged: as of `forward_held`.
+    """
+    parts = recompute.part_bytes(layer, block)
+    hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts)
+    kept = alive * (recompute.kept_bytes(num_layers, hidden, saved) + 2 * hidden)
+    made = recompute.made_bytes(num_layers, saved) + max(parts, default=0.0)
+    running = made + layer.transient_bytes(block, backward=True) + exchanged
+    moments = [{"activations": int(kept + running), "weight gradient": gradients.layers}]
+    if head:
+        at_head = gradients.others
+        if layer.element < FP32:  # added up in float32, from products in the model's dtype
+            at_head += at_head // layer.element * FP32
+        moments.append({"activations": int(kept), "weight gradient": at_head, **head})
+    moments.append({"optimizer step": temporaries})
+    return max(moments, key=lambda held: sum(held.values()))
+
+
+def optimizer_temporaries(role: RoleSpec, share: int, gradients: LargestGradients, element: int, device: str) -> int:
+    """Adam's: as many as the foreach form makes of the whole shard on a GPU, else of one parameter."""
+    largest = max(gradients.layers, gradients.others) // element * FP32
+    foreach = int(share * FP32 * (1 - offloaded_share(role)))
+    return 2 * (foreach if device == "cuda" else min(share * FP32, largest))
+
+
+def offloaded_share(role: RoleSpec) -> float:
+    """Of a trained role's parameters, the share whose optimizer state is on the host."""
+    override = role.settings.optim.override_optimizer_config
+    return override.optimizer_offload_fraction if override.optimizer_cpu_offload else 0.0
+
+
+def _resting_kinds(megatron: MegatronConfig) -> list[str]:
+    kinds = ["gradients"] if megatron.grad_offload else []
+    kinds += ["moments", "masters"] if megatron.optimizer_offload else []
+    return kinds + (["parameters"] if megatron.param_offload else [])

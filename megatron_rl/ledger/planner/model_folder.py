@@ -1,0 +1,364 @@
+"""What a Hugging Face folder says about its model, read from config.json alone, and what of it cannot be trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.weight_files import odd_files
+from megatron_rl.config.file_kinds import ABSENT, instead_of_file
+from megatron_rl.config.problems import divisors, nearest_name, nearest_number
+from megatron_rl.errors import Violation
+from megatron_rl.ledger.planner.config_json import (
+    ConfigJsonError,
+    is_size,
+    not_finite,
+    read_config_json,
+    too_large,
+    wrong_types,
+)
+from megatron_rl.ledger.planner.folder_files import FolderFiles, lacking_in
+from megatron_rl.ledger.planner.folder_weights import FolderWeights, unread_weights, weights_problems
+from megatron_rl.ledger.planner.foreign_models import feature_of
+from megatron_rl.ledger.planner.hub_cache import is_hub_id
+from megatron_rl.model.families import (
+    FAMILIES,
+    REWARD_FAMILIES,
+    VOCAB_PADDING,
+    AttentionShape,
+    Family,
+    LatentAttention,
+    Routing,
+    attention_shape,
+    dense_layers_problem,
+    experts_of,
+    num_experts_key,
+    num_labels,
+    rope_problem,
+    rotary_share,
+    routing_problem,
+    sliding_window,
+)
+from megatron_rl.model.families.family import SharedExperts
+from megatron_rl.model.families.latent import SIZE_KEYS
+from megatron_rl.parallel.sharding import padded_vocab_size
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+STARTING_POINTS = FAMILIES | REWARD_FAMILIES
+"""What a critic can start from: a language model's trunk, or a reward model."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The numbers of config.json that a layout must fit, and the folder they come from.
+
+    `num_experts` and `moe_intermediate_size`, the columns of one expert, are 0 when dense; `expert_size_key` is what
+    config.json calls the latter. `padded_vocab_size`: as generation pads it. `sliding_window`: positions that a token
+    attends to; None: all before it. `even_heads`: whether `head_size` is told, or the hidden size divides into heads.
+    `has_dense_layers`: some layers of a model with experts have none. `shared_experts`: name and columns of the MLP
+    beside the experts, which TP cuts as it cuts a dense one; None: there is none. `latent`: sizes of latent attention,
+    in which `head_size` is a query's; None: attention is another. `attention`: the choices of the usual one.
+    `has_expert_bias`: experts are chosen by scores and a bias. `unread`: what of the folder's weights is left that may
+    have been meant, in one line; None: nothing, or its weights were not looked at.
+    """
+
+    path: str
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    padded_vocab_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    vocab_size: int
+    num_experts: int = 0
+    moe_intermediate_size: int = 0
+    expert_size_key: str = "moe_intermediate_size"
+    sliding_window: int | None = None
+    head_size: int = 1
+    even_heads: bool = True
+    has_dense_layers: bool = False
+    shared_experts: tuple[str, int] | None = None
+    latent: LatentAttention | None = None
+    attention: AttentionShape | None = None
+    has_expert_bias: bool = False
+    unread: str | None = None
+
+    @property
+    def rollout_tp_divides(self) -> dict[str, int]:
+        """Name and value of everything that generation cuts over its TP ranks; experts too."""
+        sizes = self.tp_divides | {"padded_vocab_size": self.padded_vocab_size}
+        return sizes | ({self.expert_size_key: self.moe_intermediate_size} if self.num_experts else {})
+
+    @property
+    def tp_divides(self) -> dict[str, int]:
+        """Name and value of what is cut into TP parts; experts are cut into ETP parts, and the vocabulary is padded."""
+        mlp = () if self.num_experts and not self.has_dense_layers else ("intermediate_size",)
+        names = ("num_attention_heads", "num_key_value_heads", *mlp)
+        return {name: getattr(self, name) for name in names} | dict(
+            [self.shared_experts] if self.shared_experts else ()
+        )
+
+    @property
+    def longest(self) -> dict[str, int]:
+        """Name and value of what limits prompt and response together: a window that cuts nothing off is no window."""
+        return {"max_position_embeddings": self.max_position_embeddings} | self.windows
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """The same of windows alone."""
+        return {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
+
+    @property
+    def max_tp(self) -> int:
+        """The largest TP size to offer, all others being its divisors: one that generation can follow."""
+        return math.gcd(self.padded_vocab_size, *self.tp_divides.values())
+
+
+def read_model_folder(
+    key: str, path: str, known: Mapping[str, Family] = FAMILIES, *, config_only: bool = False
+) -> tuple[ModelSizes | None, list[Violation]]:
+    """The sizes of the model in `path` (None where they cannot be read) and all that is wrong with the folder.
+
+    `key` is the configuration key to name in messages, `known` the architectures that it may name, with their families.
+    config_only: weights and tokenizer need not be there yet.
+    """
+    folder, given = Path(path).expanduser(), {key: path}
+    if not folder.is_dir():
+        return None, [_no_folder(key, path, folder)]
+    try:
+        odd = [] if config_only else odd_files(folder)
+        if odd:
+            return None, [Violation(given, f"must hold files that can be read: {fault}") for fault in odd]
+        described, problems = _described(key, path, folder, known)
+        if config_only:
+            return None if described is None else described.sizes, problems
+        files = FolderFiles.read(folder)
+    except OSError as error:
+        return None, [Violation(given, f"must be a folder that can be read: {error.strerror}")]
+    faulty = [Violation(given, f"{rule}; it holds {_listing(folder)}") for rule in lacking_in(folder)]
+    faulty += [Violation(given, f"must be whole: {fault}") for fault in files.faults]
+    if described is None:
+        return None, [*faulty, *problems]
+    return _with_files(key, described, files, [*faulty, *problems])
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A model as config.json describes it."""
+
+    sizes: ModelSizes
+    family: Family
+    settings: dict[str, Any]
+
+
+def _no_folder(key: str, path: str, folder: Path) -> Violation:
+    parent = folder.parent
+    neighbours = [str(other) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
+    nearest = {key: nearest_name(str(folder), neighbours)} if neighbours else {}
+    hint = "" if neighbours else f"{parent} holds no folder"
+    if is_hub_id(path):
+        hint = f"the local Hugging Face cache has no model of that name either: hf download {path}"
+    lacks = instead_of_file(folder) or "it is a file"
+    return Violation({key: path}, f"must be a Hugging Face model folder, and {lacks}", nearest, hint)
+
+
+def _described(
+    key: str, path: str, folder: Path, known: Mapping[str, Family]
+) -> tuple[_Described | None, list[Violation]]:
+    """What config.json says, None where a model cannot be told from it, and all that is wrong with it."""
+    file, given = folder / "config.json", {key: path}
+    lacks = instead_of_file(file)
+    if lacks == ABSENT:
+        return None, [Violation(given, f"must hold config.json; it holds {_listing(folder)}")]
+    try:
+        settings = read_config_json(file)
+    except ConfigJsonError as error:
+        return None, [Violation(given, f"must hold a config.json, and {error}")]
+    wrong = wrong_types(settings)
+    wrong |= dict.fromkeys(not_finite(settings) - wrong.keys(), "must hold finite numbers")
+    if wrong:
+        return None, [_in_file(file, {name: settings[name]}, rule) for name, rule in wrong.items()]
+    architectures = settings.get("architectures") or []
+    name = next((name for name in architectures if name in known), None)
+    if name is None:
+        theirs = str(architectures[0]) if architectures else ""
+        rule = f"must be one of {', '.join(sorted(known))} for {key}"
+        lacking = {"architectures": architectures}
+        unknown = _in_file(file, lacking, rule, {"architectures": [nearest_name(theirs, known)]})
+        if theirs and theirs not in STARTING_POINTS:
+            unknown = replace(unknown, hint=f"{theirs} needs {feature_of(theirs)}, which is not here")
+        return None, [unknown]
+    sizes, found = _read_settings(path, file, settings, known[name])
+    if name in REWARD_FAMILIES and num_labels(settings) != 1:
+        labels = {"num_labels": num_labels(settings)}
+        rule = f"must be 1, because {key} is to give one value"
+        found.append(_in_file(file, labels, rule, {"num_labels": 1}))
+    return None if sizes is None else _Described(sizes, known[name], settings), found
+
+
+def _with_files(
+    key: str, model: _Described, files: FolderFiles, problems: list[Violation]
+) -> tuple[ModelSizes, list[Violation]]:
+    """What config.json and the other files say of each other, where each is right."""
+    sizes = model.sizes
+    largest = max(files.tokens.values(), default=0)
+    file = Path(sizes.path).expanduser() / "config.json"
+    if largest >= sizes.vocab_size:
+        size = {"vocab_size": sizes.vocab_size}
+        rule = f"must be above {largest}, the largest number of a token in its tokenizer.json"
+        problems.append(_in_file(file, size, rule, {"vocab_size": largest + 1}))
+    if model.settings.get("model_type") is None:
+        rule = "must be there, as transformers reads config.json by it"
+        problems.append(_in_file(file, {"model_type": None}, rule, {"model_type": model.family.model_type}))
+    if problems:
+        return sizes, problems
+    weights = FolderWeights.of(files.tensors, model.settings, model.family)
+    problems += weights_problems(key, sizes.path, weights, model.settings)
+    return replace(sizes, unread=unread_weights(sizes.path, weights)), problems
+
+
+def _in_file(file: Path, settings: dict[str, Any], rule: str, nearest: dict[str, Any] | None = None) -> Violation:
+    return Violation(settings, rule, nearest or {}, file=str(file))
+
+
+def _read_settings(
+    path: str, file: Path, settings: dict[str, Any], family: Family
+) -> tuple[ModelSizes | None, list[Violation]]:
+    problems = list(_unsupported(file, settings, family))
+    settings = family.given(settings)
+    wanted: tuple[str, ...] = SIZES
+    if family.experts is not None:
+        wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
+        shared = family.experts.shared
+        wanted += () if shared is None else (shared.size_key,)
+    wanted += SIZE_KEYS if family.latent_attention else ()
+    lacking = {name: settings.get(name) for name in dict.fromkeys(wanted) if not is_size(settings.get(name))}
+    if lacking:
+        return None, [*problems, _in_file(file, lacking, "must be whole numbers >= 1")]
+    beyond = too_large(settings, (*wanted, "num_key_value_heads", "head_dim"))
+    if beyond:
+        return None, [*problems, *(_in_file(file, {k: settings[k]}, f"must be <= {beyond[k]}") for k in beyond)]
+    problems += [] if family.latent_attention else _head_problems(file, settings, family)
+    routing = None if family.experts is None else Routing.from_hf(family, settings)
+    if routing is not None:
+        problems += _routing_problems(file, routing, family)
+        wrong = dense_layers_problem(family, settings)
+        problems += [] if wrong is None else [_in_file(file, *wrong)]
+    return _sizes(path, settings, family, routing), problems
+
+
+def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
+    """How the hidden size, heads and key/value heads go together, and how much of a head turns."""
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    kv_heads = settings.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        nearest = {"num_key_value_heads": nearest_number(kv_heads, divisors(heads))}
+        yield _in_file(file, {"num_key_value_heads": kv_heads}, f"must divide num_attention_heads({heads})", nearest)
+    if not settings.get("head_dim") and hidden % heads:
+        rule = f"must divide hidden_size({hidden}) where there is no head_dim"
+        nearest = {"head_dim": hidden // heads // 2 * 2 or 2}
+        yield _in_file(file, {"num_attention_heads": heads}, rule, nearest)
+        return
+    size, share = settings.get("head_dim") or hidden // heads, rotary_share(family.attention, settings)
+    if not isinstance(share, int | float):
+        return  # the rotary embedding's rule says so
+    if not 0 < share <= 1 or int(size * share) % 2 or int(size * share) == 0:
+        rule = f"must be a share of head_dim({size}) that is a whole even number of elements"
+        yield _in_file(file, {"partial_rotary_factor": share}, rule, {"partial_rotary_factor": 1.0})
+
+
+def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing | None) -> ModelSizes:
+    vocab_size = settings["vocab_size"]
+    experts: dict[str, Any] = {}
+    if routing is not None:
+        shared = experts_of(family).shared
+        experts = {
+            "num_experts": routing.num_experts,
+            "moe_intermediate_size": routing.ffn_size,
+            "expert_size_key": experts_of(family).size_key,
+            "has_dense_layers": bool(routing.dense_layers),
+            "has_expert_bias": routing.scoring is not None and routing.scoring.bias is not None,
+            "shared_experts": (name_of_size(shared), routing.shared_size) if shared and routing.shared_size else None,
+        }
+    heads, latent = settings["num_attention_heads"], None
+    head_size = settings.get("head_dim") or settings["hidden_size"] // heads
+    if family.latent_attention:
+        latent = LatentAttention.from_hf(settings)
+    return ModelSizes(
+        path=path,
+        num_attention_heads=heads,
+        num_key_value_heads=heads if latent else settings.get("num_key_value_heads") or heads,
+        intermediate_size=settings["intermediate_size"],
+        padded_vocab_size=padded_vocab_size(vocab_size, VOCAB_PADDING),
+        num_hidden_layers=settings["num_hidden_layers"],
+        max_position_embeddings=settings["max_position_embeddings"],
+        vocab_size=vocab_size,
+        sliding_window=sliding_window(family, settings),
+        head_size=latent.query if latent else head_size,
+        even_heads=bool(latent or settings.get("head_dim")) or settings["hidden_size"] % heads == 0,
+        latent=latent,
+        attention=None if latent else attention_shape(family.attention, settings, head_size),
+        **experts,
+    )
+
+
+def name_of_size(shared: SharedExperts) -> str:
+    """What config.json calls the columns of shared experts."""
+    return shared.size_key if shared.count_key is None else f"{shared.count_key} * {shared.size_key}"
+
+
+def _routing_problems(file: Path, routing: Routing, family: Family) -> list[Violation]:
+    """How many experts a token may be sent to."""
+    top_k, num_experts, key = routing.experts_per_token, routing.num_experts, "num_experts_per_tok"
+    if top_k > num_experts:
+        return [_in_file(file, {key: top_k}, f"must be >= 1 and <= num_experts({num_experts})", {key: num_experts})]
+    if top_k == 1 and routing.normalised:
+        settings: dict[str, Any] = {key: 1, "norm_topk_prob": True}
+        nearest: dict[str, Any] = {"norm_topk_prob": False}
+        if experts_of(family).norm_topk_prob:
+            settings, nearest = {key: 1}, {key: 2}
+        rule = "leaves the router without a gradient, because the only weight, of a sum of 1, is always 1"
+        return [_in_file(file, settings, rule, nearest)]
+    return [_in_file(file, *wrong) for wrong in [routing_problem(routing)] if wrong is not None]
+
+
+def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
+    problem = rope_problem(settings, is_latent=family.latent_attention, keys=family.attention)
+    if problem is not None:
+        key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
+        yield _in_file(file, {key: settings.get(key)}, f"cannot be used: {problem}")
+    has_windows = family.attention.local or sliding_window(family, settings) is not None
+    kinds = {"full_attention", "sliding_attention"} if has_windows else {"full_attention"}
+    layer_types = settings.get("layer_types") or ()
+    unknown = set(layer_types) - kinds
+    if unknown:
+        nearest = {"layer_types": ["full_attention" if kind in unknown else kind for kind in layer_types]}
+        rule = f"{', '.join(sorted(unknown))} is not supported"
+        yield Violation(
+            {"layer_types": layer_types}, f"with {rule} ({file})", nearest, file=str(file), subject="layer_types"
+        )
+    num_layers = settings.get("num_hidden_layers")
+    if family.attention.local and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
+        yield _in_file(file, {"layer_types": layer_types}, f"must name the kind of each of the {num_layers} layers")
+    kind = settings.get("model_type")
+    if kind is not None and kind != family.model_type:
+        rule = f"must be that of {family.architecture}, as transformers reads config.json by it"
+        yield _in_file(file, {"model_type": kind}, rule, {"model_type": family.model_type})
+    for name, required in family.fixed_settings.items():
+        value = settings.get(name, required)
+        if value != required and (value or required):
+            yield _in_file(file, {name: value}, "is not supported", {name: required})
+
+
+def _listing(folder: Path) -> str:
+    return ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"

@@ -1,0 +1,77 @@
+"""Rules of `actor.router_replay` and of what the rollout engine says of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron_rl.config.algorithms import bypasses
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.value_tables import ACTOR, CORRECTION, ROLLOUT
+from megatron_rl.errors import Violation
+from megatron_rl.ledger.planner.async_rules import AHEAD, PARTIAL
+from megatron_rl.ledger.planner.model_folder import ModelSizes
+from megatron_rl.model.families import ModelShape
+
+MODE, FREQ = f"{ACTOR}.router_replay.mode", f"{ACTOR}.router_replay.compare_freq"
+RETURNS = f"{ROLLOUT}.enable_rollout_routing_replay"
+OFF, RECORDED, ENGINES = "disabled", "R2", "R3"
+LARGE = 1 << 30
+"""Bytes of a step's experts of which a plan speaks."""
+
+
+def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
+    """Every violation. A mode that does not exist is left to the rules of single values."""
+    replay, shared = config.actor_rollout_ref.actor.router_replay, config.actor_rollout_ref
+    returns = shared.rollout.enable_rollout_routing_replay
+    actor = next((model for model in models if model.path == shared.model.path), None)
+    if replay.compare_freq > 0 and replay.mode in (OFF, RECORDED):
+        rule = f"must be 0 without {MODE}={ENGINES}: the pass for old log-probs is one without replay"
+        yield Violation({FREQ: replay.compare_freq}, rule, {FREQ: 0})
+    if actor is not None and actor.num_experts == 0:
+        why = f"{actor.path} has no experts"
+        if replay.mode in (RECORDED, ENGINES):
+            yield Violation({MODE: replay.mode}, f"must be {OFF}: {why}", _without(config))
+        if returns:
+            yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
+        return
+    if actor is not None and actor.latent is not None and config.trainer.device == "cpu":
+        why = "on trainer.device=cpu vLLM keeps no prefixes of latent attention, without which it hands out no experts"
+        if replay.mode == ENGINES:
+            yield Violation({MODE: ENGINES}, f"must be {OFF} or {RECORDED}: {why}", _without(config, RECORDED))
+        if returns:
+            yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
+    if replay.mode == RECORDED and bypasses(config):
+        rule = f"must be {OFF} or {ENGINES} with {CORRECTION}.bypass_mode=true: no pass makes old log-probs"
+        nearest = OFF if config.samples_in_slices else ENGINES
+        yield Violation({MODE: RECORDED}, rule, {MODE: nearest})
+    if config.samples_in_slices:
+        asked = f"{AHEAD}={config.trainer.rollout_ahead}" if config.trainer.rollout_ahead else f"{PARTIAL}=true"
+        why = f"where generation goes on from step to step ({asked}) it hands out no experts of its tokens"
+        if replay.mode == ENGINES:
+            rule = f"must be {OFF} or {RECORDED}: {why}"
+            yield Violation({MODE: ENGINES}, rule, _without(config, OFF if bypasses(config) else RECORDED))
+        if returns:
+            yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
+
+
+def replay_notes(config: RunConfig, shape: ModelShape) -> list[str]:
+    """A sentence about the size of the experts that travel with a step's tokens, where they do and it is large."""
+    data, shared = config.data, config.actor_rollout_ref
+    if shape.num_experts == 0 or not (config.returns_experts or shared.actor.router_replay.mode == RECORDED):
+        return []
+    per_token = shape.num_routed_layers * shape.experts_per_token * (1 if shape.num_experts <= 256 else 2)
+    longest = data.max_prompt_length + data.max_response_length
+    total = config.batch_sizes.num_samples * longest * per_token
+    if total < LARGE:
+        return []
+    return [
+        f"note: experts travel with a step's samples through the controller, {per_token} bytes for each token: up to "
+        f"{total / 1e9:.1f} GB of its memory; no rank keeps them on its device"
+    ]
+
+
+def _without(config: RunConfig, mode: str = OFF) -> dict[str, Any]:
+    """Another mode than R3, and nothing that needs R3."""
+    compares = config.actor_rollout_ref.actor.router_replay.compare_freq > 0
+    return {MODE: mode} | ({FREQ: 0} if compares else {})

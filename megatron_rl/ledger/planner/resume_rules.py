@@ -1,0 +1,47 @@
+"""Whether the checkpoint a run is to go on from can be resumed, as far as names, sizes and manifests tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.identity import folder_identity
+from megatron_rl.checkpoint.manifest import model_identity
+from megatron_rl.checkpoint.resume import select
+from megatron_rl.config.problems import violations_of
+from megatron_rl.config.roles import roles_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.value_tables import CHOICES
+from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.ledger.planner.config_json import read_config_json
+from megatron_rl.ledger.planner.model_folder import STARTING_POINTS, read_model_folder
+
+
+def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Trained role -> identity of its model, as `checkpoint.resume.select` wants it; without what cannot be read.
+
+    The dtype of training belongs to it: of float32 weights there are no masters that bfloat16 ones could go on with.
+    """
+    models = {}
+    for role in roles_of(config):
+        if not role.is_trained:
+            continue
+        folder = Path(role.model_path).expanduser()
+        if read_model_folder(role.name, role.model_path, STARTING_POINTS, config_only=True)[0] is None:
+            continue  # the model folder's own rules report it
+        settings, dtype = read_config_json(folder / "config.json"), {"dtype": role.megatron.dtype}
+        models[role.name] = model_identity(settings) | folder_identity(folder, settings) | dtype
+    return models
+
+
+def resume_problems(config: RunConfig) -> Iterable[Violation]:
+    """Why the run cannot go on from where it is asked to. Contents are left to the run itself, which reads them all."""
+    trainer = config.trainer
+    lacks_path = trainer.resume_mode == "resume_path" and trainer.resume_from_path is None
+    if lacks_path or trainer.resume_mode not in CHOICES["trainer.resume_mode"]:
+        return  # the rules of single values report it
+    try:
+        select(trainer, configured_models(config), checksums=False)
+    except ConfigError as error:
+        yield from violations_of(error)

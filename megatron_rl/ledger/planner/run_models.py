@@ -1,0 +1,220 @@
+"""The models and grids of a run as the planner sees them: shapes, weights and places, from config.json alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.hybrid_engine.plan import ExchangePlan, plan_memory
+from megatron_rl.hybrid_engine.schedule import make_schedule
+from megatron_rl.ledger.planner.activations import LayerSizes
+from megatron_rl.ledger.planner.alike_layers import AlikeLayers, one_layer_of_each
+from megatron_rl.ledger.planner.weights import TrainedWeights, bucket_numel, tensors_of
+from megatron_rl.model.families import (
+    VOCAB_PADDING,
+    Family,
+    ModelShape,
+    ParamSpec,
+    Routing,
+    family_of,
+    param_map,
+    value_param_map,
+)
+from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
+from megatron_rl.parallel.sharding import shard_of, vocab_multiple
+from megatron_rl.parallel.stages import StagePlan
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NUM_SCRATCH = 4
+"""Messages under way of a transition, as in `hybrid_engine.exchange`."""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """One model: its family, its sizes and, with experts, its routing."""
+
+    family: Family
+    shape: ModelShape
+    routing: Routing | None
+
+    @classmethod
+    def read(cls, path: str) -> PlannedModel:
+        """From a folder's config.json, which preflight has accepted; settings it leaves out have their defaults."""
+        settings: Mapping[str, Any] = json.loads((Path(path).expanduser() / "config.json").read_text())
+        family = family_of(settings["architectures"])
+        settings = family.given(settings)
+        routing = Routing.from_hf(family, settings) if family.is_moe else None
+        return cls(family, ModelShape.from_hf(settings), routing)
+
+    @cached_property
+    def specs(self) -> dict[str, ParamSpec]:
+        """The language model's parameters."""
+        return param_map(self.family, self.shape)
+
+    @cached_property
+    def value_specs(self) -> dict[str, ParamSpec]:
+        """The value model's parameters."""
+        return value_param_map(self.family, self.shape)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the language model, a tied matrix once and without padding."""
+        return sum(tensor.numel for tensor in tensors_of(self.specs).values())
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token passes through: of experts only those it is sent to."""
+        experts = sum(tensor.numel for tensor in tensors_of(self.specs).values() if tensor.is_expert)
+        if self.routing is None:
+            return self.num_params
+        return self.num_params - experts + experts * self.routing.experts_per_token // self.routing.num_experts
+
+
+class PoolModels:
+    """One pool's roles on its ranks: the grids of training and of generation, and what each stage holds.
+
+    Where nobody but the rollout lives, the ranks are one stage of TP 1.
+    """
+
+    def __init__(self, spec: PoolSpec, models: Mapping[str, PlannedModel]) -> None:
+        """models: by the path of their folder."""
+        self.spec = spec
+        self.megatron = spec.layout
+        self.element = ELEMENT_BYTES[self.megatron.dtype]
+        self.grid = train_grid(spec.world_size, self.megatron)
+        generates = spec.role(ROLLOUT)
+        self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
+        self.vocab_multiple = vocab_multiple(self.megatron.make_vocab_size_divisible_by, self.grid.tp_size)
+        self.vpp_size = self.megatron.virtual_pipeline_model_parallel_size or 1
+        self._models = models
+        self._weights: dict[tuple[str, bool, int | None], TrainedWeights] = {}
+
+    def model(self, role: RoleSpec) -> PlannedModel:
+        """What a role runs."""
+        return self._models[role.model_path]
+
+    def stages(self, model: PlannedModel) -> StagePlan:
+        """How the layers of a model are shared out."""
+        return StagePlan.from_config(model.shape.num_layers, self.megatron)
+
+    def layer(self, model: PlannedModel) -> LayerSizes:
+        """One layer of a model on a rank of this pool."""
+        grid, sequence_parallel = self.grid, self.megatron.sequence_parallel
+        sizes = (grid.tp_size, grid.expert_tp_size, sequence_parallel, self.element)
+        return LayerSizes.of(model.family, model.shape, model.routing, *sizes)
+
+    def weights(self, role: RoleSpec) -> TrainedWeights:
+        """A role's parameters; the reference holds the same as the actor, but for the padding of buffers."""
+        numel = bucket_numel(role.megatron.override_ddp_config, self.grid.num_replicas) if role.is_trained else None
+        key = (role.model_path, role.has_value_head, numel)
+        if key not in self._weights:
+            model = self.model(role)
+            specs = model.value_specs if role.has_value_head else model.specs
+            self._weights[key] = TrainedWeights(specs, self.stages(model), self.grid, self.vocab_multiple, numel)
+        return self._weights[key]
+
+
+class RunModels:
+    """Every role of a run on the grids of its pool, the actor's pool first.
+
+    grid, megatron, element, vpp_size: of the actor's pool; where nothing is generated "the actor" is the role that is
+    trained. The configuration must have passed preflight.
+    """
+
+    def __init__(self, config: RunConfig, alike: RunModels | None = None) -> None:
+        """alike: of a configuration with the same models and layouts, whose exchange plan is taken over."""
+        self.config = config
+        self.placement = Placement.of(config)
+        models = {path: PlannedModel.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
+        self.pools = {name: PoolModels(spec, models) for name, spec in self.placement.pools.items()}
+        self.training = self.pools[self.placement.leader.pool]
+        self.grid, self.megatron = self.training.grid, self.training.megatron
+        self.element, self.vpp_size = self.training.element, self.training.vpp_size
+        self.actor_role = self.placement.leader
+        self.actor = self.training.model(self.actor_role)
+        self._scratch: dict[tuple[int, int], int] = {}
+        self._alike = alike if self.placement.is_colocated else None
+        if self._alike is not None:
+            self._scratch = self._alike._scratch
+
+    @property
+    def generating(self) -> PoolModels:
+        """The pool that generates. Raises KeyError where nothing does."""
+        return self.pools[self.placement.roles[ROLLOUT].pool]
+
+    @property
+    def rollout(self) -> RolloutGrid:
+        """The grid of generation. Raises KeyError where there is none."""
+        rollout = self.generating.rollout
+        assert rollout is not None  # its pool generates
+        return rollout
+
+    @property
+    def rollout_tp(self) -> int:
+        """TP of generation; 1 where there is none."""
+        return self.rollout.tp_size if self.placement.generates else 1
+
+    @property
+    def actor_weights(self) -> TrainedWeights:
+        """The policy's parameters."""
+        return self.training.weights(self.actor_role)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Scratch memory of a transition at most."""
+        return self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+
+    # A rollout on the actor's memory
+
+    def members_of_stage(self, pp_rank: int) -> list[int]:
+        """Numbers of a stage's ranks in the exchange group."""
+        members = self.alike_layers.plan.members
+        return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
+
+    def foreign_bytes(self, pp_rank: int) -> int:
+        """The largest foreign buffer of a stage's ranks."""
+        return max(map(self.alike_layers.foreign_numel, self.members_of_stage(pp_rank))) * self.element
+
+    def scratch_bytes(self, pp_rank: int) -> int:
+        """Room for packed messages of a transition; what lies as it travels needs none."""
+        bucket = self.bucket_bytes
+        if (pp_rank, bucket) not in self._scratch:
+            message_numel = max(1, bucket // self.element // NUM_SCRATCH)
+            steps = make_schedule(self.exchange, self.members_of_stage(pp_rank)[0], message_numel)
+            packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
+            self._scratch[pp_rank, bucket] = NUM_SCRATCH * max(packed, default=0) * self.element
+        return self._scratch[pp_rank, bucket]
+
+    @cached_property
+    def exchange(self) -> ExchangePlan:
+        """The transition of the first exchange group, as the hybrid engine plans it; all groups' are alike."""
+        return self._alike.exchange if self._alike is not None else self._exchange(self.actor_weights)
+
+    @cached_property
+    def alike_layers(self) -> AlikeLayers:
+        """The same by one layer of each stage."""
+        if self._alike is not None:
+            return self._alike.alike_layers
+        specs, counts = one_layer_of_each(self.actor.specs, self.training.stages(self.actor))
+        return AlikeLayers(self._exchange(replace(self.actor_weights, specs=specs)), counts)
+
+    def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
+        group = self.grid.exchange_group(0)
+        per_node = self.training.spec.size.num_ranks_per_node
+        members = weights.members(group, self.rollout, per_node, VOCAB_PADDING)
+        drop = self.config.actor_rollout_ref.rollout.drop_train_weights
+        return plan_memory(tensors_of(weights.specs), members, 0, drop)[0]
+
+    # A rollout in another pool
+
+    @cached_property
+    def rollout_weights_bytes(self) -> int:
+        """The shard that each rank of a rollout in another pool holds for good, rows of padding included."""
+        place = self.rollout.place(0, VOCAB_PADDING)
+        return sum(shard_of(tensor, place).numel for tensor in tensors_of(self.actor.specs).values()) * self.element

@@ -1,0 +1,255 @@
+"""How long one step takes: seconds of each phase on its pool, and the path through the pools that decides.
+
+    reshard -> gen -> scores -> updates -> next step
+The four rounds follow each other: generation needs the weights, scores need the samples, updates need all scores, and
+a step ends when every role is updated. Inside a round the pools work at once, and a pool runs its phases one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from megatron_rl.config.algorithms import scores_old_log_probs
+from megatron_rl.config.roles import ACTOR, PassSpec, PoolSize, RoleSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.ledger.clock.lanes import Task, Timeline, simulate_tasks
+from megatron_rl.ledger.planner.hardware import Hardware, Overheads
+from megatron_rl.ledger.planner.memory import GEN, RESHARD, phase_order
+from megatron_rl.ledger.planner.memory_report import MemoryReport
+from megatron_rl.ledger.planner.recompute import Recompute
+from megatron_rl.ledger.planner.run_models import PoolModels, RunModels
+from megatron_rl.ledger.planner.time import FP32, Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.transition import TransitionPlan
+from megatron_rl.parallel.context_packs import needed_size
+
+CALL_SECONDS = Overheads().call
+"""Of the controller for each rank that it calls directly: the slope of docs/architecture.md's table, on two cores."""
+MOST_DIRECT = 128
+"""Ranks up to which all are called directly, as in `cluster.calls`."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """seconds: phase -> of one step, in the order of a step. pools: phase -> those that work in it.
+
+    rounds: phases that may run at the same time where their pools differ. wants: phase -> ranks that work in it, in the
+    mean, of the parallel_ranks that can work at once where all pools share one machine's cores; 0: none is shared.
+    turns_share: what of them is left while pools take turns.
+    """
+
+    seconds: dict[str, float]
+    pools: dict[str, tuple[str, ...]]
+    rounds: tuple[tuple[str, ...], ...]
+    wants: dict[str, float] = field(default_factory=dict)
+    parallel_ranks: float = 0.0
+    turns_share: float = 1.0
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One step, with a lane for each pool."""
+        tasks: list[Task] = []
+        before: tuple[str, ...] = ()
+        for phases in self.rounds:
+            tasks += [
+                Task(phase, self.seconds[phase], self.pools[phase], before, self.wants.get(phase, 0.0))
+                for phase in phases
+            ]
+            before = phases or before
+        return simulate_tasks(tasks, self.parallel_ranks, self.turns_share)
+
+    @property
+    def critical_path(self) -> list[str]:
+        """The phases that decide how long a step takes: each waited for the one before it."""
+        return self.timeline.critical_path
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return self.timeline.total
+
+
+def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float, float]) -> Load:
+    """What one step asks for, with the configured cache."""
+    return load_with_cache(config, memory.kv_tokens, mean_lengths)
+
+
+def load_with_cache(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, float]) -> Load:
+    """The same where a replica's cache holds so many tokens; mini-batches and blocks are the actor's update's."""
+    shared, data = config.actor_rollout_ref, config.data
+    actor, rollout = shared.actor, shared.rollout
+    prompt, response = mean_lengths
+    length = prompt + response
+    block = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu * length
+    fitting = int(kv_tokens / (prompt + response / 2))
+    return Load(
+        num_samples=config.batch_sizes.num_samples,
+        prompt=prompt,
+        response=response,
+        max_response=data.max_response_length,
+        mini_batch=config.batch_sizes.mini_batch_samples(actor),
+        block_tokens=int(block),
+        epochs=actor.ppo_epochs,
+        max_seqs=max(1, min(rollout.max_num_seqs, fitting)),
+    )
+
+
+def step_time(models: RunModels, hardware: Hardware, load: Load, transition: TransitionPlan) -> StepTime:
+    """Of all phases that this run has. load: the step's, as `step_load` gives it."""
+    placement = models.placement
+    seconds = {
+        RESHARD: transition.seconds(hardware) + offload_seconds(models, hardware),
+        GEN: generation(models, hardware).generate(load),
+    }
+    training, generating = models.training.spec.name, models.generating.spec.name
+    pools = {RESHARD: tuple(dict.fromkeys((training, generating))), GEN: (generating,)}
+    scores, updates = set(), set()
+    wants: dict[str, float] = {}
+    for role in placement.megatron_roles:
+        pool = models.pools[role.pool]
+        if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
+            cp_size = sharing(pool, role.score, load)
+            estimator = estimator_of(models, pool, role, hardware, cp_size)
+            busy = estimator.scored(scored_load(load, role.score, models.config, cp_size))
+            seconds[role.score.phase] = estimator.seconds(busy)
+            wants[role.score.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
+            scores.add(role.score.phase)
+        if role.update is not None:
+            cp_size = sharing(pool, role.update, load)
+            estimator = estimator_of(models, pool, role, hardware, cp_size)
+            busy = estimator.trained(updated_load(load, role, models.config, recomputed_share(pool, role), cp_size))
+            seconds[role.update.phase] = estimator.seconds(busy)
+            wants[role.update.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
+            updates.add(role.update.phase)
+        pools |= {one.phase: (role.pool,) for one in role.passes}
+    order = [phase for phase in phase_order(placement.megatron_roles) if phase in seconds]
+    for phase, num_calls in calls(models, load).items():
+        if phase in seconds:
+            sizes = [models.pools[name].spec.size for name in pools[phase]]
+            seconds[phase] += num_calls * max(dispatch_seconds(size, hardware) for size in sizes)
+    rounds = ({RESHARD}, {GEN}, scores, updates)
+    return StepTime(
+        {phase: seconds[phase] for phase in order},
+        {phase: pools[phase] for phase in order},
+        tuple(tuple(phase for phase in order if phase in one) for one in rounds),
+        wants,
+        hardware.parallel_ranks,
+        hardware.turns_share,
+    )
+
+
+def dispatch_seconds(size: PoolSize, hardware: Hardware) -> float:
+    """Of one call of all ranks of a pool, one after the other; of many ranks nodes are called, and pass it on."""
+    num_direct = size.world_size
+    if num_direct > MOST_DIRECT:
+        num_direct = size.num_nodes + size.num_ranks_per_node
+    return hardware.overheads.call * num_direct
+
+
+def calls(models: RunModels, load: Load) -> dict[str, int]:
+    """Phase -> calls of the controller in one step: one for each mini-batch of an update."""
+    found = dict.fromkeys((RESHARD, GEN), 1)
+    for role in models.placement.megatron_roles:
+        if role.score is not None:
+            found[role.score.phase] = 1
+        if role.update is not None:
+            found[role.update.phase] = updated_load(load, role, models.config).num_updates
+    return found
+
+
+def offload_seconds(models: RunModels, hardware: Hardware) -> float:
+    """Of bringing what rests while generating to the host and back, on the rank with most of it."""
+    found = 0.0
+    for role in models.generating.spec.megatron_roles:
+        weights, element = models.generating.weights(role), models.generating.element
+        resting = [0] * models.generating.grid.pp_size
+        for pp_rank in range(len(resting)):
+            if role.megatron.param_offload:
+                resting[pp_rank] += weights.num_params(pp_rank) * element
+            if role.megatron.optimizer_offload and role.is_trained:
+                resting[pp_rank] += weights.optimizer_share(pp_rank) * optimizer_bytes(element)
+        found += 2 * max(resting) / hardware.host_bandwidth
+    return found
+
+
+def optimizer_bytes(element: int) -> int:
+    """Of one parameter: two moments, and a master where the model's own weight is none."""
+    return 2 * FP32 + (0 if element == FP32 else FP32)
+
+
+def generation(models: RunModels, hardware: Hardware) -> Estimator:
+    """Of the actor's model on the ranks that generate."""
+    return estimator_of(models, models.generating, models.actor_role, hardware, models.generating.grid.cp_size)
+
+
+def sharing(pool: PoolModels, one: PassSpec, load: Load) -> int:
+    """Context-parallel ranks that share a sequence; where passes choose, one of mean length."""
+    grid = pool.grid
+    if grid.most_sharing is None or one.max_tokens is None:
+        return grid.cp_size
+    longest = one.max_tokens * grid.most_sharing
+    return needed_size(min(math.ceil(load.length), longest), one.max_tokens, grid.most_sharing)
+
+
+def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: int) -> Estimator:
+    """Of one role's model on the grid of a pool. cp_size: ranks that share a sequence."""
+    model, stage_layers = models.pools[role.pool].model(role), None
+    ends = (pool.megatron.num_layers_in_first_pipeline_stage, pool.megatron.num_layers_in_last_pipeline_stage)
+    if ends != (None, None):
+        stages = pool.stages(model)
+        stage_layers = tuple(sum(map(len, stages.layers(pp_rank))) for pp_rank in range(stages.pp_size))
+    layout = Layout(
+        pool.grid.world_size,
+        pool.spec.size.num_ranks_per_node,
+        pool.grid.tp_size,
+        pool.grid.pp_size,
+        pool.vpp_size,
+        pool.grid.ep_size,
+        models.rollout_tp,
+        cp_size,
+        role.megatron.override_transformer_config.cp_comm_type,
+        stage_layers,
+        pool.grid.expert_tp_size,
+    )
+    return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
+
+
+def _block_tokens(load: Load, one: PassSpec, cp_size: int) -> int:
+    """Tokens of one pass on a rank: as many as are joined, or its part of so many samples of mean length."""
+    return one.max_tokens or int(one.num_rows * load.length / cp_size)
+
+
+def scored_load(load: Load, one: PassSpec, config: RunConfig, cp_size: int = 1) -> Load:
+    """With what the role reads. Sequences that are tokenised anew are assumed to fill as much of their limit."""
+    share = 1.0
+    if one.longest is not None:
+        share = one.longest / (config.data.max_prompt_length + config.data.max_response_length)
+    longer = replace(load, prompt=load.prompt * share + one.extra_tokens, response=load.response * share)
+    return replace(longer, block_tokens=_block_tokens(longer, one, cp_size))
+
+
+def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float = 0.0, cp_size: int = 1) -> Load:
+    """With the role's own mini-batches, epochs and passes. recompute: share of its forward pass that runs twice."""
+    if role.update is None:
+        raise ValueError(f"{role.name} is not trained")
+    mixed = None
+    if role.mixed is not None:  # taken to be half as long as they may be, as prompts and answers are
+        mixed = replace(load, num_samples=role.mixed.num_examples, prompt=role.mixed.longest / 2, response=0.0)
+        mixed = replace(mixed, block_tokens=_block_tokens(mixed, role.update, cp_size))
+    return replace(
+        load,
+        mini_batch=config.batch_sizes.mini_batch_samples(role.settings),
+        epochs=role.settings.ppo_epochs,
+        block_tokens=_block_tokens(load, role.update, cp_size),
+        recompute=recompute,
+        mixed=mixed,
+    )
+
+
+def recomputed_share(pool: PoolModels, role: RoleSpec) -> float:
+    """Share of a trained model's forward pass that is run twice."""
+    model, recompute = pool.model(role), Recompute.of(role.megatron)
+    stages = pool.stages(model)
+    sizes = [len(chunk) for pp_rank in range(stages.pp_size) for chunk in stages.layers(pp_rank)]
+    return recompute.share(sizes) + recompute.share_of_layer(pool.layer(model))

@@ -1,0 +1,166 @@
+"""Share sequences out so that every part has about the same work: over ranks, and into packs. Pure and torch-free.
+
+    lengths --SequenceWork--> work --share_out--> parts of given capacity --pack--> as few packs as there can be
+
+Items are named by their index. Equal inputs give equal plans, on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TOLERANCE = 1e-3
+"""Parts whose work differs by less than this share of their mean are even enough."""
+
+
+@dataclass(frozen=True)
+class SequenceWork:
+    """FLOPs of one sequence in units of one token's matrices: L + L^2 / attention_parity.
+
+    attention_parity: the length at which causal attention costs as much as the matrices (see `ModelShape`).
+    """
+
+    attention_parity: float
+
+    def __call__(self, lengths: Sequence[int]) -> list[float]:
+        """Work of sequences of these lengths."""
+        return [length + length * length / self.attention_parity for length in lengths]
+
+
+def share_out(work: Sequence[float], weights: Sequence[int], capacities: Sequence[int]) -> list[list[int]] | None:
+    """Parts of at most `capacities` in summed `weights`, with about equal `work`; None where that was not found.
+
+    The heaviest first, each to the part with the least work that has room for it, then exchanges of two items or moves
+    of one between the part with the most work and the others. Indices within a part ascend.
+    """
+    order = sorted(range(len(work)), key=lambda item: (-work[item], item))
+    parts: list[list[int]] = [[] for _ in capacities]
+    room, done = list(capacities), [0.0] * len(capacities)
+    heap = [(0.0, part) for part in range(len(capacities))]
+    for item in order:
+        too_full = []
+        while heap and room[heap[0][1]] < weights[item]:
+            too_full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        _, part = heap[0]
+        parts[part].append(item)
+        room[part] -= weights[item]
+        done[part] += work[item]
+        heapq.heapreplace(heap, (done[part], part))
+        for entry in too_full:
+            if room[entry[1]] > 0:
+                heapq.heappush(heap, entry)
+    even_out(parts, work, weights, room, done)
+    return [sorted(part) for part in parts]
+
+
+def even_out(
+    parts: list[list[int]], work: Sequence[float], weights: Sequence[int], room: list[int], done: list[float]
+) -> None:
+    """Lower the largest `done` by exchanges that keep every part within its `room`, as long as that gets anywhere."""
+    mean = sum(done) / len(done)
+    for _ in range(4 * len(parts)):
+        heavy = max(range(len(parts)), key=done.__getitem__)
+        if done[heavy] - mean <= TOLERANCE * mean:
+            return
+        for light in sorted(range(len(parts)), key=done.__getitem__):
+            exchange = best_exchange(parts[heavy], parts[light], work, weights, room[heavy], room[light])
+            if light != heavy and exchange.gain((done[heavy] - done[light]) / 2) > TOLERANCE * mean / 4:
+                break
+        else:
+            return
+        give, take = exchange.give, exchange.take
+        for source, target, item in ((heavy, light, give), (light, heavy, take)):
+            if item is not None:
+                parts[source].remove(item)
+                parts[target].append(item)
+                room[source] += weights[item]
+                room[target] -= weights[item]
+                done[source] -= work[item]
+                done[target] += work[item]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One item out of the part with more work, and one or none in return; `moved`: the work that changes sides."""
+
+    give: int | None
+    take: int | None
+    moved: float
+
+    def gain(self, wanted: float) -> float:
+        """How much nearer two parts come to their mean, from which they are `wanted` away."""
+        return wanted - abs(wanted - self.moved)
+
+
+def best_exchange(
+    heavy: list[int], light: list[int], work: Sequence[float], weights: Sequence[int], heavy_room: int, light_room: int
+) -> Swap:
+    """The exchange after which two parts differ least in work; one that moves nothing where none is allowed."""
+    wanted = (sum(work[item] for item in heavy) - sum(work[item] for item in light)) / 2
+    best = Swap(None, None, 0.0)
+    # By work, so that for each item the best partners stand next to one place.
+    partners = sorted([(0.0, -1), *((work[item], item) for item in light)])
+    for give in heavy:
+        place = bisect_left(partners, (work[give] - wanted, -1))
+        for taken_work, take in partners[max(0, place - 2) : place + 2]:
+            change = weights[give] - (weights[take] if take >= 0 else 0)
+            exchange = Swap(give, take if take >= 0 else None, work[give] - taken_work)
+            if -heavy_room <= change <= light_room and exchange.gain(wanted) > best.gain(wanted):
+                best = exchange
+    return best
+
+
+def pack(
+    tokens: Sequence[int], work: Sequence[float], max_tokens: int, num_packs: int = 1, multiple: int = 1
+) -> list[list[int]]:
+    """Sequences in as few packs of at most `max_tokens` as found, with about equal `work`.
+
+    At least `num_packs`, and a `multiple` of so many, but no pack is empty: never more than there are sequences.
+    Raises ValueError for a sequence of more than `max_tokens`.
+    """
+    longest = max(tokens)
+    if longest > max_tokens:
+        raise ValueError(f"a sequence of {longest} tokens does not fit into a pack of {max_tokens}")
+    largest_first = best_fit(tokens, max_tokens)
+    fewest = max(num_packs, -(-sum(tokens) // max_tokens))
+    # Sharing out needs fewer packs than best fit now and then, so every number from the bound on is tried.
+    for wanted in range(fewest, max(fewest, len(largest_first)) + 1):
+        rounded = min(-(-wanted // multiple) * multiple, len(tokens))
+        packs = share_out(work, tokens, [max_tokens] * rounded)
+        if packs is not None:
+            return packs
+    wanted = -(-max(fewest, len(largest_first)) // multiple) * multiple
+    packs = split_fullest(largest_first, tokens, min(wanted, len(tokens)))
+    room = [max_tokens - sum(tokens[item] for item in items) for items in packs]
+    even_out(packs, work, tokens, room, [sum(work[item] for item in items) for items in packs])
+    return [sorted(items) for items in packs]
+
+
+def best_fit(tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Packs by best fit decreasing: the largest first, each into the fullest pack that has room for it."""
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []
+    for item in sorted(range(len(tokens)), key=lambda item: (-tokens[item], item)):
+        place = bisect_left(rooms, (tokens[item], -1))
+        if place == len(rooms):
+            packs.append([])
+            room, number = max_tokens, len(packs) - 1
+        else:
+            room, number = rooms.pop(place)
+        packs[number].append(item)
+        insort(rooms, (room - tokens[item], number))
+    return packs
+
+
+def split_fullest(packs: list[list[int]], tokens: Sequence[int], num_packs: int) -> list[list[int]]:
+    """The same packs with the fullest ones halved until there are `num_packs`."""
+    packs = [list(items) for items in packs]
+    while len(packs) < num_packs:
+        fullest = max(packs, key=lambda items: (len(items) > 1, sum(tokens[item] for item in items)))
+        packs.append([fullest.pop() for _ in range(len(fullest) // 2)])
+    return packs

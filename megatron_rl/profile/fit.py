@@ -1,0 +1,266 @@
+"""From samples to the numbers of a hardware file. Pure.
+
+What FLOPs and bytes explain is taken off with the clock itself, so that the clock adds up to what was measured; what is
+left is laid on micro-batches, layers, tokens, steps and collectives so that relative errors are least; none is below 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_rl.ledger.planner.hardware import Hardware, Overheads
+from megatron_rl.ledger.planner.time import (
+    ALL_COLLECTIVES,
+    COLLECTIVE_LATENCY,
+    DP_COLLECTIVES,
+    Estimator,
+    Layout,
+    Load,
+    ModelCost,
+)
+from megatron_rl.profile.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, MeasuredSample, World
+
+REWEIGHINGS, NEAR = 20, 0.02
+"""NEAR: an error that is as good as none, as a share."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How a world's samples are seen by the clock. micro_batch: rows of a pass."""
+
+    world: World
+    cost: ModelCost
+    dtype: str
+    micro_batch: int
+
+    @property
+    def layers(self) -> int:
+        return self.cost.num_layers
+
+    @property
+    def tp(self) -> int:
+        return self.world.task.tp_size
+
+    @property
+    def cp(self) -> int:
+        return self.world.task.cp_size
+
+    def estimator(self, hardware: Hardware) -> Estimator:
+        """Of its layout, with a core for each rank."""
+        num_ranks = self.world.task.world_size
+        layout = Layout(num_ranks, num_ranks, tp=self.tp, rollout_tp=self.tp, cp=self.cp)
+        return Estimator(self.cost, layout, replace(hardware, parallel_ranks=0.0), self.dtype)
+
+    def load(self, sample: MeasuredSample) -> Load:
+        """What a sample asks of the clock: equal lengths, and as many rows on every data-parallel rank."""
+        length = sample.prompt + sample.response
+        rows = sample.rows * (self.world.task.world_size // self.world.task.sharing)
+        return Load(
+            rows,
+            sample.prompt,
+            sample.response,
+            sample.response,
+            mini_batch=rows,
+            block_tokens=self.micro_batch * length // self.cp,
+        )
+
+    def expected(self, hardware: Hardware, sample: MeasuredSample) -> float:
+        """The clock's seconds, of a rank with a core of its own."""
+        estimator, load = self.estimator(hardware), self.load(sample)
+        known: dict[str, Callable[[Load], float]] = {
+            SCORE: estimator.forward,
+            UPDATE: estimator.train,
+            GENERATE: estimator.generate,
+        }
+        return known[sample.kind](load)
+
+    def measured(self, hardware: Hardware, sample: MeasuredSample) -> float:
+        """Seconds of a rank with a core of its own: with others of its world it took turns."""
+        return sample.seconds / hardware.crowding(self.world.task.world_size)
+
+    def blocks(self, sample: MeasuredSample) -> int:
+        """Micro-batches."""
+        return -(-sample.rows // self.micro_batch)
+
+
+@dataclass
+class Equations:
+    """Rows of coefficients, and what each adds up to; weighted so that errors are relative to `whole`."""
+
+    rows: list[list[float]] = field(default_factory=list)
+    sums: list[float] = field(default_factory=list)
+
+    def add(self, coefficients: Sequence[float], rest: float, whole: float) -> None:
+        """One more sample: what the coefficients are to come to, of a whole of so many seconds."""
+        self.rows.append([number / whole for number in coefficients])
+        self.sums.append(rest / whole)
+
+    def solve(self) -> list[float]:
+        """Numbers of 0 or more with the least sum of errors: squares, weighed anew by how far each sample was missed,
+        so that one which something else held up counts little.
+        """
+        matrix, sums = np.array(self.rows), np.array(self.sums)
+        found = not_negative(matrix, sums)
+        for _ in range(REWEIGHINGS):
+            weight = np.sqrt(1 / np.maximum(np.abs(matrix @ np.array(found) - sums), NEAR))
+            found = not_negative(matrix * weight[:, None], sums * weight)
+        return found
+
+
+def not_negative(matrix: np.ndarray, sums: np.ndarray) -> list[float]:
+    """Least squares x >= 0 of matrix x = sums, by Lawson and Hanson's active set (Solving Least Squares Problems)."""
+    # Columns of one size, as seconds of a token and of a step differ by many orders.
+    size = np.linalg.norm(matrix, axis=0)
+    scaled = matrix / np.where(size > 0, size, 1.0)
+    found, free = np.zeros(scaled.shape[1]), np.zeros(scaled.shape[1], dtype=bool)
+    for _ in range(10 * scaled.shape[1]):
+        slope = scaled.T @ (sums - scaled @ found)
+        slope[free] = -np.inf
+        if free.all() or slope.max() <= 1e-9 * max(1.0, float(np.abs(sums).max())):
+            break
+        free[int(slope.argmax())] = True
+        tried = _solved(scaled, sums, free)
+        while tried[free].min() < 0:
+            below = free & (tried < 0)
+            share = (found[below] / (found[below] - tried[below])).min()
+            found = found + share * (tried - found)
+            free &= found > 1e-12
+            tried = _solved(scaled, sums, free)
+        found = tried
+    return [float(value) for value in found / np.where(size > 0, size, 1.0)]
+
+
+def _solved(matrix: np.ndarray, sums: np.ndarray, free: np.ndarray) -> np.ndarray:
+    found = np.zeros(matrix.shape[1])
+    if free.any():
+        found[free] = np.linalg.lstsq(matrix[:, free], sums, rcond=None)[0]
+    return found
+
+
+def fit_overheads(base: Hardware, alone: Sequence[Probe]) -> Overheads:
+    """Of ranks without tensor parallelism, on their own. base: without overheads; alone: models of several depths."""
+    base = replace(base, overheads=replace(base.overheads, engine_step=0.0))
+    score, update, draw = Equations(), Equations(), Equations()
+    for probe in alone:
+        for sample in probe.world.of(SCORE, UPDATE, GENERATE):
+            whole = probe.measured(base, sample)
+            rest = whole - probe.expected(base, sample)
+            layers, rows = probe.layers, sample.rows
+            tokens = rows * (sample.prompt + sample.response) * layers * probe.cost.hidden
+            blocks = probe.blocks(sample)
+            if sample.kind == SCORE:
+                score.add([blocks, blocks * layers, tokens], rest, whole)
+            elif sample.kind == UPDATE:
+                update.add([blocks, blocks * layers, tokens, 1, layers], rest, whole)
+            else:
+                steps = sample.response
+                draw.add([1, rows, steps, steps * layers, steps * rows], rest, whole)
+    names = ("generation", "request", "engine_step", "engine_layer", "engine_sequence")
+    return replace(
+        base.overheads,
+        **dict(zip(("score_pass", "score_layer", "score_token"), score.solve(), strict=True)),
+        **dict(
+            zip(
+                ("update_pass", "update_layer", "update_token", "optimizer_step", "optimizer_layer"),
+                update.solve(),
+                strict=True,
+            )
+        ),
+        **dict(zip(names, draw.solve(), strict=True)),
+    )
+
+
+def fit_collectives(known: Hardware, cut: Sequence[Probe]) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of a collective by group size, in training and in the engine: what passes of tensor-parallel ranks take
+    above what their work takes. known: with overheads, without collectives.
+    """
+    sizes = sorted({probe.tp for probe in cut})
+    training, engine = Equations(), Equations()
+    for probe in cut:
+        num_ranks = probe.world.task.world_size
+        for sample in probe.world.of(SCORE, UPDATE, GENERATE):
+            whole = probe.measured(known, sample)
+            rest = whole - probe.expected(known, sample)
+            numbers = dict.fromkeys(sizes, 0.0)
+            if sample.kind == GENERATE:
+                numbers[probe.tp] += sample.response * (2 * probe.layers + 2)
+                rest += 2 * probe.layers * sample.response * COLLECTIVE_LATENCY  # what the clock has assumed
+                engine.add(list(numbers.values()), rest, whole)
+                continue
+            numbers[probe.tp] += (2 if sample.kind == SCORE else 4) * (probe.layers + 1) * probe.blocks(sample)
+            if sample.kind == UPDATE:
+                for size, number in ((num_ranks // probe.tp, DP_COLLECTIVES), (num_ranks, ALL_COLLECTIVES)):
+                    if size in numbers:
+                        numbers[size] += number
+            training.add(list(numbers.values()), rest, whole)
+    return (
+        dict(zip(sizes, training.solve(), strict=True)) if sizes else {},
+        dict(zip(sizes, engine.solve(), strict=True)) if sizes else {},
+    )
+
+
+def fit_context(known: Hardware, cut: Sequence[Probe]) -> Overheads:
+    """With what passes of context-parallel ranks take above the clock's seconds. known: with all other numbers."""
+    found = Equations()
+    for probe in cut:
+        for sample in probe.world.of(SCORE, UPDATE):
+            whole = probe.measured(known, sample)
+            rest = whole - probe.expected(known, sample)
+            forward = (1 if sample.kind == SCORE else 3) * (probe.cp - 1) * probe.layers
+            tokens = sample.rows * (sample.prompt + sample.response) / probe.cp
+            found.add([forward * probe.blocks(sample), forward * tokens * probe.cost.hidden / probe.tp], rest, whole)
+    layer, token = found.solve() if found.rows else (0.0, 0.0)
+    return replace(known.overheads, context_layer=layer, context_token=token)
+
+
+def errors(hardware: Hardware, probes: Sequence[Probe]) -> list[float]:
+    """Share by which the clock misses each sample."""
+    found = []
+    for probe in probes:
+        for sample in probe.world.of(SCORE, UPDATE, GENERATE):
+            found.append(probe.expected(hardware, sample) / probe.measured(hardware, sample) - 1)
+    return found
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that so large a share of them does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def half_rows(samples: Sequence[MeasuredSample], width: float) -> tuple[float, float]:
+    """(FLOP/s of many rows, rows at which half of that is reached), of products with a square matrix.
+
+    seconds = 2 width^2 (rows + half) / rate is a straight line in the rows.
+    """
+    equations = Equations()
+    for sample in samples:
+        equations.add([sample.size, 1.0], sample.seconds, sample.seconds)
+    per_row, fixed = equations.solve()
+    per_row = per_row or min(sample.seconds / sample.size for sample in samples)
+    return 2 * width**2 / per_row, fixed / per_row
+
+
+def parallel_ranks(alone: MeasuredSample, together: MeasuredSample, num_ranks: int, num_cores: int) -> float:
+    """Ranks that can work at once: as many times as much is done by all of them as by one alone, and no more than the
+    cores allow, of which each has its share of whole ones, or one.
+    """
+    most = min(num_ranks, num_cores / max(1, num_cores // num_ranks))
+    return max(1.0, min(float(most), num_ranks * alone.seconds / together.seconds))
+
+
+def turns_share(together: World, shared: float) -> float:
+    """Part that is done of what `shared` ranks could do while data-parallel groups take turns: the seconds that a group
+    should need beside the others, from those that it needs alone, over those that it does need. 1 where none waits, or
+    nothing was measured.
+    """
+    beside, alone = together.of(SCORE), together.of(SCORE_ALONE)
+    num_ranks, group = together.task.world_size, together.task.tp_size
+    if not alone or num_ranks <= shared:
+        return 1.0
+    ideal = num_ranks / max(shared, group)
+    pairs = zip(alone, beside, strict=True)
+    found = sorted(ideal * by_itself.seconds / with_others.seconds for by_itself, with_others in pairs)
+    return min(1.0, found[len(found) // 2])

@@ -1,0 +1,122 @@
+"""The hardware file that a profile writes, and what it says on the screen. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from megatron_rl.ledger.planner.hardware import NOTES, TABLES, Hardware, Overheads
+from megatron_rl.observe.summary import plain_table
+from megatron_rl.profile.fit import quantile
+from megatron_rl.profile.profile import Measured, kept_samples
+from megatron_rl.profile.samples import ALL_REDUCE, ATTENTION, MATMUL
+
+DIGITS = 4
+
+
+def hardware_text(measured: Measured) -> str:
+    """YAML that `load_hardware` reads."""
+    content = hardware_values(measured.hardware)
+    content[NOTES] = {
+        "profile_seconds": rounded(measured.seconds),
+        "start_up_seconds": None if measured.start_up_s is None else rounded(measured.start_up_s),
+        "samples": [
+            {name: value if isinstance(value, str) else rounded(value) for name, value in sample.items()}
+            for sample in kept_samples(measured)
+        ],
+    }
+    ranks = max(world.task.world_size for world in measured.worlds)
+    device = measured.worlds[0].task.device
+    where = (
+        f"Measured by megatron-rl profile with {ranks} rank{'s' * (ranks > 1)} on {device} of {socket.gethostname()}."
+    )
+    told = (f"# {where}", "# Seconds of overheads are those of a rank with a device, or a core, of its own.")
+    return "\n".join((*told, yaml.safe_dump(content, sort_keys=False, width=120)))
+
+
+def hardware_values(hardware: Hardware) -> dict[str, Any]:
+    """The file's keys, all numbers of them with a few digits."""
+    found: dict[str, Any] = {}
+    for one in dataclasses.fields(Hardware):
+        value = getattr(hardware, one.name)
+        if one.name in TABLES:
+            found[one.name] = {size: rounded(seconds) for size, seconds in value.items()}
+        elif isinstance(value, Overheads):
+            told = dataclasses.asdict(value)
+            found[one.name] = {name: rounded(seconds) for name, seconds in told.items() if seconds is not None}
+        elif one.name != "name":
+            found[one.name] = rounded(value)
+    return found
+
+
+def rounded(value: float) -> float:
+    """To a few digits; whole numbers stay."""
+    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+
+
+def tables(measured: Measured) -> list[Table]:
+    """What was measured, in short."""
+    hardware = measured.hardware
+    rows = [
+        ("matrix products, float32", f"{hardware.float32_flops / 1e9:.0f} GFLOP/s", "of one rank, many rows"),
+        ("matrix products, bfloat16", f"{hardware.bfloat16_flops / 1e9:.0f} GFLOP/s", ""),
+        ("rows at half of that", f"{hardware.half_rows:.0f}", ""),
+        ("attention", f"{hardware.attention_share:.0%}", "of the rate of matrix products, at the longest sequence"),
+        ("memory", f"{hardware.memory_bandwidth / 1e9:.1f} GB/s", "as a data sheet would say it"),
+        ("between ranks", f"{hardware.link_bandwidth / 1e9:.2f} GB/s", ""),
+        ("host and device", f"{hardware.host_bandwidth / 1e9:.1f} GB/s", ""),
+    ]
+    if hardware.parallel_ranks:
+        left = f"more of them take turns, which leaves {hardware.turns_share:.0%}"
+        rows.append(("ranks at once", f"{hardware.parallel_ranks:.2f}", left))
+    rows += [
+        (
+            f"collective of {size}",
+            f"{1e6 * seconds:.0f} us",
+            f"engine's {1e6 * hardware.engine_collectives[size]:.0f} us",
+        )
+        for size, seconds in hardware.collectives.items()
+    ]
+    found = [plain_table("The machine", ("what", "measured", ""), rows), _overheads_table(hardware)]
+    if measured.step is not None:
+        said = [(name, *_compared(*pair)) for name, pair in measured.phases.items()]
+        said.append(("step", *_compared(*measured.step)))
+        found.append(plain_table("A short run", ("phase", "planned", "measured", "error"), said))
+    return found
+
+
+def _overheads_table(hardware: Hardware) -> Table:
+    known = dataclasses.asdict(hardware.overheads).items()
+    rows = [(name, f"{1e6 * seconds:.3g} us") for name, seconds in known if seconds]
+    return plain_table("On top of FLOPs and bytes", ("of", "seconds"), rows)
+
+
+def _compared(planned: float, measured: float) -> tuple[str, str, str]:
+    error = f"{planned / measured - 1:+.0%}" if measured else "-"
+    return f"{planned:.3g} s", f"{measured:.3g} s", error
+
+
+def sentences(measured: Measured) -> list[str]:
+    """How well the clock adds up to what was measured, and how long it took."""
+    missed = [abs(one) for one in measured.errors]
+    found = [
+        f"the clock misses the {len(missed)} passes and generations that it was set by by {quantile(missed, 0.5):.0%} "
+        f"in the median and {quantile(missed, 0.9):.0%} for nine of ten",
+    ]
+    if measured.start_up_s is not None:
+        found.append(f"a run takes {measured.start_up_s:.0f} s beside its steps")
+    return [*found, f"profiled in {measured.seconds:.0f} s"]
+
+
+def kernel_rows(measured: Measured) -> Sequence[tuple[str, ...]]:
+    """Kernels and collectives, each as it was measured."""
+    return [
+        (sample["kind"], f"{sample.get('size', 0):g}", str(sample["group"]), f"{1e6 * sample['seconds']:.4g} us")
+        for sample in kept_samples(measured)
+        if sample["kind"].startswith((MATMUL, ATTENTION, ALL_REDUCE))
+    ]

@@ -1,0 +1,72 @@
+"""Matrix products by shape, attention by length, memory, copies between host and device, and many small operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.device import Device, settled_seconds
+from megatron_rl.profile.samples import (
+    ATTENTION,
+    COPY,
+    HEAD_SIZE,
+    HEADS,
+    HOST_COPY,
+    MATMUL,
+    SMALL,
+    WIDTH,
+    MeasuredSample,
+)
+
+ROWS = (16, 64, 256, 1024)
+LENGTHS = (128, 512, 1024)
+COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+HOST_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+
+
+def timed(body: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of `body`, after one call that does not count: the lower quartile, as what else the machine does only
+    adds. Ranks of a world start each call together.
+    """
+    found = []
+    for _ in range(repeats + 1):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
+        start = settled_seconds(device)
+        body()
+        found.append(settled_seconds(device) - start)
+    return sorted(found[1:])[repeats // 4]
+
+
+def kernel_samples(device: Device, repeats: int) -> Iterator[MeasuredSample]:
+    """Of this rank, while all others of its world do the same. size: rows, tokens or bytes."""
+    on, kind = device.torch_device, device.kind
+    for dtype in (torch.float32, torch.bfloat16):
+        width = WIDTH[kind]
+        weight = torch.randn(width, width, device=on, dtype=dtype)
+        for rows in ROWS:
+            inputs = torch.randn(rows, width, device=on, dtype=dtype)
+            seconds = timed(partial(torch.matmul, inputs, weight), on, repeats)
+            yield MeasuredSample(f"{MATMUL} {str(dtype).removeprefix('torch.')}", seconds, size=rows)
+    dtype, attend = torch.float32 if kind == "cpu" else torch.bfloat16, torch.nn.functional.scaled_dot_product_attention
+    for length in LENGTHS:
+        heads = torch.randn(1, HEADS, length, HEAD_SIZE, device=on, dtype=dtype)
+        seconds = timed(partial(attend, heads, heads, heads, is_causal=True), on, repeats)
+        yield MeasuredSample(ATTENTION, seconds, size=length)
+    source = torch.ones(COPY_BYTES[kind] // 4, device=on)
+    target = torch.empty_like(source)
+    yield MeasuredSample(COPY, timed(partial(target.copy_, source), on, repeats), size=COPY_BYTES[kind])
+    on_host = torch.ones(HOST_BYTES[kind] // 4, pin_memory=kind == "cuda")
+    arrived = torch.empty(len(on_host), device=on)
+    yield MeasuredSample(HOST_COPY, timed(partial(arrived.copy_, on_host), on, repeats), size=HOST_BYTES[kind])
+    yield MeasuredSample(SMALL, timed(partial(small_operations, on), on, repeats), size=2000)
+
+
+def small_operations(device: torch.device) -> None:
+    """As a small model's layers are: Python, and little arithmetic."""
+    values = torch.ones(64, 64, device=device)
+    for _ in range(1000):
+        values = values * 0.5 + 1.0

@@ -1,0 +1,95 @@
+"""Passes of an actor and a critic, and generation, by the roles of a run themselves; without a controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_rl.device import Device
+from megatron_rl.profile.kernels import timed
+from megatron_rl.profile.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, Case, MeasuredSample, MeasuringTask
+from megatron_rl.records import Experience, Prompts, Sampling, non_tensor, ragged, ragged_from_lengths
+from megatron_rl.roles.host import RankHost
+
+FIRST_TOKEN, LAST_TOKEN = 8, 60
+"""Of the probe's vocabulary, without special ones."""
+
+
+def build(host: RankHost, task: MeasuringTask) -> None:
+    """The roles, as a run builds them, that the task measures; all ranks must call."""
+    for role in ("actor", "critic", *(("rollout",) if task.generations else ())):
+        host.build(role)
+
+
+def pass_samples(host: RankHost, device: Device, task: MeasuringTask) -> Iterator[MeasuredSample]:
+    """Scores and updates of actor and critic; all ranks must call."""
+    for case in task.passes:
+        batch = experience(case, host.groups.dp_rank)
+        calls: list[tuple[str, str, str, Any]] = [
+            (SCORE, "actor", "log_probs", batch.sequences()),
+            (SCORE, "critic", "values", batch.sequences()),
+            (UPDATE, "actor", "update", batch.actor_batch()),
+            (UPDATE, "critic", "update", batch.critic_batch()),
+        ]
+        for kind, role, method, argument in calls:
+            body = partial(host.run, role, method, (argument,), {})
+            seconds = timed(body, device.torch_device, task.repeats)
+            yield MeasuredSample(kind, seconds, case.rows, case.prompt, case.response)
+            if task.alone and kind == SCORE:
+                seconds = timed(body if host.groups.dp_rank == 0 else list, device.torch_device, task.repeats)
+                yield MeasuredSample(SCORE_ALONE, seconds, case.rows, case.prompt, case.response)
+
+
+def generation_samples(host: RankHost, device: Device, task: MeasuringTask) -> Iterator[MeasuredSample]:
+    """Batches drawn in rollout mode, of as many tokens a row as asked for; all ranks must call."""
+    host.run("rollout", "enter", (), {})
+    for case in task.generations:
+        prompts = random_prompts(case)
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=case.response, salt=0)
+        body = partial(host.run, "rollout", "generate", (prompts, sampling), {})
+        seconds = timed(body, device.torch_device, task.repeats)
+        yield MeasuredSample(GENERATE, seconds, case.rows, case.prompt, case.response)
+    host.run("rollout", "exit", (), {})
+
+
+def experience(case: Case, seed: int) -> Experience:
+    """Random tokens of the asked lengths, with every field that an update reads."""
+    generator = torch.Generator().manual_seed(seed)
+    responses = torch.full((case.rows,), case.response)
+
+    def noise() -> torch.Tensor:
+        values = torch.randn(case.rows * case.response, generator=generator)
+        return ragged_from_lengths(0.1 * values, responses)
+
+    return Experience(
+        input_ids=ragged([tokens(case.prompt + case.response, generator) for _ in range(case.rows)]),
+        response_lengths=responses,
+        rollout_log_probs=noise(),
+        old_log_probs=noise(),
+        old_values=noise(),
+        advantages=noise(),
+        returns=noise(),
+        batch_size=[case.rows],
+    )
+
+
+def random_prompts(case: Case) -> Prompts:
+    """The same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    return Prompts(
+        index=torch.arange(case.rows),
+        sample=torch.zeros(case.rows, dtype=torch.int64),
+        prompt_ids=ragged([tokens(case.prompt, generator) for _ in range(case.rows)]),
+        data_source=non_tensor(["probe"] * case.rows),
+        ground_truth=non_tensor([""] * case.rows),
+        extra_info=non_tensor([{}] * case.rows),
+        batch_size=[case.rows],
+    )
+
+
+def tokens(number: int, generator: torch.Generator) -> torch.Tensor:
+    """Random ones."""
+    return torch.randint(FIRST_TOKEN, LAST_TOKEN, (number,), generator=generator)

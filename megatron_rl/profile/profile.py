@@ -1,0 +1,251 @@
+"""Measure a machine: its worlds one after the other, a short run, and the hardware file that comes of them."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_rl.config.load import read_config
+from megatron_rl.config.problems import raise_problems
+from megatron_rl.errors import ConfigError, WorkerFailure
+from megatron_rl.ledger.planner.hardware import Hardware
+from megatron_rl.ledger.planner.planned_steps import PlannedSteps
+from megatron_rl.ledger.planner.run_models import PlannedModel
+from megatron_rl.ledger.planner.run_plan import RunPlan
+from megatron_rl.ledger.planner.step_time import calls, step_load
+from megatron_rl.ledger.planner.time import ModelCost
+from megatron_rl.profile import probe as probes
+from megatron_rl.profile.fit import Probe, errors, fit_collectives, fit_context, fit_overheads, quantile
+from megatron_rl.profile.machine import base_hardware
+from megatron_rl.profile.samples import Case, MeasuringTask, World
+from megatron_rl.profile.world_launch import Worlds
+from megatron_rl.trials.trial import Patience, Trial
+from megatron_rl.trials.trial_outcome import TrialOutcome
+
+
+class DeviceKind(StrEnum):
+    """Where ranks compute."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+PASSES = (Case(4, 8, 4), Case(16, 8, 4), Case(16, 40, 24), Case(48, 8, 4))
+CUT_PASSES = (Case(16, 8, 4), Case(32, 16, 8))
+GENERATIONS = (Case(4, 8, 4), Case(4, 8, 24), Case(32, 8, 4), Case(32, 8, 24), Case(32, 40, 24))
+CONTEXT_PASSES = (*CUT_PASSES, Case(16, 40, 24))
+CONTEXT_RANKS = 2
+CUT_GENERATIONS = (Case(8, 8, 8), Case(32, 8, 8))
+LEAST_ERROR = 0.1
+USUAL = 0.9
+"""Share of the samples that the calibration's error covers."""
+WORLD_LIMIT_S, RUN_LIMIT_S = 240.0, 300.0
+MOST_RANKS = 64
+CPU_RANKS = 4
+"""Processes of a machine without GPUs where nothing else is said: as many as the demo has."""
+DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """device: cpu or cuda. num_ranks: of this machine, as a run would start."""
+
+    device: str
+    num_ranks: int
+    repeats: int = 5
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """Powers of 2 that divide the ranks, and the probe's heads."""
+        heads = probes.HEADS[self.device]
+        return [size for size in (2, 4, 8, 16) if self.num_ranks % size == 0 and heads % size == 0]
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Of collectives."""
+        return tuple(size for size in range(2, self.num_ranks + 1) if self.num_ranks % size == 0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a profile comes to. steps: of the short run, (planned, measured) seconds. seconds: of the whole profile."""
+
+    hardware: Hardware
+    worlds: list[World]
+    errors: list[float]
+    seconds: float
+    start_up_s: float | None = None
+    step: tuple[float, float] | None = None
+    phases: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def number_of_gpus() -> int:
+    """Of this machine, without importing torch: as the driver lists them."""
+    return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
+
+
+def requested(device: str | None, num_ranks: int | None, num_gpus: int) -> ProfileRequest:
+    """What is to be measured on a machine with so many GPUs. device, num_ranks: as asked for. Raises ConfigError."""
+    device = device or ("cuda" if num_gpus else "cpu")
+    if device == "cuda" and not num_gpus:
+        raise ConfigError("--device cuda needs a GPU, and this machine has none; nearest: --device cpu")
+    most = min(num_gpus, MOST_RANKS) if device == "cuda" else MOST_RANKS
+    num_ranks = (most if device == "cuda" else CPU_RANKS) if num_ranks is None else num_ranks
+    if not 1 <= num_ranks <= most:
+        nearest = min(max(1, num_ranks), most)
+        raise ConfigError(f"--ranks {num_ranks} must be >= 1 and <= {most}; nearest: --ranks {nearest}")
+    return ProfileRequest(device, num_ranks)
+
+
+def profile(request: ProfileRequest, say: Callable[[str], None], short_run: bool = True) -> Measured:
+    """Measure; minutes. Raises WorkerFailure where a rank or the run fails."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-profile-") as name:
+        folder = Path(name)
+        say("making two small models")
+        probes.save_data(folder)
+        for layers in (probes.SHALLOW, probes.DEEP):
+            probes.save_model(folder / f"model_{layers}", layers, request.device)
+        with Worlds(request.num_ranks) as ranks:
+            worlds = [_measure(task, folder, ranks, say) for task in tasks(request, folder)]
+        hardware, missed = _fitted(worlds, request, folder)
+        measured = Measured(hardware, worlds, missed, 0.0)
+        if short_run:
+            say(f"a short run on {request.num_ranks} ranks")
+            measured = _with_run(measured, request, folder)
+    return replace(measured, seconds=time.monotonic() - started)
+
+
+def tasks(request: ProfileRequest, folder: Path) -> list[MeasuringTask]:
+    """The worlds to measure: one rank with either model, then all ranks at each TP size, and with CP 2."""
+    device, repeats, alone = request.device, request.repeats, 1
+
+    def task(layers: int, tp_size: int, world_size: int, **what: Any) -> MeasuringTask:
+        return MeasuringTask(
+            device, str(folder / f"model_{layers}"), layers, tp_size, world_size, repeats=repeats, **what
+        )
+
+    cases = {"passes": PASSES, "generations": GENERATIONS}
+    found = [task(probes.SHALLOW, 1, alone, kernels=True, **cases), task(probes.DEEP, 1, alone, **cases)]
+    cut = {"passes": CUT_PASSES, "generations": CUT_GENERATIONS}
+    for number, tp_size in enumerate(request.tp_sizes):
+        own = {"kernels": True, "collectives": request.group_sizes, "alone": device == "cpu"} if number == 0 else {}
+        found.append(task(probes.DEEP, tp_size, request.num_ranks, **own, **cut))
+    if request.num_ranks > 1 and not request.tp_sizes:
+        found.append(task(probes.DEEP, 1, request.num_ranks, kernels=True, collectives=request.group_sizes))
+    if request.num_ranks % CONTEXT_RANKS == 0:
+        found.append(task(probes.DEEP, 1, request.num_ranks, passes=CONTEXT_PASSES, cp_size=CONTEXT_RANKS))
+    return found
+
+
+def _measure(task: MeasuringTask, folder: Path, ranks: Worlds, say: Callable[[str], None]) -> World:
+    sizes = f"TP{task.tp_size}" + f", CP{task.cp_size}" * (task.cp_size > 1)
+    say(f"{task.world_size} rank{'s' * (task.world_size > 1)}, {sizes}, a model of {task.num_layers} layers")
+    name = f"world_{task.world_size}_{task.tp_size}_{task.cp_size}_{task.num_layers}"
+    content = probes.settings(folder, Path(task.model), task.device, task.world_size, probes.LONGEST_RESPONSE)
+    content = probes.cut(content, task.tp_size, task.cp_size)
+    config = probes.write_config(content, folder / f"{name}.yaml")
+    return ranks.run(task, config, folder / name, WORLD_LIMIT_S)
+
+
+def _fitted(worlds: list[World], request: ProfileRequest, folder: Path) -> tuple[Hardware, list[float]]:
+    dtype = probes.dtype_of(request.device)
+    costs = {
+        layers: ModelCost.of(PlannedModel.read(str(folder / f"model_{layers}")))
+        for layers in (probes.SHALLOW, probes.DEEP)
+    }
+    found = [Probe(world, costs[world.task.num_layers], dtype, probes.MICRO_BATCH) for world in worlds]
+    together = next((world for world in worlds if world.task.world_size > 1 and world.task.kernels), None)
+    num_cores = psutil.cpu_count() or 1
+    base = base_hardware(worlds[0], together, memory_of_rank(request), dtype, request.num_ranks, num_cores)
+    known = replace(base, overheads=fit_overheads(base, found[:2]))
+    training, engine = fit_collectives(known, [one for one in found if one.tp > 1])
+    known = replace(known, collectives=training, engine_collectives=engine)
+    known = replace(known, overheads=fit_context(known, [one for one in found if one.cp > 1]))
+    missed = errors(known, found)
+    return replace(known, error=max(LEAST_ERROR, quantile([abs(one) for one in missed], USUAL))), missed
+
+
+def memory_of_rank(request: ProfileRequest) -> float:
+    """Bytes of a GPU, or of a rank's part of this machine's memory."""
+    if request.device == "cpu":
+        return float(psutil.virtual_memory().total // request.num_ranks)
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _with_run(measured: Measured, request: ProfileRequest, folder: Path) -> Measured:
+    """What only a run shows: the controller's calls, the transition, how long it takes to start."""
+    content = probes.settings(
+        folder,
+        folder / f"model_{probes.DEEP}",
+        request.device,
+        request.num_ranks,
+        probes.RUN_RESPONSE,
+    )
+    config = probes.write_config(content, folder / "run.yaml")
+    trial = Trial(config, folder / "run")
+    trial.folder.mkdir()
+    life = trial.live(Patience(whole_s=RUN_LIMIT_S))
+    if life.outcome is not TrialOutcome.FINISHED:
+        raise WorkerFailure("\n".join([f"the short run failed: {life.reason}", *life.tail(12)]))
+    steps = [metrics for step, metrics in trial.recorded().items() if step > probes.WARM_UP]
+    start_up = life.seconds - sum(metrics["timing_s/step"] for metrics in trial.recorded().values())
+    hardware, planned, whole = with_run(measured.hardware, steps, config)
+    # A rank's own clock, which measures phases, does not see calls.
+    own = PlannedSteps(planned.config, hardware).seconds(*planned.mean_lengths)
+    phases = {
+        phase: (seconds, statistics.median(metrics.get(f"timing_s/{phase}", 0.0) for metrics in steps))
+        for phase, seconds in own.items()
+    }
+    return replace(measured, hardware=hardware, start_up_s=start_up, step=(planned.step_seconds, whole), phases=phases)
+
+
+def with_run(hardware: Hardware, steps: Sequence[Mapping[str, float]], config: Path) -> tuple[Hardware, RunPlan, float]:
+    """The hardware with transition and calls as a run's steps show them; that run's plan, and median step.
+
+    What no phase of a rank explains is laid on the controller's calls.
+    """
+    run_config, violations = read_config(str(config), ())
+    raise_problems("the short run's configuration", violations)
+    assert run_config is not None  # it has no violations
+    lengths = tuple(statistics.median(metrics[f"{name}_length/mean"] for metrics in steps) for name in NAMES)
+    bare = replace(hardware, overheads=replace(hardware.overheads, transition=0.0, call=0.0))
+    plan = RunPlan.of(run_config, bare, (lengths[0], lengths[1]))
+    step = statistics.median(metrics["timing_s/step"] for metrics in steps)
+    known = [f"timing_s/{phase}" for phase in plan.seconds]
+    rest = statistics.median(
+        metrics["timing_s/step"] - sum(metrics.get(name, 0.0) for name in known) for metrics in steps
+    )
+    reshard = statistics.median(metrics.get("timing_s/reshard", 0.0) for metrics in steps)
+    number = sum(calls(plan.models, step_load(run_config, plan.memory, plan.mean_lengths)).values())
+    overheads = replace(
+        hardware.overheads,
+        transition=max(0.0, reshard - plan.seconds["reshard"]),
+        call=max(0.0, rest) / number / plan.models.placement.world_size,
+    )
+    found = replace(hardware, overheads=overheads)
+    return found, RunPlan.of(run_config, found, plan.mean_lengths), step
+
+
+NAMES = ("prompt", "response")
+
+
+def kept_samples(measured: Measured) -> list[dict[str, Any]]:
+    """Every sample with its world, for people."""
+    return [
+        {"ranks": world.task.world_size, "tp": world.task.tp_size, "cp": world.task.cp_size}
+        | {"layers": world.task.num_layers}
+        | {name: value for name, value in asdict(sample).items() if value}
+        for world in measured.worlds
+        for sample in world.samples
+    ]

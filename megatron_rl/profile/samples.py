@@ -1,0 +1,113 @@
+"""What ranks measure and how they are asked: plain data that goes to their processes and comes back. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+SCORE, UPDATE, GENERATE = "score", "update", "generate"
+"""Kinds of samples that roles make."""
+SCORE_ALONE = "score alone"
+"""SCORE of one data-parallel group, while the others wait."""
+MATMUL, ATTENTION, COPY, HOST_COPY, SMALL, ALL_REDUCE = (
+    *("matmul", "attention", "copy", "host copy", "small operations", "all-reduce"),
+)
+"""Kinds of kernels."""
+WIDTH = {"cpu": 1024, "cuda": 4096}
+"""Of the square matrix that rows are multiplied with."""
+HEADS, HEAD_SIZE = 8, 64
+"""Of attention."""
+
+
+@dataclass(frozen=True)
+class MeasuredSample:
+    """Seconds of one thing, the lower quartile of several times.
+
+    kind: SCORE, UPDATE, GENERATE, or a kernel's name. rows, prompt, response: samples of one data-parallel rank, or
+    replica, and their tokens. size: of a kernel, or bytes of a collective; group: its ranks.
+    """
+
+    kind: str
+    seconds: float
+    rows: int = 0
+    prompt: int = 0
+    response: int = 0
+    size: float = 0
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples to measure a role with."""
+
+    rows: int
+    prompt: int
+    response: int
+
+
+@dataclass(frozen=True)
+class MeasuringTask:
+    """What every rank of one world does. tp_size: of training and of the engine. cp_size: of training.
+
+    kernels: also measure matrix products, attention and memory. collectives: group sizes to measure. alone: also
+    measure passes of one data-parallel group while the others wait.
+    """
+
+    device: str
+    model: str
+    num_layers: int
+    tp_size: int
+    world_size: int
+    kernels: bool = False
+    collectives: tuple[int, ...] = ()
+    passes: tuple[Case, ...] = ()
+    generations: tuple[Case, ...] = ()
+    repeats: int = 5
+    alone: bool = False
+    cp_size: int = 1
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share the samples of a data-parallel rank."""
+        return self.tp_size * self.cp_size
+
+
+@dataclass(frozen=True)
+class World:
+    """A task, and what came of it: of every sample the slowest rank's seconds."""
+
+    task: MeasuringTask
+    samples: list[MeasuredSample] = field(default_factory=list)
+
+    def of(self, *kinds: str) -> list[MeasuredSample]:
+        """Those of some kinds."""
+        return [sample for sample in self.samples if sample.kind in kinds]
+
+
+def write_task(task: MeasuringTask, file: Path) -> None:
+    """For `read_task`."""
+    file.write_text(json.dumps(asdict(task)))
+
+
+def read_task(file: Path) -> MeasuringTask:
+    """What `write_task` wrote."""
+    content = json.loads(file.read_text())
+    cases = {name: tuple(Case(**case) for case in content[name]) for name in ("passes", "generations")}
+    return MeasuringTask(**(content | cases | {"collectives": tuple(content["collectives"])}))
+
+
+def write_samples(samples: Iterable[MeasuredSample], file: Path) -> None:
+    """For `read_samples`."""
+    file.write_text(json.dumps([asdict(sample) for sample in samples]))
+
+
+def read_samples(file: Path) -> list[MeasuredSample]:
+    """What `write_samples` wrote."""
+    return [MeasuredSample(**content) for content in json.loads(file.read_text())]
+
+
+def slowest(ranks: Sequence[Sequence[MeasuredSample]]) -> list[MeasuredSample]:
+    """Of every sample the slowest rank's; all ranks must have measured the same."""
+    return [max(same, key=lambda sample: sample.seconds) for same in zip(*ranks, strict=True)]

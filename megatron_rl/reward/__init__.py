@@ -1,1 +1,0 @@
-"""Rewards: a score for each answer."""

@@ -1,0 +1,282 @@
+"""schedule.jsonl: what happened to the schedule, one line per fact, so that it can be looked at and repeated.
+
+A slice is written once it was answered; one that a dying replica never answered is not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from megatron_rl.observe.appended_file import AppendedFile
+from megatron_rl.sampling.rules import Decides, Decision, Kind, Order
+
+SCHEDULE_FILE = "schedule.jsonl"
+
+
+@dataclass(frozen=True)
+class Began:
+    """The first line: the rules, and the seed of all samples."""
+
+    event: ClassVar[str] = "began"
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SliceDone:
+    """A replica answered a slice. num_steps: engine steps taken. finished: requests that ended in it."""
+
+    event: ClassVar[str] = "slice"
+    replica: int
+    version: int
+    num_steps: int
+    starts: tuple[int, ...] = ()
+    drops: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReplicaLost:
+    """A replica died."""
+
+    event: ClassVar[str] = "lost"
+    replica: int
+
+
+@dataclass(frozen=True)
+class ReplicaBack:
+    """A replica lives again and holds `version`."""
+
+    event: ClassVar[str] = "back"
+    replica: int
+    version: int
+
+
+@dataclass(frozen=True)
+class VersionReady:
+    """All living replicas received `version`."""
+
+    event: ClassVar[str] = "ready"
+    version: int
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """The trainer took batch `step`."""
+
+    event: ClassVar[str] = "taken"
+    step: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the metrics of the step that was taken last counted with: `Decides.counts`. Its executor appends this."""
+
+    event: ClassVar[str] = "counted"
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint after `step` was written."""
+
+    event: ClassVar[str] = "saved"
+    step: int
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """All engines did something else after step `step`, such as a validation, and had lost their requests by it."""
+
+    event: ClassVar[str] = "interrupted"
+    step: int
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A new process went on after `step`: all engines were empty and held that version. Its executor appends this."""
+
+    event: ClassVar[str] = "resumed"
+    step: int
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A `Decision` of the scheduler."""
+
+    event: ClassVar[str] = "decided"
+    kind: Kind
+    request: int
+    attempt: int
+
+
+Event = (
+    Began
+    | SliceDone
+    | ReplicaLost
+    | ReplicaBack
+    | VersionReady
+    | StepTaken
+    | Counted
+    | Saved
+    | Interrupted
+    | Resumed
+    | Decided
+)
+KINDS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
+NUMBERS = tuple[int, ...]
+TYPES = {kind: get_type_hints(kind) for kind in KINDS.values()}
+"""Kind -> field -> its type."""
+
+
+def to_json(event: Event) -> str:
+    """One line without its end; empty tuples are left out."""
+    values = {name: value for name, value in asdict(event).items() if value != ()}
+    return json.dumps({"event": event.event, **values}, separators=(",", ":"))
+
+
+def from_json(line: str) -> Event:
+    """The event of a line. Raises ValueError for one that is none."""
+    try:
+        values: dict[str, Any] = json.loads(line)
+        kind = KINDS[values.pop("event")]
+        types = TYPES[kind]
+        arguments: dict[str, Any] = {
+            name: tuple(value) if types[name] == NUMBERS else value for name, value in values.items()
+        }
+        if all(_is_of(types[name], value) for name, value in arguments.items()):
+            return kind(**arguments)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a line of {SCHEDULE_FILE}: {line!r:.200}") from error
+    raise ValueError(f"not a line of {SCHEDULE_FILE}: {line!r:.200}")
+
+
+def _is_of(wanted: Any, value: object) -> bool:
+    """Whether a value is of a field's type: a number, numbers, an object in braces, or one of some words."""
+    if wanted == NUMBERS:
+        return all(type(number) is int for number in value) if isinstance(value, tuple) else False
+    if get_origin(wanted) is Literal:
+        return value in get_args(wanted)
+    return type(value) is (get_origin(wanted) or wanted)
+
+
+def read_events(file: Path) -> list[Event]:
+    """All events of a file; a last line without its end is left out, because a kill has torn it. Raises ValueError."""
+    return [from_json(line) for line in _whole_lines(file)]
+
+
+def _whole_lines(file: Path) -> list[str]:
+    *lines, _torn = file.read_text(errors="replace").split("\n")
+    return lines
+
+
+class Journal:
+    """Appends events to a file; a line is in the system's hands as soon as it was appended."""
+
+    def __init__(self, file: Path, num_kept: int = 0) -> None:
+        """Start `file` anew, or after its first `num_kept` lines: those that a checkpoint knows of. Raises OSError."""
+        kept = _whole_lines(file)[:num_kept] if file.exists() else []
+        unfinished = file.with_name(file.name + ".unfinished")
+        unfinished.write_text("".join(line + "\n" for line in kept))
+        unfinished.replace(file)  # at one instant, so that a kill loses no line
+        self.num_lines = len(kept)
+        self._file = AppendedFile(file)
+
+    def append(self, event: Event) -> None:
+        """Write one line. Raises OSError."""
+        self._file.append(to_json(event).encode() + b"\n")
+        self.num_lines += 1
+
+    def close(self) -> None:
+        """Release the file."""
+        self._file.close()
+
+
+class Questions:
+    """What is asked is passed on to `decides`."""
+
+    def __init__(self, decides: Decides) -> None:
+        self._decides = decides
+        self.counts = decides.counts
+
+    @property
+    def is_drawn(self) -> bool:
+        return self._decides.is_drawn
+
+    @property
+    def admits(self) -> bool:
+        return self._decides.admits
+
+    @admits.setter
+    def admits(self, begins: bool) -> None:
+        self._decides.admits = begins
+
+    def is_complete(self, step: int) -> bool:
+        return self._decides.is_complete(step)
+
+    def wanted_version(self, replica: int) -> int | None:
+        return self._decides.wanted_version(replica)
+
+    def may_send(self, version: int) -> bool:
+        return self._decides.may_send(version)
+
+    def may_save(self, step: int) -> bool:
+        return self._decides.may_save(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._decides.state_dict()
+
+
+class Recorder(Questions):
+    """Passes everything on to `decides`, and writes down what happens."""
+
+    def __init__(self, decides: Decides, journal: Journal) -> None:
+        """Both stay the caller's: the journal is not closed here."""
+        super().__init__(decides)
+        self._journal = journal
+        self._orders: dict[int, Order] = {}
+
+    def next_order(self, replica: int) -> Order | None:
+        order = self._decides.next_order(replica)
+        if order is not None:
+            self._orders[replica] = order
+        return order
+
+    def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
+        self._decides.slice_done(replica, num_steps, drawn, finished)
+        order = self._orders.pop(replica)
+        ended = tuple(sorted(finished))
+        self._journal.append(SliceDone(replica, order.version, num_steps, order.starts, order.drops, ended))
+
+    def sending(self, version: int) -> None:
+        self._decides.sending(version)
+
+    def version_ready(self, version: int) -> None:
+        self._decides.version_ready(version)
+        self._journal.append(VersionReady(version))
+
+    def step_taken(self, step: int) -> None:
+        self._decides.step_taken(step)
+        self._journal.append(StepTaken(step))
+
+    def saved(self, step: int, interrupted: bool = False) -> None:
+        self._decides.saved(step, interrupted)
+        self._journal.append(Interrupted(step) if interrupted else Saved(step))
+
+    def replica_lost(self, replica: int) -> None:
+        self._decides.replica_lost(replica)
+        self._orders.pop(replica, None)
+        self._journal.append(ReplicaLost(replica))
+
+    def replica_back(self, replica: int, version: int) -> None:
+        self._decides.replica_back(replica, version)
+        self._journal.append(ReplicaBack(replica, version))
+
+    def take_decisions(self) -> Sequence[Decision]:
+        decisions = self._decides.take_decisions()
+        for decision in decisions:
+            self._journal.append(Decided(decision.kind, decision.request, decision.attempt))
+        return decisions

@@ -1,0 +1,263 @@
+"""Repeats a recorded schedule: every replica gets the slices that it answered then, in the same order.
+
+Times may differ from the recorded ones; what each engine does may not. So a slice waits until its weights are there and
+until requests that come from another replica have all tokens that they had. A replica that was lost then lives on here:
+its next slice drops what it had, and its requests go on where they went on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.sampling.journal import Counted, Decided, Event, Interrupted, ReplicaLost, Resumed, SliceDone
+from megatron_rl.sampling.rules import Decision, Order, Rules
+
+
+class ReplayError(MegatronRLError):
+    """A recorded schedule cannot be repeated, or what happens is not what was recorded."""
+
+
+@dataclass
+class _Slice:
+    """A recorded slice. needs: replica -> how many of its slices must be done first. decisions: made after it."""
+
+    order: Order
+    finished: tuple[int, ...]
+    needs: dict[int, int] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+
+
+class _JournalReader:
+    """Turns events into the slices of each replica."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.slices: dict[int, list[_Slice]] = defaultdict(list)
+        self.num_finished: Counter[int] = Counter()
+        self.decisions: list[Decision] = []
+        self.interruptions: list[dict[int, int]] = []
+        self._inside: dict[int, set[int]] = defaultdict(set)
+        self._abandoned: dict[int, set[int]] = defaultdict(set)
+        self._owner: dict[int, int] = {}
+        self._left_after: dict[int, int] = {}
+
+    def read(self, event: Event) -> None:
+        """The next event; those that decide nothing are passed over."""
+        match event:
+            case SliceDone():
+                self._read_slice(event)
+            case Interrupted():
+                self.interruptions.append({replica: len(slices) for replica, slices in self.slices.items()})
+            case ReplicaLost():
+                self._lose(event.replica)
+            case Resumed():
+                for replica in list(self._inside):
+                    self._lose(replica)
+            case Decided():
+                decision = Decision(event.kind, event.request, event.attempt)
+                slices = self.slices[self._owner[event.request]] if event.request in self._owner else []
+                (slices[-1].decisions if slices else self.decisions).append(decision)
+
+    def forget_slices(self) -> None:
+        """What was read so far is done, and its tokens are there: only what is finished counts."""
+        done = [(known.finished, known.decisions) for slices in self.slices.values() for known in slices]
+        for finished, decisions in done:
+            ended = [*finished, *(decision.request for decision in decisions if decision.kind == "truncate")]
+            self.num_finished.update(self.rules.batch_of(request) for request in ended)
+        for known in (self.slices, self._inside, self._abandoned, self._owner, self._left_after):
+            known.clear()
+        self.interruptions = []
+        self.decisions = []
+
+    def drop_the_abandoned(self) -> None:
+        """Replicas that never came back still hold requests here: a slice of no steps drops them."""
+        for replica, requests in self._abandoned.items():
+            if requests:
+                version = self.slices[replica][-1].order.version
+                self.slices[replica].append(_Slice(Order(replica, version, 0, (), tuple(sorted(requests))), ()))
+
+    def _lose(self, replica: int) -> None:
+        for request in self._inside[replica]:
+            self._left_after[request] = len(self.slices[replica])
+        self._abandoned[replica] |= self._inside[replica]
+        self._inside[replica] = set()
+
+    def _read_slice(self, event: SliceDone) -> None:
+        replica, slices = event.replica, self.slices[event.replica]
+        if slices and event.version < slices[-1].order.version:
+            raise ReplayError(
+                f"replica {replica} went from version {slices[-1].order.version} back to {event.version} when it was "
+                "restarted: an engine that lives on cannot repeat this"
+            )
+        if not self.rules.sends(event.version):
+            raise ReplayError(f"version {event.version} is none that sync_every={self.rules.sync_every} sends")
+        needs: dict[int, int] = {}
+        for request in event.starts:
+            other = self._owner.get(request, replica)
+            if other != replica:
+                needs[other] = max(needs.get(other, 0), self._left_after[request])
+            self._owner[request] = replica
+        held = slices[-1].order.version if slices else self.rules.first_step - 1
+        if self.rules.colocated and event.version != held:  # the engine has rested, and so is empty
+            self._inside[replica].clear()
+            self._abandoned.pop(replica, None)
+        drops = tuple(sorted(self._abandoned.pop(replica, set()).union(event.drops)))
+        order = Order(replica, event.version, event.num_steps, event.starts, drops)
+        slices.append(_Slice(order, event.finished, needs))
+        inside = self._inside[replica]
+        inside.difference_update(event.drops)
+        inside.update(event.starts)
+        inside.difference_update(event.finished)
+
+
+class Replay:
+    """Decides as it was decided before; the same interface as a `Scheduler`.
+
+    Raises ReplayError where the run differs from the recorded one, naming the slice and the difference.
+    """
+
+    def __init__(self, rules: Rules, num_replicas: int, events: Sequence[Event], num_done: int = 0) -> None:
+        """num_done: events that a checkpoint already knows of; what follows them is repeated, from empty engines.
+
+        Raises ReplayError where the events need more than `num_replicas`, or cannot be repeated at all.
+        """
+        self.rules = rules
+        self._counted = deque(event.counts for event in events[num_done:] if isinstance(event, Counted))
+        self._counts_itself = not self._counted  # an older schedule, of which only decisions can be counted
+        self.counts: dict[str, int] = {"truncated": 0, "resampled": 0}
+        reader = _JournalReader(rules)
+        for number, event in enumerate(events):
+            if number == num_done > 0:
+                reader.forget_slices()
+            reader.read(event)
+        if num_done >= len(events):
+            reader.forget_slices()
+        reader.drop_the_abandoned()
+        if max(reader.slices, default=0) >= num_replicas:
+            raise ReplayError(f"the schedule has {max(reader.slices) + 1} replicas, this run has {num_replicas}")
+        self._slices = [reader.slices[replica] for replica in range(num_replicas)]
+        self._versions = [sorted({known.order.version for known in slices}) for slices in self._slices]
+        self._num_finished = reader.num_finished
+        self._decisions = reader.decisions
+        self._interruptions = deque(
+            [before.get(replica, 0) for replica in range(num_replicas)] for before in reader.interruptions
+        )
+        self.admits = True  # without effect: what is begun when is recorded
+        self._num_given = [0] * num_replicas
+        self._num_done = [0] * num_replicas
+        self._held = [rules.first_step - 1] * num_replicas
+        self._ready = rules.first_step - 1
+
+    def next_order(self, replica: int) -> Order | None:
+        """The next recorded slice, as soon as it is possible."""
+        number = self._num_given[replica]
+        if number > self._num_done[replica] or number == len(self._slices[replica]):
+            return None
+        if self._interruptions and number >= self._interruptions[0][replica]:
+            return None
+        known = self._slices[replica][number]
+        waits = any(self._num_done[other] < num for other, num in known.needs.items())
+        if waits or known.order.version > max(self._held[replica], self._ready):
+            return None
+        self._num_given[replica] += 1
+        self._held[replica] = known.order.version
+        return known.order
+
+    def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
+        """Raises ReplayError for other engine steps or other finished requests than recorded."""
+        number = self._num_done[replica]
+        if number == self._num_given[replica]:
+            raise ValueError(f"replica {replica} has no outstanding order")
+        known = self._slices[replica][number]
+        found = (num_steps, tuple(sorted(finished)))
+        if found != (known.order.num_steps, known.finished):
+            raise ReplayError(
+                f"slice {number} of replica {replica}, version {known.order.version}: recorded were "
+                f"{known.order.num_steps} engine steps and finished requests {list(known.finished)}, now there are "
+                f"{found[0]} and {list(found[1])}"
+            )
+        self._num_done[replica] += 1
+        self._decisions += known.decisions
+        ended = list(known.finished)
+        for decision in known.decisions:
+            self.counts["truncated"] += self._counts_itself and decision.kind == "truncate"
+            self.counts["resampled"] += self._counts_itself and decision.kind == "resample"
+            ended += [decision.request] if decision.kind == "truncate" else []
+        self._num_finished.update(self.rules.batch_of(request) for request in ended)
+
+    def is_complete(self, step: int) -> bool:
+        """Whether batch `step` is finished. Raises ReplayError where the recorded run ended before that."""
+        if self._num_finished[step] == self.rules.batch_rows:
+            return True
+        if all(num == len(slices) for num, slices in zip(self._num_done, self._slices, strict=True)):
+            raise ReplayError(f"the recorded schedule ends before batch {step} is complete")
+        return False
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether every request of the run is finished."""
+        return self._num_finished.total() == self.rules.num_steps_total * self.rules.batch_rows
+
+    def take_decisions(self) -> Sequence[Decision]:
+        """Recorded decisions that follow from the slices done since the last call."""
+        decisions, self._decisions = self._decisions, []
+        return decisions
+
+    def sending(self, version: int) -> None:
+        """Changes nothing: `may_send` has seen to it that no earlier version is missed."""
+
+    def version_ready(self, version: int) -> None:
+        """All replicas have received the weights of `version`."""
+        self._ready = max(self._ready, version)
+
+    def step_taken(self, step: int) -> None:
+        """`counts` are those of the recorded run in this step, as losses and checkpoints do not happen again."""
+        if self._counted:
+            self.counts.update(self._counted.popleft())
+
+    def saved(self, step: int, interrupted: bool = False) -> None:
+        """What is begun anew is in the recorded orders; after an interruption they go on."""
+        if interrupted and self._interruptions:
+            self._interruptions.popleft()
+
+    def replica_lost(self, replica: int) -> None:
+        """Raises ReplayError: another loss than the recorded ones cannot be fitted in."""
+        raise ReplayError(f"replica {replica} was lost while a recorded schedule was repeated")
+
+    def replica_back(self, replica: int, version: int) -> None:
+        """Raises ReplayError."""
+        raise ReplayError(f"replica {replica} came back while a recorded schedule was repeated")
+
+    def wanted_version(self, replica: int) -> int | None:
+        """The version of the next recorded slice, where it is not there yet."""
+        number = self._num_given[replica]
+        if number > self._num_done[replica] or number == len(self._slices[replica]):
+            return None
+        version = self._slices[replica][number].order.version
+        return version if version > max(self._held[replica], self._ready) else None
+
+    def may_send(self, version: int) -> bool:
+        """Whether no replica still has recorded slices of an earlier version that it does not hold yet."""
+        for held, versions in zip(self._held, self._versions, strict=True):
+            following = bisect_right(versions, held)
+            if following < len(versions) and versions[following] < version:
+                return False
+        return True
+
+    def may_save(self, step: int) -> bool:
+        """Whether all slices are done that came before the next recorded interruption."""
+        return not self._interruptions or self._num_done == self._interruptions[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises ReplayError before everything is drawn: engines that are begun anew would not repeat the bits."""
+        if not self.is_drawn:
+            raise ReplayError("a run that repeats a recorded schedule cannot be saved before its last batch is drawn")
+        last, rows = self.rules.num_steps_total, self.rules.batch_rows
+        state: dict[str, Any] = {"batch_rows": rows, "taken": last, "next_new": last * rows, "open": []}
+        versions = [[held, self._ready] for held in self._held]
+        return state | {"versions": versions, "announced": self._ready, "counts": dict(self.counts)}

@@ -1,0 +1,365 @@
+"""Decides which replica draws which requests under which weights. It counts: no tokens, no clock, no processes.
+
+Facts come in (a slice is done, weights have come, a batch was taken, a replica died), orders go out. A request is open
+from its first hand-out until it is finished. It belongs to one replica, or to none after that died: then it waits in
+front of all requests that were never handed out. In rounds (`Rules.in_rounds`) orders are made for all replicas at
+once when every order of the round before is answered, from nothing but counts that do not depend on the order of facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.sampling.assignment import even_shares
+from megatron_rl.sampling.requests import Request, Requests
+from megatron_rl.sampling.rules import Decision, Kind, Order, Rules
+
+COUNTS = ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")
+
+
+@dataclass(eq=False)
+class _Replica:
+    """held: its version; ready: the newest it has received. owned: its open requests; inside: requests that its engine
+    still has; renewed: owned ones to be begun anew. straggler: the late request while `order` is outstanding.
+    """
+
+    held: int
+    ready: int
+    lives: bool = True
+    owned: set[int] = field(default_factory=set)
+    inside: set[int] = field(default_factory=set)
+    renewed: set[int] = field(default_factory=set)
+    order: Order | None = None
+    straggler: int | None = None
+
+
+class Scheduler:
+    """The state machine. All methods are quick; wrong facts raise ValueError and change nothing."""
+
+    def __init__(self, rules: Rules, num_replicas: int, state: Mapping[str, Any] | None = None) -> None:
+        """All replicas live, with empty engines, and hold version first_step - 1, or what `state` says if newer.
+
+        state: of `state_dict`, also of another number of replicas. Look for decisions at once where it is given.
+        """
+        self.rules = rules
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        first = rules.first_step - 1
+        self._replicas = [_Replica(first, first) for _ in range(num_replicas)]
+        self._requests = Requests(rules)
+        self._announced = first
+        self._planned: dict[int, Order] = {}
+        self._decisions: list[Decision] = []
+        self.admits = True
+        if state is not None:
+            self._load(state)
+
+    # What an executor asks
+
+    def next_order(self, replica: int) -> Order | None:
+        """The replica's next slice, outstanding from now on. None: nothing for it until another fact comes, or it is
+        dead, or its last order is outstanding.
+        """
+        known = self._replicas[replica]
+        if not known.lives or known.order is not None:
+            return None
+        if self.rules.in_rounds:
+            if not self._is_round_open():
+                self._plan_round()
+            known.order = self._planned.pop(replica, None)
+        else:
+            known.order = self._free_order(replica)
+        return known.order
+
+    def is_complete(self, step: int) -> bool:
+        """Whether all requests of batch `step` are finished."""
+        return self._requests.is_complete(step)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether every request of the run is finished."""
+        return self._requests.frontier > self.rules.num_steps_total
+
+    def take_decisions(self) -> Sequence[Decision]:
+        """Decisions since the last call."""
+        decisions, self._decisions = self._decisions, []
+        return decisions
+
+    def wanted_version(self, replica: int) -> int | None:
+        """The lowest version that an idle replica must receive before it can get an order; None: it needs none."""
+        known = self._replicas[replica]
+        if not known.lives or known.order is not None or self._is_round_open():
+            return None
+        if self.rules.in_rounds and self._waits_for_due():
+            return self._due()
+        head = self._requests.head()
+        if known.owned or head is None:
+            return None
+        batch = self.rules.batch_of(head)
+        return None if batch <= self.rules.last_batch(known.ready) else self.rules.needed_version(batch)
+
+    def may_send(self, version: int) -> bool:
+        """Whether weights may be sent now. Only in rounds it can be too early: while an earlier version, which all
+        take at a fixed place, has not been taken yet.
+        """
+        if not self.rules.in_rounds or self.is_drawn:
+            return True
+        due = self._due()
+        return not self._planned and (due >= version or not self._swappers(due))
+
+    def may_save(self, step: int) -> bool:
+        """Whether a run resumed from a checkpoint after `step` that is written now draws the same as this one.
+
+        In rounds: once all replicas wait for the version of `step` or a later one. For that `version_ready(step)` must
+        not be called before `saved(step)`. Without rounds it depends on no place.
+        """
+        if not self.rules.in_rounds or self.is_drawn:
+            return True
+        return not self._is_round_open() and self._due() >= step and self._waits_for_due()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that future decisions depend on, ready for JSON; outstanding orders count as never given."""
+        owners = {request: index for index, replica in enumerate(self._replicas) for request in replica.owned}
+        return self._requests.state_dict() | {
+            "versions": [[replica.held, replica.ready] for replica in self._replicas],
+            "announced": self._announced,
+            "counts": dict(self.counts),
+            "open": [
+                [request, owners.get(request), known.drawn, known.attempt, known.version, known.late]
+                for request, known in sorted(self._requests.open.items())
+            ],
+        }
+
+    # Facts
+
+    def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
+        """The outstanding order of `replica` was carried out. drawn: request -> number of new tokens."""
+        known = self._replicas[replica]
+        order = known.order
+        if order is None:
+            raise ValueError(f"replica {replica} has no outstanding order")
+        strangers = (set(drawn) | set(finished)) - known.owned
+        if strangers or min(drawn.values(), default=0) < 0:
+            raise ValueError(
+                f"replica {replica} does not run requests {sorted(strangers)}, or has drawn less than none"
+            )
+        known.order = None
+        for request, num in drawn.items():
+            if num:
+                self._requests.open[request].drawn += num
+                self._requests.open[request].version = order.version
+        known.inside.difference_update(finished)
+        for request in sorted(finished):
+            self._finish(known, request)
+        straggler, known.straggler = known.straggler, None
+        if straggler is not None and straggler in known.owned:
+            self._act_on_straggler(known, straggler)
+
+    def sending(self, version: int) -> None:
+        """`version` begins to overwrite what replicas have received and do not hold yet: they keep what they hold."""
+        for replica in self._replicas:
+            replica.ready = replica.held
+
+    def version_ready(self, version: int) -> None:
+        """All living replicas have received the weights of `version` beside those that they hold."""
+        self._announced = max(self._announced, version)
+        for replica in self._replicas:
+            if replica.lives:
+                replica.ready = max(replica.ready, version)
+
+    def step_taken(self, step: int) -> None:
+        """The trainer took batch `step`. Raises ValueError unless it is the next one and complete."""
+        if step != self._requests.taken + 1 or not self.is_complete(step):
+            raise ValueError(
+                f"step {step} cannot be taken: {self._requests.taken} was the last, complete={self.is_complete(step)}"
+            )
+        self._requests.take(step)
+
+    def saved(self, step: int, interrupted: bool = False) -> None:
+        """A checkpoint after `step` was written: what is unfinished is begun anew in its replica's next order.
+
+        interrupted: instead, engines did something else and are empty.
+        """
+        for replica in self._replicas:
+            replica.renewed |= replica.owned
+            self.counts["renewed"] += len(replica.owned)
+
+    def replica_lost(self, replica: int) -> None:
+        """The replica died: its requests go to the front of the queue, with their tokens only where `partial`."""
+        known = self._replicas[replica]
+        if not known.lives:
+            raise ValueError(f"replica {replica} is dead already")
+        for request in sorted(known.owned):
+            self.counts["moved"] += 1
+            self._give_back(request)
+        self._planned.pop(replica, None)
+        self._replicas[replica] = _Replica(known.held, known.ready, lives=False)
+
+    def replica_back(self, replica: int, version: int) -> None:
+        """The replica lives again; its engine is empty and holds `version`, which should be the newest announced."""
+        if self._replicas[replica].lives:
+            raise ValueError(f"replica {replica} is not dead")
+        self._replicas[replica] = _Replica(version, version)
+
+    # Handing out
+
+    def _room(self, replica: _Replica) -> int:
+        """How many more requests it takes. Without `ahead` a batch is handed out at once, and the engine queues it."""
+        if not self.admits and not self.rules.in_rounds:  # in rounds they drain at their own places
+            return 0
+        most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running + self.rules.max_queued
+        return max(0, most - len(replica.owned))
+
+    def _free_version(self, replica: _Replica) -> int:
+        """What its next slice holds: the newest there is; without `partial` only once nothing is unfinished."""
+        return replica.ready if self.rules.partial or not replica.owned else replica.held
+
+    def _takers(self, versions: Mapping[int, int]) -> list[int]:
+        """Those that may start the first waiting request. versions: replica -> what it holds in its next slice."""
+        head = self._requests.head()
+        if head is None:
+            return []
+        batch = self.rules.batch_of(head)
+        return [replica for replica, version in versions.items() if batch <= self.rules.last_batch(version)]
+
+    def _shares(self, takers: Sequence[int], num_waiting: int) -> list[int]:
+        replicas = [self._replicas[taker] for taker in takers]
+        return even_shares([len(r.owned) for r in replicas], [self._room(r) for r in replicas], num_waiting)
+
+    def _free_order(self, replica: int) -> Order | None:
+        known = self._replicas[replica]
+        version = self._free_version(known)
+        if self._room(known):
+            # The one that asks comes first, so that it wins where loads are equal.
+            order = [replica, *(other for other, r in enumerate(self._replicas) if r.lives and other != replica)]
+            takers = self._takers({other: self._free_version(self._replicas[other]) for other in order})
+            if takers[:1] == [replica]:
+                share = self._shares(takers, self._requests.num_waiting(version))[0]
+                known.owned.update(self._requests.hand_out(share, version))
+        return self._order(replica, version, self._requests.taken + 1) if known.owned else None
+
+    def _order(self, replica: int, version: int, next_batch: int) -> Order:
+        """What `replica` must do so that its engine runs what it owns, under `version`."""
+        known = self._replicas[replica]
+        if version != known.held:
+            if self.rules.colocated:
+                known.inside.clear()
+            elif self.rules.recompute_kv:
+                known.renewed |= known.owned & known.inside
+                self.counts["renewed"] += len(known.owned & known.inside)
+        drops = (known.inside - known.owned) | (known.inside & known.renewed)
+        starts = known.owned - (known.inside - drops)
+        known.held = version
+        known.inside = set(known.owned)
+        known.renewed = set()
+        known.straggler = self._straggler(known, next_batch)
+        num_steps = None if self.rules.ahead == 0 else self.rules.slice_steps
+        return Order(replica, version, num_steps, tuple(sorted(starts)), tuple(sorted(drops)))
+
+    # Rounds
+
+    def _is_round_open(self) -> bool:
+        return bool(self._planned) or any(replica.order is not None for replica in self._replicas)
+
+    def _due(self) -> int:
+        """The version that all replicas should hold by now, in rounds: a function of the complete batches alone."""
+        latest = self._requests.frontier - 1 - self.rules.versions_late
+        return max(latest // self.rules.sync_every * self.rules.sync_every, self.rules.first_step - 1)
+
+    def _swappers(self, due: int) -> list[_Replica]:
+        """Who must still take version `due`; not one that came back with less after it was announced."""
+        return [r for r in self._replicas if r.lives and r.held < due and (r.ready >= due or self._announced < due)]
+
+    def _waits_for_due(self) -> bool:
+        """Whether no round can begin before a version comes."""
+        swappers = self._swappers(self._due())
+        drains = not self.rules.partial and any(replica.owned for replica in swappers)
+        return bool(swappers) and not drains and self._announced < self._due()
+
+    def _plan_round(self) -> None:
+        """Orders for all living replicas, unless a version must come first."""
+        if self._waits_for_due():
+            return
+        due = self._due()
+        swappers = self._swappers(due)
+        drains = not self.rules.partial and any(replica.owned for replica in swappers)
+        versions, starters = {}, {}
+        for index, replica in enumerate(self._replicas):
+            if replica.lives:
+                swaps = replica in swappers and not drains
+                versions[index] = due if swaps else replica.held
+                if swaps or replica not in swappers:
+                    starters[index] = versions[index]
+        takers = self._takers(starters)
+        num_waiting = self._requests.num_waiting(max((versions[taker] for taker in takers), default=0)) if takers else 0
+        for taker, share in zip(takers, self._shares(takers, num_waiting), strict=True):
+            self._replicas[taker].owned.update(self._requests.hand_out(share, versions[taker]))
+        for index, version in versions.items():
+            if self._replicas[index].owned:
+                self._planned[index] = self._order(index, version, self._requests.frontier)
+
+    # Ends of requests
+
+    def _finish(self, replica: _Replica, request: int) -> None:
+        self._requests.finish(request)
+        replica.owned.discard(request)
+        replica.renewed.discard(request)
+
+    def _straggler(self, replica: _Replica, next_batch: int) -> int | None:
+        """The last unfinished request of `next_batch`, where `replica` has it."""
+        is_late = next_batch == self._requests.frontier and self._requests.num_missing(next_batch) == 1
+        if self.rules.straggler_policy == "wait" or not is_late:
+            return None
+        return next((request for request in replica.owned if self.rules.batch_of(request) == next_batch), None)
+
+    def _act_on_straggler(self, replica: _Replica, request: int) -> None:
+        """One more slice has not finished it: count that, and do what the policy says when it is one too many."""
+        known = self._requests.open[request]
+        known.late += 1
+        if known.late < self.rules.straggler_slices:
+            return
+        if self.rules.straggler_policy == "resample" and known.attempt < self.rules.straggler_attempts:
+            known.attempt += 1
+            self.counts["resampled"] += 1
+            self._forget(request, "resample")
+            replica.renewed.add(request)
+        elif known.drawn:
+            self.counts["truncated"] += 1
+            self._decisions.append(Decision("truncate", request, known.attempt))
+            self._finish(replica, request)
+
+    def _forget(self, request: int, kind: Kind) -> None:
+        known = self._requests.open[request]
+        self.counts["forgotten_tokens"] += known.drawn
+        known.drawn = known.late = 0
+        self._decisions.append(Decision(kind, request, known.attempt))
+
+    def _give_back(self, request: int) -> None:
+        """An open request has no replica any more."""
+        if not self.rules.partial and self._requests.open[request].drawn:
+            self._forget(request, "forget")
+        self._requests.give_back(request)
+
+    # Restoring
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        found = {entry[0]: Request(*entry[2:]) for entry in state["open"]}
+        self._requests.load(state, found)
+        self._announced = max(state["announced"], self._announced)
+        self.counts |= state["counts"]
+        for replica, (held, ready) in zip(self._replicas, state["versions"], strict=False):
+            replica.held, replica.ready = max(held, replica.held), max(ready, replica.ready)
+        for request, owner, *_ in state["open"]:
+            self._load_owner(request, owner)
+
+    def _load_owner(self, request: int, owner: int | None) -> None:
+        """It stays with the replica that had it, where that may go on with it."""
+        replica = self._replicas[owner] if owner is not None and owner < len(self._replicas) else None
+        if replica is None or self.rules.batch_of(request) > self.rules.last_batch(replica.held):
+            self._give_back(request)
+            return
+        known = self._requests.open[request]
+        if not self.rules.partial and known.drawn and known.version != replica.held:
+            self._forget(request, "forget")
+        replica.owned.add(request)

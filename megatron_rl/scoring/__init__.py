@@ -1,0 +1,1 @@
+"""What answers are worth: reward functions and their processes, reward models, shaping."""

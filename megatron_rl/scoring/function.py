@@ -1,0 +1,78 @@
+"""The reward function of a run: one of a Python file of the user's, or a built-in one. No torch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.user_functions import import_file
+from megatron_rl.errors import ConfigError
+from megatron_rl.scoring.built_in import BUILT_IN, check_built_in
+from megatron_rl.scoring.outcome import RewardFunction, describe_error
+
+SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """Where the function comes from: `name` in the file `path`, or the built-in `name`; `kwargs` go to every call."""
+
+    path: str | None
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, data_sources: Iterable[str]) -> None:
+        """Load the function once, and see that a built-in one knows all `data_sources`; raises ConfigError."""
+        load_reward_function(self)
+        if self.path is None:
+            check_built_in(self.name, data_sources)
+
+
+def load_reward_function(source: RewardSource) -> RewardFunction:
+    """The function, with its `kwargs` filled in.
+
+    Raises ConfigError if the file is missing or fails to run, has no such function, or if the function cannot be
+    called with the keywords data_source, solution_str, ground_truth, extra_info and those of `kwargs`.
+    """
+    where = source.path or "built-in rewards"
+    functions: dict[str, Any] = BUILT_IN
+    if source.path is not None:
+        functions = {key: value for key, value in vars(_run_file(source.path)).items() if callable(value)}
+    if source.name not in functions:
+        nearest = nearest_name(source.name, functions) if functions else None
+        hint = f"the nearest function there is {nearest!r}" if nearest else "it defines no function"
+        raise ConfigError(f"{where} has no function {source.name!r} (custom_reward_function.name): {hint}")
+    function = functions[source.name]
+    signature: inspect.Signature | str = ""
+    try:
+        signature = inspect.signature(function)
+        arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}} | source.kwargs
+        signature.bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: {source.name}{signature} cannot be called with the keywords of {source.name}{SIGNATURE} and "
+            f"custom_reward_function.reward_kwargs={source.kwargs}: {error}"
+        ) from error
+    return functools.partial(function, **source.kwargs)
+
+
+def _run_file(path: str) -> ModuleType:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        neighbours = [str(other) for other in file.parent.glob("*.py")]
+        nearest = nearest_name(str(file), neighbours) if neighbours else None
+        hint = f"the nearest Python file is {nearest!r}" if nearest else f"{file.parent} holds no Python file"
+        raise ConfigError(f"no reward file at {path} (custom_reward_function.path): {hint}")
+    try:
+        module = import_file(file, "reward_file_")
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path} (custom_reward_function.path) fails to run: {describe_error(error)}") from error
+    if module is None:
+        raise ConfigError(f"{path} (custom_reward_function.path) is not a Python file: its name must end in .py")
+    return module

@@ -1,0 +1,297 @@
+"""A process between the driver and the reward workers: deals samples out, keeps the time, kills, replaces.
+
+The driver runs Ray's threads and must neither fork nor hang; this process has one thread, runs no code of the user's,
+and so can fork a worker within milliseconds. It lives as long as its end of the driver's connection: whichever way the
+driver dies, the kernel closes the other end, and the workers with everything they have started are killed.
+
+    driver --[Sample]--> keeper --(row, Sample), ...--> worker --(row, Outcome)--> keeper --[Outcome]--> driver
+
+From a worker come lines of JSON (`wire`): nothing that a reward function makes is rebuilt here or in the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+import psutil
+
+from megatron_rl.observe.console import drop_unread_output
+from megatron_rl.scoring.function import RewardSource
+from megatron_rl.scoring.outcome import Outcome, Sample, failed
+from megatron_rl.scoring.wire import READY, GarbledError, Inbox
+from megatron_rl.scoring.worker import work
+
+PR_SET_CHILD_SUBREAPER = 36
+
+LARGEST_CHUNK = 16
+"""Samples sent to a worker at once; each has its own time all the same."""
+
+LOAD_LIMIT_S = 300.0
+"""Seconds in which a worker must have loaded the reward function."""
+
+MOST_FAILED_STARTS = 3
+"""Workers in a row that may fail to load it."""
+
+MOST_FRUITLESS_TIMEOUTS = 16
+"""Time-outs of one batch, without a single score, after which a run that would stop anyway waits no longer."""
+
+
+@dataclass(frozen=True)
+class KeeperSettings:
+    """timeout_s: seconds a sample may take. give_up: leave a batch that only ever times out."""
+
+    source: RewardSource
+    num_workers: int
+    timeout_s: float
+    give_up: bool
+
+
+class StartFailure(Exception):
+    """No worker can load the reward function."""
+
+
+@dataclass
+class Worker:
+    """since: when it got what it is busy with, or was started (monotonic). rows: not answered yet, in order."""
+
+    pid: int
+    pidfd: int
+    connection: Connection
+    since: float
+    ready: bool = False
+    rows: deque[int] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.inbox = Inbox(self.connection)
+
+    def limit_s(self, timeout_s: float) -> float | None:
+        """Seconds it may take for what it is at; None: it is idle."""
+        if not self.ready:
+            return LOAD_LIMIT_S
+        return timeout_s if self.rows else None
+
+
+class Keeper:
+    """The workers and, while `score` runs, one batch."""
+
+    def __init__(self, driver: Connection, settings: KeeperSettings):
+        """Start the workers; they load the function while the caller goes on."""
+        self.driver, self.settings = driver, settings
+        self.workers: list[Worker] = []
+        self.failed_starts = 0
+        self._refill()
+
+    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """One outcome per sample, in order. Raises EOFError when the driver is gone, StartFailure."""
+        self.samples, self.outcomes = samples, dict[int, Outcome]()
+        self.waiting = deque(range(len(samples)))
+        self.retried: set[int] = set()
+        self.timeouts, self.any_score = 0, False
+        self._attend()
+        while len(self.outcomes) < len(samples):
+            self._refill()
+            self._deal()
+            self._await_event()
+            self._attend()
+            if self.settings.give_up and self.timeouts >= MOST_FRUITLESS_TIMEOUTS and not self.any_score:
+                self._give_up()
+        self._refill()  # replacements load the function while the driver goes on
+        self._reap_adopted()
+        return [self.outcomes[row] for row in range(len(samples))]
+
+    def close(self) -> None:
+        """Kill every worker and everything that any of them has left running."""
+        for worker in list(self.workers):
+            self._end(worker)
+        for orphan in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                orphan.kill()
+
+    def _refill(self) -> None:
+        while len(self.workers) < self.settings.num_workers:
+            ours, theirs = Pipe()
+            keeper_pid = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                self._become_worker(ours, theirs, keeper_pid)
+            theirs.close()
+            self.workers.append(Worker(pid, os.pidfd_open(pid), ours, time.monotonic()))
+
+    def _become_worker(self, ours: Connection, theirs: Connection, keeper_pid: int) -> None:
+        try:
+            for connection in (self.driver, ours, *(worker.connection for worker in self.workers)):
+                connection.close()
+            for worker in self.workers:
+                os.close(worker.pidfd)
+            work(theirs, self.settings.source, keeper_pid)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    def _deal(self) -> None:
+        for worker in self.workers:
+            if worker.ready and not worker.rows and self.waiting:
+                # The fewer are left the smaller the pieces, so that all workers end at about the same time.
+                fair = len(self.waiting) // (2 * self.settings.num_workers)
+                rows = [self.waiting.popleft() for _ in range(max(1, min(LARGEST_CHUNK, fair)))]
+                worker.rows.extend(rows)
+                worker.since = time.monotonic()
+                with suppress(BrokenPipeError, ConnectionResetError):  # it has died; its end tells
+                    worker.connection.send([(row, self.samples[row]) for row in rows])
+
+    def _await_event(self) -> None:
+        """Wait for an answer, an end, or the next limit."""
+        limits = [(worker, worker.limit_s(self.settings.timeout_s)) for worker in self.workers]
+        ends = [worker.since + limit_s for worker, limit_s in limits if limit_s is not None]
+        timeout = max(0.0, min(ends) - time.monotonic()) if ends else None
+        events = wait([self.driver, *self._event_sources()], timeout)
+        if self.driver in events:  # it sends nothing while it waits for a batch
+            raise EOFError
+
+    def _attend(self) -> None:
+        """Hear every worker; let those go that have ended or are over their limit."""
+        now = time.monotonic()
+        for worker in list(self.workers):
+            # First whether it has ended, then what it had said: nothing can come after that.
+            ended = bool(wait([worker.pidfd], timeout=0))
+            try:
+                self._listen(worker)
+            except GarbledError as error:
+                self._disown(worker, str(error))
+                continue
+            limit_s = worker.limit_s(self.settings.timeout_s)
+            if ended:
+                self._bury(worker)
+            elif limit_s is not None and now - worker.since > limit_s:
+                self._time_out(worker, limit_s)
+
+    def _event_sources(self) -> list[Connection | int]:
+        return [source for worker in self.workers for source in (worker.connection, worker.pidfd)]
+
+    def _listen(self, worker: Worker) -> None:
+        """Take in all that the worker has sent. Raises GarbledError when some of it cannot be a worker's."""
+        for said in worker.inbox.take():
+            worker.since = time.monotonic()
+            if said == READY:
+                worker.ready, self.failed_starts = True, 0
+            elif isinstance(said, str):
+                self._note_failed_start(said)
+            else:
+                row, outcome = said
+                if not worker.rows or row != worker.rows[0]:  # they are answered in order, each once
+                    raise GarbledError(f"an answer for row {row}, which it was not at")
+                worker.rows.popleft()
+                self._settle(row, outcome)
+
+    def _settle(self, row: int, outcome: Outcome) -> None:
+        self.outcomes[row] = outcome
+        self.timeouts += outcome.failure == "timed_out"
+        self.any_score |= not outcome.failure
+
+    def _bury(self, worker: Worker) -> None:
+        """The worker has died of itself: of the sample it was at, if it was at one."""
+        status = self._end(worker)
+        if not worker.ready and status != 0:
+            self._note_failed_start(f"a reward worker {_cause(status)} while it loaded the reward function")
+        if worker.rows:
+            row = worker.rows.popleft()
+            if -status in (signal.SIGTERM, signal.SIGINT) and row not in self.retried:
+                # A scheduler tells all processes of a job to stop, and the driver may still finish its step.
+                self.retried.add(row)
+                self.waiting.appendleft(row)
+            else:
+                self._settle(row, failed("crashed", f"the reward function ended its process, which {_cause(status)}"))
+        self.waiting.extendleft(reversed(worker.rows))
+
+    def _disown(self, worker: Worker, garbled: str) -> None:
+        """End a worker into whose connection something else has written, such as a copy of it that was forked."""
+        self._end(worker)
+        reason = f"the reward function's process sent what is no answer: {garbled}"
+        if not worker.ready:
+            self._note_failed_start(reason)
+        elif worker.rows:
+            self._settle(worker.rows.popleft(), failed("crashed", reason))
+        self.waiting.extendleft(reversed(worker.rows))
+
+    def _time_out(self, worker: Worker, limit_s: float) -> None:
+        self._end(worker)
+        if not worker.ready:
+            self._note_failed_start(f"the reward function was not loaded within {limit_s:g} s")
+        else:
+            rule = f"reward_model.timeout_s={limit_s:g}"
+            self._settle(worker.rows.popleft(), failed("timed_out", f"the reward function did not return in {rule}"))
+        self.waiting.extendleft(reversed(worker.rows))
+
+    def _give_up(self) -> None:
+        for worker in [worker for worker in self.workers if worker.rows]:
+            self._end(worker)
+        reason = f"not tried, as {MOST_FRUITLESS_TIMEOUTS} samples timed out and none was scored"
+        for row in set(range(len(self.samples))) - self.outcomes.keys():
+            self.outcomes[row] = failed("timed_out", reason)
+
+    def _note_failed_start(self, reason: str) -> None:
+        self.failed_starts += 1
+        if self.failed_starts >= MOST_FAILED_STARTS:
+            raise StartFailure(reason)
+
+    def _end(self, worker: Worker) -> int:
+        """Kill what is left of the worker and of all it has started; returns its exit code, negative for a signal."""
+        self.workers.remove(worker)
+        started = psutil.Process(worker.pid).children(recursive=True)
+        for kill in (os.kill, os.killpg):
+            with suppress(ProcessLookupError):
+                kill(worker.pid, signal.SIGKILL)
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, status = os.waitpid(worker.pid, 0)
+        worker.connection.close()
+        os.close(worker.pidfd)
+        return os.waitstatus_to_exitcode(status)
+
+    def _reap_adopted(self) -> None:
+        """Let ended processes go that the function had left to themselves, until the next one is a worker."""
+        workers = {worker.pid for worker in self.workers}
+        peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while (ended := os.waitid(os.P_ALL, 0, peek)) is not None and ended.si_pid not in workers:
+            os.waitpid(ended.si_pid, 0)
+
+
+def keep(driver: Connection) -> None:
+    """Be the keeper: take KeeperSettings, then answer lists of Sample with lists of Outcome, until the driver ends.
+
+    What prevents every score is answered with a str.
+    """
+    drop_unread_output()  # a reward function may print
+    # It ends with the driver, which has its own way to stop.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What loses its parent becomes a child of this process, so that `close` finds it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    keeper = Keeper(driver, driver.recv())
+    try:
+        while True:
+            try:
+                driver.send(keeper.score(driver.recv()))
+            except StartFailure as failure:
+                driver.send(str(failure))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    finally:
+        keeper.close()
+
+
+def _cause(status: int) -> str:
+    """What an exit code says, after "which"."""
+    return f"exited with code {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"

@@ -1,0 +1,156 @@
+"""How a reward model with a tokenizer of its own reads: conversations as text, rendered and tokenised anew.
+
+The rule, which is verl's: the answer's tokens become text again, without the special tokens at its end, and are the
+assistant's message after the prompt's messages; the reward model's chat template makes one text of that, which its
+tokenizer cuts into tokens. What is longer than the reward model may read loses its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.data.template_process import Renderer, TemplateRefusal
+from megatron_rl.errors import ConfigError, RewardError
+from megatron_rl.records import Conversation, Generations, Prompts, Sequences, ragged
+
+ROWS_AT_ONCE = 4096
+"""Prompts that are checked at once."""
+
+
+@dataclass(frozen=True)
+class ReadText:
+    """What a reward model reads of B answers: token rows without responses; is_cut bool [B]: the end is left out."""
+
+    sequences: Sequences
+    is_cut: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Turns B prompts and answers into what one reward model reads.
+
+    name: the reward model's, for messages. policy: the tokenizer of prompts and answers. own: the reward model's, whose
+    template is rendered in a process that ends with this object.
+    max_length: tokens that it reads at most. length_key: the key that says so.
+    """
+
+    name: str
+    policy: PreTrainedTokenizerBase
+    own: PreTrainedTokenizerBase
+    max_length: int
+    length_key: str
+    _template: Renderer = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_template", Renderer(self.own, {"add_generation_prompt": False}))
+
+    def read(self, prompts: Prompts, generations: Generations) -> ReadText:
+        """Of prompts that carry `raw_prompt`. Raises RewardError where the chat template refuses a conversation."""
+        if prompts.raw_prompt is None:
+            raise ValueError("these prompts do not carry their conversations")
+        prompt_ids, response_ids = (
+            [row.tolist() for row in column.unbind()] for column in (prompts.prompt_ids, generations.response_ids)
+        )
+        whole = self.token_ids(list(prompts.raw_prompt), prompt_ids, response_ids)
+        rows = ragged([torch.tensor(ids[: self.max_length], dtype=torch.int64) for ids in whole])
+        nothing = torch.zeros(len(whole), dtype=torch.int64)
+        is_cut = torch.tensor([len(ids) > self.max_length for ids in whole])
+        return ReadText(Sequences(rows, nothing, batch_size=[len(whole)]), is_cut)
+
+    def token_ids(
+        self,
+        conversations: Sequence[Conversation],
+        prompt_ids: Sequence[list[int]],
+        response_ids: Sequence[list[int]],
+    ) -> list[list[int]]:
+        """The reward model's tokens of each conversation with its answer, whole; at least one.
+
+        Messages go through its chat template, which has all special tokens in it. Where the prompt is text, or the
+        tokenizer has no chat template, prompt and answer are one text, to which the tokenizer adds its special tokens.
+
+        Raises RewardError where the chat template refuses a conversation, or nothing is left of one.
+        """
+        answers = self._texts([without_end(ids, self.policy.all_special_ids) for ids in response_ids])
+        found: list[list[int]] = [[] for _ in conversations]
+        chats = [row for row, one in enumerate(conversations) if self._is_chat(one)]
+        rendered = self._rendered(
+            [[*conversations[row], {"role": "assistant", "content": answers[row]}] for row in chats]
+        )
+        self._fill(found, chats, rendered, add_special_tokens=False)
+        texts = [row for row, one in enumerate(conversations) if not self._is_chat(one)]
+        starts = [self._plain(conversations[row], prompt_ids[row]) for row in texts]
+        joined = [start + answers[row] for start, row in zip(starts, texts, strict=True)]
+        self._fill(found, texts, joined, add_special_tokens=True)
+        empty = next((row for row, ids in enumerate(found) if not ids), None)
+        if empty is not None:
+            raise RewardError(f"{self.name} has nothing to read of {conversations[empty]!r:.200}: 0 tokens")
+        return found
+
+    def check(self, conversations: Sequence[Conversation], prompt_ids: Sequence[list[int]]) -> list[str]:
+        """Read all prompts with empty answers, and say what a user should know, before any process is started.
+
+        Raises ConfigError where one is refused, or where no prompt leaves room for an answer.
+        """
+        lengths = []
+        for first in range(0, len(conversations), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            some = prompt_ids[rows]
+            try:
+                lengths += [len(ids) for ids in self.token_ids(conversations[rows], some, [[] for _ in some])]
+            except RewardError as error:
+                raise ConfigError(f"{error}: change the prompt, or the chat_template of the reward model") from error
+        return list(self._notes(conversations, lengths))
+
+    def _notes(self, conversations: Sequence[Conversation], lengths: list[int]) -> Iterator[str]:
+        limit, nearest = f"{self.length_key}={self.max_length}", f"{self.length_key}={2 * max(lengths, default=1)}"
+        full = sum(length >= self.max_length for length in lengths)
+        if lengths and full == len(lengths):
+            raise ConfigError(
+                f"{limit} is too small: {self.name} would read nothing of any answer, as the shortest of "
+                f"{len(lengths)} prompts has {min(lengths)} of its tokens; nearest: {nearest}"
+            )
+        if full:
+            yield f"note: {full} of {len(lengths)} prompts leave no room for an answer in {limit} of {self.name}"
+        if self.own.chat_template is None and any(not isinstance(one, str) for one in conversations):
+            yield f"note: the tokenizer of {self.name} has no chat_template, so it reads messages as plain text"
+
+    def _is_chat(self, conversation: Conversation) -> bool:
+        return not isinstance(conversation, str) and self.own.chat_template is not None
+
+    def _plain(self, conversation: Conversation, prompt_ids: list[int]) -> str:
+        """A prompt as text: as its file has it, or where that is messages what the policy reads of them."""
+        if isinstance(conversation, str):
+            return conversation
+        return self._texts([prompt_ids], skip_special_tokens=True)[0]
+
+    def _texts(self, rows: Sequence[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        texts: list[str] = self.policy.batch_decode(rows, skip_special_tokens=skip_special_tokens)
+        return texts
+
+    def _rendered(self, chats: Sequence[list[dict[str, object]]]) -> list[str]:
+        if not chats:
+            return []
+        try:
+            return self._template.texts(chats)
+        except TemplateRefusal as refusal:
+            messages = chats[refusal.number][:-1]
+            raise RewardError(f"the chat_template of {self.name} refuses {messages!r:.200}: {refusal}") from None
+
+    def _fill(self, found: list[list[int]], rows: Sequence[int], texts: list[str], add_special_tokens: bool) -> None:
+        """Put the tokens of texts where their rows are."""
+        if texts:
+            encoded = self.own(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+            for row, ids in zip(rows, encoded, strict=True):
+                found[row] = ids
+
+
+def without_end(ids: Sequence[int], special: Sequence[int]) -> list[int]:
+    """Tokens without the special ones at their end; special ones before other tokens stay."""
+    kept, known = list(ids), set(special)
+    while kept and kept[-1] in known:
+        kept.pop()
+    return kept

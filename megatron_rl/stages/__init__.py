@@ -1,1 +1,0 @@
-"""The stages before PPO: supervised fine-tuning, reward models and preferences, one straight loop each."""

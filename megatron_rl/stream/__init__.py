@@ -1,1 +1,0 @@
-"""Which replica draws which samples with which weights: decided in counted units, so that a run can be repeated."""

@@ -1,0 +1,105 @@
+"""What a policy is compared with while it learns preferences: the reference's log-probs of the same answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from megatron_rl.config.as_stage import holds_reference
+from megatron_rl.config.tasks import NEEDS_REFERENCE
+from megatron_rl.data.examples import Labelled, Ranking
+from megatron_rl.errors import ConfigError
+from megatron_rl.losses.objectives import Answers, preference_objective
+from megatron_rl.losses.preferences import kto_baseline
+from megatron_rl.losses.terms import sum_answers
+from megatron_rl.records import AnswerBatch, ragged_from_lengths
+from megatron_rl.roles.tuned import TunedPolicy
+from megatron_rl.tasks.held_out import LOSS
+from megatron_rl.tasks.task_run import TaskRun
+from megatron_rl.tasks.training_records import answers_of, mismatched, preference_batch
+
+TRAIN, VAL, MISMATCHED = "train", "val", "_mismatched"
+CHUNK = 16
+"""Batches that are scored in one call, where all answers are scored before the first step."""
+
+
+def digest_of(records: Sequence[Ranking] | Sequence[Labelled]) -> str:
+    """Of all tokens and loss masks, in their order."""
+    found = sha256()
+    for record in records:
+        for answer in answers_of(record):
+            found.update(f"{len(answer.tokens)},{answer.prompt_length};".encode())
+            found.update(answer.tokens.numpy().tobytes() + answer.loss_mask.numpy().tobytes())
+    return found.hexdigest()
+
+
+class Preferences:
+    """Batches of one run with what their loss needs beside the policy."""
+
+    def __init__(self, run: TaskRun) -> None:
+        self.run, self.config = run, run.config.dpo
+        self.policy = run.role(TunedPolicy)
+        self.sets: dict[str, list[Any]] = {TRAIN: run.data.train, VAL: run.data.val}
+        if self.config.loss == "kto":
+            longest = run.data.max_length
+            self.sets |= {f"{name}{MISMATCHED}": mismatched(rows, longest) for name, rows in self.sets.items()}
+        self.is_stored = self.config.loss in NEEDS_REFERENCE and not holds_reference(run.config)
+
+    def store_reference(self) -> None:
+        """Score all answers with the weights that the run starts from, where that is asked for and not done.
+
+        Raises StoppedBeforeStep between chunks when a signal asked to stop, ConfigError where the run goes on from a
+        checkpoint without these scores, or with those of other answers.
+        """
+        stored, path = self.run.stored, self.run.folder.start.path
+        for name, records in self.sets.items() if self.is_stored else ():
+            answers = digest_of(records)
+            if path is not None:
+                if not stored.holds(name, answers):
+                    rule = f"{path} does not hold the reference's log-probs of these {len(records)} examples ({name})"
+                    raise ConfigError(
+                        f"{rule}; nearest: the files and lengths it was made with, or dpo.reference=on_the_fly"
+                    )
+                continue
+            size = CHUNK * self.run.config.data.train_batch_size
+            scores: list[torch.Tensor] = []
+            for first in range(0, len(records), size):
+                self.run.life.check_stop()
+                chunk = preference_batch(records[first : first + size])
+                scores += self.policy.answer_log_probs(chunk).get().scores.unbind()
+            stored.put(name, scores, answers)
+
+    def batch(self, name: str, numbers: Sequence[int]) -> AnswerBatch:
+        """Some prompts of a set, with the reference's log-probs where the loss reads them."""
+        batch = preference_batch([self.sets[name][number] for number in numbers])
+        reference = self.run.reference
+        if self.is_stored:
+            batch.given = self.run.stored.ragged(name, numbers)
+        elif reference is not None:
+            rows = batch.rows()
+            log_probs = reference.log_probs(rows.sequences()).get().scores.values()
+            summed = sum_answers(log_probs, rows.kept.values(), rows.response_lengths)
+            batch.given = ragged_from_lengths(summed, batch.sizes)
+        return batch
+
+    def baseline(self, name: str, numbers: Sequence[int]) -> float:
+        """kto's: how far the policy has drifted on answers to other prompts; 0 of other losses."""
+        if self.config.loss != "kto":
+            return 0.0
+        batch = self.batch(f"{name}{MISMATCHED}", numbers)
+        ours = self.policy.answer_log_probs(batch).get().scores.values()
+        return float(kto_baseline((ours - batch.given.values()).sum(), len(batch)))
+
+    def measured(self) -> dict[str, float]:
+        """Loss of all held-out preferences, and what it reports."""
+        numbers = range(len(self.run.data.val))
+        batch = self.batch(VAL, numbers)
+        ours = self.policy.answer_log_probs(batch).get().scores.values()
+        shift = torch.tensor(self.baseline(VAL, numbers))
+        told = Answers(ours, batch.given.values(), batch.labels.values(), batch.sizes, shift)
+        terms = preference_objective(self.config)(told)
+        means = {f"val/{name}": float(pair[0] / pair[1]) for name, pair in terms.metrics.items() if pair[1]}
+        return {LOSS: float(terms.loss.mean())} | means

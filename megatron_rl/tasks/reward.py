@@ -1,0 +1,62 @@
+"""Reward models: one straight loop on the controller.
+
+ranked or scored answers -> a score at the last token of each -> update
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_rl.checkpoint.score_statistics import SCORE_MEAN, SCORE_STD, ScoreStatistics
+from megatron_rl.config.roles import CRITIC
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.losses.objectives import Answers, reward_objective
+from megatron_rl.records import AnswerBatch, AnswerScores
+from megatron_rl.roles.scorer import TrainedScorer
+from megatron_rl.tasks.calibration import draw_calibration
+from megatron_rl.tasks.finish import NUM_PARITY_ROWS, exported_scorer, finish_stage
+from megatron_rl.tasks.held_out import LOSS
+from megatron_rl.tasks.task_run import TaskRun, open_stage
+from megatron_rl.tasks.training_records import reward_batch
+
+
+def reward(config: RunConfig, local: bool = False) -> dict[str, Any]:
+    """Train a reward model and return the summary that is also written to `summary.json`, else as `train.train`."""
+    with open_stage(config, local) as run:
+        scorer, measure = run.role(TrainedScorer), partial(measured, run)
+        run.held_out.before_training(measure, run.life.is_resumed)
+        for step in run.life.steps():
+            batch = reward_batch(run.data.next())
+            metrics = run.logger.update_metrics(CRITIC, [scorer.update(batch, len(batch))])
+            metrics |= run.describe(batch.input_ids.values().numel())
+            run.logger.log(metrics | run.held_out.after(step, measure), step)
+        held_out = reward_batch(run.data.val)
+        found = scorer.scores(held_out).get()
+        draw_calibration(run, held_out, found)
+        rows, told = held_out[:NUM_PARITY_ROWS], statistics_of(found)
+        return finish_stage(run, measure, lambda target: exported_scorer(scorer, rows, target, run.config, told))
+
+
+def measured(run: TaskRun) -> dict[str, float]:
+    """Loss of all held-out answers, and how scores and pairs come out."""
+    batch = reward_batch(run.data.val)
+    return loss_metrics(run.config, batch, run.role(TrainedScorer).scores(batch).get())
+
+
+def loss_metrics(config: RunConfig, batch: AnswerBatch, found: AnswerScores) -> dict[str, float]:
+    """Of these scores: `val/loss`, mean and spread, and what the loss reports."""
+    scores = found.scores.values()
+    told = Answers(scores, batch.given.values(), batch.labels.values(), batch.sizes, torch.zeros(()))
+    terms = reward_objective(config.reward_training)(told)
+    means = {f"val/{name}": float(pair[0] / pair[1]) for name, pair in terms.metrics.items() if pair[1]}
+    said = statistics_of(found)
+    return {LOSS: float(terms.loss.mean()), SCORE_MEAN: said.mean, SCORE_STD: said.std} | means
+
+
+def statistics_of(found: AnswerScores) -> ScoreStatistics:
+    """Mean and spread of all scores; of one score the spread is 0."""
+    scores = found.scores.values().double()
+    return ScoreStatistics(float(scores.mean()), float(scores.std()) if scores.numel() > 1 else 0.0)

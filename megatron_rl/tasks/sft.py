@@ -1,0 +1,44 @@
+"""Supervised fine-tuning: one straight loop on the controller.
+
+examples -> cross-entropy of the tokens that count -> update
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+from megatron_rl.config.roles import ACTOR
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.example_batches import token_batch
+from megatron_rl.roles.tuned import TunedPolicy
+from megatron_rl.tasks.finish import NUM_PARITY_ROWS, exported_policy, finish_stage
+from megatron_rl.tasks.held_out import LOSS
+from megatron_rl.tasks.task_run import TaskRun, open_stage
+
+
+def sft(config: RunConfig, local: bool = False) -> dict[str, Any]:
+    """Tune as configured and return the summary that is also written to `summary.json`; otherwise as `train.train`."""
+    with open_stage(config, local) as run:
+        policy, measure = run.role(TunedPolicy), partial(measured, run)
+        run.held_out.before_training(measure, run.life.is_resumed)
+        for step in run.life.steps():
+            run.logger.log(take_step(run) | run.held_out.after(step, measure), step)
+        rows = token_batch(run.data.val[:NUM_PARITY_ROWS]).sequences()
+        return finish_stage(run, measure, lambda target: exported_policy(policy, rows, target, run.config))
+
+
+def take_step(run: TaskRun) -> dict[str, float]:
+    """One optimizer step on the next batch; its metrics."""
+    batch = token_batch(run.data.next())
+    metrics = run.logger.update_metrics(ACTOR, [run.role(TunedPolicy).update(batch)])
+    return metrics | run.describe(batch.input_ids.values().numel())
+
+
+def measured(run: TaskRun) -> dict[str, float]:
+    """Cross-entropy per token of all held-out examples, and perplexity."""
+    batch = token_batch(run.data.val)
+    summed = run.role(TunedPolicy).log_likelihoods(batch).get().scores.double().sum()
+    loss = -float(summed / batch.kept.values().double().sum())
+    return {LOSS: loss, "val/perplexity": math.exp(min(loss, 700.0))}

@@ -1,0 +1,102 @@
+"""What a stage learns from: files read and tokenised once, visited in a seeded order that resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config.as_stage import UNSET_PROMPT_KEY
+from megatron_rl.config.roles import Placement
+from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.config.tasks import DPO, REWARD, SFT
+from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
+from megatron_rl.data.prompt_mixture import MixtureCursor
+from megatron_rl.data.reading import read_examples, read_labelled, read_rankings, read_scored
+from megatron_rl.data.reading_options import ReadingOptions
+from megatron_rl.data.reading_report import ReadingReport
+from megatron_rl.errors import ConfigError
+from megatron_rl.ledger.planner.foreign_models import model_facts
+
+Reader = Callable[[Sequence[str], PreTrainedTokenizerBase, ReadingOptions], tuple[list[Any], ReadingReport]]
+
+
+def reader_of(config: RunConfig) -> Reader:
+    """What reads the files of a stage."""
+    match config.trainer.stage:
+        case stage if stage == SFT:
+            return read_examples
+        case stage if stage == REWARD:
+            return read_scored if config.reward_training.loss == "regression" else read_rankings
+        case stage if stage == DPO:
+            return read_labelled if config.dpo.loss == "kto" else read_rankings
+    raise ValueError(f"{config.trainer.stage} reads no examples")
+
+
+def reading_options(config: RunConfig, kind: str) -> ReadingOptions:
+    """The keys of `data`. kind: train or val, which bad rows are listed apart for. Raises ConfigError."""
+    data = config.data
+    names = {field.name for field in fields(ReadingOptions)} & {field.name for field in fields(data)}
+    found = {name: getattr(data, name) for name in names}
+    if found["prompt_key"] == UNSET_PROMPT_KEY:
+        found["prompt_key"] = None
+    if data.bad_rows == "skip":
+        listed = Path(data.bad_rows_file or Path(config.trainer.default_local_dir) / "bad_rows.jsonl")
+        found["bad_rows_file"] = str(listed if kind == "train" else listed.with_stem(f"{listed.stem}_{kind}"))
+    found["vocab_size"] = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
+    return ReadingOptions(**found)
+
+
+class TaskData:
+    """train, val: what was read. notes: what there is to say of it. Raises ConfigError."""
+
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        data, read = config.data, reader_of(config)
+        self.max_length = data.max_length or 0
+        self.train, report = read(as_list(data.train_files), tokenizer, reading_options(config, "train"))
+        self.val, val_report = read(as_list(data.val_files), tokenizer, reading_options(config, "val"))
+        self.notes = [*report.lines(), *(f"held out: {line}" for line in val_report.lines())]
+        self.cursor = MixtureCursor(
+            report.prompt_files(), data.train_file_weights, data.train_batch_size, data.shuffle, data.seed
+        )
+        check_lengths(config, [*self.train, *self.val])
+
+    def next_indices(self) -> list[int]:
+        """Numbers in `train` of the next batch."""
+        return self.cursor.next_indices()
+
+    def next(self) -> list[Any]:
+        """The next batch."""
+        return [self.train[index] for index in self.next_indices()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order stands; JSON-ready."""
+        return {"cursor": self.cursor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises ConfigError when examples or their order are others."""
+        self.cursor.load_state_dict(state["cursor"])
+
+
+def check_lengths(config: RunConfig, records: Sequence[Example | Ranking | Labelled | ScoredExample]) -> None:
+    """Raise ConfigError where answers that share a micro-batch have more tokens than one may have."""
+    role = Placement.of(config).leader
+    if role.update is None or role.update.max_tokens is None:
+        return
+    limit, extra = role.update.max_tokens * role.megatron.context_parallel_size, config.trainer.stage == REWARD
+    for record in records:
+        answers = [record] if isinstance(record, Example) else _answers(record)
+        tokens = sum(len(answer.tokens) + extra for answer in answers)
+        if tokens > limit:
+            needed = -(-tokens // role.megatron.context_parallel_size)
+            raise ConfigError(
+                f"{record.where}: {len(answers)} answer(s) of {tokens} tokens share a micro-batch, and "
+                f"{role.update.key}={role.update.max_tokens} is less; nearest: {role.update.key}={needed}"
+            )
+
+
+def _answers(record: Ranking | Labelled | ScoredExample) -> Sequence[Example]:
+    return record.answers if isinstance(record, Ranking) else (record.example,)

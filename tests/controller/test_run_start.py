@@ -1,0 +1,123 @@
+"""How a run takes its folder: what another one has just saved there counts, and no name in it is read as markup."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.checkpoint.contents import RUN_FILE, write_role_file
+from megatron_rl.checkpoint.folders import commit, unfinished_folder
+from megatron_rl.checkpoint.manifest import FORMAT, Manifest, digest_files
+from megatron_rl.cluster.last_resort import LastResort
+from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.config.as_stage import as_stage
+from megatron_rl.config.load import load_config
+from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
+from megatron_rl.controller.run_folder import RunFolder
+from megatron_rl.controller.run_logger import RunLogger
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def new_run(folder: Path, monkeypatch) -> tuple[RunFolder, RunLogger]:
+    monkeypatch.chdir(REPOSITORY)
+    settings = (f"trainer.default_local_dir={folder}", "trainer.save_freq=1", "trainer.logger=[jsonl]")
+    config = load_config("configs/demo_cpu.yaml", settings)
+    run_folder = RunFolder(config)
+    return run_folder, RunLogger(config, run_folder, load_tokenizer(config.actor_rollout_ref.model.path), {})
+
+
+def save(folder: RunFolder, logger: RunLogger, step: int) -> None:
+    """What a run of this configuration keeps of itself after `step`, without weights."""
+    unfinished = unfinished_folder(folder.path, step)
+    names = [RUN_FILE]
+    for role in ("actor", "critic"):
+        (unfinished / role).mkdir(parents=True)
+        write_role_file(unfinished, role, step)
+        (unfinished / role / ".metadata").write_bytes(b"\x80\x02N.")
+        names += [f"{role}/role.json", f"{role}/.metadata"]
+    state = {"step": step} | logger.state_dict()
+    content = {"run": state, "config": dataclasses.asdict(logger.config), "roles": {}}
+    (unfinished / RUN_FILE).write_text(json.dumps(content))
+    commit(unfinished, Manifest(FORMAT, step, folder.models, digest_files(unfinished, names)))
+
+
+@pytest.mark.parametrize(
+    ("error", "was_there", "line", "stays"),
+    [
+        (ConfigError, False, "", False),
+        (ConfigError, False, "{}", True),
+        (ConfigError, True, "", True),
+        (RuntimeError, False, "", True),
+    ],
+)
+def test_a_refused_run_leaves_no_folder(tmp_path, monkeypatch, error, was_there, line, stays):
+    """Its own folder, while nothing is in a file of it. Would not catch what Ray writes elsewhere."""
+    folder = tmp_path / "run"
+    if was_there:
+        folder.mkdir()
+    run_folder, _ = new_run(folder, monkeypatch)
+    with pytest.raises(error), run_folder:
+        (folder / "tensorboard").mkdir()
+        (folder / "metrics.jsonl").write_text(line)
+        raise error("the model cannot be used")
+    assert folder.exists() == stays
+
+
+def test_a_checkpoint_of_another_stage_is_refused(tmp_path, monkeypatch):
+    """Of PPO by sft, which trains the same actor. Would not catch two runs of one stage with other losses."""
+    run_folder, logger = new_run(tmp_path, monkeypatch)
+    with run_folder:
+        save(run_folder, logger, 1)
+    with pytest.raises(ConfigError, match="global_step_1 was saved by ppo, and this is sft; nearest: another trainer"):
+        RunFolder(as_stage(logger.config, "sft"))
+
+
+class NothingDrawn:
+    """Of a run without steps."""
+
+    def saving(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def write(self, folder: Path, step: int) -> list[str]:
+        return []
+
+
+def test_what_is_saved_while_a_run_starts_is_gone_on_from(tmp_path, monkeypatch):
+    """An older run ends between the choice of the checkpoint and the lock; a third run is refused. No processes.
+
+    Would not catch a run on another machine whose files come late.
+    """
+    path = tmp_path / "run [/x] [bold]"
+    first, first_book = new_run(path, monkeypatch)
+    with first:
+        third, _ = new_run(path, monkeypatch)
+        with pytest.raises(ConfigError, match="another run is writing"), third:
+            pass
+        second, logger = new_run(path, monkeypatch)
+        assert second.start.step == 0 and second.resumed_step is None
+        first_book.val_rewards = [0.25]
+        save(first, first_book, 3)
+    logger.console = Console(file=io.StringIO(), width=40)
+    with second, logger:
+        second.give_back(logger.load_state_dict)
+        assert (second.start.step, logger.val_rewards) == (3, [0.25])
+        second.saved["config"]["trainer"]["project_name"] = "[/y]"
+        last_resort = LastResort()
+        last_resort.stand_down()
+        life = Lifecycle(
+            logger.config, second, {}, (logger,), logger, StopPolicy(StopRequest(last_resort)), NothingDrawn()
+        )
+        assert life.is_resumed
+        life.restore()
+        assert next(life.steps()) == 4
+    said = logger.console.file.getvalue()
+    assert f"going on after step 3, from {path}/global_step_3" in said and "project_name was [/y], is " in said

@@ -1,0 +1,101 @@
+"""The answers of coming batches: numbers of requests, seeds, versions of tokens, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.records import Prompts, Sampling, non_tensor, ragged
+from megatron_rl.rollout.slices import Drawn
+from megatron_rl.sampling.open_answers import OpenAnswers
+from megatron_rl.sampling.prompt_batches import read_answers, read_schedule, write_rollouts
+
+SAMPLING, GREEDILY = Sampling(1.0, 1.0, -1, 5, salt=7), Sampling(0.0, 1.0, -1, 5, salt=-1)
+
+
+def prompts(*rows: list[int]) -> Prompts:
+    number = len(rows)
+    return Prompts(
+        index=torch.arange(number) + 10,
+        sample=torch.arange(number) % 2,
+        prompt_ids=ragged([torch.tensor(row) for row in rows]),
+        data_source=non_tensor([""] * number),
+        ground_truth=non_tensor([""] * number),
+        extra_info=non_tensor([{}] * number),
+        uid=torch.arange(number),
+        batch_size=[number],
+    )
+
+
+def seed_of(*asked: int) -> int:
+    """Tells what it was asked, each number in three digits of its own."""
+    return int("".join(f"{number + 100:03}" for number in asked))
+
+
+def two_batches() -> OpenAnswers:
+    answers = OpenAnswers(batch_rows=3, seed_of=seed_of)
+    for step in (1, 2):
+        answers.add(step, prompts([1, 2], [3]), SAMPLING, prompts([1, 2])[:1], GREEDILY)
+    return answers
+
+
+def test_a_request_goes_on_with_the_tokens_that_it_has() -> None:
+    """By hand: request 4 is row 1 of batch 2. Would not catch a seed that the engine does not use."""
+    answers = two_batches()
+    first = answers.start(4)
+    assert (first.token_ids, first.max_tokens, first.sampling) == ((3,), 5, SAMPLING)
+    assert first.seed == seed_of(7, 11, 1, 0, 0)
+    answers.extend({4: Drawn((8, 9), (-0.5, -0.25))}, version=3)
+    again = answers.start(4)
+    assert (again.token_ids, again.max_tokens) == ((3, 8, 9), 3) and again.seed == seed_of(7, 11, 1, 0, 2)
+    answers.resample(4)
+    anew = answers.start(4)
+    assert (anew.token_ids, anew.max_tokens) == ((3,), 5) and anew.seed == seed_of(7, 11, 1, 1, 0)
+    assert answers.start(5).sampling == GREEDILY
+
+
+def test_a_complete_batch_says_which_weights_drew_each_token() -> None:
+    """One of two versions, one that was cut off, one greedy. Would not catch rows in another order than asked."""
+    answers = two_batches()
+    answers.extend({0: Drawn((5, 6), (-1.0, -2.0)), 1: Drawn((7,), (-3.0,))}, version=0)
+    answers.extend({0: Drawn((2,), (-0.5,), "stop"), 2: Drawn((2,), (0.0,), "stop")}, version=1)
+    with pytest.raises(ValueError, match=r"rows \[1\] of batch 1"):
+        answers.batch(1)
+    answers.truncate(1)
+    _, found, greedy = answers.batch(1)
+    assert [row.tolist() for row in found.response_ids.unbind()] == [[5, 6, 2], [7]]
+    assert [row.tolist() for row in found.versions.unbind()] == [[0, 0, 1], [0]]
+    assert [row.tolist() for row in found.rollout_log_probs.unbind()] == [[-1.0, -2.0, -0.5], [-3.0]]
+    assert found.truncated.tolist() == [False, True]
+    assert greedy is not None and [row.tolist() for row in greedy.response_ids.unbind()] == [[2]]
+
+
+def test_a_checkpoint_keeps_what_is_drawn_after_its_step(tmp_path: Path) -> None:
+    """Finished, unfinished and drawn again, and a batch that was taken but not trained; log-probs in float32.
+
+    Would not catch prompts that are others when they are read again; the cursor refuses those.
+    """
+    answers = two_batches()
+    answers.extend({0: Drawn((5,), (-1.0,), "stop"), 3: Drawn((6, 7), (-0.1, -0.2)), 5: Drawn((2,), (0.0,))}, version=4)
+    answers.resample(5)
+    write_rollouts(tmp_path, answers, {"taken": 2, "next_new": 6}, step=1)
+    assert read_schedule(tmp_path) == {"taken": 1, "next_new": 6}
+    read = two_batches()
+    read_answers(tmp_path, read)
+    assert read.start(3) == answers.start(3) and read.start(5) == answers.start(5)
+    assert read.start(0).token_ids == (1, 2)  # trained: not kept
+    read.extend({3: Drawn((), (), "stop"), 4: Drawn((1,), (0.0,), "stop"), 5: Drawn((1,), (0.0,), "stop")}, version=9)
+    _, found, _ = read.batch(2)
+    assert found.rollout_log_probs.unbind()[0].tolist() == torch.tensor([-0.1, -0.2]).tolist()
+    assert [row.tolist() for row in found.versions.unbind()] == [[4, 4], [9]]
+
+
+def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
+    """Would not catch damage that leaves a readable file; the manifest's checksums do."""
+    assert read_schedule(tmp_path) is None
+    (tmp_path / "rollouts.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match=r"rollouts.safetensors is not what a run writes"):
+        read_schedule(tmp_path)

@@ -1,0 +1,269 @@
+"""Dynamic sampling and scores, with a rollout that only knows prompts' numbers and a rule that only knows scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.config.load import read_config
+from megatron_rl.config.roles import Placement
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.dispatch import Future
+from megatron_rl.observe.phase_clock import PhaseClock
+from megatron_rl.records import Generations, Prompts, Sampling, Sequences, SequenceScores, non_tensor, ragged
+from megatron_rl.sampling.sampler import Sampler, Sources
+from megatron_rl.scoring.outcome import Outcome, Sample
+from megatron_rl.scoring.rewards import Rewards
+from megatron_rl.scoring.rule import ScoredAnswers
+from megatron_rl.scoring.text_reader import TextReader
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def scored(scores: list[float]) -> ScoredAnswers:
+    """As the rules return it; each sample's solution is its score, to tell them apart."""
+    samples = [Sample("a", str(score), "x", {}) for score in scores]
+    return ScoredAnswers(torch.tensor(scores), samples, [Outcome(score) for score in scores], None)
+
+
+class OneToken:
+    """A rollout whose answers are their prompt's number, and which remembers the seeds it was asked with."""
+
+    def __init__(self) -> None:
+        self.salts: list[int] = []
+
+    def enter(self) -> Future:
+        return Future.done([])
+
+    def exit(self) -> Future:
+        return Future.done([])
+
+    def generate(self, prompts: Prompts, sampling: Sampling, with_experts: bool = False) -> Future:
+        self.salts.append(sampling.salt)
+        answers = Generations(
+            response_ids=ragged([torch.tensor([int(i)]) for i in prompts.index]),
+            rollout_log_probs=ragged([torch.zeros(1)] * len(prompts)),
+            truncated=torch.zeros(len(prompts), dtype=torch.bool),
+            batch_size=prompts.batch_size,
+        )
+        return Future.done(answers)
+
+
+class Pairs:
+    """Training data of which every batch is two prompts."""
+
+    def batch(self, index: torch.Tensor) -> Prompts:
+        return Prompts(
+            index=index,
+            sample=torch.zeros(2, dtype=torch.int64),
+            prompt_ids=ragged([torch.tensor([1]), torch.tensor([2])]),
+            data_source=non_tensor(["a", "a"]),
+            ground_truth=non_tensor(["x", "y"]),
+            extra_info=non_tensor([{}, {}]),
+            batch_size=[2],
+        )
+
+
+class Counting:
+    """A cursor: prompts 0 and 1, then 2 and 3, and so on."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def next_indices(self) -> torch.Tensor:
+        self.next += 2
+        return torch.tensor([self.next - 2, self.next - 1])
+
+
+def run_config(most: int = 10) -> RunConfig:
+    """Two prompts of two samples a batch; answers of one token."""
+    config, _ = read_config(REPOSITORY / "configs" / "demo_cpu.yaml", ["reward_models.strict.weight=-1"])
+    config.data.train_batch_size, config.data.max_response_length = 2, 1
+    config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.rollout.temperature = 2, 1.0
+    config.algorithm.filter_groups.enable = True
+    config.algorithm.filter_groups.max_num_gen_batches = most
+    return config
+
+
+def streaming(config: RunConfig, rule, models=()) -> tuple[Sampler, OneToken]:
+    """A stream of batches whose answers `rule` scores; models: (role, handle)."""
+    rollout, logger = OneToken(), SimpleNamespace(note_transition=lambda reports: None)
+    rewards = Rewards(config, rule, list(models), warn=print, clock=PhaseClock(lambda name: None))
+    return Sampler(Sources(config, Pairs(), Counting(), rollout, rewards, logger)), rollout
+
+
+def mixed_rule(mixed: set[int]):
+    """Only prompts whose number is in `mixed` get scores that differ."""
+
+    def rule(prompts: Prompts, generations: Generations) -> ScoredAnswers:
+        rows = zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
+        return scored([float(index in mixed and sample == 1) for index, sample in rows])
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("mixed", "most", "chosen", "noted"),
+    [
+        ({0, 1}, 10, [0, 1], (1, 1.0)),
+        ({1, 4, 5}, 10, [1, 4], (3, 1.0)),
+        ({1}, 2, [0, 1], (2, 0.5)),  # filled up
+        (set(), 2, [0, 1], (2, 0.0)),
+    ],
+)
+def test_batches_until_enough_prompts_differ(mixed, most, chosen, noted):
+    """Whole groups, in order, their answers and scores with them. Would not catch a prompt that is drawn twice."""
+    rule = mixed_rule(mixed)
+    rollouts, rollout = streaming(run_config(most), rule)
+    batch = rollouts.next(step=7)
+    assert batch.prompts.index.tolist() == [index for index in chosen for _ in range(2)]
+    assert batch.generations.response_ids.values().tolist() == batch.prompts.index.tolist()
+    expected = rule(batch.prompts, batch.generations)
+    assert batch.scored.scores.tolist() == expected.scores.tolist()
+    assert (batch.scored.samples, batch.scored.outcomes) == (expected.samples, expected.outcomes)
+    assert len(batch.prompts.uid.unique()) == 2
+    assert batch.metrics == {"train/num_gen_batches": noted[0], "train/differing_groups": noted[1]}
+    assert len(set(rollout.salts)) == noted[0] and rollout.salts[0] == 7
+
+
+def test_without_filter_one_batch():
+    """Scores are left to the loop. Would not catch a second transition."""
+    config = run_config()
+    config.algorithm.filter_groups.enable = False
+    rollouts, rollout = streaming(config, mixed_rule(set()))
+    batch = rollouts.next(step=1)
+    assert len(batch.prompts) == 4 and batch.scored is None and batch.metrics == {} and len(rollout.salts) == 1
+
+
+def test_scores_of_greedy_answers_reach_their_groups():
+    """One answer per group, for all its samples; overlong ones are penalised. Would not catch a sampled baseline."""
+    config = run_config()
+    config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
+    rollouts, rollout = streaming(config, lambda p, g: scored(g.response_ids.values().float().tolist()))
+    prompts = torch.cat([rollouts._next_prompts(), rollouts._next_prompts()])
+    prompts.uid = torch.tensor([8, 8, 3, 3, 5, 5, 9, 9])
+    one = prompts.one_per_group()
+    assert one.uid.tolist() == [3, 5, 8, 9] and one.index.tolist() == [1, 2, 0, 3] and one.sample.tolist() == [0] * 4
+    greedy = rollout.generate(one, rollouts.greedy()).get()
+    found = rollouts.rewards.greedy_scores(prompts, greedy, [])
+    assert found.tolist() == [-1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+class Judge:
+    """A reward model that gives each sequence whose prompt is `favourite` its row number, and others 0."""
+
+    def __init__(self, favourite: int) -> None:
+        self.favourite = favourite
+
+    def scores(self, sequences: Sequences) -> Future:
+        assert sequences.response_lengths.tolist() == [1] * len(sequences)
+        firsts = [row[0].item() for row in sequences.input_ids.unbind()]
+        scores = [float(row) if first == self.favourite else 0.0 for row, first in enumerate(firsts)]
+        return Future.done(SequenceScores(torch.tensor(scores), batch_size=[len(scores)]))
+
+
+def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
+    """The rule gives all the same, each model differs in one prompt of two; a penalty and a greedy baseline see all.
+
+    By hand: rule 2 x 1; the first model 0.5 x row where the prompt is 1; the second -1 x row where it is 2. Would not
+    catch a model that scores other tokens; `tests/dist/test_reward_model.py` does.
+    """
+    config = run_config(most=1)
+    config.reward_model.enable, config.reward_model.rule_weight, config.reward_model.weight = True, 2.0, 0.5
+    specs = Placement.of(config).reward_models
+    models = zip(specs, [Judge(1), Judge(2)], strict=True)
+    rollouts, rollout = streaming(config, lambda p, g: scored([1.0] * len(p)), models)
+    batch = rollouts.next(step=1)
+    assert batch.metrics == {"train/num_gen_batches": 1, "train/differing_groups": 1.0}
+    assert batch.prompts.index.tolist() == [0, 0, 1, 1] and batch.scored.scores.tolist() == [2.0, 2.5, 0.0, -1.0]
+    metrics = batch.scored.metrics()
+    assert metrics["reward/rm_score/mean"] == 0.25 and metrics["reward/rule_score/mean"] == 1
+    assert metrics["reward/strict_score/mean"] == 1.25
+
+    config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
+    questions = batch.prompts.one_per_group()
+    greedy = rollout.generate(questions, rollouts.greedy()).get()
+    pending = rollouts.rewards.start(questions, greedy)
+    assert rollouts.rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_rule_of_validation_is_not_asked_in_training():
+    """There the score is the models' alone; held-out answers have the rule's accuracy beside the same reward.
+
+    By hand: 0.5 x row where the prompt is 1. Would not catch a run that hands training prompts to validation.
+    """
+    config, asked = run_config(), []
+    config.reward_model.enable, config.reward_model.weight, config.reward_models = True, 0.5, {}
+    config.custom_reward_function.validation_only = True
+    config.reward_model.rule_weight = 2.0  # not used
+
+    class Rule:
+        tokenizer = load_tokenizer(str(REPOSITORY / "assets/demo/model"))
+
+        def __call__(self, prompts: Prompts, generations: Generations) -> ScoredAnswers:
+            asked.append(len(prompts))
+            return scored([1.0, 0.0])
+
+    models = zip(Placement.of(config).reward_models, [Judge(1)], strict=True)
+    rewards = Rewards(config, Rule(), list(models), warn=print, clock=PhaseClock(lambda name: None))
+    prompts = Pairs().batch(torch.tensor([0, 0]))
+    prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([1])])
+    answers = OneToken().generate(prompts, Sampling(1.0, 1.0, -1, 1, 0)).get()
+    trained = rewards.training_scores(prompts, answers, rewards.start(prompts, answers))
+    assert trained.scores.tolist() == [0.0, 0.5] and asked == []
+    assert trained.metrics() == {"reward/rm_score/mean": 0.5} and "acc" not in trained.variables()
+    validated = rewards.task_scores(prompts, answers, rewards.start(prompts, answers)).variables()
+    assert asked == [2] and validated == {
+        "acc": [1.0, 0.0],
+        "reward": [0.0, 0.5],
+        "rule_score": [1.0, 0.0],
+        "rm_score": [0.0, 1.0],
+    }
+
+
+class Reading:
+    """A reward model that gives each row its number of tokens."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+
+    def scores(self, sequences: Sequences) -> Future:
+        self.rows = [row.tolist() for row in sequences.input_ids.unbind()]
+        lengths = [float(len(row)) for row in self.rows]
+        return Future.done(SequenceScores(torch.tensor(lengths), batch_size=[len(lengths)]))
+
+
+def test_each_reward_model_reads_in_its_own_way():
+    """Text of 3 tokens at most and tokens, in one batch; what is cut is counted every time and said once.
+
+    The demo's tokenizer has '1' as 5, '+' as 14 and '=' as 15. Would not catch a reader of another model.
+    """
+    config, warnings = run_config(), []
+    config.reward_model.enable = True
+    tokenizer = load_tokenizer(str(REPOSITORY / "assets/demo/model"))
+    reader = TextReader("reward_model", tokenizer, tokenizer, 3, "reward_model.max_length")
+    text, tokens = Reading(), Reading()
+    models = list(zip(Placement.of(config).reward_models, (text, tokens), strict=True))
+    rule, clock = (lambda p, g: scored([0.0] * len(p))), PhaseClock(lambda name: None)
+    rewards = Rewards(config, rule, models, warnings.append, clock, {"reward_model": reader})
+    prompts = Pairs().batch(torch.tensor([0, 1]))
+    prompts.raw_prompt = non_tensor([[{"role": "user", "content": "1+"}], "="])
+    answers = Generations(
+        response_ids=ragged([torch.tensor([5, 14, 1]), torch.tensor([5, 1])]),
+        rollout_log_probs=ragged([torch.zeros(3), torch.zeros(2)]),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        batch_size=[2],
+    )
+    for _ in range(2):
+        metrics = rewards.task_scores(prompts, answers, rewards.start(prompts, answers)).metrics()
+    assert text.rows == [[5, 14, 5], [15, 5]] and tokens.rows == [[1, 5, 14, 1], [2, 5, 1]]
+    assert metrics["reward/rm_score/mean"] == 2.5 and metrics["reward/strict_score/mean"] == 3.5
+    assert metrics["reward/rm_truncated/mean"] == 0.5 and "reward/strict_truncated/mean" not in metrics
+    assert warnings == [
+        "1 of 2 conversations are longer than reward_model.max_length=3 in tokens of reward_model, which does not read "
+        "their ends"
+    ]

@@ -1,0 +1,201 @@
+"""The reward processes, with a function that does what its answer says: real processes, real kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from megatron_rl.cluster.leftovers import descendants, living
+from megatron_rl.errors import RewardError
+from megatron_rl.scoring import keeper
+from megatron_rl.scoring.function import RewardSource
+from megatron_rl.scoring.keeper import KeeperSettings
+from megatron_rl.scoring.outcome import Sample
+from megatron_rl.scoring.reward_processes import RewardProcesses
+
+pytestmark = pytest.mark.timeout(60)
+
+OBEDIENT = """
+import ctypes, math, os, signal, subprocess, sys, time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str.replace(".", "").isdigit():
+        return float(solution_str)
+    return eval(solution_str)
+"""
+BAD = {
+    "1 / 0": ("raised", "ZeroDivisionError"),
+    "sys.exit(3)": ("raised", "SystemExit: 3"),
+    "ctypes.CDLL(None).sleep(1000)": ("timed_out", "reward_model.timeout_s=1"),
+    "time.sleep(1000)": ("timed_out", "reward_model.timeout_s=1"),
+    "[signal.signal(signal.SIGTERM, signal.SIG_IGN), time.sleep(1000)]": ("timed_out", "timeout_s"),
+    "os._exit(3)": ("crashed", "exited with code 3"),
+    "ctypes.string_at(0)": ("crashed", "killed by SIGSEGV"),
+    "os.kill(os.getpid(), signal.SIGTERM)": ("crashed", "killed by SIGTERM"),
+    "math.nan": ("no_score", "returned nan"),
+    "None": ("no_score", "returned None"),
+    "'1.0'": ("no_score", "returned '1.0'"),
+}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Processes that call the obedient function, or the one in `text`."""
+
+    def make(text=OBEDIENT, num_workers=2, timeout_s=1.0, give_up=True):
+        path = tmp_path / "my_reward.py"
+        path.write_text(text)
+        return RewardProcesses(
+            KeeperSettings(RewardSource(str(path), "compute_score"), num_workers, timeout_s, give_up)
+        )
+
+    return make
+
+
+def samples(*answers):
+    return [Sample("unit", answer, "ab", {}) for answer in answers]
+
+
+def gone(processes, patience_s=5.0):
+    """Whether all of them end in time; ended and not yet waited for counts."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if not living(processes):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_scores_come_back_in_row_order(start):
+    """Rows take different times on three workers. Would not catch a swap of two rows with equal scores."""
+    answers = [f"time.sleep({(7 * row) % 5 / 500}) or {row}" for row in range(100)]
+    with start(num_workers=3) as processes:
+        for _ in range(2):
+            assert [outcome.score for outcome in processes.score(samples(*answers))] == list(range(100))
+
+
+def test_every_kind_of_failure_costs_one_sample(start):
+    """Bad answers among good ones; a second batch after all that. Would not catch a failure in the function's file."""
+    answers = [text for bad in BAD for text in ("1", bad)]
+    with start() as processes:
+        outcomes = processes.score(samples(*answers))
+        again = processes.score(samples("2", "3"))
+    assert [outcome.score for outcome in outcomes[::2]] == [1.0] * len(BAD)
+    for outcome, (kind, reason) in zip(outcomes[1::2], BAD.values(), strict=True):
+        assert (outcome.score, outcome.failure) == (None, kind) and reason in outcome.reason
+    assert [outcome.score for outcome in again] == [2.0, 3.0]
+
+
+def test_each_sample_has_its_own_time(start):
+    """Eight samples of 0.2 s on one worker take longer than one may. Would not catch a limit that is a little off."""
+    with start(num_workers=1) as processes:
+        outcomes = processes.score(samples(*["time.sleep(0.2) or 1"] * 8))
+    assert [outcome.failure for outcome in outcomes] == [""] * 8
+
+
+def test_loading_is_not_counted_as_a_sample(start):
+    """The file takes twice a sample's time to load. Would not catch a file that never loads: that takes minutes."""
+    with start("import time\ntime.sleep(1)\n" + OBEDIENT) as processes:
+        assert processes.score(samples("1"))[0].score == 1.0
+
+
+def test_a_batch_that_only_times_out_is_given_up(start):
+    """After 16 of 100, and a few that ran beside them. Would not catch giving up where a sample was scored before."""
+    answers = ["time.sleep(1000)"] * 100
+    with start(timeout_s=0.05) as processes:
+        outcomes = processes.score(samples(*answers))
+        assert {outcome.failure for outcome in outcomes} == {"timed_out"}
+        assert sum("not tried" in outcome.reason for outcome in outcomes) >= 80
+        assert processes.score(samples("4"))[0].score == 4.0
+    with start(timeout_s=0.02, give_up=False) as processes:
+        assert not any("not tried" in outcome.reason for outcome in processes.score(samples(*answers)))
+
+
+def test_a_stop_meant_for_the_whole_job_costs_no_sample(start, tmp_path):
+    """The worker dies of SIGTERM once. Would not catch a keeper that dies of it."""
+    once = f"os.path.exists({str(tmp_path / 'x')!r}) or (os.mkdir({str(tmp_path / 'x')!r}), os.kill(os.getpid(), 15))"
+    with start() as processes:
+        assert [outcome.score for outcome in processes.score(samples("1", once))] == [1.0, 1.0]
+
+
+def test_keeper_ignores_the_signals_of_the_job(start):
+    """SIGTERM and SIGINT end the driver, which ends the keeper. Would not catch a signal while the keeper starts."""
+    with start() as processes:
+        assert processes.score(samples("1"))[0].score == 1.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(processes._keeper.pid, number)
+        assert processes.score(samples("1"))[0].score == 1.0
+
+
+def test_nothing_is_left_when_the_block_ends(start):
+    """Neither workers nor what a function left running, in a session of its own. Would not catch files left behind."""
+    before = descendants()
+    with start() as processes:
+        processes.score(samples("subprocess.Popen(['sleep', '1000'], start_new_session=True).pid"))
+        processes.score(samples("os.system('setsid sleep 1000 &')"))  # its parent is gone at once
+        family = descendants() - before
+        assert len(family) == 5
+    assert gone(family)
+
+
+def test_what_a_hung_function_started_ends_with_it(start):
+    """A child in its own session, under a sample that times out. Would not catch a child that lost its parent."""
+    before = descendants()
+    with start(num_workers=1) as processes:
+        processes.score(samples("subprocess.run(['sleep', '1000'], start_new_session=True)", "1"))
+        for process in descendants() - before:
+            with suppress(psutil.NoSuchProcess):
+                assert process.name() != "sleep" or gone([process])
+
+
+def test_nothing_is_left_when_the_driver_is_killed(start, tmp_path):
+    """kill -9 of a driver whose function hangs in C. Would not catch a death of driver and keeper in one instant."""
+    processes = start(timeout_s=100)
+    script = f"""
+from megatron_rl.scoring.reward_processes import RewardProcesses
+from megatron_rl.scoring.keeper import KeeperSettings
+from megatron_rl.scoring.function import RewardSource
+from megatron_rl.scoring.outcome import Sample
+with RewardProcesses(KeeperSettings({processes.settings.source!r}, 2, 100, True)) as processes:
+    processes.score([Sample("unit", "os.mkdir('reached') or ctypes.CDLL(None).sleep(1000)", "", {{}})])
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env={"PYTHONPATH": ":".join(sys.path)})
+    while not (tmp_path / "reached").exists():
+        time.sleep(0.02)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    assert len(family) == 3
+    driver.kill()
+    driver.wait()
+    assert gone(family)
+
+
+def test_workers_end_with_a_killed_keeper(start):
+    """The driver is told, and the kernel ends the workers. Would not catch what the function had started."""
+    before = descendants()
+    with start() as processes:
+        processes.score(samples("1"))
+        family = descendants() - before
+        os.kill(processes._keeper.pid, signal.SIGKILL)
+        with pytest.raises(RewardError, match="has died"):
+            processes.score(samples("1"))
+        assert len(family) == 3 and gone(family)
+
+
+def test_a_function_that_no_worker_can_load_is_an_error(start):
+    """It loads in the driver only. Would not catch one that loads in some of the workers."""
+    with (
+        start("import os\nraise KeyError(os.environ['NO_SUCH_NAME'])") as processes,
+        pytest.raises(RewardError, match="fails to run: KeyError: 'NO_SUCH_NAME'"),
+    ):
+        processes.score(samples("1"))
+    with start("import os\nos._exit(9)") as processes, pytest.raises(RewardError, match="code 9 while it loaded"):
+        processes.score(samples("1"))
+
+
+def test_chunks_stay_small_enough_to_share():
+    """Would not catch a chunk that is dealt to a worker which is not ready."""
+    assert keeper.LARGEST_CHUNK <= 32

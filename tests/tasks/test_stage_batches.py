@@ -1,0 +1,76 @@
+"""From examples to the records that roles learn from: hand-computed rows, masks and lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.data.example_batches import token_batch
+from megatron_rl.data.examples import Example, Labelled, Ranking, RowPlace, ScoredExample
+from megatron_rl.tasks.training_records import mismatched, preference_batch, reward_batch
+
+HERE = RowPlace("file.jsonl", 0)
+
+
+def example(tokens: list[int], counted: list[int], prompt: int = 0) -> Example:
+    mask = torch.zeros(len(tokens), dtype=torch.bool)
+    mask[counted] = True
+    return Example(torch.tensor(tokens), mask, HERE, prompt)
+
+
+def rows(ragged: torch.Tensor) -> list[list]:
+    return [row.tolist() for row in ragged.unbind()]
+
+
+def test_what_comes_after_the_last_counted_token_is_left_out() -> None:
+    """Two turns of which the second ends before the row does. Would not catch a wrong mask in the file's reader."""
+    batch = token_batch([example([5, 6, 7, 8, 9, 10], [2, 4]), example([1, 2], [1])])
+    assert rows(batch.input_ids) == [[5, 6, 7, 8, 9], [1, 2]]
+    assert batch.response_lengths.tolist() == [3, 1]
+    assert rows(batch.kept) == [[1.0, 0.0, 1.0], [1.0]]
+
+
+def test_an_example_without_a_counted_token_is_named() -> None:
+    """Would not catch one that the reader has let through with a token that should not count."""
+    with pytest.raises(ValueError, match=r"file\.jsonl: row 0: no token counts"):
+        token_batch([example([1, 2], [])])
+
+
+def test_a_reward_model_reads_one_token_more() -> None:
+    """Of three ranked answers, and of one with a score. Would not catch a wrong order in the file."""
+    answers = tuple(example([1, 2, *tail], [2], prompt=2) for tail in ([3], [4, 5], [6]))
+    batch = reward_batch([Ranking(answers, (0.5, 1.0), HERE)])
+    assert rows(batch.input_ids) == [[1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 6, 0]]
+    assert rows(batch.lengths) == [[4, 5, 4]] and rows(batch.response_lengths) == [[2, 3, 2]]
+    assert rows(batch.kept) == [[0, 1, 0, 0, 1, 0, 1]]
+    assert rows(batch.given) == [[0.5, 1.0, 0.0]] and batch.weights.tolist() == [1.0]
+    one = reward_batch([ScoredExample(answers[1], 0.25, HERE)])
+    assert rows(one.given) == [[0.25]] and rows(one.lengths) == [[5]]
+    assert rows(batch.rows().input_ids) == [[1, 2, 3, 0], [1, 2, 4, 5, 0], [1, 2, 6, 0]]
+
+
+def test_preferences_score_what_counts_after_the_prompt() -> None:
+    """Pairs, and a labelled answer without a prompt. Would not catch a prompt that the answers do not share."""
+    pair = Ranking((example([1, 2, 3], [2], 2), example([1, 2, 4, 5], [2, 3], 2)), (0.0,), HERE)
+    batch = preference_batch([pair])
+    assert rows(batch.response_lengths) == [[1, 2]] and rows(batch.kept) == [[1, 1, 1]]
+    assert rows(batch.labels) == [[0.0, 0.0]]
+    labelled = preference_batch([Labelled(example([7, 8], [1]), True, HERE)])
+    assert rows(labelled.response_lengths) == [[1]] and rows(labelled.labels) == [[1.0]]
+
+
+def test_mismatched_answers_are_the_next_record_s() -> None:
+    """Cut to the longest row. Would not catch two records with the same prompt, whose answers do match."""
+    records = [
+        Labelled(example([1, 2, 3], [2], 2), True, HERE),
+        Labelled(example([4, 5, 6, 7], [2, 3], 2), False, HERE),
+    ]
+    first, second = mismatched(records, max_length=3)
+    assert first.example.tokens.tolist() == [1, 2, 6] and first.example.loss_mask.tolist() == [False, False, True]
+    assert second.example.tokens.tolist() == [4, 5, 3] and second.example.prompt_length == 2
+
+
+def test_a_row_that_fills_up_has_no_weight() -> None:
+    """Would not catch a role that reads it all the same, which the layouts' parity does."""
+    batch = reward_batch([ScoredExample(example([1, 2], [1], 1), 1.0, HERE)])
+    assert batch.neutral().weights.tolist() == [0.0] and batch.weights.tolist() == [1.0]
