@@ -1,14 +1,17 @@
-"""Log-probabilities, with or without entropy, straight from hidden states, a few tokens at a time.
+"""Log-probs, entropy and cross-entropy of the language model's head, straight from hidden states, in chunks of tokens.
 
 Legend: N tokens, H hidden size, V rows of the padded vocabulary, v = V / tp_size rows of this rank.
 With z = W h / temperature and Z = sum(exp z):  log p = z_target - log Z,  E = log Z - sum(p * z).
-No tensor of N x v elements exists, forward or backward: logits are made for a chunk of tokens, reduced to a few numbers
-a token, and made again when gradients are asked for. Without entropy a chunk is walked through less often.
+No tensor of N x v elements exists, forward or backward. Logits are made for a chunk of tokens and reduced to a few
+numbers a token. `HeadLogProb` makes them again in backward, when the gradient of each token is known: four products
+with the vocabulary. `HeadCrossEntropy` sums all tokens with equal weight, so it knows the gradient at once and makes
+logits once: three products. In exchange the gradients of hidden states and weight exist from forward to backward, so
+backward must follow before the next forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,59 +22,143 @@ from torch import Tensor
 from megatron_rl.model.chunks import chunk_tokens
 
 
+@dataclass(frozen=True)
+class VocabSoftmax:
+    """The distribution over a vocabulary whose rows are split over the ranks of `tp_group`.
+
+    vocab_size: real rows; later rows are padding. temperature: logits are divided by it. soft_cap: c of logits that are
+    c tanh(W h / c); None: logits are W h.
+    """
+
+    vocab_size: int
+    temperature: float
+    tp_group: dist.ProcessGroup
+    soft_cap: float | None = None
+
+
+def head_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of each distribution, both float32 [N] and equal on every TP rank.
+
+    hidden [N, H], equal on every TP rank, must have passed Megatron's copy into the TP region, whose backward adds up
+    the ranks' gradients. weight [v, H]: this rank's rows. targets int64 [N] < vocab_size. All TP ranks must call.
+    """
+    found: tuple[Tensor, Tensor] = HeadLogProb.apply(hidden, weight, targets, softmax, True)
+    return found
+
+
+def head_log_probs_alone(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax) -> Tensor:
+    """The log-probs of `head_log_probs`, bit for bit, without the cost of the entropy."""
+    log_prob: Tensor
+    log_prob, _ = HeadLogProb.apply(hidden, weight, targets, softmax, False)
+    return log_prob
+
+
+@torch.no_grad()
+def head_log_probs_and_squares(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target, and the sum over the vocabulary of p^2, both float32 [N]; without gradients.
+
+    Arguments and calls are those of `head_log_probs`.
+    """
+    found = combine(local_sums(hidden, LocalRows(weight, softmax), targets, squares=True), softmax.tp_group)
+    if found.sum_pi_squared is None:
+        raise RuntimeError("sums of squares were asked for and not computed")
+    return found.log_prob, found.sum_pi_squared
+
+
+def head_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax) -> Tensor:
+    """-(sum of the targets' log-probs), a float32 scalar, equal on every TP rank; backward may be called once.
+
+    Arguments are those of `head_log_probs`. All TP ranks must call, and they meet at every chunk.
+    """
+    total: Tensor = HeadCrossEntropy.apply(hidden, weight, targets, softmax)
+    return total
+
+
 class HeadLogProb(torch.autograd.Function):
     """(log-prob of the target [N], entropy [N] or None) in float32 from hidden [N, H] and this rank's weight [v, H]."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        temperature: float,
-        tp_group: dist.ProcessGroup,
-        soft_cap: float | None,
-        with_entropy: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """See `head_log_probs`, and without entropy `head_log_probs_alone`."""
-        rows = LocalRows(weight, vocab_size, temperature, tp_group.rank(), soft_cap)
-        found = combine(local_sums(hidden, rows, targets, with_entropy), tp_group)
+        found = combine(local_sums(hidden, LocalRows(weight, softmax), targets, with_entropy), softmax.tp_group)
         ctx.save_for_backward(hidden, weight, targets, found.log_z, found.entropy)
-        ctx.rows = (vocab_size, temperature, tp_group.rank(), soft_cap)
+        ctx.softmax = softmax
         return found.log_prob, found.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """d log p / d z_j = 1[j = target] - p_j;   d E / d z_j = -p_j (log p_j + E).
 
-        Of the gradient of `hidden` this is the part that goes through this rank's rows.
+        The gradient of `hidden` is the part that goes through this rank's rows.
         """
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
-        rows = LocalRows(weight, *ctx.rows)
-        grad_hidden = torch.empty_like(hidden)
-        # 16 bits would lose most of what the later chunks add.
-        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for chunk in chunks(len(hidden), hidden.shape[1], len(weight)):
-            logits = rows.logits(hidden[chunk])
-            slope = rows.slope(logits)
+
+        def gradient(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
             log_probs = logits.sub_(log_z[chunk, None])
             if entropy is None or grad_entropy is None:
-                grad = log_probs.exp_().mul_(-grad_log_prob[chunk, None])
-            else:
-                probs = log_probs.exp()
-                grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
-                grad.mul_(-grad_entropy[chunk, None]).sub_(grad_log_prob[chunk, None]).mul_(probs)
-            rows.add(grad, targets[chunk], grad_log_prob[chunk])
-            rows.add_product(grad, slope, hidden[chunk], grad_hidden[chunk], grad_weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+                return log_probs.exp_().mul_(-grad_log_prob[chunk, None]), grad_log_prob[chunk]
+            probs = log_probs.exp()
+            grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
+            grad.mul_(-grad_entropy[chunk, None]).sub_(grad_log_prob[chunk, None]).mul_(probs)
+            return grad, grad_log_prob[chunk]
+
+        return *head_gradients(hidden, LocalRows(weight, ctx.softmax), targets, gradient), None, None, None
+
+
+class HeadCrossEntropy(torch.autograd.Function):
+    """-(sum of the targets' log-probs), a float32 scalar, from hidden [N, H] and this rank's weight [v, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax) -> Tensor:
+        """See `head_cross_entropy`. d(-log p) / d z_j = p_j - 1[j = target]."""
+        rows, total = LocalRows(weight, softmax), hidden.new_zeros((), dtype=torch.float32)
+
+        def gradient(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+            mine = sums_of_logits(logits, rows, targets[chunk])
+            found = combine(mine, softmax.tp_group)
+            total.sub_(found.log_prob.sum())
+            # The logits have become exp(z - m).
+            return logits.mul_((mine.largest - found.log_z).exp()[:, None]), torch.full_like(found.log_prob, -1.0)
+
+        ctx.save_for_backward(*head_gradients(hidden, rows, targets, gradient))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients in place: each is needed once."""
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None
+
+
+def head_gradients(
+    hidden: Tensor, rows: LocalRows, targets: Tensor, gradient: Callable[[slice, Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden [N, H], through this rank's rows, and of the weight [v, H], one chunk of tokens at a time.
+
+    gradient: (chunk, its logits [n, v]) -> (their gradient [n, v] but for the targets, what is added at the targets
+    [n]); it may overwrite the logits.
+    """
+    weight, grad_hidden = rows.weight, torch.empty_like(hidden)
+    # 16 bits would lose most of what the later chunks add.
+    grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    for chunk in chunks(len(hidden), hidden.shape[1], len(weight)):
+        logits = rows.logits(hidden[chunk])
+        slope = rows.slope(logits)
+        grad, at_targets = gradient(chunk, logits)
+        rows.add(grad, targets[chunk], at_targets)
+        rows.add_product(grad, slope, hidden[chunk], grad_hidden[chunk], grad_weight)
+    return grad_hidden, grad_weight.to(weight.dtype)
 
 
 @dataclass(frozen=True)
 class LocalSums:
-    """What one rank finds in its rows v, each float32 [N]. With m = max z over them:
+    """Sums over the rows v of one rank, each float32 [N]. With m = max z over these rows:
 
-    largest: m. exp: sum exp(z - m). target_logit: the target's z, 0 where another rank has it. Where they are wanted:
+    largest: m. exp: sum exp(z - m). target_logit: the target's z, 0 where another rank holds it. On request:
     exp_times_logit: sum exp(z - m) (z - m), for the entropy; squares: sum exp(z - m)^2.
     """
 
@@ -83,7 +170,7 @@ class LocalSums:
 
     @classmethod
     def joined(cls, parts: Sequence[LocalSums]) -> LocalSums:
-        """Of chunks of tokens, at least one, one after the other."""
+        """Concatenate the sums of at least one chunk of tokens."""
 
         def column(name: str) -> Any:
             values = [getattr(part, name) for part in parts]
@@ -94,8 +181,8 @@ class LocalSums:
 
 @dataclass(frozen=True)
 class Combined:
-    """What the ranks find together, each float32 [N] and the same on all: log Z, log-prob of the target, and where they
-    are wanted entropy and sum of p^2."""
+    """Sums over the whole vocabulary, each float32 [N] and equal on all ranks: log Z, log-prob of the target, and on
+    request entropy and sum of p^2."""
 
     log_z: Tensor
     log_prob: Tensor
@@ -106,7 +193,10 @@ class Combined:
 def local_sums(
     hidden: Tensor, rows: LocalRows, targets: Tensor, entropy: bool = False, squares: bool = False
 ) -> LocalSums:
-    """Of hidden [N, H] and targets [N], a chunk of tokens at a time. entropy, squares: what else is wanted."""
+    """Sum over this rank's rows for hidden [N, H] and targets [N], a chunk of tokens at a time.
+
+    entropy, squares: also compute the sums for these.
+    """
     cut = list(chunks(len(hidden), hidden.shape[1], len(rows.weight))) or [slice(0, 0)]
     return LocalSums.joined(
         [sums_of_logits(rows.logits(hidden[chunk]), rows, targets[chunk], entropy, squares) for chunk in cut]
@@ -116,7 +206,7 @@ def local_sums(
 def sums_of_logits(
     logits: Tensor, rows: LocalRows, targets: Tensor, entropy: bool = False, squares: bool = False
 ) -> LocalSums:
-    """Of one chunk's logits [n, v], which become exp(z - m), or something else where the entropy is wanted."""
+    """Sum over one chunk's logits [n, v]. They are overwritten: with exp(z - m), unless the entropy is asked for."""
     # A shard of padding alone has no largest logit; any finite number gives it the sum 0.
     largest = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min / 4)
     target_logit = rows.take(logits, targets)
@@ -129,17 +219,13 @@ def sums_of_logits(
 
 
 class LocalRows:
-    """The rows of the vocabulary that one rank holds; the last ones may only pad it. soft_cap: c of logits that are
-    c tanh(W h / c); None: they are W h.
-    """
+    """The rows [v, H] of the vocabulary that one rank holds; the last ones may be padding."""
 
-    def __init__(
-        self, weight: Tensor, vocab_size: int, temperature: float, tp_rank: int, soft_cap: float | None = None
-    ) -> None:
+    def __init__(self, weight: Tensor, softmax: VocabSoftmax) -> None:
         self.weight = weight
-        self.temperature, self.soft_cap = temperature, soft_cap
-        self.first = tp_rank * len(weight)
-        self.num_real = min(max(vocab_size - self.first, 0), len(weight))
+        self.temperature, self.soft_cap = softmax.temperature, softmax.soft_cap
+        self.first = softmax.tp_group.rank() * len(weight)
+        self.num_real = min(max(softmax.vocab_size - self.first, 0), len(weight))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, v] of hidden [n, H]; padding, which vLLM drops, is -inf."""
@@ -150,7 +236,7 @@ class LocalRows:
         return logits
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Of soft caps, d c tanh(x / c) / dx = 1 - tanh(x / c)^2 [n, v] from the logits of `logits`; None without."""
+        """Derivative of the soft cap, 1 - tanh(x / c)^2 [n, v], from the result of `logits`; None without a cap."""
         if self.soft_cap is None:
             return None
         slope = (logits * (self.temperature / self.soft_cap)).square_().neg_().add_(1.0)
@@ -158,20 +244,22 @@ class LocalRows:
         return slope
 
     def take(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The targets' logits [n]; 0 for a target of another rank."""
+        """Return the targets' logits [n]; 0 for a target that another rank holds."""
         local, is_here = self._local(targets)
         return torch.where(is_here, logits.gather(-1, local[:, None])[:, 0], 0.0)
 
     def add(self, grad: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Add values [n] to the targets' columns of grad [n, v], where they are this rank's."""
+        """Add values [n] to the targets' columns of grad [n, v], for targets that this rank holds."""
         local, is_here = self._local(targets)
         grad.scatter_add_(-1, local[:, None], (values * is_here)[:, None])
 
     def add_product(
         self, grad: Tensor, slope: Tensor | None, hidden: Tensor, grad_hidden: Tensor, grad_weight: Tensor
     ) -> None:
-        """From the gradient [n, v] of a chunk's logits, which is used up: fill grad_hidden [n, H], and add to
-        grad_weight [v, H], float32 or more. slope: what `slope` says of these logits; hidden: [n, H].
+        """Fill grad_hidden [n, H] and add to grad_weight [v, H] from the gradient [n, v] of a chunk's logits.
+
+        grad is overwritten. slope: the result of `slope` for these logits. hidden: [n, H]. grad_weight: float32 or
+        more.
         """
         grad = grad if slope is None else grad.mul_(slope)
         grad = grad if self.temperature == 1.0 else grad.div_(self.temperature)
@@ -188,19 +276,19 @@ class LocalRows:
 
 
 def capped_logits(logits: Tensor, soft_cap: float | None) -> Tensor:
-    """c tanh(x / c) in the place of x, for a cap c."""
+    """Replace x by c tanh(x / c) in place, for a cap c."""
     return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
 def chunks(num_tokens: int, hidden_size: int, num_rows: int) -> Iterator[slice]:
-    """All tokens, a chunk at a time."""
+    """Slices of at most `chunk_tokens` tokens that cover all tokens."""
     size = chunk_tokens(hidden_size, num_rows)
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))
 
 
 def combine(mine: LocalSums, tp_group: dist.ProcessGroup) -> Combined:
-    """From what every rank found in its rows; all ranks must call."""
+    """Combine the sums of all ranks; all ranks must call."""
     top = mine.largest.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=tp_group)
     below = mine.largest - top
@@ -219,60 +307,3 @@ def combine(mine: LocalSums, tp_group: dist.ProcessGroup) -> Combined:
         None if mine.exp_times_logit is None else log_sum - total[2] / total[0],
         None if mine.squares is None else total[-1] / total[0].square(),
     )
-
-
-def head_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    temperature: float,
-    tp_group: dist.ProcessGroup,
-    soft_cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each distribution, both float32 [N] and the same on every TP rank.
-
-    hidden [N, H], the same on every TP rank, which must have passed Megatron's copy into the TP region, whose backward
-    adds up the ranks' gradients; weight [v, H], this rank's rows; targets int64 [N] < vocab_size. temperature: logits
-    are divided by it. soft_cap: see `LocalRows`. All ranks of `tp_group` must call.
-    """
-    found: tuple[Tensor, Tensor] = HeadLogProb.apply(
-        hidden, weight, targets, vocab_size, temperature, tp_group, soft_cap, True
-    )
-    return found
-
-
-def head_log_probs_alone(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    temperature: float,
-    tp_group: dist.ProcessGroup,
-    soft_cap: float | None = None,
-) -> Tensor:
-    """The log-probs of `head_log_probs`, bit for bit, without the entropy's work."""
-    log_prob: Tensor
-    log_prob, _ = HeadLogProb.apply(hidden, weight, targets, vocab_size, temperature, tp_group, soft_cap, False)
-    return log_prob
-
-
-@torch.no_grad()
-def head_log_probs_and_squares(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    temperature: float,
-    tp_group: dist.ProcessGroup,
-    soft_cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target, and the sum over the vocabulary of p^2, both float32 [N]; without gradients.
-
-    Arguments as of `head_log_probs`. All ranks of `tp_group` must call.
-    """
-    rows = LocalRows(weight, vocab_size, temperature, tp_group.rank(), soft_cap)
-    found = combine(local_sums(hidden, rows, targets, squares=True), tp_group)
-    if found.sum_pi_squared is None:
-        raise RuntimeError("sums of squares were asked for and not computed")
-    return found.log_prob, found.sum_pi_squared

@@ -12,9 +12,10 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_rl.model.head_loss import head_cross_entropy
 from megatron_rl.model.log_probs import (
+    VocabSoftmax,
     capped_logits,
+    head_cross_entropy,
     head_log_probs,
     head_log_probs_alone,
     head_log_probs_and_squares,
@@ -39,27 +40,14 @@ def pass_hidden_states(output_layer: ColumnParallelLinear, tp_group: dist.Proces
 
 
 class VocabHead:
-    """The head of a rank's last chunk. vocab_size: real rows. temperature: of sampling, by which logits are divided.
-    soft_cap: bound on logits; None: there is none.
-    """
+    """The head of a rank's last chunk, with the distribution that tokens are scored under."""
 
-    def __init__(
-        self,
-        model: GPTModel,
-        vocab_size: int,
-        temperature: float,
-        tp_group: dist.ProcessGroup,
-        soft_cap: float | None = None,
-    ) -> None:
-        self.model = model
-        self.vocab_size = vocab_size
-        self.temperature = temperature
-        self.tp_group = tp_group
-        self.soft_cap = soft_cap
+    def __init__(self, model: GPTModel, softmax: VocabSoftmax) -> None:
+        self.model, self.softmax = model, softmax
 
     @property
     def weight(self) -> Tensor:
-        """This rank's rows [v, H], the embedding's where the two are one."""
+        """This rank's rows [v, H]; with tied embeddings they are the embedding's."""
         shared = self.model.share_embeddings_and_output_weights
         weight: Tensor = self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
         return weight
@@ -67,42 +55,37 @@ class VocabHead:
     def log_probs_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [N, H], targets int64 [N] -> (log-prob [N], entropy [N]), float32. All TP ranks must call.
 
-        In backward the parts of the gradient that go through each rank's rows are added up.
+        Backward adds up the gradients that go through each rank's rows.
         """
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return head_log_probs(
-            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group, self.soft_cap
-        )
+        return head_log_probs(self._copied(hidden), self.weight, targets, self.softmax)
 
     def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The log-probs of `log_probs_and_entropy` without the entropy's work."""
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return head_log_probs_alone(
-            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group, self.soft_cap
-        )
+        """The log-probs of `log_probs_and_entropy`, without the cost of the entropy."""
+        return head_log_probs_alone(self._copied(hidden), self.weight, targets, self.softmax)
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """hidden [N, H], targets int64 [N] -> -(sum of the log-probs), float32. All TP ranks must call.
 
-        Backward must come before the next forward pass: see `head_loss`.
+        Backward must come before the next forward pass: see `log_probs.HeadCrossEntropy`.
         """
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return head_cross_entropy(
-            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group, self.soft_cap
-        )
+        return head_cross_entropy(self._copied(hidden), self.weight, targets, self.softmax)
 
     def log_probs_and_squares(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [N, H], targets int64 [N] -> (log-prob [N], sum of p^2 over the vocabulary [N]), float32, without
         gradients. All TP ranks must call.
         """
-        return head_log_probs_and_squares(
-            hidden, self.weight, targets, self.vocab_size, self.temperature, self.tp_group, self.soft_cap
-        )
+        return head_log_probs_and_squares(hidden, self.weight, targets, self.softmax)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, vocab_size], before the temperature. All TP ranks must call."""
-        mine = capped_logits(torch.mm(hidden, self.weight.t()).float(), self.soft_cap)
-        shards = [torch.empty_like(mine) for _ in range(self.tp_group.size())]
-        dist.all_gather(shards, mine, group=self.tp_group)
-        return torch.cat(shards, -1)[:, : self.vocab_size]
+        group = self.softmax.tp_group
+        mine = capped_logits(torch.mm(hidden, self.weight.t()).float(), self.softmax.soft_cap)
+        shards = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(shards, mine, group=group)
+        return torch.cat(shards, -1)[:, : self.softmax.vocab_size]
+
+    def _copied(self, hidden: Tensor) -> Tensor:
+        """Megatron's copy into the TP region, whose backward adds up the ranks' gradients."""
+        copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=self.softmax.tp_group)
+        return copied

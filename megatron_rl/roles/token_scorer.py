@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.model.families import head_cap
+from megatron_rl.model.log_probs import VocabSoftmax
 from megatron_rl.model.vocab_head import VocabHead
 from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths
 from megatron_rl.roles.pipeline import Pipeline
@@ -27,8 +28,8 @@ class TokenScorer:
         self, pipeline: Pipeline, models: list[GPTModel], settings: Mapping[str, Any], temperature: float
     ) -> None:
         self.pipeline = pipeline
-        group = pipeline.groups.tp_group
-        self.head = VocabHead(models[-1], settings["vocab_size"], temperature, group, head_cap(settings))
+        softmax = VocabSoftmax(settings["vocab_size"], temperature, pipeline.groups.tp_group, head_cap(settings))
+        self.head = VocabHead(models[-1], softmax)
 
     def log_probs_and_entropy(self, hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
         """hidden [b, S / C, H] -> (log-prob [N], entropy [N]) of the block's response tokens, float32.

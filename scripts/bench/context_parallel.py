@@ -57,6 +57,7 @@ def trainable_of(megatron: MegatronConfig) -> tuple[Any, Any]:
     """(TrainableModel, VocabHead) of a small Llama with fixed weights on this process's layout."""
     from megatron_rl.device import Device
     from megatron_rl.model.gpt import build_language_model, transformer_config
+    from megatron_rl.model.log_probs import VocabSoftmax
     from megatron_rl.model.vocab_head import VocabHead
     from megatron_rl.parallel.mpu import initialize_mpu
     from megatron_rl.parallel.rank_grid import train_grid
@@ -79,7 +80,7 @@ def trainable_of(megatron: MegatronConfig) -> tuple[Any, Any]:
     for parameter in models[0].parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     trainable = TrainableModel(models, lambda: None, OptimConfig(), 1, megatron, groups, torch.device("cpu"))
-    return trainable, VocabHead(trainable.models[-1], hf_config.vocab_size, 1.0, groups.tp_group)
+    return trainable, VocabHead(trainable.models[-1], VocabSoftmax(hf_config.vocab_size, 1.0, groups.tp_group))
 
 
 def one_step(arm: str, lengths: list[int]) -> tuple[float, float]:

@@ -62,10 +62,10 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The same, as the engine computes it."""
-    from megatron_rl.model.log_probs import head_log_probs
+    from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs
 
     vocab_size = len(weight) * dist.get_world_size()
-    return head_log_probs(hidden, weight, targets, vocab_size, 1.0, dist.group.WORLD)
+    return head_log_probs(hidden, weight, targets, VocabSoftmax(vocab_size, 1.0, dist.group.WORLD))
 
 
 def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
@@ -75,18 +75,20 @@ def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
 
 def mean_loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
     """The same without it."""
-    from megatron_rl.model.log_probs import head_log_probs_alone
+    from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs_alone
 
     vocab_size = len(weight) * dist.get_world_size()
-    return (-head_log_probs_alone(hidden, weight, targets, vocab_size, 1.0, dist.group.WORLD).mean(),)
+    return (-head_log_probs_alone(hidden, weight, targets, VocabSoftmax(vocab_size, 1.0, dist.group.WORLD)).mean(),)
 
 
 def mean_loss_at_once(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
     """The same with gradients made where the loss is."""
-    from megatron_rl.model.head_loss import head_cross_entropy
+    from megatron_rl.model.log_probs import VocabSoftmax, head_cross_entropy
 
     vocab_size = len(weight) * dist.get_world_size()
-    return (head_cross_entropy(hidden, weight, targets, vocab_size, 1.0, dist.group.WORLD) / len(targets),)
+    return (
+        head_cross_entropy(hidden, weight, targets, VocabSoftmax(vocab_size, 1.0, dist.group.WORLD)) / len(targets),
+    )
 
 
 ARMS: dict[str, dict[str, Callable]] = {

@@ -102,6 +102,7 @@ def small_model():
     from megatron_rl.config.megatron import MegatronConfig, OptimConfig
     from megatron_rl.device import Device
     from megatron_rl.model.gpt import build_language_model, transformer_config
+    from megatron_rl.model.log_probs import VocabSoftmax
     from megatron_rl.model.vocab_head import VocabHead
     from megatron_rl.parallel.mpu import initialize_mpu
     from megatron_rl.parallel.rank_grid import TrainGrid
@@ -126,7 +127,7 @@ def small_model():
         torch.nn.init.normal_(parameter, std=0.02)
     optim = OptimConfig()
     trainable = TrainableModel(models, lambda: None, optim, 1, MegatronConfig(), groups, torch.device("cpu"))
-    return trainable, VocabHead(trainable.models[-1], hf_config.vocab_size, 1.0, groups.tp_group)
+    return trainable, VocabHead(trainable.models[-1], VocabSoftmax(hf_config.vocab_size, 1.0, groups.tp_group))
 
 
 def timings(model, distribution: str, num_rows: int, rounds: int) -> dict[str, tuple[float, list[float]]]:

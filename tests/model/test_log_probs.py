@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.model import chunks as chunk_sizes
 from megatron_rl.model.chunks import chunk_tokens
-from megatron_rl.model.log_probs import chunks, head_log_probs, head_log_probs_and_squares
+from megatron_rl.model.log_probs import VocabSoftmax, chunks, head_log_probs, head_log_probs_and_squares
 
 
 @settings(max_examples=60, deadline=None)
@@ -30,7 +30,7 @@ def test_values_and_gradients_agree_with_dense(tp_group, tokens, vocab, padding,
     hidden.requires_grad_(), weight.requires_grad_()
     before, chunk_sizes.FEWEST_LOGITS = chunk_sizes.FEWEST_LOGITS, fewest
     try:
-        log_prob, entropy = head_log_probs(hidden, weight, targets, vocab, temperature, tp_group)
+        log_prob, entropy = head_log_probs(hidden, weight, targets, VocabSoftmax(vocab, temperature, tp_group))
         gradients = torch.autograd.grad((mix[0] * log_prob + mix[1] * entropy).sum(), (hidden, weight))
     finally:
         chunk_sizes.FEWEST_LOGITS = before
@@ -52,8 +52,8 @@ def test_sums_of_squares_agree_with_dense(tp_group, tokens, vocab, padding, scal
     hidden, weight, targets, _ = random_case(tokens, vocab, vocab + padding, scale, seed=tokens)
     before, chunk_sizes.FEWEST_LOGITS = chunk_sizes.FEWEST_LOGITS, 2 * (vocab + padding)
     try:
-        log_prob, squares = head_log_probs_and_squares(hidden, weight, targets, vocab, 0.8, tp_group)
-        expected, _ = head_log_probs(hidden, weight, targets, vocab, 0.8, tp_group)
+        log_prob, squares = head_log_probs_and_squares(hidden, weight, targets, VocabSoftmax(vocab, 0.8, tp_group))
+        expected, _ = head_log_probs(hidden, weight, targets, VocabSoftmax(vocab, 0.8, tp_group))
     finally:
         chunk_sizes.FEWEST_LOGITS = before
     probs = ((hidden @ weight.t()).double() / 0.8)[:, :vocab].softmax(-1)
@@ -83,7 +83,7 @@ def test_each_output_has_a_gradient_alone(tp_group, output):
     mix[output] = 1
     expected = dense_gradients(hidden, weight, targets, 7, 1.0, mix)
     hidden.requires_grad_(), weight.requires_grad_()
-    answers = head_log_probs(hidden, weight, targets, 7, 1.0, tp_group)
+    answers = head_log_probs(hidden, weight, targets, VocabSoftmax(7, 1.0, tp_group))
     found = torch.autograd.grad(answers[output].sum(), (hidden, weight))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-5)
@@ -92,7 +92,9 @@ def test_each_output_has_a_gradient_alone(tp_group, output):
 def test_no_token_has_no_loss_and_no_gradient(tp_group):
     """A block of rows that only fill up a split. Would not catch a rank that leaves out the collectives."""
     hidden, weight = torch.zeros(0, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
-    log_prob, entropy = head_log_probs(hidden, weight, torch.zeros(0, dtype=torch.int64), 7, 1.0, tp_group)
+    log_prob, entropy = head_log_probs(
+        hidden, weight, torch.zeros(0, dtype=torch.int64), VocabSoftmax(7, 1.0, tp_group)
+    )
     (log_prob.sum() + entropy.sum()).backward()
     assert log_prob.shape == (0,) and weight.grad.eq(0).all()
 
@@ -100,7 +102,7 @@ def test_no_token_has_no_loss_and_no_gradient(tp_group):
 def test_two_tokens_by_hand(tp_group):
     """Odds 1:3 and 1:1 over two real rows of four. Would not catch an error that needs many rows."""
     hidden = torch.tensor([[0.0, 1.0986123, 9.0, 9.0], [2.0, 2.0, 9.0, 9.0]])
-    log_prob, entropy = head_log_probs(hidden, torch.eye(4), torch.tensor([1, 0]), 2, 1.0, tp_group)
+    log_prob, entropy = head_log_probs(hidden, torch.eye(4), torch.tensor([1, 0]), VocabSoftmax(2, 1.0, tp_group))
     torch.testing.assert_close(log_prob, torch.tensor([0.75, 0.5]).log(), atol=1e-6, rtol=0)
     torch.testing.assert_close(entropy, torch.tensor([0.5623351, 0.6931472]), atol=1e-6, rtol=0)
 
@@ -108,7 +110,7 @@ def test_two_tokens_by_hand(tp_group):
 def test_extreme_logits_stay_finite(tp_group):
     """Differences of 2e4 and equal huge logits. Would not catch infinite logits, which no model gives."""
     hidden = torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0], [1e4, 1e4, 1e4]], requires_grad=True)
-    log_prob, entropy = head_log_probs(hidden, torch.eye(3), torch.tensor([0, 0, 2]), 3, 1.0, tp_group)
+    log_prob, entropy = head_log_probs(hidden, torch.eye(3), torch.tensor([0, 0, 2]), VocabSoftmax(3, 1.0, tp_group))
     assert log_prob.tolist() == pytest.approx([0.0, -2e4, -1.0986123], abs=1e-3)
     assert entropy.tolist() == pytest.approx([0.0, 0.0, 1.0986123], abs=1e-3)
     assert log_prob.le(0).all()
@@ -122,7 +124,7 @@ def test_bfloat16_gives_float32_answers_and_gradients_of_its_own(tp_group):
     """Would not catch a lost digit in float32."""
     hidden, weight, targets, _ = random_case(3, 6, 8, 1.0, seed=1)
     hidden, weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
-    log_prob, entropy = head_log_probs(hidden, weight, targets, 6, 1.0, tp_group)
+    log_prob, entropy = head_log_probs(hidden, weight, targets, VocabSoftmax(6, 1.0, tp_group))
     expected = dense_log_probs((hidden @ weight.t()).detach(), targets, 6)
     torch.testing.assert_close(log_prob.double(), expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy.double(), expected[1], atol=1e-5, rtol=1e-5)
@@ -144,7 +146,7 @@ def test_the_heads_gradient_does_not_round_more_with_more_chunks(tp_group, num_c
     chunk_sizes.FEWEST_LOGITS = 40 * 2048 // num_chunks
     try:
         assert len(list(chunks(2048, 32, 40))) == num_chunks
-        log_prob, _ = head_log_probs(hidden, weight, targets, 40, 1.0, tp_group)
+        log_prob, _ = head_log_probs(hidden, weight, targets, VocabSoftmax(40, 1.0, tp_group))
         (found,) = torch.autograd.grad(log_prob.sum(), weight)
     finally:
         chunk_sizes.FEWEST_LOGITS = fewest

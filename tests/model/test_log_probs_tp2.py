@@ -6,8 +6,13 @@ import torch.distributed as dist
 from dense_log_probs import dense_gradients, dense_log_probs, random_case
 from ranks import run_ranks
 
-from megatron_rl.model.head_loss import head_cross_entropy
-from megatron_rl.model.log_probs import head_log_probs, head_log_probs_alone, head_log_probs_and_squares
+from megatron_rl.model.log_probs import (
+    VocabSoftmax,
+    head_cross_entropy,
+    head_log_probs,
+    head_log_probs_alone,
+    head_log_probs_and_squares,
+)
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -24,12 +29,12 @@ def compare_with_dense():
         mine = slice(dist.get_rank() * rows // 2, (dist.get_rank() + 1) * rows // 2)
         weight = whole[mine].clone().requires_grad_()
         hidden.requires_grad_()
-        log_prob, entropy = head_log_probs(hidden, weight, targets, vocab, 0.9, dist.group.WORLD)
+        log_prob, entropy = head_log_probs(hidden, weight, targets, VocabSoftmax(vocab, 0.9, dist.group.WORLD))
         dense = dense_log_probs((hidden @ whole.t()).detach().double() / 0.9, targets, vocab)
         for found, expected in zip((log_prob, entropy), dense, strict=True):
             torch.testing.assert_close(found.double(), expected, atol=5e-6, rtol=5e-6)
         assert log_prob.le(0).all()
-        again, squares = head_log_probs_and_squares(hidden, weight, targets, vocab, 0.9, dist.group.WORLD)
+        again, squares = head_log_probs_and_squares(hidden, weight, targets, VocabSoftmax(vocab, 0.9, dist.group.WORLD))
         probs = ((hidden @ whole.t()).detach().double() / 0.9)[:, :vocab].softmax(-1)
         torch.testing.assert_close(squares.double(), probs.square().sum(-1), atol=5e-6, rtol=5e-6)
         assert torch.equal(again, log_prob) and not squares.requires_grad
@@ -38,8 +43,10 @@ def compare_with_dense():
         expected = dense_gradients(hidden, whole, targets, vocab, 0.9, mix)
         torch.testing.assert_close(found[0].double(), expected[0], atol=5e-5, rtol=1e-4)
         torch.testing.assert_close(found[1].double(), expected[1][mine], atol=5e-5, rtol=1e-4)
-        assert torch.equal(head_log_probs_alone(hidden, weight, targets, vocab, 0.9, dist.group.WORLD), log_prob)
-        loss = head_cross_entropy(hidden, weight, targets, vocab, 0.9, dist.group.WORLD)
+        assert torch.equal(
+            head_log_probs_alone(hidden, weight, targets, VocabSoftmax(vocab, 0.9, dist.group.WORLD)), log_prob
+        )
+        loss = head_cross_entropy(hidden, weight, targets, VocabSoftmax(vocab, 0.9, dist.group.WORLD))
         torch.testing.assert_close(loss.double(), -dense[0].sum(), atol=5e-5, rtol=5e-6)
         found = torch.autograd.grad(loss, (hidden, weight))
         dist.all_reduce(found[0])
@@ -50,9 +57,9 @@ def compare_with_dense():
         outputs.append((log_prob.tolist(), entropy.tolist(), squares.tolist()))
 
     extreme, row = torch.tensor([[1e4, -1e4], [-1e4, 1e4]]), torch.eye(2)[dist.get_rank(), None]
-    log_prob, entropy = head_log_probs(extreme, row, torch.tensor([0, 0]), 2, 1.0, dist.group.WORLD)
+    log_prob, entropy = head_log_probs(extreme, row, torch.tensor([0, 0]), VocabSoftmax(2, 1.0, dist.group.WORLD))
     assert log_prob.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
-    _, squares = head_log_probs_and_squares(extreme, row, torch.tensor([0, 0]), 2, 1.0, dist.group.WORLD)
+    _, squares = head_log_probs_and_squares(extreme, row, torch.tensor([0, 0]), VocabSoftmax(2, 1.0, dist.group.WORLD))
     assert squares.tolist() == [1.0, 1.0]
     dist.destroy_process_group()
     return outputs

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron_rl.model import shaped_attention
 from megatron_rl.model.attention import attend, bucketed
-from megatron_rl.model.log_probs import head_log_probs
+from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs
 from megatron_rl.model.mlp import GeluGate
 from megatron_rl.model.norm import ZeroCentredNorm
 from megatron_rl.model.segments import Segments
@@ -105,7 +105,7 @@ def test_bounded_logits(alone):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((6, 5), (8, 5)))
     targets = torch.tensor([0, 6, 3, 3, 1, 5])
-    ours = head_log_probs(hidden, weight, targets, 7, 0.7, alone, soft_cap=1.2)
+    ours = head_log_probs(hidden, weight, targets, VocabSoftmax(7, 0.7, alone, soft_cap=1.2))
     log_probs = (1.2 * torch.tanh(hidden @ weight[:7].T / 1.2) / 0.7).log_softmax(-1)
     expected = (log_probs.gather(-1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1))
     for one, other in zip(ours, expected, strict=True):

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.model import chunks as chunk_sizes
-from megatron_rl.model.head_loss import head_cross_entropy
-from megatron_rl.model.log_probs import head_log_probs, head_log_probs_alone
+from megatron_rl.model.log_probs import VocabSoftmax, head_cross_entropy, head_log_probs, head_log_probs_alone
 
 
 @settings(max_examples=60, deadline=None)
@@ -27,7 +26,7 @@ def test_cross_entropy_agrees_with_dense(tp_group, tokens, vocab, padding, scale
     hidden.requires_grad_(), weight.requires_grad_()
     before, chunk_sizes.FEWEST_LOGITS = chunk_sizes.FEWEST_LOGITS, fewest
     try:
-        loss = head_cross_entropy(hidden, weight, targets, vocab, temperature, tp_group)
+        loss = head_cross_entropy(hidden, weight, targets, VocabSoftmax(vocab, temperature, tp_group))
         gradients = torch.autograd.grad(loss * 0.3, (hidden, weight))
     finally:
         chunk_sizes.FEWEST_LOGITS = before
@@ -45,16 +44,16 @@ def test_log_probs_without_entropy_are_the_same_bit_for_bit(tp_group, soft_cap):
     """And their gradients, and those of cross-entropy within rounding. Would not catch what both get wrong."""
     hidden, weight, targets, mix = random_case(40, 60, 64, 3.0, seed=2)
     hidden.requires_grad_(), weight.requires_grad_()
-    alone = head_log_probs_alone(hidden, weight, targets, 60, 0.7, tp_group, soft_cap)
-    both, _ = head_log_probs(hidden, weight, targets, 60, 0.7, tp_group, soft_cap)
+    alone = head_log_probs_alone(hidden, weight, targets, VocabSoftmax(60, 0.7, tp_group, soft_cap))
+    both, _ = head_log_probs(hidden, weight, targets, VocabSoftmax(60, 0.7, tp_group, soft_cap))
     assert torch.equal(alone, both)
     found, expected = (torch.autograd.grad((mix[0] * one).sum(), (hidden, weight)) for one in (alone, both))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
-    loss = head_cross_entropy(hidden, weight, targets, 60, 0.7, tp_group, soft_cap)
+    loss = head_cross_entropy(hidden, weight, targets, VocabSoftmax(60, 0.7, tp_group, soft_cap))
     found = torch.autograd.grad(loss, (hidden, weight))
     summed = torch.autograd.grad(
-        -head_log_probs(hidden, weight, targets, 60, 0.7, tp_group, soft_cap)[0].sum(), (hidden, weight)
+        -head_log_probs(hidden, weight, targets, VocabSoftmax(60, 0.7, tp_group, soft_cap))[0].sum(), (hidden, weight)
     )
     for ours, theirs in zip(found, summed, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -63,7 +62,7 @@ def test_log_probs_without_entropy_are_the_same_bit_for_bit(tp_group, soft_cap):
 def test_cross_entropy_by_hand(tp_group):
     """Odds 1:3 and 1:1 over two real rows of four. Would not catch an error that needs many rows."""
     hidden = torch.tensor([[0.0, 1.0986123, 9.0, 9.0], [2.0, 2.0, 9.0, 9.0]], requires_grad=True)
-    loss = head_cross_entropy(hidden, torch.eye(4), torch.tensor([1, 0]), 2, 1.0, tp_group)
+    loss = head_cross_entropy(hidden, torch.eye(4), torch.tensor([1, 0]), VocabSoftmax(2, 1.0, tp_group))
     assert loss.item() == pytest.approx(0.2876821 + 0.6931472, abs=1e-6)
     (gradient,) = torch.autograd.grad(loss, hidden)
     expected = torch.tensor([[0.25, -0.25, 0.0, 0.0], [-0.5, 0.5, 0.0, 0.0]])
@@ -73,7 +72,7 @@ def test_cross_entropy_by_hand(tp_group):
 def test_no_token_has_no_loss_and_no_gradient(tp_group):
     """A block of rows that only fill up a split. Would not catch a rank that leaves out the collectives."""
     hidden, weight = torch.zeros(0, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
-    loss = head_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64), 7, 1.0, tp_group)
+    loss = head_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64), VocabSoftmax(7, 1.0, tp_group))
     loss.backward()
     assert loss.item() == 0.0 and weight.grad.eq(0).all() and hidden.grad.shape == (0, 6)
 
@@ -81,7 +80,7 @@ def test_no_token_has_no_loss_and_no_gradient(tp_group):
 def test_a_second_backward_is_refused(tp_group):
     """Its gradients were used up. Would not catch a second forward pass before the first one's backward."""
     hidden, weight, targets, _ = random_case(4, 7, 9, 1.0, seed=0)
-    loss = head_cross_entropy(hidden.requires_grad_(), weight, targets, 7, 1.0, tp_group)
+    loss = head_cross_entropy(hidden.requires_grad_(), weight, targets, VocabSoftmax(7, 1.0, tp_group))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -91,7 +90,7 @@ def test_bfloat16_gives_a_float32_loss_and_gradients_of_its_own(tp_group):
     """Would not catch a lost digit in float32."""
     hidden, weight, targets, _ = random_case(3, 6, 8, 1.0, seed=1)
     hidden, weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
-    loss = head_cross_entropy(hidden, weight, targets, 6, 1.0, tp_group)
+    loss = head_cross_entropy(hidden, weight, targets, VocabSoftmax(6, 1.0, tp_group))
     expected, _ = dense_log_probs((hidden @ weight.t()).detach(), targets, 6)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), -expected.sum(), atol=1e-5, rtol=1e-5)
