@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.prompt_cursor import PromptCursor
 from megatron_rl.data.prompt_mixture import MixtureCursor, PromptFile
 from megatron_rl.errors import ConfigError
 
@@ -22,9 +21,9 @@ def files(*sizes):
 
 
 def test_without_weights_all_files_are_one_set():
-    """The order of one cursor over all prompts. Would not catch a wrong digest of the files."""
+    """The order of one file with all prompts. Would not catch a wrong digest of the files."""
     mixture = MixtureCursor(files(3, 4), None, 5, shuffle=True, seed=3)
-    cursor = PromptCursor(7, 5, shuffle=True, seed=3)
+    cursor = MixtureCursor(files(7), None, 5, shuffle=True, seed=3)
     assert [mixture.next_indices() for _ in range(4)] == [cursor.next_indices() for _ in range(4)]
 
 
