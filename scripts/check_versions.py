@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
-from versions.relied_on import LIBRARIES, REPOSITORY, Need, needs, said_by_patch
+from versions.relied_on import LIBRARIES, REPOSITORY, Need, needs
 from versions.wheel_source import WheelSource
 
-sys.path.insert(0, str(REPOSITORY))
-from third_party_patches import COMMON_PATCHES, CPU_PATCHES  # noqa: E402
+from third_party_patches import patches_for
 
 PLATFORMS = ("any", "manylinux2014_x86_64", "manylinux_2_24_x86_64", "manylinux_2_28_x86_64", "manylinux_2_31_x86_64")
 PYTHONS = ("3.12", "3.11")
@@ -106,11 +105,10 @@ def check(wheel: WheelSource, library: str, version: str) -> list[str]:
 def refusing(library: str, version: str) -> list[str]:
     """Patches whose range leaves this version out, because nobody has tried them with it."""
     found = []
-    for name in (*COMMON_PATCHES, *CPU_PATCHES):
-        said = said_by_patch(ast.parse((REPOSITORY / f"{name.replace('.', '/')}.py").read_text()))
-        ranges = [said["versions"], *([said["not_needed"]] if "not_needed" in said else [])]
-        if library in said["distributions"] and not any(SpecifierSet(one).contains(version) for one in ranges):
-            found.append(str(said["name"]))
+    for patch in patches_for("cpu"):
+        ranges = (patch.library.versions, *([patch.not_needed] if patch.not_needed else []))
+        if library in patch.library.distributions and not any(SpecifierSet(one).contains(version) for one in ranges):
+            found.append(patch.name)
     return found
 
 

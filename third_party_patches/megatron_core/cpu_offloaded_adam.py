@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import MEGATRON, Patch
 
 Groups = list[dict[str, Any]]
 TensorMap = dict[torch.Tensor, torch.Tensor]
@@ -52,9 +52,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron_core.cpu_offloaded_adam",
-    distributions=("megatron-core",),
-    versions=">=0.16.1,<0.17",
+    MEGATRON,
+    apply,
     drop_when="HybridDeviceOptimizer tells its copies from the parameters by something else than Tensor.is_cuda",
-    apply=apply,
 )

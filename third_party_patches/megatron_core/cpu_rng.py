@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import MEGATRON, Patch
 
 
 def get_state(device: object = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -31,10 +31,4 @@ def apply() -> None:
     megatron_random._set_cuda_rng_state = set_state
 
 
-PATCH = Patch(
-    name="megatron_core.cpu_rng",
-    distributions=("megatron-core",),
-    versions=">=0.16.1,<0.17",
-    drop_when="megatron-core's RNG tracker takes a generator instead of a CUDA device",
-    apply=apply,
-)
+PATCH = Patch(MEGATRON, apply, drop_when="megatron-core's RNG tracker takes a generator instead of a CUDA device")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import MEGATRON, Patch
 
 
 def counts_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
@@ -24,10 +24,4 @@ def apply() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = counts_on_cpu
 
 
-PATCH = Patch(
-    name="megatron_core.cpu_token_counts",
-    distributions=("megatron-core",),
-    versions=">=0.16.1,<0.17",
-    drop_when="maybe_move_tensor_to_cpu converts tensors that are on the CPU already",
-    apply=apply,
-)
+PATCH = Patch(MEGATRON, apply, drop_when="maybe_move_tensor_to_cpu converts tensors that are on the CPU already")

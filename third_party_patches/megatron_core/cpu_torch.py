@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import MEGATRON, Patch
 
 FACTORIES = (
     "zeros ones empty full tensor as_tensor arange linspace rand randn "
@@ -167,10 +167,4 @@ def apply() -> None:
         wrap_methods()
 
 
-PATCH = Patch(
-    name="megatron_core.cpu_torch",
-    distributions=("megatron-core",),
-    versions=">=0.16.1,<0.17",
-    drop_when="megatron-core takes the device from its configuration instead of naming CUDA",
-    apply=apply,
-)
+PATCH = Patch(MEGATRON, apply, drop_when="megatron-core takes the device from its configuration instead of naming CUDA")

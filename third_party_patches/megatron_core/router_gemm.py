@@ -7,7 +7,7 @@ What it does: the name is None where TransformerEngine did not set it, and the r
 
 from __future__ import annotations
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import MEGATRON, Patch
 
 
 def apply() -> None:
@@ -18,10 +18,8 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron_core.router_gemm",
-    distributions=("megatron-core",),
-    versions=">=0.16.1,<0.17",
+    MEGATRON,
+    apply,
     drop_when="moe_utils sets te_general_gemm to None when TransformerEngine is missing",
-    apply=apply,
     not_needed=">=0.19",
 )

@@ -13,7 +13,7 @@ import queue
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import MEGATRON, Patch
 
 
 def write_from_threads(
@@ -51,10 +51,5 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron_core.threaded_writer",
-    distributions=("megatron-core",),
-    versions=">=0.16.1,<0.17",
-    drop_when="FileSystemWriterAsync can write without starting processes",
-    apply=apply,
-    not_needed=">=0.19",
+    MEGATRON, apply, drop_when="FileSystemWriterAsync can write without starting processes", not_needed=">=0.19"
 )

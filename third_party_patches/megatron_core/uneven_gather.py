@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import MEGATRON, Patch
 
 
 def gather_pieces(mine: torch.Tensor, group: dist.ProcessGroup, lengths: list[int]) -> torch.Tensor:
@@ -44,10 +44,4 @@ def apply() -> None:
     mappings._gather_along_first_dim = gather_along_first_dim
 
 
-PATCH = Patch(
-    name="megatron_core.uneven_gather",
-    distributions=("megatron-core",),
-    versions=">=0.16.1,<0.17",
-    drop_when="gloo gathers tensors of different lengths",
-    apply=apply,
-)
+PATCH = Patch(MEGATRON, apply, drop_when="gloo gathers tensors of different lengths")

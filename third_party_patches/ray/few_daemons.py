@@ -10,7 +10,7 @@ What it does: none is started. `ray list`, which asks the dashboard server, does
 
 from __future__ import annotations
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import RAY, Patch
 
 
 def start_nothing(node: object, **asked: object) -> None:
@@ -27,9 +27,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="ray.few_daemons",
-    distributions=("ray",),
-    versions="==2.60.0",
+    RAY,
+    apply,
     drop_when="ray.init starts no dashboard server where none is wanted, and neither log monitor nor autoscaler",
-    apply=apply,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import RAY, Patch
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,10 +31,4 @@ def apply() -> None:
     node.Node = LoopbackNode
 
 
-PATCH = Patch(
-    name="ray.on_loopback",
-    distributions=("ray",),
-    versions="==2.60.0",
-    drop_when="ray.init(_node_ip_address='127.0.0.1') listens on that address",
-    apply=apply,
-)
+PATCH = Patch(RAY, apply, drop_when="ray.init(_node_ip_address='127.0.0.1') listens on that address")

