@@ -47,8 +47,7 @@ ROOMS: dict[str, set[str]] = {
     **dict.fromkeys(SCHEDULE, {"errors", "records", "rollout.slices", "observe"} | SCHEDULE),
     "scoring.rewards": PARTS | HELD,
     "sampling": SAMPLED,
-    "ledger.clock": set(),
-    "ledger.planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "data", "ledger.clock"} | SCHEDULE,
+    "ledger.planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "data"} | SCHEDULE,
     "ledger.mapping": {
         "errors",
         "config",
@@ -57,7 +56,6 @@ ROOMS: dict[str, set[str]] = {
         "model",
         "checkpoint",
         "ledger.planner",
-        "ledger.clock",
     },
     "controller": SAMPLED | {"ledger.planner", "sampling"},
     "tasks": SAMPLED | {"ledger.planner", "controller"},
@@ -104,7 +102,7 @@ PURE_PARTS = (
     f"{PACKAGE}.sampling.simulate",
 )
 """All that planner and mapping may import of those rooms."""
-PURE_ROOMS = GROUND | {"ledger.clock", "ledger.planner"}
+PURE_ROOMS = GROUND | {"ledger.planner"}
 """Rooms of which they may import everything, as far as the table lets them."""
 
 LIBRARIES: dict[str, set[str]] = {
@@ -190,7 +188,6 @@ def test_every_import_is_allowed():
         ("ledger/planner/x.py", "from megatron_rl.model.gpt import transformer_config"),
         ("ledger/mapping/x.py", "from megatron_rl.model.gpt import transformer_config"),
         ("ledger/planner/x.py", "from megatron_rl.ledger.mapping.search import Search"),
-        ("ledger/clock/x.py", "from megatron_rl.ledger.planner.time import Estimator"),
         ("sampling/rules.py", "from megatron_rl.sampling.sampler import Sampler"),
         ("scoring/x.py", "from megatron_rl.scoring.rewards import Rewards"),
         ("roles/x.py", "from megatron_rl.cli import app"),

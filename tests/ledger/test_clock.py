@@ -1,19 +1,57 @@
-"""The clock: tasks on lanes by hand, and the pipeline's closed form against a simulation of every pass."""
+"""The critical path of tasks by hand, and the pipeline's closed form against a simulation of every pass."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.ledger.clock.lanes import Task, simulate_tasks
-from megatron_rl.ledger.clock.pipeline_clock import pipeline_seconds, simulated_seconds
+from megatron_rl.ledger.planner.critical_path import Task, simulate_tasks
+from megatron_rl.ledger.planner.time import pipeline_seconds
 
 SECONDS = st.floats(0.1, 10.0)
 
 
-def test_lanes_by_hand():
-    """Two lanes, one task on both: c waits for a's lane and for b. Would not catch tasks that could swap places."""
+def simulated_seconds(forward: Sequence[float], backward: Sequence[float], num_micro_batches: int) -> float:
+    """Simulate every pass of one forward, one backward, without chunks. forward, backward: seconds of each stage.
+
+    Stage s of p runs min(p - s - 1, m) forward passes first, then one forward and one backward alternately, then the
+    backward passes that are left.
+    """
+    pp_size = len(forward)
+    orders = [_order(pp_size - stage - 1, num_micro_batches) for stage in range(pp_size)]
+    done: dict[tuple[str, int, int], float] = {}
+    free, place = [0.0] * pp_size, [0] * pp_size
+    while any(place[stage] < len(orders[stage]) for stage in range(pp_size)):
+        for stage in range(pp_size):
+            while place[stage] < len(orders[stage]):
+                kind, number = orders[stage][place[stage]]
+                is_forward = kind == "forward"
+                neighbour = stage - 1 if is_forward else stage + 1
+                ready: float | None = 0.0
+                if 0 <= neighbour < pp_size:
+                    ready = done.get((kind, neighbour, number))
+                if ready is None:
+                    break
+                free[stage] = max(free[stage], ready) + (forward if is_forward else backward)[stage]
+                done[kind, stage, number] = free[stage]
+                place[stage] += 1
+    return max(free)
+
+
+def _order(num_first: int, num_micro_batches: int) -> list[tuple[str, int]]:
+    """Return the passes of one stage in the order of Megatron's schedule without interleaving."""
+    num_first = min(num_first, num_micro_batches)
+    order = [("forward", number) for number in range(num_first)]
+    for number in range(num_micro_batches - num_first):
+        order += [("forward", num_first + number), ("backward", number)]
+    return order + [("backward", number) for number in range(num_micro_batches - num_first, num_micro_batches)]
+
+
+def test_tasks_by_hand():
+    """Two pools, one task on both: c waits for a's pool and for b. Would not catch tasks that could swap places."""
     tasks = [Task("a", 3, ("x",)), Task("b", 5, ("y",)), Task("c", 2, ("x", "y")), Task("d", 1, ("x",), ("b",))]
     found = simulate_tasks(tasks)
     assert {name: (bar.start, bar.stop) for name, bar in found.bars.items()} == {
@@ -62,7 +100,7 @@ def test_uneven_stages_never_take_longer(stages, num_micro_batches):
     assert simulated <= closed * (1 + 1e-9)
 
 
-def test_lanes_that_share_slow_down_alike():
+def test_tasks_that_share_cores_slow_down_alike():
     """Two cores, by hand: a wants 2 and b 1, so both run at 2/3 until b is done after 3 s; a has 1 s left then. c comes
     after both. Would not catch tasks whose wants change while they run.
     """
@@ -81,13 +119,13 @@ def test_lanes_that_share_slow_down_alike():
 @given(
     st.lists(st.tuples(SECONDS, st.integers(0, 2), st.floats(0.0, 3.0)), min_size=1, max_size=8), st.floats(0.5, 4.0)
 )
-def test_sharing_never_beats_the_work_nor_the_lanes(drawn, shared):
+def test_sharing_never_beats_the_work_nor_the_pools(drawn, shared):
     """At least as long as without sharing, and as all work over what there is; at most both added up. Would not catch
     a share that is given unevenly.
     """
     tasks = [
-        Task(str(number), seconds, (str(lane),), wants=min(wants, shared))
-        for number, (seconds, lane, wants) in enumerate(drawn)
+        Task(str(number), seconds, (str(pool),), wants=min(wants, shared))
+        for number, (seconds, pool, wants) in enumerate(drawn)
     ]
     alone, found = simulate_tasks(tasks).total, simulate_tasks(tasks, shared).total
     work = sum(task.seconds * task.wants for task in tasks) / shared

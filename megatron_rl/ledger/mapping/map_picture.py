@@ -1,4 +1,4 @@
-"""The picture of placements: one timeline of a step for each, its pools as lanes, all on one scale of seconds."""
+"""Picture of the placements: a timeline of one step each, one row per pool, on a common scale of seconds."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def draw_placements(mapped: Mapped, output_png: Path) -> None:
     """Write the picture."""
     shown = mapped.candidates
     phases = list(dict.fromkeys(phase for one in shown for phase in one.time.seconds))
-    lanes = [len(one.placed.choices) for one in shown]
-    figure = Figure(figsize=(11, 1.0 + 0.34 * sum(lanes) + 0.2 * len(shown)), dpi=120, layout="constrained")
+    num_pools = [len(one.placed.choices) for one in shown]
+    figure = Figure(figsize=(11, 1.0 + 0.34 * sum(num_pools) + 0.2 * len(shown)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=lanes)
+    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=num_pools)
     for number, (candidate, axes) in enumerate(zip(shown, panels[:, 0], strict=True), start=1):
         _draw(axes, candidate)
         axes.set_title(f"{number}: {candidate.seconds:.2f} s", loc="left", fontsize=SMALL, color=INK)
@@ -48,9 +48,9 @@ def draw_placements(mapped: Mapped, output_png: Path) -> None:
 def _draw(axes: Axes, candidate: Candidate) -> None:
     names = list(candidate.memory)
     for bar in candidate.time.timeline.bars.values():
-        for lane in bar.task.lanes:
+        for pool in bar.task.pools:
             width = bar.stop - bar.start
-            axes.barh(names.index(lane), width, 0.7, left=bar.start, color=phase_color(bar.task.name), linewidth=0)
+            axes.barh(names.index(pool), width, 0.7, left=bar.start, color=phase_color(bar.task.name), linewidth=0)
     labels = [f"{roles_of_pool(one)}  {ranks_of_pool(one)}" for one in candidate.placed.choices]
     axes.set_yticks(range(len(names)), labels, fontsize=SMALL)
     axes.set_ylim(len(names) - 0.5, -0.5)

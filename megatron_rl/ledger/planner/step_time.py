@@ -14,7 +14,7 @@ from functools import cached_property
 from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.roles import ACTOR, PassSpec, PoolSize, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.clock.lanes import Task, Timeline, simulate_tasks
+from megatron_rl.ledger.planner.critical_path import Task, Timeline, simulate_tasks
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads
 from megatron_rl.ledger.planner.memory import GEN, RESHARD, phase_order
 from megatron_rl.ledger.planner.memory_report import MemoryReport

@@ -3,7 +3,7 @@
 Legend: t, p, d: TP, PP, copies of the model (DP x CP); P matrix parameters; L layers; H hidden size.
     training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, or reading the
                  weights or launching kernels where that takes longer, for the fullest rank, in micro-batches through
-                 stages whose slowest sets the pace (`ledger.clock.pipeline_clock`): the last one also has the head
+                 stages whose slowest sets the pace (`pipeline_seconds`): the last one also has the head
     generation   every decode step reads the weights and the cache once, or computes if that takes longer, and costs
                  the engine a fixed overhead; lengths follow the least-assuming distribution with their mean and bound
     transition   the exact bytes of the hybrid engine's plan, over links inside a node and over the network
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_rl.ledger.clock.pipeline_clock import pipeline_seconds
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads, latency
 from megatron_rl.ledger.planner.run_models import PlannedModel
 from megatron_rl.ledger.planner.weights import EMBEDDING, is_tied
@@ -39,6 +38,15 @@ RL_SHARE = 0.777
 """What passes over short sequences of many lengths reach of the efficiency of long training; calibrated."""
 DECODE_OVERHEAD = 6.35e-3
 """Seconds that the engine spends on a decode step beside the GPU's work; calibrated."""
+
+
+def pipeline_seconds(total: float, slowest: float, num_micro_batches: int, vpp_size: int = 1) -> float:
+    """Return the seconds of all passes through a pipeline (Narayanan et al., arXiv:2104.04473).
+
+    total, slowest: seconds of one micro-batch, forward and backward, through all stages and through the slowest one.
+    m micro-batches take m * slowest; filling and draining add total - slowest, divided by the chunks of a stage.
+    """
+    return num_micro_batches * slowest + (total - slowest) / vpp_size
 
 
 @dataclass(frozen=True)

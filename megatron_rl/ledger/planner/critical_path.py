@@ -1,9 +1,8 @@
-"""Tasks on lanes: when does each start and stop, and which of them decide how long all take?
+"""When each task of a step starts and stops, and which chain of tasks decides the total.
 
-A lane runs its tasks one by one, in the order in which they are given, as a pool runs the methods it is sent. A task
-starts when the tasks it comes after have stopped and all of its lanes are free. Where lanes share what they work with,
-such as the cores of one machine, tasks that want more of it together than there is all slow down alike, and taking
-turns may cost a share of it.
+A pool runs its tasks one by one, in the order given, as its ranks run the methods that are called. A task starts when
+all tasks in `after` have stopped and all of its pools are free. Where pools share resources, such as the cores of one
+machine, tasks that together want more than there is slow down by the same factor, and sharing may cost a part of it.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """Something that keeps all of `lanes` busy for so many seconds. after: names of tasks that must have stopped.
+    """Work that keeps all of `pools` busy for `seconds`. after: names of tasks that must stop first.
 
-    wants: of what lanes share, in the mean, while it has that for itself.
+    wants: the mean amount of the shared resource that it uses when nothing else competes.
     """
 
     name: str
     seconds: float
-    lanes: tuple[str, ...]
+    pools: tuple[str, ...]
     after: tuple[str, ...] = ()
     wants: float = 0.0
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A task in time. waited_for: the task whose end let it start; None: it started at once."""
+    """A task with its start and stop in seconds. waited_for: the task whose end let it start; None at time 0."""
 
     task: Task
     start: float
@@ -38,18 +37,18 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Every task's bar, by name, in the order in which the tasks were given."""
+    """bars: task name -> its bar, in the order in which the tasks were given."""
 
     bars: dict[str, Bar]
 
     @property
     def total(self) -> float:
-        """Seconds until the last task stops."""
+        """Seconds until the last task stops; 0 without tasks."""
         return max((bar.stop for bar in self.bars.values()), default=0.0)
 
     @property
     def critical_path(self) -> list[str]:
-        """The chain of tasks that ends last: each waited for the one before it."""
+        """Names of the chain of tasks that ends last; each waited for the one before it."""
         last = max(self.bars.values(), key=lambda bar: bar.stop, default=None)
         path: list[str] = []
         while last is not None:
@@ -59,17 +58,17 @@ class Timeline:
 
 
 def simulate_tasks(tasks: Sequence[Task], shared: float = 0.0, turns_share: float = 1.0) -> Timeline:
-    """Run them all. shared: what there is of what tasks want; 0: as much as they want. turns_share: of that, what is
-    left while they want more.
+    """Schedule all tasks. shared: amount of the shared resource; 0: unlimited. turns_share: part of it that is left
+    while tasks want more than there is.
 
-    Raises KeyError for a task that comes after one which is not given before it.
+    Raises KeyError where a task names a task in `after` that is not given before it.
     """
     bars: dict[str, Bar] = {}
     before = _before(tasks)
     if shared and sum(task.wants for task in tasks) > shared:
         return _simulate_sharing(tasks, before, shared, turns_share)
     for task in tasks:
-        # Of two that stop at once the later one counts, whose own past may be the longer.
+        # Of two that stop at once take the later one: its own chain may be longer.
         waited_for = max(reversed(before[task.name]), key=lambda name: bars[name].stop, default=None)
         start = 0.0 if waited_for is None else bars[waited_for].stop
         bars[task.name] = Bar(task, start, start + task.seconds, waited_for)
@@ -77,22 +76,22 @@ def simulate_tasks(tasks: Sequence[Task], shared: float = 0.0, turns_share: floa
 
 
 def _before(tasks: Sequence[Task]) -> dict[str, list[str]]:
-    """Task -> those that must have stopped: what it comes after, and the ones before it on its lanes."""
-    found: dict[str, list[str]] = {}
+    """Return task -> tasks that must stop first: those in `after`, and the last one before it on each of its pools."""
+    before: dict[str, list[str]] = {}
     last_on: dict[str, str] = {}
     for task in tasks:
-        missing = next((name for name in task.after if name not in found), None)
+        missing = next((name for name in task.after if name not in before), None)
         if missing is not None:
             raise KeyError(missing)
-        found[task.name] = [*task.after, *(last_on[lane] for lane in task.lanes if lane in last_on)]
-        last_on |= dict.fromkeys(task.lanes, task.name)
-    return found
+        before[task.name] = [*task.after, *(last_on[pool] for pool in task.pools if pool in last_on)]
+        last_on |= dict.fromkeys(task.pools, task.name)
+    return before
 
 
 def _simulate_sharing(
     tasks: Sequence[Task], before: Mapping[str, list[str]], shared: float, turns_share: float
 ) -> Timeline:
-    """From one start or stop to the next, between which every task that runs goes on at the same pace."""
+    """Advance from one start or stop to the next; in between every running task proceeds at one common speed."""
     left = {task.name: task.seconds for task in tasks}
     start: dict[str, float] = {}
     stop: dict[str, float] = {}
@@ -103,9 +102,9 @@ def _simulate_sharing(
                 start[task.name] = now
         running = [task for task in tasks if task.name in start and task.name not in stop]
         wanted = sum(task.wants for task in running)
-        stop_policy = shared * turns_share / wanted if wanted > shared and len(running) > 1 else 1.0
+        speed = shared * turns_share / wanted if wanted > shared and len(running) > 1 else 1.0
         passed = min(left[task.name] for task in running)
-        now += passed / stop_policy
+        now += passed / speed
         for task in running:
             left[task.name] -= passed
             if left[task.name] <= 0:
