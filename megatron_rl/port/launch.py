@@ -17,7 +17,11 @@ from megatron_rl.port.shell import ShellRun
 
 HYDRA_ARGUMENT = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w@/]*(\.[\w@/-]+)*(=.*)?", re.DOTALL)
 SHORT_OPTIONS = {"-cn": "config-name", "-cp": "config-path", "-cd": "config-dir"}
-DEFAULT_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
+DEFAULT_CONFIGS = tuple(
+    f"{kind}{engine}trainer"
+    for kind in ("ppo_", "dapo_", "fully_async_ppo_", "one_step_off_ppo_")
+    for engine in ("", "megatron_")
+)
 """Names of verl's own configuration files, whose values are its defaults."""
 
 

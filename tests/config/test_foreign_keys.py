@@ -297,9 +297,11 @@ def test_what_verl_counts_in_samples_and_transfers_is_counted_in_steps():
 
 def test_one_step_off_is_a_rollout_of_its_own_and_one_step_ahead():
     """By hand. Would not catch a correction that the user has set elsewhere."""
-    found = translate(settings_of({"trainer.v1.trainer_mode": "separate_async"}), is_key)
+    asked = {"trainer.v1.trainer_mode": "separate_async", "async_training.partial_rollout": False}
+    found = translate(settings_of(asked), is_key)
     assert {setting.key: setting.value for setting in found.settings} == {
         "actor_rollout_ref.hybrid_engine": False,
+        "async_training.partial_rollout": False,
         "trainer.rollout_ahead": 1,
         "algorithm.rollout_correction.rollout_is": "token",
     }

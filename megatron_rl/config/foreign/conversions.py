@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.config.foreign import async_keys
+from megatron_rl.config.foreign.key_rows import Outcome
 
 LAYOUT_OF = {"actor_rollout_ref.rollout": "actor_rollout_ref.actor", "actor_rollout_ref.ref": "actor_rollout_ref.actor"}
 
 WITH_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
 """Parts of a layer that Megatron makes again only in transformer-engine's layers, or after it was imported."""
 
-Conversion = Callable[[str, str, Any, Mapping[str, Any]], dict[str, Any] | str]
-"""(the foreign key, the key here or "", value, all settings) -> settings here, or why nothing needs to be said."""
+Conversion = Callable[[str, str, Any, Mapping[str, Any]], Outcome]
+"""(the foreign key, the key here or "", value, all settings) -> what becomes of it."""
 
 
-def per_rank(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+def per_rank(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """Samples of all ranks -> of one data-parallel rank."""
     if not isinstance(value, int) or isinstance(value, bool):
         return {target: value}
@@ -29,7 +30,7 @@ def per_rank(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dic
     return {target: max(1, value // max(1, ranks // shared))}
 
 
-def share_of_lr(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+def share_of_lr(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """A share of the peak learning rate -> the rate."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return {target: value}
@@ -37,7 +38,7 @@ def share_of_lr(key: str, target: str, value: Any, given: Mapping[str, Any]) -> 
     return {target: value * float(peak)}
 
 
-def recomputed(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+def recomputed(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """FSDP's switch -> Megatron's; Megatron scripts have one of their own, and verl's engine does not read this one."""
     if any(".megatron." in other or alike_megatron(other, said) for other, said in given.items()):
         return "Megatron's own switch is megatron.override_transformer_config.recompute_granularity"
@@ -50,7 +51,7 @@ def recomputed(key: str, target: str, value: Any, given: Mapping[str, Any]) -> d
     }
 
 
-def known_parts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+def known_parts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """Parts of a layer to make again -> those of them that can be; a part that does not exist stays, to be refused."""
     if not isinstance(value, list):
         return {key: value}
@@ -58,13 +59,13 @@ def known_parts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> 
     return {key: kept} if kept else "no part of it can be made again here; without it core_attn is"
 
 
-def truncated_importance(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+def truncated_importance(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """The earlier key of token weights and their threshold in one."""
     group = "algorithm.rollout_correction"
     return {f"{group}.rollout_is": "token", f"{group}.rollout_is_threshold": value}
 
 
-def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """No name of a function: verl takes the rule of the data source, here that is so only without a reward model."""
     models = ("reward_model.enable", "reward.reward_model.enable")
     if any(given.get(other) is True for other in models) or any(other.startswith("reward_models.") for other in given):
@@ -72,7 +73,7 @@ def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) 
     return "without a reward model the rule of the data source judges"
 
 
-def graphs_of_gpus(key: str, target: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str:
+def graphs_of_gpus(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """Asked for on a CPU, graphs are left out: verl's scripts ask for them wherever they run."""
     if value is False and given.get("trainer.device") == "cpu":
         return "graphs only make steps faster, and there are none to capture on a CPU"
@@ -84,20 +85,32 @@ def alike_megatron(key: str, value: Any) -> bool:
     return key.endswith(".strategy") and value == "megatron"
 
 
+def whole_answer(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
+    """The longest turn. An answer is one turn here, so its limit must be the answer's."""
+    longest = given.get("actor_rollout_ref.rollout.response_length", given.get("data.max_response_length", 512))
+    return "an answer is one turn, and data.max_response_length limits it" if value in (None, longest) else None
+
+
 CONVERSIONS: dict[str, Conversion] = {
+    "asynchronous": async_keys.asynchronous,
     "batch_of_prompts": async_keys.batch_of_prompts,
+    "batches_ahead": async_keys.batches_ahead,
     "behaviour_as_old": async_keys.behaviour_as_old,
     "drawn_one_by_one": async_keys.drawn_one_by_one,
     "known_parts": known_parts,
     "graphs_of_gpus": graphs_of_gpus,
+    "mini_batches_per_transfer": async_keys.mini_batches_per_transfer,
+    "oldest_version": async_keys.oldest_version,
     "per_rank": per_rank,
     "recomputed": recomputed,
+    "repeatable": async_keys.repeatable,
     "rule_by_source": rule_by_source,
-    "separate": async_keys.separate,
     "share_of_lr": share_of_lr,
+    "stale_groups": async_keys.stale_groups,
     "steps_ahead": async_keys.steps_ahead,
     "steps_of_prompts": async_keys.steps_of_prompts,
     "transfers_to_steps": async_keys.transfers_to_steps,
     "truncated_importance": truncated_importance,
+    "whole_answer": whole_answer,
 }
 """Names of the table -> functions."""

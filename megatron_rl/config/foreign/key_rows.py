@@ -8,7 +8,7 @@ A row has
     values       value here for a value there, or the settings that say the same; {}: nothing needs to be said
     nothing_at   values that ask for nothing here, or `any`
     to           the key here; $1, $2 are what the braces took, $last the key's last part, $rest what `**` took
-    convert      how the value becomes one here, a name of `conversions.py`
+    convert      how the value becomes one here, a name of `conversions.py`; where it has no answer the row goes on
     feature      what all other values ask for and is not here
     instead      what to do instead
     with         keys that mean something only with that feature
@@ -35,6 +35,16 @@ MACROS = {
     "<TRAINED>": "{actor_rollout_ref.actor,critic}",
     "<MODEL>": "(actor_rollout_ref,critic,reward_model,reward.reward_model).model",
 }
+
+
+class Differs(str):
+    """Why a value that is taken does something else in verl."""
+
+    __slots__ = ()
+
+
+Outcome = dict[str, Any] | str | None
+"""What a conversion returns: settings here; why nothing needs to be set, or what differs; None: the row goes on."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_rl.config.foreign.conversions import CONVERSIONS
-from megatron_rl.config.foreign.key_rows import KeyRow, alike, filled, rows_for
+from megatron_rl.config.foreign.key_rows import Differs, KeyRow, alike, filled, rows_for
 from megatron_rl.config.setting import Setting, final_settings
 from megatron_rl.config.value_tables import CHOICES
 from megatron_rl.errors import Violation, shown
@@ -128,11 +128,12 @@ def _by_row(row: KeyRow, match: re.Match[str], setting: Setting, given: Mapping[
         target = filled(row.to, match) if row.to else ""
         outcome = CONVERSIONS[row.convert](key, target, value, given)
         if isinstance(outcome, str):
-            return Note(Kind.IGNORED, setting, outcome)
+            return Note(Kind.DIFFERS if isinstance(outcome, Differs) else Kind.IGNORED, setting, outcome)
         if outcome == {key: value}:
             return None
-        return Note(Kind.RENAMED, setting, why if not row.off else "", outcome)
-    if row.to is not None:
+        if outcome is not None:
+            return Note(Kind.RENAMED, setting, why if not row.off else "", outcome)
+    elif row.to is not None:
         target = filled(row.to, match)
         return Note(Kind.RENAMED, setting, why if not row.off else "", {target: value}) if target != key else None
     if row.feature is not None:
