@@ -28,7 +28,7 @@ from megatron_rl.model.families import (
     sliding_window,
     value_param_map,
 )
-from megatron_rl.model.families.layers import dense_layers
+from megatron_rl.model.families.shape import dense_layers
 from megatron_rl.parallel.sharding import LogicalTensor, Place, Segment, shard_of
 
 LLAMA, QWEN2 = FAMILIES["LlamaForCausalLM"], FAMILIES["Qwen2ForCausalLM"]

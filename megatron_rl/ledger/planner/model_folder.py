@@ -42,8 +42,8 @@ from megatron_rl.model.families import (
     routing_problem,
     sliding_window,
 )
+from megatron_rl.model.families.attention_parts import SIZE_KEYS
 from megatron_rl.model.families.family import SharedExperts
-from megatron_rl.model.families.latent import SIZE_KEYS
 from megatron_rl.parallel.sharding import padded_vocab_size
 
 SIZES = (

@@ -1,13 +1,11 @@
 """The supported Hugging Face architectures, described once, as data that needs no torch.
 
 Preflight, the model builder, import, export and the rollout binding all read the same description. A family is one
-small file here and one name in `registry.py`.
+entry in `registry.py`.
 """
 
-from megatron_rl.model.families.attention_parts import AttentionShape, attention_shape, rotary_share
+from megatron_rl.model.families.attention_parts import AttentionShape, LatentAttention, attention_shape, rotary_share
 from megatron_rl.model.families.family import Family
-from megatron_rl.model.families.latent import LatentAttention
-from megatron_rl.model.families.layers import dense_layers_problem, routed_layers
 from megatron_rl.model.families.params import (
     CORRECTION,
     HEAD,
@@ -23,12 +21,14 @@ from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, ro
 from megatron_rl.model.families.shape import (
     ModelShape,
     Routing,
+    dense_layers_problem,
     experts_of,
     full_attention,
     head_cap,
     num_experts_key,
     num_labels,
     rollout_settings,
+    routed_layers,
     routing_problem,
     sliding_window,
 )

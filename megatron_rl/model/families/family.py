@@ -48,7 +48,14 @@ class Style:
         }
 
 
-GEMMA = Style("gelu_pytorch_tanh", True, True, True, "final_logit_softcapping")
+LISTED, STEP, FIRST = "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"
+STEP_RULE = {LISTED: (), STEP: 1}
+"""Qwen's keys: layers by number, and experts in every n-th layer only. Absent: experts are everywhere."""
+
+
+def first_rule(absent: int) -> dict[str, object]:
+    """DeepSeek's key: how many of the first layers are dense. absent: how many where config.json does not say."""
+    return {FIRST: absent}
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class Experts:
     norm_topk_prob: whether the weights of a token's experts add up to 1; None: config.json says, and false if it
     does not.
     dense_keys: the config.json keys that say which layers have a dense MLP instead, each with what its absence means
-    (`layers.py`).
+    (`dense_layers`).
     shared: an MLP that every token passes beside its experts; None: there is none.
     scoring: how experts are chosen; None: the largest of a softmax over all.
     """
@@ -133,7 +140,7 @@ class Family:
     qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head. qkv_bias_key,
     qk_norm_key: the config.json key that says so, where it is not always so.
     attention: how attention differs from the usual. style: how the parts of a layer are put together.
-    latent_attention: keys and values are made of a short latent vector (`latent.py`).
+    latent_attention: keys and values are made of a short latent vector (`LatentAttention`).
     experts: MLPs are routers over experts, in all layers or those that config.json names; None: all are dense.
     window: sliding-window attention that config.json may ask for; None: the architecture has none.
     fixed: further config.json settings that may have one value only (or be absent).

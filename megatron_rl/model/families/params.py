@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_rl.model.families.attention_parts import LatentAttention
 from megatron_rl.model.families.family import Experts, Family
-from megatron_rl.model.families.latent import LatentAttention
 from megatron_rl.model.families.shape import ModelShape
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 

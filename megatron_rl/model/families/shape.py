@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.model.families.attention_parts import AttentionShape, attention_shape
-from megatron_rl.model.families.family import Experts, Family, Scoring
-from megatron_rl.model.families.latent import LatentAttention
-from megatron_rl.model.families.layers import dense_layers
+from megatron_rl.model.families.attention_parts import AttentionShape, LatentAttention, attention_shape
+from megatron_rl.model.families.family import FIRST, LISTED, STEP, Experts, Family, Scoring
 from megatron_rl.model.families.registry import family_of
 
 DEFAULT_NUM_LABELS = 2
@@ -88,6 +86,40 @@ def shared_size(experts: Experts, settings: Mapping[str, Any]) -> int:
         return 0
     count = 1 if shared.count_key is None else settings.get(shared.count_key) or 0
     return int(count * settings[shared.size_key])
+
+
+def dense_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of the layers without experts, ascending; () for a family without experts, whose layers are all alike."""
+    if family.experts is None:
+        return ()
+    given = {key: settings.get(key) for key in family.experts.dense_keys}
+    rules: dict[str, Any] = {
+        key: family.experts.dense_keys[key] if value is None else value for key, value in given.items()
+    }
+    listed, step, first = rules.get(LISTED, ()), rules.get(STEP, 1), rules.get(FIRST, 0)
+    layers = range(settings["num_hidden_layers"])
+    return tuple(layer for layer in layers if layer in listed or (layer + 1) % step or layer < first)
+
+
+def routed_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of the layers with experts, ascending."""
+    dense = dense_layers(family, settings)
+    layers = range(0 if family.experts is None else settings["num_hidden_layers"])
+    return tuple(layer for layer in layers if layer not in dense)
+
+
+def dense_layers_problem(family: Family, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """The settings that say it and what must hold of them; None when they are right. Sizes must be right already."""
+    if family.experts is None:
+        return None
+    given = {key: settings[key] for key in family.experts.dense_keys if settings.get(key) is not None}
+    num_layers = settings["num_hidden_layers"]
+    listed = given.get(LISTED, ())
+    if any(not 0 <= layer < num_layers for layer in listed):
+        return {LISTED: listed}, f"must be numbers of layers, from 0 to {num_layers - 1}"
+    if len(dense_layers(family, settings)) == num_layers:
+        return given, f"must leave experts to at least one of the {num_layers} layers"
+    return None
 
 
 def experts_of(family: Family) -> Experts:
