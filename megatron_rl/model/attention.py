@@ -6,8 +6,6 @@ and S = T tokens of several segments.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.families import AttentionShape
 from megatron_rl.model.norm import RMSNorm
-from megatron_rl.model.segments import Segments, to_slots, to_tokens
+from megatron_rl.model.segments import Segments, to_slots, to_tokens, turns_of
 from megatron_rl.model.shaped_attention import ShapedAttention
 
 
@@ -65,11 +63,7 @@ class StackedQKVSelfAttention(SelfAttention):
         rotary_pos_emb [longest, 1, 1, D]: the angles of every position, from which a packed row takes its own. They
         are applied where q and k are made: Megatron makes cosine and sine anew for both, in every layer.
         """
-        if packed_seq_params is None:
-            angles = rotary_pos_emb[..., : rotary_pos_emb.shape[-1] // 2]
-            self._turns = (angles.cos(), angles.sin())
-        else:
-            self._turns = packed_seq_params.turns_of(rotary_pos_emb)
+        self._turns = turns_of(rotary_pos_emb, packed_seq_params)
         if self.number_of_rope is not None:
             cosine, sine = (turn.chunk(2, -1)[self.number_of_rope] for turn in self._turns)
             self._turns = (cosine, sine)
@@ -219,20 +213,17 @@ def bucketed(
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:
-    """The same on torch's variable-length flash attention, which CUDA has for half precision."""
-    longest = segments.max_seqlen_q
-    grouped = query.shape[1] != key.shape[1]
-    boundaries = (segments.cu_seqlens_q, segments.cu_seqlens_kv, longest, longest)
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if grouped and takes_groups(varlen_attn):
-        options["enable_gqa"] = True
-    elif grouped:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    out = varlen_attn(query, key, value, *boundaries, **options)
+    """Compute `bucketed` with torch's variable-length flash attention, which CUDA has for half precision."""
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_kv,
+        segments.max_seqlen_q,
+        segments.max_seqlen_q,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
     assert isinstance(out, Tensor)  # with the log-sums only where they are asked for
     return out
-
-
-def takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Whether the kernel reads one key and value for several queries; torch 2.13's does, 2.11's not yet."""
-    return "enable_gqa" in inspect.signature(kernel).parameters

@@ -15,10 +15,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.device import has_varlen_attention
-from megatron_rl.model.attention import takes_groups
+from megatron_rl.model.shaped_attention import by_group, by_head, by_token
 
 SMALLEST_TILE = 1 << 16
 """Scores that may be held at once, however few queries there are, where no kernel does better."""
@@ -111,8 +110,8 @@ def plain_forward(query: Tensor, key: Tensor, value: Tensor, facing: Facing) -> 
     for tile in tiles(query, key, facing):
         scores = tile.scores(query, key)
         sums = scores.logsumexp(-1)
-        mixed = (scores - sums[..., None]).exp() @ by_heads(value, tile.keys)
-        out[tile.queries] = mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        mixed = (scores - sums[..., None]).exp() @ by_head(value[tile.keys])
+        out[tile.queries] = by_token(mixed)
         log_sum[tile.queries] = sums.permute(0, 3, 1, 2).flatten(2)
     return out, log_sum
 
@@ -124,13 +123,13 @@ def plain_backward(
     d_query, d_key, d_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (query, key, value))
     num_kv, scale = key.shape[1], query.shape[-1] ** -0.5
     for tile in tiles(query, key, facing):
-        of_rows = by_groups(log_sum[tile.queries][..., None], num_kv)
+        of_rows = by_group(log_sum[tile.queries][..., None], num_kv)
         probs = (tile.scores(query, key) - of_rows).exp()
-        d_out, o = (by_groups(x[tile.queries].float(), num_kv) for x in (grad, out))
-        k, v = by_heads(key, tile.keys), by_heads(value, tile.keys)
+        d_out, o = (by_group(x[tile.queries].float(), num_kv) for x in (grad, out))
+        k, v = by_head(key[tile.keys]), by_head(value[tile.keys])
         d_scores = probs * (d_out @ v.transpose(-1, -2) - (d_out * o).sum(-1, keepdim=True)) * scale
-        q = by_groups(query[tile.queries].float(), num_kv)
-        d_query[tile.queries] = (d_scores @ k).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        q = by_group(query[tile.queries].float(), num_kv)
+        d_query[tile.queries] = by_token(d_scores @ k)
         # Tiles of the same piece share its keys.
         for of, through, mixed in ((d_key, d_scores, q), (d_value, probs, d_out)):
             of[tile.keys] += (through.transpose(-1, -2) @ mixed).sum(2).transpose(1, 2)
@@ -151,8 +150,8 @@ class Tile:
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """Float32 [b, K, N / K, s, w], -inf where a key may not be seen."""
-        q = by_groups(query[self.queries].float(), key.shape[1]) * query.shape[-1] ** -0.5
-        scores: Tensor = q @ by_heads(key, self.keys).transpose(-1, -2)
+        q = by_group(query[self.queries].float(), key.shape[1]) * query.shape[-1] ** -0.5
+        scores: Tensor = q @ by_head(key[self.keys]).transpose(-1, -2)
         if self.causal:
             at, of = (torch.arange(x.shape[1], device=query.device) for x in (self.queries, self.keys))
             scores.masked_fill_(of[None] > self.first + at[:, None], -torch.inf)
@@ -168,24 +167,12 @@ def tiles(query: Tensor, key: Tensor, facing: Facing) -> Iterator[Tile]:
             yield Tile(queries[:, first : first + step], keys, first, facing.causal)
 
 
-def by_groups(x: Tensor, num_kv: int) -> Tensor:
-    """[b, s, N, D] -> [b, K, N / K, s, D]."""
-    grouped: Tensor = x.unflatten(2, (num_kv, -1))
-    return grouped.permute(0, 2, 3, 1, 4)
-
-
-def by_heads(x: Tensor, rows: Tensor) -> Tensor:
-    """[u, K, D] -> float32 [b, K, 1, w, D] of the tokens in `rows` [b, w]."""
-    return x[rows].float().transpose(1, 2).unsqueeze(2)
-
-
 # On torch's flash attention, which CUDA has for half precision
 
 
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, facing: Facing) -> tuple[Tensor, Tensor]:
     """See `block_forward`."""
     queries, keys = facing.queries, facing.keys
-    key, value = (for_kernel(x, query) for x in (key, value))
     boundaries = (queries.boundaries, keys.boundaries, queries.longest, keys.longest)
     out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, *boundaries, 0.0, facing.causal, return_debug_mask=False
@@ -198,10 +185,8 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `block_backward`."""
     queries, keys = facing.queries, facing.keys
-    num_kv = key.shape[1]
-    key, value = (for_kernel(x, query) for x in (key, value))
     unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of a dropout that there is not
-    d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad.contiguous(),
         query,
         key,
@@ -217,13 +202,4 @@ def flash_backward(
         unused,
         unused[:0],
     )
-    if key.shape[1] != num_kv:
-        d_key, d_value = (x.unflatten(1, (num_kv, -1)).sum(2) for x in (d_key, d_value))
-    return d_query, d_key, d_value
-
-
-def for_kernel(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [u, K, D] as the kernel takes them: one for each query head where it does not share them."""
-    if x.shape[1] == query.shape[1] or takes_groups(varlen_attn):
-        return x
-    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+    return gradients

@@ -1,4 +1,4 @@
-"""Experts for training: Megatron's router and token dispatch around weights in the rollout engine's layout.
+"""Layers with experts: Megatron's router and token dispatch around weights in the rollout engine's layout.
 
 Legend: T tokens that reached this rank, E experts of this rank, H hidden size, F columns of an expert on this rank
 (the whole expert's over the expert TP ranks), K experts that a token is sent to.
@@ -6,25 +6,35 @@ Legend: T tokens that reached this rank, E experts of this rank, H hidden size, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megatron_rl.device import has_grouped_mm
 from megatron_rl.model.families import Routing
+from megatron_rl.model.mlp import SiluGate
 from megatron_rl.parallel.rank_grid import TrainGrid
 
 
-def moe_settings(routing: Routing, grid: TrainGrid) -> dict[str, object]:
+def moe_settings(routing: Routing, num_layers: int, grid: TrainGrid) -> dict[str, Any]:
     """The part of Megatron's configuration that only a model with experts has.
 
     No token is dropped and no balancing loss is added: log-probs must be those of the rollout engine, and the policy
     loss alone moves the router.
     """
-    return {
+    settings: dict[str, Any] = {}
+    if routing.dense_layers:
+        settings["moe_layer_freq"] = [int(layer not in routing.dense_layers) for layer in range(num_layers)]
+    if routing.shared_size:
+        settings["moe_shared_expert_intermediate_size"] = routing.shared_size
+        settings["moe_shared_expert_gate"] = routing.shared_gate
+    return settings | {
         "num_moe_experts": routing.num_experts,
         "moe_ffn_hidden_size": routing.ffn_size,
         "moe_router_topk": routing.experts_per_token,
@@ -37,11 +47,33 @@ def moe_settings(routing: Routing, grid: TrainGrid) -> dict[str, object]:
     }
 
 
+def has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer, counted over the whole model, has experts under Megatron's configuration."""
+    if not config.num_moe_experts:
+        return False
+    return isinstance(config.moe_layer_freq, int) or bool(config.moe_layer_freq[layer])
+
+
+class SharedExpertsLayer(SharedExpertMLP):
+    """Megatron's MLP that every token passes beside the experts, with `SiluGate`, which keeps less for backward.
+
+    Under sequence parallelism input, output and the gate that scales the output are this rank's part of the sequence.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [S, B, H] -> same shape."""
+        mixed, _ = self.linear_fc1(hidden_states)
+        output, _ = self.linear_fc2(SiluGate.apply(mixed))
+        out: Tensor = output
+        if self.gate_weight is not None:
+            out = output * torch.sigmoid(F.linear(hidden_states, self.gate_weight))
+        return out
+
+
 class StackedExperts(MegatronModule):
     """The gated MLPs of this rank's experts, stacked as vLLM stacks them.
 
-    w13 [E, 2F, H] holds [gate; up], w2 [E, H, F]. What the expert TP ranks return are partial sums, which Megatron's
-    dispatcher adds up.
+    w13 [E, 2F, H] holds [gate; up], w2 [E, H, F]. Expert TP ranks return partial sums; Megatron's dispatcher adds them.
     """
 
     def __init__(
@@ -71,20 +103,20 @@ class StackedExperts(MegatronModule):
 
 
 def fits_grouped_mm(tokens: Tensor, w13: Tensor, w2: Tensor) -> bool:
-    """Whether `grouped` can do it; an empty batch is left to `one_by_one`."""
+    """Whether `grouped` can run; an empty batch goes to `one_by_one`."""
     row_bytes = [tensor.shape[-1] * tensor.element_size() for tensor in (tokens, w13, w2)]
     return len(tokens) > 0 and has_grouped_mm(tokens) and all(size % 16 == 0 for size in row_bytes)
 
 
 def grouped(tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """All experts in two calls. Arguments as of `StackedExperts.forward`; w13 [E, 2F, H], w2 [E, H, F]."""
+    """Run all experts in two calls. Arguments: see `StackedExperts.forward`; w13 [E, 2F, H], w2 [E, H, F]."""
     ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
     hidden = gated(F.grouped_mm(tokens, w13.transpose(1, 2), offs=ends))
     return F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends) * weights.unsqueeze(-1).to(tokens.dtype)
 
 
 def one_by_one(tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """The same, an expert after the other."""
+    """Compute `grouped` one expert after the other."""
     counts = tokens_per_expert.tolist()
     # Unbound at once: indexing a stack makes a gradient as large as the stack, for each expert.
     experts = zip(tokens.split(counts), weights.split(counts), w13.unbind(), w2.unbind(), strict=True)

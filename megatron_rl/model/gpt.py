@@ -21,8 +21,7 @@ from megatron_rl.device import Device
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
 from megatron_rl.model.context_attention import ContextAttention
 from megatron_rl.model.described_layers import norm_of, put_attention, put_router, rotary_frequencies, scale_embedding
-from megatron_rl.model.expert_layers import SharedExpertsLayer, has_experts, layer_settings
-from megatron_rl.model.experts import StackedExperts, moe_settings
+from megatron_rl.model.experts import SharedExpertsLayer, StackedExperts, has_experts, moe_settings
 from megatron_rl.model.families import ModelShape, Routing, family_of
 from megatron_rl.model.mlp import gate_sparingly
 from megatron_rl.model.value_head import ValueHead
@@ -89,9 +88,7 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         batch_p2p_comm=device.batched_p2p,
-        **(
-            moe_settings(routing, groups.grid) | layer_settings(routing, hf_config.num_hidden_layers) if routing else {}
-        ),
+        **(moe_settings(routing, hf_config.num_hidden_layers, groups.grid) if routing else {}),
     )
 
 

@@ -30,7 +30,7 @@ from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.attention import CausalAttention, Turn
 from megatron_rl.model.families import LatentAttention
 from megatron_rl.model.norm import RMSNorm
-from megatron_rl.model.segments import Segments
+from megatron_rl.model.segments import Segments, turns_of
 
 
 class WholeLinear(torch.nn.Module):
@@ -105,12 +105,7 @@ class LatentSelfAttention(MegatronModule):
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [S', B, H] -> (the same shape, None: no bias). rotary_pos_emb [longest, 1, 1, D]: angles."""
-        if packed_seq_params is None:
-            angles = rotary_pos_emb[..., : rotary_pos_emb.shape[-1] // 2]
-            turns = (angles.cos(), angles.sin())
-        else:
-            turns = packed_seq_params.turns_of(rotary_pos_emb)
-        query, key, value = self._heads(hidden_states, turns)
+        query, key, value = self._heads(hidden_states, turns_of(rotary_pos_emb, packed_seq_params))
         attend = self._checkpointed if self.makes_core_again and self.training else self._attend
         out, _ = self.linear_proj(attend(query, key, value, packed_seq_params))
         return out, None

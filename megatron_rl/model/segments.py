@@ -98,15 +98,19 @@ class Segments(PackedSeqParams):
             prefix_tokens=token_of_slot[of_prefixes].to(device) if len(of_prefixes) else None,
         )
 
-    def turns_of(self, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """(cosine, sine) [T, 1, 1, D / 2] of every token's angles, made once for all layers.
 
-        angles [longest, 1, 1, D]: of every position, both halves the same.
-        """
-        if self.turns is None:
-            mine = angles[self.positions, ..., : angles.shape[-1] // 2]
-            self.turns = (mine.cos(), mine.sin())
-        return self.turns
+def turns_of(angles: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every token's angles, [T, 1, 1, D / 2] each; for a packed row made once for all layers.
+
+    angles [longest, 1, 1, D]: of every position, both halves the same. segments: None: tokens are at positions 0, 1, ..
+    """
+    half = angles[..., : angles.shape[-1] // 2]
+    if segments is None:
+        return half.cos(), half.sin()
+    if segments.turns is None:
+        mine = half[segments.positions]
+        segments.turns = (mine.cos(), mine.sin())
+    return segments.turns
 
 
 class ToSlots(torch.autograd.Function):

@@ -21,7 +21,7 @@ from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order, told_rows
 from megatron_rl.experience.routed_tokens import num_others
 from megatron_rl.experience.token_places import known_tokens, num_rows_at, places, places_of_rows, told_experts
-from megatron_rl.model.expert_layers import has_experts
+from megatron_rl.model.experts import has_experts
 from megatron_rl.model.router_balance import Balance
 from megatron_rl.model.router_replay import ChunkRouters, RoutingPlan
 from megatron_rl.parallel.mpu import TrainGroups

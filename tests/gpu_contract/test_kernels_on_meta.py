@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_rl.device import has_grouped_mm, has_varlen_attention
-from megatron_rl.model import attention
 from megatron_rl.model.attention import varlen
 from megatron_rl.model.segments import Segments
 
@@ -26,24 +25,6 @@ def test_attention_within_segments_forward_and_backward(dtype: torch.dtype, num_
     out.sum().backward()
     for tensor in (query, key, value):
         assert tensor.grad is not None and (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, dtype)
-
-
-def test_an_older_kernel_is_given_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One without groups, as torch 2.11 has it: keys and values are repeated, each for its own queries.
-
-    Would not catch another difference of that version.
-    """
-    given = []
-
-    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
-        given.append((key, value, window_size))
-        return query
-
-    monkeypatch.setattr(attention, "varlen_attn", older)
-    heads = torch.arange(2.0)[None, :, None].expand(5, 2, 8)
-    varlen(torch.zeros(5, 4, 8), heads, heads + 10, Segments.of([3, 2], torch.device("cpu")))
-    [(key, value, window)] = given
-    assert key[0, :, 0].tolist() == [0, 0, 1, 1] and value[4, :, 7].tolist() == [10, 10, 11, 11] and window == (-1, 0)
 
 
 def test_which_kernels_a_tensor_has() -> None:

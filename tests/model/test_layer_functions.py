@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron_rl.model.attention import Turn
 from megatron_rl.model.mlp import SiluGate
 from megatron_rl.model.norm import RMSNorm
-from megatron_rl.model.segments import Segments
+from megatron_rl.model.segments import Segments, turns_of
 
 
 def test_gate_by_its_formula():
@@ -68,6 +68,6 @@ def test_angles_of_a_row_with_a_prefix():
     """Every token's own position, made once. Would not catch angles of another model."""
     segments = Segments.of([3, 1], torch.device("cpu"), [(0, 0), (0, 2)])
     angles = torch.arange(5.0)[:, None, None, None].expand(5, 1, 1, 4)
-    cosine, sine = segments.turns_of(angles)
-    assert cosine.shape == (4, 1, 1, 2) and segments.turns_of(angles)[0] is cosine
+    cosine, sine = turns_of(angles, segments)
+    assert cosine.shape == (4, 1, 1, 2) and turns_of(angles, segments)[0] is cosine
     assert torch.equal(sine[:, 0, 0, 1], torch.tensor([0.0, 1.0, 2.0, 2.0]).sin())
