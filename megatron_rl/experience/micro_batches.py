@@ -119,9 +119,8 @@ class MicroBatch:
     their prompt but for its last token; 0 columns where a segment is whole.
     share: the part that this rank reads, where context-parallel ranks read one each.
     num_sharing: context-parallel ranks that share the block; None: all of them.
-    is_told: whether this rank tells what comes of the block: where ranks have blocks of their own, one of those that
-    share it does.
-    tokens: what is known of the rows' tokens, where routers are to be told of them; else None.
+    is_reported: whether this rank reports the results of the block. Of the ranks that share a block one does.
+    tokens: what is known of the rows' tokens, where experts are replayed or recorded; else None.
     """
 
     input_ids: Tensor
@@ -134,7 +133,7 @@ class MicroBatch:
     share: ContextShare | None = None
     tokens: RoutedTokens | None = None
     num_sharing: int | None = None
-    is_told: bool = True
+    is_reported: bool = True
 
     @property
     def targets(self) -> Tensor:
@@ -385,13 +384,13 @@ def in_row_order(values: Tensor, blocks: Sequence[MicroBatch]) -> Tensor:
     return rows_in_order(values, rows, torch.cat([block.response_lengths for block in blocks]))
 
 
-def told_rows(values: Iterable[tuple[MicroBatch, Tensor]], lengths: Tensor, like: Tensor) -> Tensor:
-    """(block, values [elements of its rows, ...]) -> all rows of a record end to end, with zeros where no block that is
-    told has them. lengths: int64, elements of every row of the record. like: has the values' dtype and further dims.
+def reported_rows(values: Iterable[tuple[MicroBatch, Tensor]], lengths: Tensor, like: Tensor) -> Tensor:
+    """(block, values [elements of its rows, ...]) -> all rows of a record end to end, with zeros for the rows of no
+    reported block. lengths: int64, elements of every row of the record. like: has the values' dtype and further dims.
     """
     whole = like.new_zeros(int(lengths.sum()), *like.shape[1:])
     for block, part in values:
-        if block.is_told:
+        if block.is_reported:
             whole[elements_of(block.rows.cpu(), lengths)] = part
     return whole
 

@@ -55,7 +55,7 @@ def places_of_rows(block: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     return found, torch.arange(len(lengths)).repeat_interleave(lengths), lengths
 
 
-def told_experts(block: MicroBatch, layers: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+def recorded_experts(block: MicroBatch, layers: Sequence[int]) -> tuple[Tensor, Tensor] | None:
     """Of some layers (experts [S * b, layers, K], whether they are known, bool [S * b]); None where none are."""
     tokens = known_tokens(block)
     if tokens.experts is None or tokens.num_known is None:

@@ -1,7 +1,7 @@
 """A router that chooses experts by scores in groups (DeepSeek-V2, arXiv:2405.04434; V3, arXiv:2412.19437).
 
-Megatron's own lets as many experts stand for a group as a token gets of one on average, and always divides sigmoid
-scores by their sum; here both are what the family says.
+Megatron's own router scores a group by its best topk / groups_per_token experts and always divides sigmoid scores by
+their sum. Here the family says both.
 
 Legend: T tokens, E experts of the whole layer, K experts of a token.
 """
@@ -20,8 +20,8 @@ from megatron_rl.model.router_balance import BalancedRouter
 class GroupedRouter(BalancedRouter):
     """Megatron's router with the choice and the weights of `Routing.scoring`.
 
-    `correction_bias` [E], float32, is added to scores for the choice alone. It is no parameter: no loss moves it, only
-    what experts were sent, where the run says so (`roles/expert_bias.py`).
+    `correction_bias` [E], float32, is added to scores for the choice alone. It is not a parameter: no loss changes it.
+    Where the run asks for it, the load of the experts changes it (`roles/expert_bias.py`).
     """
 
     def __init__(self, *args: Any, routing: Routing, **options: Any) -> None:
@@ -60,9 +60,9 @@ class GroupedRouter(BalancedRouter):
 
 
 def in_best_groups(scores: Tensor, num_groups: int, per_token: int, best: int) -> Tensor:
-    """scores [T, E] with minus infinity outside of a token's `per_token` best groups of E / num_groups experts.
+    """Set scores [T, E] to minus infinity outside of a token's `per_token` best groups of E / num_groups experts.
 
-    A group is as good as the sum of its `best` largest scores.
+    The score of a group is the sum of its `best` largest scores.
     """
     if per_token >= num_groups:
         return scores

@@ -1,4 +1,4 @@
-"""The gated MLP for training: Megatron's linears with a gate between them that keeps and copies little."""
+"""The gated MLP for training: Megatron's linear layers with a gate that keeps and copies little."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 class SiluGate(torch.autograd.Function):
     """silu(a) * b of x [..., 2F] = [a; b] -> [..., F].
 
-    Only x is kept, silu(a) is computed again in backward, whose two halves are written where x's gradient wants them.
+    Only x is kept. Backward computes silu(a) again and writes both halves of x's gradient in place.
     """
 
     @staticmethod
@@ -34,7 +34,7 @@ class SiluGate(torch.autograd.Function):
 
 
 class GeluGate(torch.autograd.Function):
-    """The same with gelu, by its approximation with tanh, in the place of silu."""
+    """gelu(a) * b with the tanh approximation of gelu; see `SiluGate`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -58,14 +58,11 @@ GATES: dict[str, type[torch.autograd.Function]] = {"silu": SiluGate, "gelu_pytor
 
 
 def gate_sparingly(mlp: MLP, activation: str = "silu", norm_after: torch.nn.Module | None = None) -> None:
-    """Let a gated MLP without biases, which is what all dense families have, use one of `GATES`.
+    """Let a gated MLP without biases, as all dense families have, use one of `GATES`.
 
-    norm_after: of what it gives; it becomes a part of the MLP, `post_layernorm`.
-
-    Megatron's own gate adds an offset of 0 to one half, and keeps five tensors of the intermediate size for backward
-    where this keeps three.
+    norm_after: the norm of its output, which becomes the MLP's `post_layernorm`. Megatron's own gate adds an offset of
+    0 to one half and keeps five tensors of the intermediate size for backward; this one keeps three.
     """
-
     gate = GATES[activation]
     if norm_after is not None:
         mlp.post_layernorm = norm_after

@@ -11,7 +11,7 @@ from megatron_rl.device import has_fused_norm
 
 
 class CpuNorm(torch.autograd.Function):
-    """The norm of float32 on CPUs, where torch's own takes twice as many walks through memory in backward.
+    """RMS norm in float32 on CPUs. Torch's own walks through memory twice as often in backward.
 
     With r = 1 / rms(x) and y = r x w:  dx = r g w - x r^3 (g x . w) / H,  dw = sum over rows of r g x.
     """
@@ -59,7 +59,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class ZeroCentredNorm(RMSNorm):
-    """The same with a weight w that stands for 1 + w, which is made in float32, as transformers and vLLM make it."""
+    """RMSNorm whose weight w stands for 1 + w. The sum is made in float32, as in transformers and vLLM."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> same shape."""

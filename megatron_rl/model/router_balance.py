@@ -1,16 +1,16 @@
-"""What keeps the load of experts even while a policy is trained: losses of routers.
+"""Balancing losses of routers, which keep the load of experts even while a policy is trained.
 
-Of every layer with experts, over the rows with a response that a mini-batch has on all ranks, of which each has all of
-its tokens, prompt included:
+Every layer with experts has two losses. They count the rows with a response of a mini-batch on all ranks, each row with
+all of its tokens, prompt included:
 
     aux loss   mean over rows r of  E / (K L_r) * sum over experts e of  n_re * p_re
     z loss     mean over tokens of  log(sum over experts of exp(logit))^2
 
-n_re: of the K L_r choices of the L_r tokens of row r those that fell on expert e; p_re: the mean over these tokens of
-the score of e, where a token's scores add up to 1. The gradient flows through p. A prompt that is computed once for
-several rows counts for each of them, and filler never does. As rows and not blocks are what a loss is of, it does not
-depend on how a mini-batch is cut (Megatron's `seq_aux_loss`; Wang et al., arXiv:2408.15664, have it as the
-sequence-wise balance loss).
+n_re: the number of the K L_r choices of row r (L_r tokens) that fell on expert e; p_re: the mean score of e over these
+tokens, where the scores of a token add up to 1. The gradient flows through p. A prompt that is computed once for
+several rows counts for each of them; filler does not count. The losses are over rows and not over blocks, so they do
+not depend on how a mini-batch is split (Megatron's `seq_aux_loss`; the sequence-wise balance loss of Wang et al.,
+arXiv:2408.15664).
 
 Legend: T tokens that a router of this rank sees in one pass, E experts, K of them to a token, R rows of the pass, P
 places of their tokens on this rank: as many as rows have tokens here.
@@ -31,11 +31,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Balance:
-    """What the routers of a chunk are told of the rows of one pass that trains.
+    """The rows of one training pass, from which the routers of a chunk compute their losses.
 
-    tokens: int64 [P], which of the T tokens it is; rows: int64 [P], of which row; lengths: float32 [R], tokens of each
-    on all ranks. groups: over which the tokens of a row lie. aux_weight, z_weight: what the sums over rows, and over
-    tokens, are multiplied with before Megatron's own factor of losses comes in.
+    tokens: int64 [P], which of the T tokens it is; rows: int64 [P], its row; lengths: float32 [R], tokens of each row
+    on all ranks. groups: the groups over which the tokens of a row are split. aux_weight, z_weight: factors of the sum
+    over rows and of the sum over tokens, before Megatron's own loss scale.
     """
 
     tokens: Tensor
@@ -62,7 +62,7 @@ class Balance:
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router, which adds the gradients of balancing losses where it is told of a pass's rows."""
+    """Megatron's router with the gradients of balancing losses, in passes that have a `Balance`."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (weights [T, E], 0 where an expert is not the token's; bool [T, E])."""
@@ -79,9 +79,9 @@ class BalancedRouter(TopKRouter):
         return with_gradient, is_chosen
 
     def choose(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What `routing` returns, without losses."""
-        found: tuple[Any, Any] = super().routing(logits, padding_mask)
-        return found
+        """Return what `routing` returns, without losses."""
+        choice: tuple[Any, Any] = super().routing(logits, padding_mask)
+        return choice
 
     def shares(self, logits: Tensor) -> Tensor:
         """float32 [T, E] -> scores that add up to 1."""

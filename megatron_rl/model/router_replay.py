@@ -1,8 +1,8 @@
-"""What routers choose: taken down, counted, and made to be the choice of another pass.
+"""Record, count and replay the expert choices of routers.
 
-Megatron's routers ask an object for their top K where they have one (`router_replay`). Megatron's own keeps one list of
-all routers of the process and pairs a recomputed forward with its first one by a mode that the caller switches; here
-each chunk of the actor has its own, and a router tells a recomputed forward by itself.
+A Megatron router asks its `router_replay` object for the top K, where it has one. Megatron's own object keeps one list
+of all routers of the process, and the caller switches a mode to pair a recomputed forward pass with its first one. Here
+each chunk of the actor has objects of its own, and a router recognises a recomputed forward pass by itself.
 
 Legend: T tokens that the routers of this rank see in one pass, E experts, K of them to a token.
 """
@@ -25,12 +25,12 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class RoutingPlan:
-    """What the routers of a chunk are told of one forward pass.
+    """Expert choices to replay in one forward pass of a chunk, and what to record of it.
 
-    num_rows: int64 [T], how many rows that are trained have the token: none has filler, several have a prompt that is
-    computed once for them. trains: a backward pass follows. records: take down the router's own choice. experts:
-    [T, layers, K], where to send the tokens that are `known`, bool [T]; None: as each router chooses. balance: of the
-    rows, where losses keep the load of experts even.
+    num_rows: int64 [T], the number of trained rows that have the token: 0 for filler, several for a prompt that is
+    computed once for them. trains: a backward pass follows. records: keep the router's own choice. experts:
+    [T, layers, K], the experts of the tokens where `known`, bool [T], is true; None: each router chooses. balance: the
+    rows of the balancing losses; None: there are no such losses.
     """
 
     num_rows: Tensor
@@ -42,19 +42,19 @@ class RoutingPlan:
 
 
 class RouterTap:
-    """Stands between one router and its top K. layer: of the router among those of its chunk.
+    """Replace the top K of one router. layer: the router's place among the routers of its chunk.
 
-    A forward pass without gradients in a pass that trains will be run again before its backward pass, with them: the
-    k-th of those is the k-th of these, as blocks go backward through a chunk in the order in which they went forward.
+    When a pass trains, a forward pass without gradients is recomputed with gradients before its backward pass. The k-th
+    recomputed pass is the k-th first pass, because blocks go backward through a chunk in their forward order.
     """
 
     def __init__(self, layer: int, num_experts: int) -> None:
         self.layer, self.num_experts = layer, num_experts
-        self.told: RoutingPlan | None = None
+        self.plan: RoutingPlan | None = None
         self.own: Tensor | None = None
         self.counts: Tensor | None = None
         self.losses: Tensor | None = None
-        self.again: deque[RoutingPlan] = deque()
+        self.to_recompute: deque[RoutingPlan] = deque()
         self._current: RoutingPlan | None = None
 
     def get_replay_topk(
@@ -65,26 +65,26 @@ class RouterTap:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What Megatron's router calls: scores [T, E] -> (scores of the chosen experts, their numbers), both [T, K].
+        """Choose experts; Megatron's router calls this. scores [T, E] -> (scores, numbers) of the experts, both [T, K].
 
-        Raises RuntimeError where the pass is about another number of tokens.
+        Raises RuntimeError when the plan of the pass has another number of tokens.
         """
         assert default_compute_topk is not None  # Megatron always gives it
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
-        told, is_first = self._next()
-        self._current = told
-        if told is None:
+        plan, is_first = self._next()
+        self._current = plan
+        if plan is None:
             return values, own
-        if len(told.num_rows) != len(scores):
-            raise RuntimeError(f"a router sees {len(scores)} tokens where its pass is about {len(told.num_rows)}")
-        chosen = own if told.experts is None else self._replayed(told, own)
+        if len(plan.num_rows) != len(scores):
+            raise RuntimeError(f"a router sees {len(scores)} tokens where its pass is about {len(plan.num_rows)}")
+        chosen = own if plan.experts is None else self._replayed(plan, own)
         if is_first:
-            self.own = own if told.records else None
-            self._count(chosen, told.num_rows)
-        return (values, own) if told.experts is None else (scores.gather(1, chosen), chosen)
+            self.own = own if plan.records else None
+            self._count(chosen, plan.num_rows)
+        return (values, own) if plan.experts is None else (scores.gather(1, chosen), chosen)
 
     def balance(self) -> Balance | None:
-        """Of the pass in which the router was asked last, where its gradients will flow."""
+        """The balancing losses of the last pass; None when it has none or runs without gradients."""
         return self._current.balance if self._current is not None and torch.is_grad_enabled() else None
 
     def note_losses(self, losses: Tensor) -> None:
@@ -92,16 +92,16 @@ class RouterTap:
         self.losses = losses if self.losses is None else self.losses + losses
 
     def _next(self) -> tuple[RoutingPlan | None, bool]:
-        """What the pass is told, and whether it is the first of its block."""
-        if self.again and torch.is_grad_enabled():
-            return self.again.popleft(), False
-        if self.told is not None and self.told.trains and not torch.is_grad_enabled():
-            self.again.append(self.told)
-        return self.told, True
+        """Return the plan of this pass, and whether it is the first pass of its block."""
+        if self.to_recompute and torch.is_grad_enabled():
+            return self.to_recompute.popleft(), False
+        if self.plan is not None and self.plan.trains and not torch.is_grad_enabled():
+            self.to_recompute.append(self.plan)
+        return self.plan, True
 
-    def _replayed(self, told: RoutingPlan, own: Tensor) -> Tensor:
-        assert told.experts is not None and told.known is not None
-        return torch.where(told.known[:, None], told.experts[:, self.layer].long(), own)
+    def _replayed(self, plan: RoutingPlan, own: Tensor) -> Tensor:
+        assert plan.experts is not None and plan.known is not None
+        return torch.where(plan.known[:, None], plan.experts[:, self.layer].long(), own)
 
     def _count(self, chosen: Tensor, num_rows: Tensor) -> None:
         if self.counts is None:
@@ -111,10 +111,10 @@ class RouterTap:
 
 
 class ChunkRouters:
-    """The routers of one chunk of a model. Building it puts a tap into each of them.
+    """The routers of one chunk of a model. The constructor puts a tap into each router.
 
-    routed: numbers of the layers of the whole model that have experts, from 0. layers: this chunk's places among them;
-    there may be none.
+    routed: numbers of the layers of the whole model that have experts, from 0. layers: the indices in `routed` of this
+    chunk's layers; there may be none.
     """
 
     def __init__(self, model: Any, num_experts: int, routed: Sequence[int]) -> None:
@@ -131,33 +131,33 @@ class ChunkRouters:
             self.layers.append(routed.index(number))
 
     def begin(self) -> None:
-        """Forget what an earlier pass has left, which may have failed half-way."""
+        """Clear the state of an earlier pass, which may have failed half-way."""
         for tap in self.taps:
             tap.counts = tap.losses = None
-            tap.again.clear()
+            tap.to_recompute.clear()
 
     @contextmanager
-    def told(self, told: RoutingPlan) -> Iterator[None]:
-        """Round the forward pass of one block."""
-        self._none = self._none.new_empty(len(told.num_rows), *self._none.shape[1:])
+    def using(self, plan: RoutingPlan) -> Iterator[None]:
+        """Use a plan during the forward pass of one block."""
+        self._none = self._none.new_empty(len(plan.num_rows), *self._none.shape[1:])
         for tap in self.taps:
-            tap.told, tap.own = told, None
+            tap.plan, tap.own = plan, None
         try:
             yield
         finally:
             for tap in self.taps:
-                tap.told = None
+                tap.plan = None
 
     def take_choices(self) -> Tensor:
-        """Of the pass that was last: [T, layers, K] on the CPU, once. Raises RuntimeError where there are none."""
-        found = [tap.own for tap in self.taps if tap.own is not None]
+        """Take the choices of the last pass: [T, layers, K] on the CPU. Raises RuntimeError if any lacks."""
+        choices = [tap.own for tap in self.taps if tap.own is not None]
         for tap in self.taps:
             tap.own = None
-        if len(found) != len(self.taps):
-            raise RuntimeError("not every router of the chunk has taken down its choice")
+        if len(choices) != len(self.taps):
+            raise RuntimeError("not every router of the chunk has recorded its choice")
         if not self.taps:
             return self._none
-        return torch.stack(found, 1).to(choice_dtype(self.taps[0].num_experts)).cpu()
+        return torch.stack(choices, 1).to(choice_dtype(self.taps[0].num_experts)).cpu()
 
     def counts(self) -> Tensor | None:
         """int64 [layers, E]: tokens of rows that were sent to each expert since `begin`; None without a pass."""
@@ -170,12 +170,12 @@ class ChunkRouters:
         return torch.stack(losses) if losses else None
 
     def must_be_done(self) -> None:
-        """Raise RuntimeError where a pass that was to be run again was not."""
-        left = max((len(tap.again) for tap in self.taps), default=0)
+        """Raise RuntimeError when a pass has not been recomputed that should have been."""
+        left = max((len(tap.to_recompute) for tap in self.taps), default=0)
         if left:
             raise RuntimeError(f"{left} passes of a router were not run again before their backward pass")
 
 
 def choice_dtype(num_experts: int) -> torch.dtype:
-    """The type in which the number of an expert is kept and sent."""
+    """The dtype in which expert numbers are kept and sent."""
     return torch.uint8 if num_experts <= 256 else torch.int16

@@ -1,4 +1,4 @@
-"""The critic's head: hidden state in, one value out."""
+"""The critic's head, which maps a hidden state to one value."""
 
 from __future__ import annotations
 

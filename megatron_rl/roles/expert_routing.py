@@ -1,8 +1,8 @@
-"""The routers of the actor on one rank: told where tokens go, and asked where they went.
+"""Replay and record the expert choices of the actor's routers on one rank.
 
-    begin -> [told(chunk, block): forward pass] of every chunk and block -> finish -> recorded choices
+    begin -> [forward_pass(chunk, block)] of every chunk and block -> finish -> recorded choices
 
-Each rank tells and asks the layers of its own chunks. Under context parallelism a rank's routers see its share of every
+Each rank handles the layers of its own chunks. Under context parallelism a rank's routers see its share of every
 block's columns, and under sequence parallelism a part of these, which its TP ranks put together again, and then its CP
 ranks.
 """
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
-from megatron_rl.experience.micro_batches import MicroBatch, rows_in_order, told_rows
+from megatron_rl.experience.micro_batches import MicroBatch, reported_rows, rows_in_order
 from megatron_rl.experience.routed_tokens import num_others
-from megatron_rl.experience.token_places import known_tokens, num_rows_at, places, places_of_rows, told_experts
+from megatron_rl.experience.token_places import known_tokens, num_rows_at, places, places_of_rows, recorded_experts
 from megatron_rl.model.experts import has_experts
 from megatron_rl.model.router_balance import Balance
 from megatron_rl.model.router_replay import ChunkRouters, RoutingPlan
@@ -75,7 +75,7 @@ class ExpertRouting:
 
     def count_rows(self, blocks: Sequence[MicroBatch]) -> None:
         """Say what balancing losses are means over: the rows of this rank's blocks and of all others. All must call."""
-        lengths = [places_of_rows(block)[2] for block in blocks if block.is_told]
+        lengths = [places_of_rows(block)[2] for block in blocks if block.is_reported]
         totals = torch.tensor([sum(map(len, lengths)), sum(int(of_rows.sum()) for of_rows in lengths)])
         totals = totals.to(self.device)
         dist.all_reduce(totals, group=self.groups.row_group)
@@ -83,7 +83,7 @@ class ExpertRouting:
         self._totals = (max(num_rows, 1), max(num_tokens, 1))
 
     def _balance(self, block: MicroBatch) -> Balance | None:
-        """What routers of this rank are told of a block's rows."""
+        """The rows of a block as the routers of this rank see them; None without balancing losses."""
         if not self.is_balanced or not torch.is_grad_enabled():
             return None
         found, rows, lengths = places_of_rows(block)
@@ -99,12 +99,12 @@ class ExpertRouting:
         return Balance(tokens, of_rows, lengths.to(self.device, torch.float32), groups, *weights)
 
     @contextmanager
-    def told(self, chunk: int, block: MicroBatch) -> Iterator[None]:
-        """Round the forward pass of a block through a chunk; blocks of each chunk come in their order."""
+    def forward_pass(self, chunk: int, block: MicroBatch) -> Iterator[None]:
+        """Wrap the forward pass of a block through a chunk; blocks of each chunk come in their order."""
         routers = self.chunks[chunk]
-        found = told_experts(block, routers.layers) if self.replays else None
-        experts, known = (None, None) if found is None else (self._here(part, block) for part in found)
-        told = RoutingPlan(
+        recorded = recorded_experts(block, routers.layers) if self.replays else None
+        experts, known = (None, None) if recorded is None else (self._here(part, block) for part in recorded)
+        plan = RoutingPlan(
             self._here(num_rows_at(block), block),
             torch.is_grad_enabled(),
             self.records,
@@ -112,7 +112,7 @@ class ExpertRouting:
             known,
             self._balance(block),
         )
-        with routers.told(told):
+        with routers.using(plan):
             yield
         if self.records:
             self._kept[chunk].append((block, routers.take_choices()))
@@ -143,7 +143,7 @@ class ExpertRouting:
         values = torch.cat(parts)
         if self.groups.grid.most_sharing is not None:
             blocks = (block for block, _ in kept)
-            whole = told_rows(zip(blocks, parts, strict=True), lengths, values).to(self.device, torch.int32)
+            whole = reported_rows(zip(blocks, parts, strict=True), lengths, values).to(self.device, torch.int32)
             dist.all_reduce(whole, group=self.groups.cp_group)
             return whole.cpu().to(values.dtype)
         rows = torch.cat([block.rows.cpu() for block, _ in kept])

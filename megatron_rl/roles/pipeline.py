@@ -26,8 +26,8 @@ from megatron_rl.experience.micro_batches import (
     in_row_order,
     micro_batches,
     prompt_numbers,
+    reported_rows,
     round_up,
-    told_rows,
     widened,
 )
 from megatron_rl.losses.metrics import MetricParts, add_parts
@@ -118,7 +118,7 @@ class Pipeline:
             multiple = math.lcm(per_segment, size * per_share)
             blocks += micro_batches(record, parts, True, multiple, None, per_segment, with_tokens)
         blocks = [
-            replace(block, num_sharing=one.size, is_told=one.first == self.groups.cp_rank)
+            replace(block, num_sharing=one.size, is_reported=one.first == self.groups.cp_rank)
             if one.rows
             else block.idle(math.lcm(2, per_share))
             for one, block in zip(mine, blocks, strict=True)
@@ -181,7 +181,7 @@ class Pipeline:
         if self.groups.grid.most_sharing is None:
             return in_row_order(values, blocks)
         parts = values.split([int(block.response_lengths.sum()) for block in blocks])
-        whole = told_rows(zip(blocks, parts, strict=True), record.response_lengths, values).to(self.device)
+        whole = reported_rows(zip(blocks, parts, strict=True), record.response_lengths, values).to(self.device)
         dist.all_reduce(whole, group=self.groups.cp_group)
         return whole.cpu()
 
@@ -210,7 +210,7 @@ class Pipeline:
 
             def scaled(output: Tensor) -> tuple[Tensor, MetricParts]:
                 value, parts = loss(output, block)
-                return value * scale, {name: part * block.is_told for name, part in parts.items()}
+                return value * scale, {name: part * block.is_reported for name, part in parts.items()}
 
             return self._run(model, block), scaled
 
@@ -251,8 +251,8 @@ class Pipeline:
             segments = Segments.of(block.segments, self.device, block.prefixes)
         # Megatron wants positions and does not use them: rotary embeddings go by segments.
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
-        told = nullcontext() if self.routing is None else self.routing.told(self.chunks.index(model), block)
-        with told:
+        routing = nullcontext() if self.routing is None else self.routing.forward_pass(self.chunks.index(model), block)
+        with routing:
             output: Tensor = model(input_ids, positions, None, packed_seq_params=segments)
         return output
 

@@ -188,7 +188,7 @@ class TrainableModel:
 
     def totals(self, blocks: list[MicroBatch]) -> BatchTotals:
         """What counts in one optimizer step, over all ranks' blocks; losses are divided by it."""
-        told = [counted(block.kept, block.response_lengths) * block.is_told for block in blocks]
+        told = [counted(block.kept, block.response_lengths) * block.is_reported for block in blocks]
         counts = torch.stack(told).sum(0).to(self.device)
         dist.all_reduce(counts, group=self.groups.row_group)
         return BatchTotals(*counts.tolist())

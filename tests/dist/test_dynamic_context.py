@@ -117,7 +117,7 @@ def own_blocks(config) -> tuple[list[tuple[int, int, bool]], torch.Tensor | None
     blocks = actor.trainable.pipeline.micro_batches(batch, actor.cut)
     before = actor.log_probs(experience.sequences())
     _, scores = actor.update_on_policy(batch)
-    found = [(block.num_sharing, len(block.rows), block.is_told) for block in blocks]
+    found = [(block.num_sharing, len(block.rows), block.is_reported) for block in blocks]
     return found, scores.scores.values(), before.scores.values()
 
 

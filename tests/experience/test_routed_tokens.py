@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.experience.micro_batches import in_one_shape, micro_batches, prompt_numbers, rows_in_order
 from megatron_rl.experience.routed_tokens import first_of_rows, num_others
-from megatron_rl.experience.token_places import num_rows_at, places, told_experts
+from megatron_rl.experience.token_places import num_rows_at, places, recorded_experts
 from megatron_rl.records import Sequences, ragged, ragged_from_lengths
 
 LAYERS, TOP_K = 3, 2
@@ -68,7 +68,7 @@ def test_what_is_told_is_taken_down_again(rows, remove_padding, data) -> None:
     layers = [2, 0]
     found, lengths = [], []
     for block in blocks:
-        told = told_experts(block, layers)
+        told = recorded_experts(block, layers)
         if told is None:
             assert not len(block.rows)
             continue
@@ -109,7 +109,7 @@ def test_blocks_without_known_experts_tell_nothing() -> None:
     """Would not catch a pass that asks for them nevertheless."""
     rows = replace_experts(record([0, 1], [1, 2]))
     [block] = micro_batches(rows, [[0, 1]], True, with_tokens=True)
-    assert told_experts(block, [0]) is None and block.tokens.lengths.tolist() == [4, 6]
+    assert recorded_experts(block, [0]) is None and block.tokens.lengths.tolist() == [4, 6]
     assert replace(block, tokens=None).tokens is None
 
 

@@ -19,7 +19,7 @@ def asked(tap: RouterTap, scores=SCORES):
     return tap.get_replay_topk(scores, 2, None, None, top_k)
 
 
-def told(**changes) -> RoutingPlan:
+def routing_plan(**changes) -> RoutingPlan:
     """Of three tokens two rows have the first and one the second, and the first is to go to experts 3 and 0."""
     experts = torch.tensor([[[9, 9], [3, 0]], [[9, 9], [2, 1]], [[9, 9], [2, 1]]], dtype=torch.uint8)
     known, num_rows = torch.tensor([True, False, False]), torch.tensor([2, 1, 0])
@@ -28,10 +28,10 @@ def told(**changes) -> RoutingPlan:
     )
 
 
-def test_a_known_token_goes_where_it_is_told() -> None:
-    """Scores of the experts it is told, with their gradients; others choose. Would not catch Megatron's use of them."""
+def test_a_known_token_goes_to_its_recorded_experts() -> None:
+    """Scores of the recorded experts, with their gradients; others choose. Would not catch Megatron's use of them."""
     tap, scores = RouterTap(1, 4), SCORES.clone().requires_grad_()
-    tap.told = told()
+    tap.plan = routing_plan()
     values, chosen = asked(tap, scores)
     assert chosen.tolist() == [[3, 0], [0, 2], [0, 1]]
     assert torch.equal(values, SCORES.gather(1, chosen))
@@ -41,36 +41,40 @@ def test_a_known_token_goes_where_it_is_told() -> None:
     assert tap.counts.tolist() == [3, 0, 1, 2]  # filler does not count
 
 
-def test_a_pass_that_is_run_again_is_told_the_same() -> None:
+def test_a_pass_that_is_run_again_replays_the_same_plan() -> None:
     """Two blocks go forward without gradients, then backward in the same order; nothing is counted twice.
 
     Would not catch blocks that go backward in another order: Megatron's schedules have none.
     """
-    tap, first, second = RouterTap(1, 4), told(trains=True), told(trains=True, known=torch.tensor([True, True, False]))
+    tap, first, second = (
+        RouterTap(1, 4),
+        routing_plan(trains=True),
+        routing_plan(trains=True, known=torch.tensor([True, True, False])),
+    )
     with torch.no_grad():
-        for one in (first, second):
-            tap.told = one
+        for plan in (first, second):
+            tap.plan = plan
             asked(tap)
-    tap.told = None
+    tap.plan = None
     assert asked(tap)[1].tolist() == [[3, 0], [0, 2], [0, 1]]
     assert asked(tap)[1].tolist() == [[3, 0], [2, 1], [0, 1]]
-    assert asked(tap)[1].tolist() == OWN  # nobody tells it anything any more
-    assert tap.counts.sum() == 12 and not tap.again
+    assert asked(tap)[1].tolist() == OWN  # there is no plan any more
+    assert tap.counts.sum() == 12 and not tap.to_recompute
 
 
 def test_a_score_pass_is_not_run_again() -> None:
     """Without gradients and without training. Would not catch a schedule that scores with gradients."""
     tap = RouterTap(0, 4)
-    tap.told = told(experts=None, known=None)
+    tap.plan = routing_plan(experts=None, known=None)
     with torch.no_grad():
         values, chosen = asked(tap)
-    assert chosen.tolist() == OWN and not tap.again and torch.equal(values, SCORES.gather(1, chosen))
+    assert chosen.tolist() == OWN and not tap.to_recompute and torch.equal(values, SCORES.gather(1, chosen))
 
 
 def test_another_number_of_tokens_is_refused() -> None:
     """Would not catch as many tokens of another block."""
     tap = RouterTap(0, 4)
-    tap.told = told()
+    tap.plan = routing_plan()
     with pytest.raises(RuntimeError, match="2 tokens where its pass is about 3"):
         asked(tap, SCORES[:2])
 
