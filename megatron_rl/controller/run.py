@@ -51,9 +51,8 @@ from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.sampler import SampledBatch, Sampler, Sources
 from megatron_rl.scoring.function import RewardSource
-from megatron_rl.scoring.in_process import RewardHere
 from megatron_rl.scoring.keeper import KeeperSettings
-from megatron_rl.scoring.reward_processes import RewardProcesses
+from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
 from megatron_rl.scoring.rewards import Rewards, reward_shaping, text_readers
 from megatron_rl.scoring.rule import NoRule, RuleReward
 from megatron_rl.scoring.sources import check_sources

@@ -28,7 +28,7 @@ from megatron_rl.observe.sample_tables import write_sample_table
 from megatron_rl.observe.services import Services
 from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.records import Experience, Generations, Prompts, known, row_lengths
-from megatron_rl.scoring.rule import ScoredAnswers
+from megatron_rl.scoring.scored_answers import ScoredAnswers
 
 
 class RunLogger:

@@ -23,7 +23,7 @@ from megatron_rl.records import Experience, Generations, Prompts, Sampling, conc
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.scoring.rewards import Rewards
-from megatron_rl.scoring.rule import ScoredAnswers, join
+from megatron_rl.scoring.scored_answers import ScoredAnswers, join
 
 SALT_STRIDE = 1_000_003
 """Between the seeds of two batches of one step; more than a run has steps."""

@@ -1,12 +1,12 @@
-"""A process between the driver and the reward workers: deals samples out, keeps the time, kills, replaces.
+"""The process between the driver and the reward workers: it deals out samples, and kills and replaces slow workers.
 
-The driver runs Ray's threads and must neither fork nor hang; this process has one thread, runs no code of the user's,
-and so can fork a worker within milliseconds. It lives as long as its end of the driver's connection: whichever way the
-driver dies, the kernel closes the other end, and the workers with everything they have started are killed.
+The driver runs Ray's threads and must neither fork nor hang. This process has one thread and runs no code of the
+user's, so it can fork a worker within milliseconds. It ends when the driver's connection closes, which the kernel does
+however the driver dies; then it kills the workers and everything that they have started.
 
     driver --[Sample]--> keeper --(row, Sample), ...--> worker --(row, Outcome)--> keeper --[Outcome]--> driver
 
-From a worker come lines of JSON (`wire`): nothing that a reward function makes is rebuilt here or in the driver.
+A worker sends lines of JSON (`worker`): no object of a reward function is rebuilt here or in the driver.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ import psutil
 from megatron_rl.observe.console import drop_unread_output
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.outcome import Outcome, Sample, failed
-from megatron_rl.scoring.wire import READY, GarbledError, Inbox
-from megatron_rl.scoring.worker import work
+from megatron_rl.scoring.worker import READY, GarbledError, Inbox, work
 
 PR_SET_CHILD_SUBREAPER = 36
 
 LARGEST_CHUNK = 16
-"""Samples sent to a worker at once; each has its own time all the same."""
+"""Samples sent to a worker at once; the time limit holds for each of them."""
 
 LOAD_LIMIT_S = 300.0
 """Seconds in which a worker must have loaded the reward function."""
@@ -43,12 +42,12 @@ MOST_FAILED_STARTS = 3
 """Workers in a row that may fail to load it."""
 
 MOST_FRUITLESS_TIMEOUTS = 16
-"""Time-outs of one batch, without a single score, after which a run that would stop anyway waits no longer."""
+"""Time-outs in one batch without a single score, after which a run that would stop anyway gives the batch up."""
 
 
 @dataclass(frozen=True)
 class KeeperSettings:
-    """timeout_s: seconds a sample may take. give_up: leave a batch that only ever times out."""
+    """timeout_s: seconds a sample may take. give_up: end a batch whose samples all time out."""
 
     source: RewardSource
     num_workers: int
@@ -62,7 +61,7 @@ class StartFailure(Exception):
 
 @dataclass
 class Worker:
-    """since: when it got what it is busy with, or was started (monotonic). rows: not answered yet, in order."""
+    """since: monotonic time of its start, its last message or its last chunk. rows: its open rows, in order."""
 
     pid: int
     pidfd: int
@@ -75,37 +74,37 @@ class Worker:
         self.inbox = Inbox(self.connection)
 
     def limit_s(self, timeout_s: float) -> float | None:
-        """Seconds it may take for what it is at; None: it is idle."""
+        """Seconds it may take for its present row or for loading; None: it is idle."""
         if not self.ready:
             return LOAD_LIMIT_S
         return timeout_s if self.rows else None
 
 
 class Keeper:
-    """The workers and, while `score` runs, one batch."""
+    """Holds the workers and, while `score` runs, one batch."""
 
     def __init__(self, driver: Connection, settings: KeeperSettings):
-        """Start the workers; they load the function while the caller goes on."""
+        """Start the workers and do not wait until they have loaded the function."""
         self.driver, self.settings = driver, settings
         self.workers: list[Worker] = []
         self.failed_starts = 0
         self._refill()
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """One outcome per sample, in order. Raises EOFError when the driver is gone, StartFailure."""
+        """Return one outcome per sample, in order. Raises EOFError when the driver is gone, StartFailure."""
         self.samples, self.outcomes = samples, dict[int, Outcome]()
         self.waiting = deque(range(len(samples)))
         self.retried: set[int] = set()
         self.timeouts, self.any_score = 0, False
-        self._attend()
+        self._hear_all()
         while len(self.outcomes) < len(samples):
             self._refill()
             self._deal()
             self._await_event()
-            self._attend()
+            self._hear_all()
             if self.settings.give_up and self.timeouts >= MOST_FRUITLESS_TIMEOUTS and not self.any_score:
                 self._give_up()
-        self._refill()  # replacements load the function while the driver goes on
+        self._refill()  # replacements load the function before the next batch
         self._reap_adopted()
         return [self.outcomes[row] for row in range(len(samples))]
 
@@ -142,16 +141,16 @@ class Keeper:
     def _deal(self) -> None:
         for worker in self.workers:
             if worker.ready and not worker.rows and self.waiting:
-                # The fewer are left the smaller the pieces, so that all workers end at about the same time.
+                # The fewer rows are left, the smaller the chunks, so that all workers end at about the same time.
                 fair = len(self.waiting) // (2 * self.settings.num_workers)
                 rows = [self.waiting.popleft() for _ in range(max(1, min(LARGEST_CHUNK, fair)))]
                 worker.rows.extend(rows)
                 worker.since = time.monotonic()
-                with suppress(BrokenPipeError, ConnectionResetError):  # it has died; its end tells
+                with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which _hear_all notices
                     worker.connection.send([(row, self.samples[row]) for row in rows])
 
     def _await_event(self) -> None:
-        """Wait for an answer, an end, or the next limit."""
+        """Wait for a message, the end of a worker, or the next time limit."""
         limits = [(worker, worker.limit_s(self.settings.timeout_s)) for worker in self.workers]
         ends = [worker.since + limit_s for worker, limit_s in limits if limit_s is not None]
         timeout = max(0.0, min(ends) - time.monotonic()) if ends else None
@@ -159,11 +158,11 @@ class Keeper:
         if self.driver in events:  # it sends nothing while it waits for a batch
             raise EOFError
 
-    def _attend(self) -> None:
-        """Hear every worker; let those go that have ended or are over their limit."""
+    def _hear_all(self) -> None:
+        """Read every worker's messages; remove workers that have ended and kill those over their limit."""
         now = time.monotonic()
         for worker in list(self.workers):
-            # First whether it has ended, then what it had said: nothing can come after that.
+            # Look for its end before reading: then no message can follow the ones read here.
             ended = bool(wait([worker.pidfd], timeout=0))
             try:
                 self._listen(worker)
@@ -180,15 +179,15 @@ class Keeper:
         return [source for worker in self.workers for source in (worker.connection, worker.pidfd)]
 
     def _listen(self, worker: Worker) -> None:
-        """Take in all that the worker has sent. Raises GarbledError when some of it cannot be a worker's."""
-        for said in worker.inbox.take():
+        """Process the messages that the worker has sent. Raises GarbledError for a message that no worker sends."""
+        for message in worker.inbox.take():
             worker.since = time.monotonic()
-            if said == READY:
+            if message == READY:
                 worker.ready, self.failed_starts = True, 0
-            elif isinstance(said, str):
-                self._note_failed_start(said)
+            elif isinstance(message, str):
+                self._note_failed_start(message)
             else:
-                row, outcome = said
+                row, outcome = message
                 if not worker.rows or row != worker.rows[0]:  # they are answered in order, each once
                     raise GarbledError(f"an answer for row {row}, which it was not at")
                 worker.rows.popleft()
@@ -200,14 +199,14 @@ class Keeper:
         self.any_score |= not outcome.failure
 
     def _bury(self, worker: Worker) -> None:
-        """The worker has died of itself: of the sample it was at, if it was at one."""
+        """Remove a worker that has died; blame its present sample, if it had one."""
         status = self._end(worker)
         if not worker.ready and status != 0:
             self._note_failed_start(f"a reward worker {_cause(status)} while it loaded the reward function")
         if worker.rows:
             row = worker.rows.popleft()
             if -status in (signal.SIGTERM, signal.SIGINT) and row not in self.retried:
-                # A scheduler tells all processes of a job to stop, and the driver may still finish its step.
+                # A scheduler signals all processes of a job, and the driver may still finish its step.
                 self.retried.add(row)
                 self.waiting.appendleft(row)
             else:
@@ -215,7 +214,7 @@ class Keeper:
         self.waiting.extendleft(reversed(worker.rows))
 
     def _disown(self, worker: Worker, garbled: str) -> None:
-        """End a worker into whose connection something else has written, such as a copy of it that was forked."""
+        """End a worker whose connection another writer has used, such as a forked copy of the worker."""
         self._end(worker)
         reason = f"the reward function's process sent what is no answer: {garbled}"
         if not worker.ready:
@@ -246,7 +245,7 @@ class Keeper:
             raise StartFailure(reason)
 
     def _end(self, worker: Worker) -> int:
-        """Kill what is left of the worker and of all it has started; returns its exit code, negative for a signal."""
+        """Kill the worker and all that it has started; return its exit code, negative for a signal."""
         self.workers.remove(worker)
         started = psutil.Process(worker.pid).children(recursive=True)
         for kill in (os.kill, os.killpg):
@@ -261,7 +260,7 @@ class Keeper:
         return os.waitstatus_to_exitcode(status)
 
     def _reap_adopted(self) -> None:
-        """Let ended processes go that the function had left to themselves, until the next one is a worker."""
+        """Reap ended processes that the function has orphaned, up to the first that is a worker."""
         workers = {worker.pid for worker in self.workers}
         peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while (ended := os.waitid(os.P_ALL, 0, peek)) is not None and ended.si_pid not in workers:
@@ -269,15 +268,15 @@ class Keeper:
 
 
 def keep(driver: Connection) -> None:
-    """Be the keeper: take KeeperSettings, then answer lists of Sample with lists of Outcome, until the driver ends.
+    """Run the keeper: receive KeeperSettings, then answer lists of Sample with lists of Outcome, until the driver ends.
 
-    What prevents every score is answered with a str.
+    The answer is a str, the reason, when no sample can be scored.
     """
     drop_unread_output()  # a reward function may print
-    # It ends with the driver, which has its own way to stop.
+    # The driver handles these signals; the keeper ends with it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What loses its parent becomes a child of this process, so that `close` finds it.
+    # Orphans become children of this process, so that `close` finds them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     keeper = Keeper(driver, driver.recv())
     try:
@@ -293,5 +292,5 @@ def keep(driver: Connection) -> None:
 
 
 def _cause(status: int) -> str:
-    """What an exit code says, after "which"."""
+    """Describe an exit code, after "which"."""
     return f"exited with code {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"

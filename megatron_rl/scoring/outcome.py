@@ -1,4 +1,4 @@
-"""What the reward function is told about one answer, what came of it, and the one call between the two. No torch."""
+"""One call of the reward function: its arguments (`Sample`), the call, and its result (`Outcome`). No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 RewardFunction = Callable[..., Any]
 
 FAILURES = ("raised", "timed_out", "crashed", "no_score")
-"""How a sample can fail: an exception, no answer in time, the process died, a result that is not a score."""
+"""How a sample can fail: an exception, no result in time, a dead process, a result that is not a score."""
 
 LARGEST_SCORE = 3.4e38
 """Scores are float32 from here on."""
@@ -19,7 +19,7 @@ LARGEST_SCORE = 3.4e38
 LONGEST_QUOTE = 200
 LONGEST_REASON = 2000
 LONGEST_TEXT = 100_000
-"""Characters; of longer ones the middle is cut out."""
+"""Characters; longer texts lose their middle."""
 
 OWN_NAMES = frozenset(
     (
@@ -27,13 +27,13 @@ OWN_NAMES = frozenset(
         *("input", "output", "gts", "step", "data_source", "failure", "score"),
     )
 )
-"""Names that metrics and sample tables give to numbers and texts of the program's."""
+"""Names of the program's own entries in metrics and sample tables."""
 APART = "rule/"
-"""What an entry of a returned dict has before its name where that name is the program's."""
+"""The prefix of a returned entry whose name is one of the program's own."""
 
 
 class Sample(NamedTuple):
-    """One answer and what its prompt's row says; all of it is sent to another process, so it must pickle."""
+    """One answer and the columns of its prompt's row. It is sent to another process, so it must pickle."""
 
     data_source: str
     solution: str
@@ -43,14 +43,11 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finite `score` with what else the function said, or a `failure` (one of FAILURES) with its reason.
+    """A finite `score` with the function's other entries, or a `failure` (one of FAILURES) with its reason.
 
-    Neither where no function was asked.
-
-    extras: the other entries of a returned dict that are finite numbers (as float) or strings, under names that are
-    not the program's (`name_apart`).
-
-    Every value is of exactly one of the types named here, never of a class of the user's.
+    Both are missing where no function was called. extras: the other entries of a returned dict that are finite numbers
+    (as float) or strings, under names that are not the program's (`name_apart`). Every value is of exactly one of the
+    types named here, never of a class of the user's.
     """
 
     score: float | None
@@ -60,14 +57,14 @@ class Outcome:
 
 
 def failed(failure: str, reason: str) -> Outcome:
-    """An outcome without a score."""
+    """Return an outcome without a score."""
     return Outcome(None, failure=failure, reason=reason)
 
 
 def score_sample(function: RewardFunction, sample: Sample, passing: tuple[type[BaseException], ...] = ()) -> Outcome:
-    """Call `function` in verl's way. Whatever it raises, `sys.exit` too, and whatever it returns, is an outcome.
+    """Call `function` in verl's way. Everything that it returns or raises, `sys.exit` too, becomes an outcome.
 
-    passing: exceptions that are not the function's: they leave this one.
+    passing: exceptions to let through, because they are not the function's.
     """
     try:
         result = function(
@@ -94,13 +91,15 @@ def finite_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except Exception:  # any library's way to say that it is none
+    except Exception:  # libraries raise different errors for values that are no number
         return None
     return number if math.isfinite(number) else None
 
 
 def plain_text(text: str, longest: int = LONGEST_TEXT) -> str:
-    """Exactly a str, cut in its middle, that any encoding of Unicode can write: lone surrogates as `\\udXXX`."""
+    """Return exactly a str that every Unicode encoding can write: lone surrogates as `\\udXXX`, long texts cut in the
+    middle.
+    """
     exact = str.__str__(text)
     if len(exact) > longest:
         exact = f"{exact[: longest // 2]}...{exact[-(longest // 2) :]}"
@@ -108,14 +107,15 @@ def plain_text(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 def name_apart(name: str) -> str:
-    """The name under which an entry of a returned dict is logged: its own, with APART before it where it is one of
-    OWN_NAMES. Different names stay different.
+    """Return the name under which an entry of a returned dict is logged: with the prefix APART if it is in OWN_NAMES.
+
+    Different names stay different.
     """
     return APART + name if name in OWN_NAMES or name.startswith(APART) else name
 
 
 def describe_error(error: BaseException) -> str:
-    """Name and message of an exception, which may be one of the user's that cannot be shown."""
+    """Return name and message of an exception; the user's own exception may fail to show its message."""
     try:
         return plain_text(f"{type(error).__name__}: {error}", LONGEST_REASON)
     except BaseException:
@@ -123,13 +123,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe(sample: Sample, prompt: int | None = None) -> str:
-    """Which sample it is, for messages; `prompt` is its row number in the data, where that is known."""
+    """Name a sample in a message. prompt: its row number in the data, where that is known."""
     which = "a prompt" if prompt is None else f"prompt {prompt}"
     return f"{which} of data source {sample.data_source!r}, answer {quote(sample.solution)}"
 
 
 def quote(value: object) -> str:
-    """`repr(value)`, its middle cut out if it is long; its type where it cannot be shown."""
+    """Return `repr(value)`, without its middle if it is long; the value's type where `repr` fails."""
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = LONGEST_QUOTE
     try:
@@ -139,7 +139,7 @@ def quote(value: object) -> str:
 
 
 def _type_name(value: object) -> str:
-    """Also where the class has hidden its name."""
+    """Return the name of the value's class, also where the class has hidden it."""
     return plain_text(type.__dict__["__name__"].__get__(type(value)), LONGEST_QUOTE)
 
 

@@ -1,4 +1,4 @@
-"""What answers are worth: the rule's score, and those of the reward models, which score beside whatever else runs."""
+"""Score answers with the rule and with reward models; the models run at the same time as other calls."""
 
 from __future__ import annotations
 
@@ -23,24 +23,21 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.experience.assemble import assemble
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Generations, Prompts, Sequences, SequenceScores, known, row_lengths
-from megatron_rl.scoring.combined import ModelScores, combine
-from megatron_rl.scoring.overlong import overlong_penalty
-from megatron_rl.scoring.rule import NoRule, RuleReward, ScoredAnswers
-from megatron_rl.scoring.shaping import ModelShaping, RewardShaping
+from megatron_rl.scoring.rule import NoRule, RuleReward
+from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine
+from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
 from megatron_rl.scoring.text_reader import TextReader
 
 
 class SequenceScorer(Protocol):
-    """A reward model as the controller calls it."""
+    """The calls of a reward model that the controller makes."""
 
     def scores(self, sequences: Sequences) -> Future[SequenceScores]: ...
 
 
 @dataclass(frozen=True)
 class PendingScores:
-    """Scores of a reward model that are under way. is_cut: bool [B], rows whose end it does not read; None: it reads
-    the actor's tokens, which are never cut. rows: int64 [B], of all answers those that it scores; None: all.
-    """
+    """A running call of a reward model. is_cut and rows: see `ModelScores`."""
 
     spec: RoleSpec
     scores: Future[SequenceScores]
@@ -48,22 +45,19 @@ class PendingScores:
     rows: torch.Tensor | None = None
 
     def get(self) -> ModelScores:
-        """Wait for them."""
+        """Wait for the scores."""
         scores, weight = self.scores.get().scores, self.spec.settings.weight
         return ModelScores(self.spec.name, scores, weight, self.is_cut, rows=self.rows)
 
 
 Pending = list[PendingScores]
 
-Shaping = Callable[[ModelScores], ModelScores]
-"""What becomes of a model's scores before they are added up."""
-
 
 class Rewards:
-    """Scores answers. models: every reward model and its handle. warn: says a line that nobody should miss.
+    """Scores answers. models: every reward model and its handle. warn: shows a warning.
 
-    readers: name -> how a reward model with a tokenizer of its own reads; the others read the actor's tokens.
-    shaping: what training makes of the models' scores; None: nothing.
+    readers: name -> reader of a reward model with a tokenizer of its own; the others read the actor's tokens.
+    shaping: changes the models' scores for training; None: it does not.
     """
 
     def __init__(
@@ -83,16 +77,16 @@ class Rewards:
         self._rule_weight = 0.0 if is_apart else config.reward_model.rule_weight
         self._readers = dict(readers or {})
         self._warn, self._clock = warn, clock
-        self._cut_said: set[str] = set()
+        self._warned_of_cuts: set[str] = set()
 
     def start(self, prompts: Prompts, generations: Generations) -> Pending:
-        """Have every reward model score its sources' answers, beside whatever else happens.
+        """Start every reward model on the answers of its sources; do not wait.
 
-        Raises RewardError where one with a chat template of its own cannot read a conversation.
+        Raises RewardError where a reward model with a chat template of its own cannot read a conversation.
         """
         pending: Pending = []
-        # Those that read tokens score while conversations are tokenised for the others.
-        for spec, model in sorted(self.models, key=lambda one: one[0].name in self._readers):
+        # Models that read the actor's tokens score while conversations are tokenised for the others.
+        for spec, model in sorted(self.models, key=lambda pair: pair[0].name in self._readers):
             rows = scored_rows(spec, prompts)
             if rows is not None and not len(rows):
                 continue
@@ -103,27 +97,27 @@ class Rewards:
                 continue
             with self._clock.phase("reward"):
                 read = self._readers[spec.name].read(asked, answers)
-            self._say_cut(self._readers[spec.name], read.is_cut)
+            self._warn_of_cuts(self._readers[spec.name], read.is_cut)
             pending.append(PendingScores(spec, model.scores(read.sequences), read.is_cut, rows))
         return pending
 
-    def _say_cut(self, reader: TextReader, is_cut: torch.Tensor) -> None:
-        """The first time; a metric counts them."""
-        if is_cut.any() and reader.name not in self._cut_said:
-            self._cut_said.add(reader.name)
+    def _warn_of_cuts(self, reader: TextReader, is_cut: torch.Tensor) -> None:
+        """Warn once for each model; a metric counts all cuts."""
+        if is_cut.any() and reader.name not in self._warned_of_cuts:
+            self._warned_of_cuts.add(reader.name)
             self._warn(
                 f"{int(is_cut.sum())} of {len(is_cut)} conversations are longer than "
                 f"{reader.length_key}={reader.max_length} in tokens of {reader.name}, which does not read their ends"
             )
 
     def task_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> ScoredAnswers:
-        """The scores of answers, by the rule while reward models do; says so when the rule could not score some.
+        """Score answers with the rule, then wait for the reward models; warn of samples that the rule could not score.
 
-        Of held-out prompts, or, where the rule is asked about both, of any. Those of reward models count as they are,
-        so that they can be compared over a run. Raises RewardError when the rule could score none, or when a reward
-        model gives no number.
+        For held-out prompts, and for training prompts where the rule scores those too. The models' scores are not
+        shaped, so that they can be compared over a run. Raises RewardError when the rule could score no sample, or when
+        a reward model gives no number.
         """
-        return self._combined(self.rules, prompts, generations, pending, lambda scores: scores)
+        return self._combined(self.rules, prompts, generations, pending, lambda name, scores: None)
 
     def _combined(
         self,
@@ -131,7 +125,7 @@ class Rewards:
         prompts: Prompts,
         generations: Generations,
         pending: Pending,
-        shaped: Shaping,
+        shape: Callable[[str, torch.Tensor], Shaped | None],
     ) -> ScoredAnswers:
         with self._clock.phase("reward"):
             scored = rules(prompts, generations)
@@ -139,21 +133,21 @@ class Rewards:
                 failed = sum(outcome.failure != "" for outcome in scored.outcomes)
                 first = scored.first_failure
                 self._warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
-            return combine(scored, [shaped(one.get()) for one in pending], self._rule_weight)
+            models = [call.get() for call in pending]
+            models = [dataclasses.replace(model, shaped=shape(model.name, model.scores)) for model in models]
+            return combine(scored, models, self._rule_weight)
 
     def training_scores(
         self, prompts: Prompts, generations: Generations, pending: Pending, counts: bool = True
     ) -> ScoredAnswers:
-        """What training rewards: the task's scores with those of reward models normalised and clipped as configured,
-        less the penalty of overlong answers if configured.
+        """Score answers for training: as `task_scores`, with the models' scores normalised and clipped as configured,
+        minus the penalty of overlong answers if configured.
 
-        counts: whether the answers join what scores are normalised by, where that is a running mean.
+        counts: add the models' scores to their running means.
         """
-
-        def shaped(scores: ModelScores) -> ModelScores:
-            return dataclasses.replace(scores, shaped=self.shaping(scores.name, scores.scores, counts))
-
-        scored = self._combined(self._training_rules, prompts, generations, pending, shaped)
+        scored = self._combined(
+            self._training_rules, prompts, generations, pending, lambda name, scores: self.shaping(name, scores, counts)
+        )
         overlong = self.config.reward_model.overlong_buffer
         if not overlong.enable:
             return scored
@@ -162,8 +156,8 @@ class Rewards:
         return dataclasses.replace(scored, scores=scored.scores + penalty)
 
     def components(self, scored: ScoredAnswers) -> torch.Tensor | None:
-        """float32 [B, K]: of each answer the numbers that `algorithm.gdpo_reward_keys` names; None where the estimator
-        takes none. Raises RewardError.
+        """float32 [B, K]: the numbers of each answer that `algorithm.gdpo_reward_keys` names; None where the estimator
+        does not read them. Raises RewardError.
         """
         if not needs_of(self.config).components:
             return None
@@ -171,13 +165,18 @@ class Rewards:
         return torch.tensor([scored.numbers(key, failed) for key in keys], dtype=torch.float32).T.contiguous()
 
     def greedy_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> torch.Tensor:
-        """float32 [B]: for each row of `prompts` the score of its group's answer, in the order of `one_per_group`."""
+        """float32 [B]: for each row of `prompts` the score of its group's greedy answer; `generations` holds one answer
+        per group, in the order of `one_per_group`.
+        """
         _, group = known(prompts.uid).unique(return_inverse=True)
         return self.training_scores(prompts.one_per_group(), generations, pending, counts=False).scores[group]
 
 
 def reward_shaping(config: RunConfig) -> RewardShaping:
-    """As the keys of the reward models say, with the statistics in their folders. Raises ConfigError."""
+    """Build the shaping that the reward models' keys ask for, with the statistics in their folders.
+
+    Raises ConfigError where a folder has no statistics.
+    """
     shapes = {}
     for role in roles_of(config):
         if role.kind != REWARD_MODEL:
@@ -185,10 +184,10 @@ def reward_shaping(config: RunConfig) -> RewardShaping:
         keys, fixed = role.settings, None
         if keys.normalize_reward == HELD_OUT:
             try:
-                found = read_statistics(Path(role.model_path).expanduser())
+                statistics = read_statistics(Path(role.model_path).expanduser())
             except StatisticsError as error:
                 raise ConfigError(f"{role.model_key}={role.model_path}: {error}") from error
-            fixed = (found.mean, found.std)
+            fixed = (statistics.mean, statistics.std)
         clip = None if keys.reward_clip_range is None else (keys.reward_clip_range[0], keys.reward_clip_range[1])
         if keys.normalize_reward is not None or clip is not None:
             shapes[role.name] = ModelShaping(role.model_path, fixed, keys.normalize_reward == RUNNING, clip)
@@ -196,7 +195,7 @@ def reward_shaping(config: RunConfig) -> RewardShaping:
 
 
 def scored_rows(spec: RoleSpec, prompts: Prompts) -> torch.Tensor | None:
-    """int64: the rows whose answers a reward model scores; None where it scores those of all sources."""
+    """int64: the rows whose answers a reward model scores; None where it scores all sources."""
     if spec.settings.data_sources is None:
         return None
     mine = set(spec.settings.data_sources)
@@ -206,10 +205,10 @@ def scored_rows(spec: RoleSpec, prompts: Prompts) -> torch.Tensor | None:
 def text_readers(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, datasets: Sequence[PromptDataset]
 ) -> tuple[dict[str, TextReader], list[str]]:
-    """The readers of reward models with a tokenizer of their own, by role, and what a user should know of them.
+    """Return the readers of reward models with a tokenizer of their own, by role, and notes for the user.
 
     tokenizer: the actor's. All prompts of a model's sources are read once. Raises ConfigError where a tokenizer cannot
-    be loaded, has more tokens than its model, or where prompts cannot be read.
+    be loaded, where it has more tokens than its model, and where prompts cannot be read.
     """
     readers, notes = {}, []
     for role in roles_of(config):
@@ -228,6 +227,6 @@ def text_readers(
         texts = (data.texts(role.settings.data_sources) for data in datasets)
         conversations, prompt_ids = zip(*texts, strict=True)
         notes += readers[role.name].check(
-            [one for part in conversations for one in part], [ids for part in prompt_ids for ids in part]
+            [text for part in conversations for text in part], [ids for part in prompt_ids for ids in part]
         )
     return readers, notes

@@ -1,8 +1,9 @@
-"""What a reward model's score counts in training: normalised, then clipped, each model by itself.
+"""Change scores for training: normalise and clip the scores of reward models, penalise answers that are too long.
 
     score --(s - mean) / std--> normalised --clip--> reward
 
-mean and std are the model's own on held-out answers, which never change, or those of all training scores until now.
+Each reward model is normalised by itself. mean and std are fixed, from held-out answers, or run over all training
+scores so far.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 from torch import Tensor
 
 SMALLEST_STD = 1e-8
-"""What is divided by where all scores are equal, as in OpenRLHF."""
+"""The divisor where all scores are equal, as in OpenRLHF."""
 
 
 @dataclass
 class RunningMoments:
-    """Mean and spread of all scores that were added, in float64.
+    """Mean and spread of all added scores, in float64.
 
     squares: sum of squared deviations from the mean. Batches are merged as in Chan, Golub and LeVeque, "Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
@@ -31,7 +32,7 @@ class RunningMoments:
     squares: float = 0.0
 
     def add(self, scores: Tensor) -> None:
-        """float32 [n], finite."""
+        """Add scores, float32 [n], finite."""
         if not len(scores):
             return
         values = scores.double()
@@ -44,7 +45,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Of a sample (divided by n - 1); 1 where there are fewer than two scores."""
+        """The sample's standard deviation (divided by n - 1); 1 where there are fewer than two scores."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 1.0
 
 
@@ -52,8 +53,8 @@ class RunningMoments:
 class ModelShaping:
     """How one model's scores are shaped. path: the model's folder. fixed: (mean, std) of held-out scores.
 
-    is_running: mean and std are those of training. Neither: scores are not normalised. clip: (lowest, highest), or
-    None.
+    is_running: normalise by mean and std of training. Without `fixed` and `is_running` scores are not normalised.
+    clip: (lowest, highest), or None.
     """
 
     path: str
@@ -64,23 +65,23 @@ class ModelShaping:
 
 @dataclass(frozen=True)
 class Shaped:
-    """float32 [n], and of each whether it was clipped, bool [n]; None where nothing is clipped."""
+    """Shaped scores, float32 [n]. is_clipped: bool [n]; None for a model whose scores are never clipped."""
 
     rewards: Tensor
     is_clipped: Tensor | None = None
 
 
 class RewardShaping:
-    """The shapes of a run's reward models by name, and the running moments of those that have some."""
+    """Shapes the scores of a run's reward models, by name, and keeps their running moments."""
 
     def __init__(self, shapes: Mapping[str, ModelShaping] | None = None) -> None:
         self.shapes = dict(shapes or {})
         self._running = {name: RunningMoments() for name, shape in self.shapes.items() if shape.is_running}
 
     def __call__(self, name: str, scores: Tensor, counts: bool) -> Shaped | None:
-        """What a model's scores [n], finite, are worth; None where they are taken as they are.
+        """Shape a model's scores [n], finite; None where the model's scores are not shaped.
 
-        counts: they join the running moments first, so that these are never empty.
+        counts: add the scores to the running moments first.
         """
         shape = self.shapes.get(name)
         if shape is None:
@@ -100,14 +101,14 @@ class RewardShaping:
         return Shaped(inside.float(), inside != values)
 
     def metrics(self) -> dict[str, float]:
-        """Running mean and spread of each model that has them."""
-        found: dict[str, float] = {}
+        """Return the running mean and spread of each model that has them."""
+        metrics: dict[str, float] = {}
         for name, running in self._running.items():
-            found |= {f"reward/{name}/running_mean": running.mean, f"reward/{name}/running_std": running.std}
-        return found
+            metrics |= {f"reward/{name}/running_mean": running.mean, f"reward/{name}/running_std": running.std}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready, exact: JSON keeps every digit of a float64."""
+        """Return the running moments, ready for JSON, which keeps every digit of a float64."""
         return {
             "reward_shaping": {
                 name: {"path": self.shapes[name].path, **vars(running)} for name, running in self._running.items()
@@ -115,7 +116,17 @@ class RewardShaping:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; a model that is another one now, or was not normalised, begins anew."""
+        """Restore the running moments; a model at another path, or without saved moments, starts with empty ones."""
         for name, saved in state.get("reward_shaping", {}).items():
             if name in self._running and saved["path"] == self.shapes[name].path:
                 self._running[name] = RunningMoments(int(saved["count"]), float(saved["mean"]), float(saved["squares"]))
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """float32 [B], <= 0, to add to the scores of answers of `lengths` int64 [B] tokens, at most `max_length`.
+
+    0 up to max_length - buffer, then falling linearly to -factor at max_length (DAPO: Yu et al., arXiv:2503.14476,
+    eq. 13). buffer >= 1.
+    """
+    excess = (lengths - (max_length - buffer)).clamp(min=0)
+    return -factor * excess.float() / buffer

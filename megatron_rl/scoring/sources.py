@@ -1,4 +1,4 @@
-"""Which reward model scores which answers, where that goes by the prompts' `data_source`."""
+"""Check which reward model scores which answers, where models select prompts by their `data_source`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_rl.errors import Violation
 
 
 def check_sources(config: RunConfig, sources: Collection[str]) -> list[str]:
-    """What a user should know of sources that no reward model scores. sources: of all training and held-out prompts.
+    """Return a note for each source that no reward model scores. sources: of all training and held-out prompts.
 
-    Raises ConfigError for a source whose answers nothing scores, and for one that a reward model names and no prompt
-    has.
+    Raises ConfigError for a source whose answers nothing scores, and for a source that a reward model names and that no
+    prompt has.
     """
     models = [role for role in roles_of(config) if role.kind == REWARD_MODEL]
     named = [role for role in models if role.settings.data_sources is not None]
@@ -29,7 +29,7 @@ def check_sources(config: RunConfig, sources: Collection[str]) -> list[str]:
 
 
 def scored_sources(models: Iterable[RoleSpec], sources: Collection[str]) -> set[str]:
-    """Those that a reward model scores whose weight is not 0."""
+    """Return the sources that a reward model with a weight other than 0 scores."""
     counting = [role.settings.data_sources for role in models if role.settings.weight != 0]
     return {source for source in sources if any(own is None or source in own for own in counting)}
 

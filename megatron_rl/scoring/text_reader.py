@@ -1,8 +1,8 @@
-"""How a reward model with a tokenizer of its own reads: conversations as text, rendered and tokenised anew.
+"""Prepare conversations for a reward model with a tokenizer of its own: render them as text and tokenise that text.
 
-The rule, which is verl's: the answer's tokens become text again, without the special tokens at its end, and are the
-assistant's message after the prompt's messages; the reward model's chat template makes one text of that, which its
-tokenizer cuts into tokens. What is longer than the reward model may read loses its end.
+The rule is verl's. The answer is decoded without the special tokens at its end and appended to the prompt's messages as
+the assistant's message. The reward model's chat template renders the messages, and its tokenizer tokenises the text.
+Conversations longer than the reward model may read lose their end.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.records import Conversation, Generations, Prompts, Sequences, ragged
 
 ROWS_AT_ONCE = 4096
-"""Prompts that are checked at once."""
+"""Prompts checked in one call of the tokenizer."""
 
 
 @dataclass(frozen=True)
 class ReadText:
-    """What a reward model reads of B answers: token rows without responses; is_cut bool [B]: the end is left out."""
+    """B token rows that a reward model reads; none has a response. is_cut: bool [B], True where the end is left out."""
 
     sequences: Sequences
     is_cut: torch.Tensor
@@ -31,11 +31,11 @@ class ReadText:
 
 @dataclass(frozen=True)
 class TextReader:
-    """Turns B prompts and answers into what one reward model reads.
+    """Turns B prompts and answers into the token rows that one reward model reads.
 
-    name: the reward model's, for messages. policy: the tokenizer of prompts and answers. own: the reward model's, whose
-    template is rendered in a process that ends with this object.
-    max_length: tokens that it reads at most. length_key: the key that says so.
+    name: of the reward model, for messages. policy: the tokenizer of prompts and answers. own: the reward model's
+    tokenizer; its template is rendered in a process that ends with this object. max_length: the most tokens that the
+    model reads. length_key: the configuration key of max_length.
     """
 
     name: str
@@ -49,7 +49,7 @@ class TextReader:
         object.__setattr__(self, "_template", Renderer(self.own, {"add_generation_prompt": False}))
 
     def read(self, prompts: Prompts, generations: Generations) -> ReadText:
-        """Of prompts that carry `raw_prompt`. Raises RewardError where the chat template refuses a conversation."""
+        """Read prompts that carry `raw_prompt`. Raises RewardError where the chat template refuses a conversation."""
         if prompts.raw_prompt is None:
             raise ValueError("these prompts do not carry their conversations")
         prompt_ids, response_ids = (
@@ -67,33 +67,33 @@ class TextReader:
         prompt_ids: Sequence[list[int]],
         response_ids: Sequence[list[int]],
     ) -> list[list[int]]:
-        """The reward model's tokens of each conversation with its answer, whole; at least one.
+        """Return the reward model's tokens of each conversation with its answer, uncut; at least one token.
 
         Messages go through its chat template, which has all special tokens in it. Where the prompt is text, or the
         tokenizer has no chat template, prompt and answer are one text, to which the tokenizer adds its special tokens.
 
-        Raises RewardError where the chat template refuses a conversation, or nothing is left of one.
+        Raises RewardError where the chat template refuses a conversation, or where a conversation has no tokens.
         """
         answers = self._texts([without_end(ids, self.policy.all_special_ids) for ids in response_ids])
-        found: list[list[int]] = [[] for _ in conversations]
-        chats = [row for row, one in enumerate(conversations) if self._is_chat(one)]
+        tokens: list[list[int]] = [[] for _ in conversations]
+        chats = [row for row, conversation in enumerate(conversations) if self._is_chat(conversation)]
         rendered = self._rendered(
             [[*conversations[row], {"role": "assistant", "content": answers[row]}] for row in chats]
         )
-        self._fill(found, chats, rendered, add_special_tokens=False)
-        texts = [row for row, one in enumerate(conversations) if not self._is_chat(one)]
+        self._fill(tokens, chats, rendered, add_special_tokens=False)
+        texts = [row for row, conversation in enumerate(conversations) if not self._is_chat(conversation)]
         starts = [self._plain(conversations[row], prompt_ids[row]) for row in texts]
         joined = [start + answers[row] for start, row in zip(starts, texts, strict=True)]
-        self._fill(found, texts, joined, add_special_tokens=True)
-        empty = next((row for row, ids in enumerate(found) if not ids), None)
+        self._fill(tokens, texts, joined, add_special_tokens=True)
+        empty = next((row for row, ids in enumerate(tokens) if not ids), None)
         if empty is not None:
             raise RewardError(f"{self.name} has nothing to read of {conversations[empty]!r:.200}: 0 tokens")
-        return found
+        return tokens
 
     def check(self, conversations: Sequence[Conversation], prompt_ids: Sequence[list[int]]) -> list[str]:
-        """Read all prompts with empty answers, and say what a user should know, before any process is started.
+        """Read all prompts with empty answers, before any process is started; return notes for the user.
 
-        Raises ConfigError where one is refused, or where no prompt leaves room for an answer.
+        Raises ConfigError where a prompt is refused, or where no prompt leaves room for an answer.
         """
         lengths = []
         for first in range(0, len(conversations), ROWS_AT_ONCE):
@@ -122,7 +122,7 @@ class TextReader:
         return not isinstance(conversation, str) and self.own.chat_template is not None
 
     def _plain(self, conversation: Conversation, prompt_ids: list[int]) -> str:
-        """A prompt as text: as its file has it, or where that is messages what the policy reads of them."""
+        """Return a prompt as text: the text of its file, or the decoded tokens of its messages."""
         if isinstance(conversation, str):
             return conversation
         return self._texts([prompt_ids], skip_special_tokens=True)[0]
@@ -140,16 +140,16 @@ class TextReader:
             messages = chats[refusal.number][:-1]
             raise RewardError(f"the chat_template of {self.name} refuses {messages!r:.200}: {refusal}") from None
 
-    def _fill(self, found: list[list[int]], rows: Sequence[int], texts: list[str], add_special_tokens: bool) -> None:
-        """Put the tokens of texts where their rows are."""
+    def _fill(self, tokens: list[list[int]], rows: Sequence[int], texts: list[str], add_special_tokens: bool) -> None:
+        """Write the tokens of each text into its row."""
         if texts:
             encoded = self.own(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
             for row, ids in zip(rows, encoded, strict=True):
-                found[row] = ids
+                tokens[row] = ids
 
 
 def without_end(ids: Sequence[int], special: Sequence[int]) -> list[int]:
-    """Tokens without the special ones at their end; special ones before other tokens stay."""
+    """Return the tokens without special tokens at their end; other special tokens stay."""
     kept, known = list(ids), set(special)
     while kept and kept[-1] in known:
         kept.pop()

@@ -18,7 +18,7 @@ from megatron_rl.records import Generations, Prompts, Sampling, Sequences, Seque
 from megatron_rl.sampling.sampler import Sampler, Sources
 from megatron_rl.scoring.outcome import Outcome, Sample
 from megatron_rl.scoring.rewards import Rewards
-from megatron_rl.scoring.rule import ScoredAnswers
+from megatron_rl.scoring.scored_answers import ScoredAnswers
 from megatron_rl.scoring.text_reader import TextReader
 
 REPOSITORY = Path(__file__).parents[2]

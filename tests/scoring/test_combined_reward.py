@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.errors import RewardError
-from megatron_rl.scoring.combined import ModelScores, combine
 from megatron_rl.scoring.outcome import Outcome, Sample, failed
-from megatron_rl.scoring.rule import ScoredAnswers
+from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine
 
 SAMPLES = [Sample("unit", text, "x", {}) for text in ("one", "two", "three")]
 RM_SCORES = torch.tensor([0.5, -1.0, 4.0])

@@ -11,7 +11,7 @@ from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.keeper import KeeperSettings
 from megatron_rl.scoring.outcome import Outcome, Sample, failed, score_sample
 from megatron_rl.scoring.reward_processes import RewardProcesses
-from megatron_rl.scoring.wire import LARGEST_LINE, READY, GarbledError, Inbox, read_line, send
+from megatron_rl.scoring.worker import LARGEST_LINE, READY, GarbledError, Inbox, read_line, send
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -34,6 +34,7 @@ BAD = {
     "time.sleep(1000)": ("timed_out", "reward_model.timeout_s=1"),
     "[signal.signal(signal.SIGTERM, signal.SIG_IGN), time.sleep(1000)]": ("timed_out", "timeout_s"),
     "os._exit(3)": ("crashed", "exited with code 3"),
+    "os._exit(0)": ("crashed", "exited with code 0"),
     "ctypes.string_at(0)": ("crashed", "killed by SIGSEGV"),
     "os.kill(os.getpid(), signal.SIGTERM)": ("crashed", "killed by SIGTERM"),
     "math.nan": ("no_score", "returned nan"),

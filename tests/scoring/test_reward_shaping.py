@@ -16,10 +16,9 @@ from megatron_rl.checkpoint.score_statistics import (
     saved_statistics,
     write_statistics,
 )
-from megatron_rl.scoring.combined import ModelScores, combine
 from megatron_rl.scoring.outcome import Outcome, Sample
-from megatron_rl.scoring.rule import ScoredAnswers
-from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, RunningMoments
+from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine
+from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, RunningMoments, overlong_penalty
 
 
 def test_moments_of_batches_are_those_of_all():
@@ -132,3 +131,10 @@ def test_statistics_of_a_checkpoint():
     assert saved_statistics(saved | {"step": 5}) is None
     assert saved_statistics({"step": 4}) is saved_statistics({"step": 4, "held_out": {"last": last}}) is None
     assert saved_statistics({"step": 4, "held_out": {"last": {"val/loss": 1.0}, "last_step": 4}}) is None
+
+
+def test_overlong_penalty_by_hand():
+    """At most 10 tokens, the last 4 of them penalised up to 0.5. Would not catch lengths without their end token."""
+    found = overlong_penalty(torch.tensor([1, 6, 7, 9, 10]), max_length=10, buffer=4, factor=0.5)
+    assert found.tolist() == pytest.approx([0.0, 0.0, -0.125, -0.375, -0.5])
+    assert found.dtype == torch.float32

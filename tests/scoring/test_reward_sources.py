@@ -10,9 +10,8 @@ import torch
 from megatron_rl.config.load import read_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.scoring.combined import ModelScores, combine
 from megatron_rl.scoring.outcome import Outcome, Sample
-from megatron_rl.scoring.rule import ScoredAnswers
+from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine
 from megatron_rl.scoring.sources import check_sources
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.records import Generations, Prompts, non_tensor, ragged
-from megatron_rl.scoring.combined import ModelScores, combine
 from megatron_rl.scoring.function import RewardSource, load_reward_function
 from megatron_rl.scoring.outcome import OWN_NAMES, score_sample
 from megatron_rl.scoring.rule import RuleReward
+from megatron_rl.scoring.scored_answers import ModelScores, combine
 
 
 @pytest.fixture
