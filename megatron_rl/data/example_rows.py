@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.data.messages import Message, check_answers, check_order, read_messages, read_tools
-from megatron_rl.data.row_files import value_of
+from megatron_rl.data.row_files import needed_value, value_of
 from megatron_rl.data.row_problems import RowProblem
 from megatron_rl.data.schemas import JUDGED, Columns
 
@@ -45,10 +45,10 @@ class ExampleRow:
 class RowReader:
     """Reads the rows of files with the same columns. Which shapes there are is in `schemas.NEEDED`."""
 
-    def __init__(self, columns: Columns, stage: str, as_chat: bool):
+    def __init__(self, columns: Columns, kind: str, as_chat: bool):
         """as_chat: whether prompts and answers that are both text become messages of user and assistant."""
         self.columns = columns
-        self.stage = stage
+        self.kind = kind
         self.as_chat = as_chat
 
     def read(self, content: dict[str, Any]) -> ExampleRow:
@@ -56,7 +56,7 @@ class RowReader:
         shape = self.columns.shape
         if shape in ("pair", "ranking"):
             answers, margins = self._pair(content) if shape == "pair" else self._ranking(content)
-            return ExampleRow(answers, margins, (True, False) if self.stage == "labelled" else ())
+            return ExampleRow(answers, margins, (True, False) if self.kind == "labelled" else ())
         one: Text | Chat
         if shape == "text":
             one = Text("", self._text(content, "text", "empty_answer"))
@@ -64,7 +64,7 @@ class RowReader:
             one = self._conversation(content)
         else:
             one = self._answer(content, self._value(content, "response"), self._name("response"))
-        judge = JUDGED.get(self.stage)
+        judge = JUDGED.get(self.kind)
         if judge == "label":
             return ExampleRow((one,), desirable=(self._label(content),))
         return ExampleRow((one,), score=self._number(content, "score") if judge == "score" else None)
@@ -73,12 +73,7 @@ class RowReader:
         return self.columns.names[use]
 
     def _value(self, content: dict[str, Any], use: str) -> Any:
-        value = value_of(content, self._name(use))
-        if value is None:
-            given = ", ".join(name for name, one in content.items() if one is not None)
-            others = ", and other rows have it" if use == "margin" else ""
-            raise RowProblem("missing", self._name(use), f"nothing{others}; the row has {given or 'no field'}")
-        return value
+        return needed_value(content, self._name(use), ", and other rows have it" if use == "margin" else "")
 
     def _text(self, content: dict[str, Any], use: str, empty: str) -> str:
         value = self._value(content, use)
@@ -98,7 +93,7 @@ class RowReader:
         check_order(messages, name)
         check_answers(messages, name)
         # A label or a score is about the last answer alone.
-        first = 0 if self.stage == "examples" else len(messages) - 1
+        first = 0 if self.kind == "examples" else len(messages) - 1
         return Chat(messages, first, self._tools(content))
 
     def _prompt(self, content: dict[str, Any]) -> str | list[Message]:

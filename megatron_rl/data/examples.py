@@ -1,32 +1,23 @@
-"""What the stages before PPO learn from: answers as tokens, alone, ranked, labelled or scored."""
+"""Examples of sft, reward and dpo: answers as tokens, alone, ranked, labelled or scored. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class RowPlace:
-    """Where a row stands. row: from 0; JSON lines count what is not blank. line: from 1; None in parquet."""
-
-    file: str
-    row: int
-    line: int | None = None
-
-    def __str__(self) -> str:
-        """As error messages begin."""
-        return f"{self.file}: row {self.row}" + (f" (line {self.line})" if self.line is not None else "")
+from megatron_rl.data.row_problems import RowPlace
+from megatron_rl.records import TokenBatch, ragged
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """Some text with what is to be learned in it.
+    """A text and the tokens in it that are learned.
 
-    tokens: int64 [L], L >= 1. loss_mask: bool [L]; where it is True the loss is the cross-entropy of that token, given
-    those before it; the first is False, as nothing stands before it. prompt_length: tokens before the first answer that
-    counts; 0 where there is no prompt, or it counts, too. where: the file's row.
+    tokens: int64 [L], L >= 1. loss_mask: bool [L]; True: the loss has the cross-entropy of this token, given the tokens
+    before it; the first is False, as no token precedes it. prompt_length: tokens before the first answer that counts; 0
+    without a prompt, and if the prompt counts, too. where: the row of the file.
     """
 
     tokens: torch.Tensor
@@ -44,9 +35,9 @@ class Example:
 class Ranking:
     """Answers to one prompt, the best first; a pair of chosen and rejected is a ranking of two.
 
-    answers: at least 2; their first `prompt_length` tokens are the same, and only tokens after them count. margins: how
-    much better each answer is than the next one, one number fewer than there are answers, each at least 0; 0 where the
-    file has none. Between any two answers the margin is the sum of those in between (`margin`).
+    answers: at least 2; their first `prompt_length` tokens are equal, and only tokens after them count. margins: how
+    much better each answer is than the next one, one number fewer than there are answers, each at least 0; 0 if the
+    file has none. The margin between any two answers is the sum of those in between (`margin`).
     """
 
     answers: tuple[Example, ...]
@@ -55,7 +46,7 @@ class Ranking:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens that all answers begin with: their prompt."""
+        """Tokens of the prompt, with which all answers begin."""
         return self.answers[0].prompt_length
 
     def margin(self, better: int, worse: int) -> float:
@@ -65,7 +56,7 @@ class Ranking:
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """An answer that is desirable or is not (KTO)."""
+    """An answer and whether it is desirable (KTO)."""
 
     example: Example
     desirable: bool
@@ -74,8 +65,25 @@ class Labelled:
 
 @dataclass(frozen=True, eq=False)
 class ScoredExample:
-    """An answer with its score, which a reward model is to give at the last token."""
+    """An answer and its score, which a reward model learns to give at the last token."""
 
     example: Example
     score: float
     where: RowPlace
+
+
+def token_batch(examples: Sequence[Example]) -> TokenBatch:
+    """The record of which cross-entropy is computed: the tokens of each example up to the last that counts.
+
+    Raises ValueError for an example without a token that counts.
+    """
+    rows, responses, kept = [], [], []
+    for example in examples:
+        counted = example.loss_mask.nonzero()[:, 0]
+        if not len(counted):
+            raise ValueError(f"{example.where}: no token counts in the loss")
+        first, end = int(counted[0]), int(counted[-1]) + 1
+        rows.append(example.tokens[:end])
+        responses.append(end - first)
+        kept.append(example.loss_mask[first:end].float())
+    return TokenBatch(ragged(rows), torch.tensor(responses), ragged(kept), batch_size=[len(rows)])

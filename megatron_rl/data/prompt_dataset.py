@@ -1,4 +1,4 @@
-"""From prompt files to token records. Everything is checked and tokenised once, when the files are opened."""
+"""Prompt files as records of tokens. All rows are checked and tokenised once, when the files are opened."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.prompt_files import Message, PromptRow, read_rows
+from megatron_rl.data.prompt_files import Message, PromptRow, read_prompts
 from megatron_rl.data.prompt_mixture import PromptFile
+from megatron_rl.data.row_problems import BadRow, RowPlace, refuse
 from megatron_rl.data.template_process import Renderer, TemplateRefusal
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import Conversation, Prompts, non_tensor, ragged
 
-OF_TOKENS = {"padding", "truncation", "max_length"}
-"""Arguments of `apply_chat_template` that are about tokens, and not the template's."""
+TOKENIZER_ARGUMENTS = {"padding", "truncation", "max_length"}
+"""Arguments of `apply_chat_template` that are the tokenizer's, and not the template's."""
+
+Located = tuple[RowPlace, PromptRow]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """index: row number over all files, filtered rows included."""
+    """A usable prompt. index: row number over all files, filtered rows included."""
 
     index: int
     token_ids: torch.Tensor
@@ -32,9 +35,9 @@ class Prompt:
 
 
 class PromptDataset:
-    """The prompts of some files that are short enough to use, or were cut, file after file.
+    """The usable prompts of some files, file after file: those that are short enough or were cut.
 
-    files: what each contributes, for the order in which they are visited.
+    files: path, usable prompts and digests of each file, for the order in which they are visited.
     """
 
     def __init__(
@@ -48,8 +51,8 @@ class PromptDataset:
     ):
         """Read and tokenise; see `DataConfig` for the columns, for templates and for prompts that are too long.
 
-        needs_ground_truth: whether every row must have one; else it is None where a row has none. keeps_text: whether
-        batches have `raw_prompt`, too. vocab_size: tokens that the model has; None: any may occur.
+        needs_ground_truth: whether every row must have one; else it may be None. keeps_text: whether batches have
+        `raw_prompt`, too. vocab_size: tokens that the model has; None: any may occur.
 
         Raises ConfigError for a missing or unreadable file, missing or empty columns, an empty dataset, and prompts
         that cannot be tokenised or are too long.
@@ -59,11 +62,13 @@ class PromptDataset:
         self._prompts: list[Prompt] = []
         offset = 0
         for path in paths:
-            rows = read_rows(path, data_config, needs_ground_truth)
+            rows = read_prompts(path, data_config, needs_ground_truth)
             prompt_ids = tokenise(path, rows, tokenizer, data_config)
-            refuse_unknown_tokens(path, prompt_ids, vocab_size)
+            refuse_unusable_tokens(rows, prompt_ids, data_config.prompt_key, vocab_size)
             kept = short_enough(path, prompt_ids, data_config)
-            prompts = [Prompt(offset + row, torch.tensor(cut(prompt_ids[row], data_config)), rows[row]) for row in kept]
+            prompts = [
+                Prompt(offset + row, torch.tensor(cut(prompt_ids[row], data_config)), rows[row][1]) for row in kept
+            ]
             self.files.append(PromptFile(path, len(prompts), _digests(prompts)))
             self._prompts += prompts
             offset += len(rows)
@@ -74,13 +79,13 @@ class PromptDataset:
 
     @property
     def data_sources(self) -> set[str]:
-        """Every data source that occurs."""
+        """The data sources of all prompts."""
         return {prompt.row.data_source for prompt in self._prompts}
 
     def texts(self, data_sources: Collection[str] | None = None) -> tuple[list[Conversation], list[list[int]]]:
-        """Every prompt of these sources, or of all, as its file has it, and its tokens."""
-        kept = [one for one in self._prompts if data_sources is None or one.row.data_source in data_sources]
-        return [one.row.prompt for one in kept], [one.token_ids.tolist() for one in kept]
+        """The prompts of these data sources, or of all, as their files have them, and their tokens."""
+        kept = [prompt for prompt in self._prompts if data_sources is None or prompt.row.data_source in data_sources]
+        return [prompt.row.prompt for prompt in kept], [prompt.token_ids.tolist() for prompt in kept]
 
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices` (each in [0, len(self)), at least one) as a record of B = len(indices) rows.
@@ -101,62 +106,60 @@ class PromptDataset:
 
 
 def tokenise(
-    path: str, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
+    path: str, rows: Sequence[Located], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
 ) -> list[list[int]]:
-    """Token ids per row: strings are encoded as they are, chat messages through the chat template."""
-    prompt_ids: list[list[int]] = [[] for _ in rows]
-    texts = [number for number, row in enumerate(rows) if isinstance(row.prompt, str)]
-    if texts:
-        encoded = tokenizer([rows[number].prompt for number in texts])["input_ids"]
-        for number, ids in zip(texts, encoded, strict=True):
-            prompt_ids[number] = ids
-    chats = [(number, row.prompt) for number, row in enumerate(rows) if not isinstance(row.prompt, str)]
+    """Token ids per row: strings are encoded as they are, chat messages through the chat template. Raises ConfigError
+    if the tokenizer has no template, and for a prompt that the template refuses.
+    """
+    texts = [row.prompt for _, row in rows if isinstance(row.prompt, str)]
+    chats = [(place, row.prompt) for place, row in rows if not isinstance(row.prompt, str)]
     if chats and tokenizer.chat_template is None:
         raise ConfigError(
             f"the prompts of {path} are chat messages, but the tokenizer has no chat_template: "
             "add one to the model folder, or store the prompts as plain strings"
         )
-    if chats:
-        encoded = _apply_template(path, chats, tokenizer, data_config)
-        for (number, _), ids in zip(chats, encoded, strict=True):
-            prompt_ids[number] = ids
-    for number, ids in enumerate(prompt_ids):
-        if not ids:
-            raise ConfigError(f"{path}: the prompt of row {number} has 0 tokens; it needs at least 1")
-    return prompt_ids
+    # All at once, which is what tokenizers are fast at.
+    of_texts = iter(tokenizer(texts)["input_ids"] if texts else ())
+    of_chats = iter(_apply_template(chats, tokenizer, data_config) if chats else ())
+    return [next(of_texts if isinstance(row.prompt, str) else of_chats) for _, row in rows]
 
 
 def _apply_template(
-    path: str, chats: Sequence[tuple[int, list[Message]]], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
+    chats: Sequence[tuple[RowPlace, list[Message]]], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
 ) -> list[list[int]]:
-    """Token ids of (row, messages) pairs, all at once, which is what tokenizers are fast at."""
     options = {"add_generation_prompt": True} | data_config.apply_chat_template_kwargs
-    of_tokens = {name: options.pop(name) for name in OF_TOKENS & options.keys()}
-    of_tokens |= options.pop("tokenizer_kwargs", {})
+    arguments = {name: options.pop(name) for name in TOKENIZER_ARGUMENTS & options.keys()}
+    arguments |= options.pop("tokenizer_kwargs", {})
     with closing(Renderer(tokenizer, options)) as template:
         try:
             texts = template.texts([prompt for _, prompt in chats])
         except TemplateRefusal as refusal:
-            row, _ = chats[refusal.number]
-            raise ConfigError(
-                f"the tokenizer's chat_template refuses a prompt of {path} (row {row}): {refusal}"
-            ) from None
-    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, **of_tokens)["input_ids"]
+            place, _ = chats[refusal.number]
+            raise ConfigError(str(BadRow("template_refuses", place, data_config.prompt_key, str(refusal)))) from None
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, **arguments)["input_ids"]
     return encoded
 
 
-def refuse_unknown_tokens(path: str, prompt_ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:
-    """Raise ConfigError for a token that the model does not have: a tokenizer may have more, which are added to it."""
-    for row, ids in enumerate(prompt_ids):
-        if vocab_size is not None and max(ids) >= vocab_size:
-            raise ConfigError(
-                f"{path}: the prompt of row {row} has token {max(ids)}, and the model has {vocab_size}: take the "
-                "tokenizer's added tokens out of the prompt, or use a model that has them"
-            )
+def refuse_unusable_tokens(
+    rows: Sequence[Located], prompt_ids: Sequence[Sequence[int]], prompt_key: str, vocab_size: int | None
+) -> None:
+    """Raise ConfigError for prompts without tokens, and with tokens that the model does not have: a tokenizer may have
+    more, which are added to it.
+    """
+    bad_rows = []
+    for (place, _), ids in zip(rows, prompt_ids, strict=True):
+        if not ids:
+            bad_rows.append(BadRow("empty_prompt", place, prompt_key, "0 tokens"))
+        elif vocab_size is not None and max(ids) >= vocab_size:
+            found = f"token {max(ids)}, and the model has {vocab_size}"
+            bad_rows.append(BadRow("unknown_token", place, prompt_key, found))
+    refuse(bad_rows, len(rows), can_be_skipped=False)
 
 
 def short_enough(path: str, prompt_ids: Sequence[Sequence[int]], data_config: DataConfig) -> list[int]:
-    """Rows to use. Raises ConfigError for a prompt that is too long and may not be dropped or cut, or if all are."""
+    """The rows to use. Raises ConfigError for a prompt that is too long and may be neither dropped nor cut, and if all
+    would be dropped.
+    """
     limit = data_config.max_prompt_length
     rows = [row for row, ids in enumerate(prompt_ids) if len(ids) <= limit]
     if len(rows) == len(prompt_ids):
@@ -190,12 +193,12 @@ def cut(token_ids: Sequence[int], data_config: DataConfig) -> list[int]:
 
 
 def _digests(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """What is compared when a run goes on -> a digest of it, in order."""
+    """Name of what is compared when a run resumes -> a digest of it over these prompts, in order."""
     digests = {name: hashlib.sha256() for name in ("tokens", "data sources", "ground truths", "extra_info")}
     for prompt in prompts:
         row = prompt.row
         digests["tokens"].update(array("q", [len(prompt.token_ids), *prompt.token_ids.tolist()]).tobytes())
-        told = {"data sources": row.data_source, "ground truths": row.ground_truth, "extra_info": row.extra_info}
-        for name, value in told.items():
+        columns = {"data sources": row.data_source, "ground truths": row.ground_truth, "extra_info": row.extra_info}
+        for name, value in columns.items():
             digests[name].update(f"{value!r}\n".encode("utf-8", "backslashreplace"))
     return {name: digest.hexdigest() for name, digest in digests.items()}

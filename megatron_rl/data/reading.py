@@ -1,11 +1,13 @@
-"""From files to what the trainers learn from. All is read, checked and tokenised once, before any process starts.
+"""Example files as the records that sft, reward and dpo train on.
 
-A trainer visits what was read in the order of `data.prompt_mixture.MixtureCursor(report.prompt_files(), weights,
-batch_size, shuffle, seed)`: positions, epoch after epoch, which resume.
+All is read, checked and tokenised once, before any process starts. A trainer visits the records in the order of
+`prompt_mixture.MixtureCursor(report.prompt_files(), weights, batch_size, shuffle, seed)`, which resumes.
 """
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import TypeVar
@@ -13,12 +15,13 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.data.example_reader import FileReader, ReadRow, Totals
-from megatron_rl.data.examples import Example, Labelled, Ranking, RowPlace, ScoredExample
+from megatron_rl.data.example_reader import FileReader, ReadRow
+from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
 from megatron_rl.data.reading_options import ReadingOptions
-from megatron_rl.data.reading_report import ReadingReport
-from megatron_rl.data.row_problems import refuse, write_bad_rows
+from megatron_rl.data.reading_report import FileRead, ReadingReport
+from megatron_rl.data.row_problems import RowPlace, refuse, write_bad_rows
 from megatron_rl.data.tokens import Tokens
+from megatron_rl.errors import ConfigError
 
 Record = TypeVar("Record")
 
@@ -26,17 +29,17 @@ Record = TypeVar("Record")
 def read_examples(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
 ) -> tuple[list[Example], ReadingReport]:
-    """For `sft`: conversations, questions with answers, or plain text, parquet or jsonl.
+    """Read conversations, questions with answers, or plain text for `sft`, parquet or jsonl.
 
-    One row becomes one example, or several where the template writes earlier turns otherwise once later ones follow
-    (such as without their thinking): then each answer is learned as it is generated, and the examples share `where`.
+    One row becomes one example, or several if the template rewrites earlier turns once later ones follow (such as
+    without their thinking): then each answer is learned as it is generated, and the examples share `where`.
 
-    Raises ConfigError for files that cannot be read or have no columns for this, columns that could mean two things,
-    files of different schemas, bad rows unless `options.bad_rows` is "skip", and if nothing is left.
+    Raises ConfigError for files that cannot be read or lack the columns, columns that could mean two things, files of
+    different schemas, bad rows unless `options.bad_rows` is "skip", and if nothing is left.
     """
 
     def records(row: ReadRow) -> Iterable[Example]:
-        return (_example(one, row.place) for texts in row.texts for one in texts)
+        return (_example(text, row.place) for texts in row.texts for text in texts)
 
     return _read(files, tokenizer, options, "examples", records)
 
@@ -44,13 +47,14 @@ def read_examples(
 def read_rankings(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
 ) -> tuple[list[Ranking], ReadingReport]:
-    """For `reward` and `dpo`: chosen and rejected answers, with the prompt apart or in both, or several ranked answers.
+    """Read preferences for `reward` and `dpo`: chosen and rejected answers, with the prompt apart or in both, or ranked
+    answers.
 
     Raises ConfigError as `read_examples`.
     """
 
     def records(row: ReadRow) -> Iterable[Ranking]:
-        answers = tuple(_example(one, row.place) for (one,) in row.texts)
+        answers = tuple(_example(text, row.place) for (text,) in row.texts)
         yield Ranking(answers, row.row.margins, row.place)
 
     return _read(files, tokenizer, options, "rankings", records)
@@ -59,14 +63,14 @@ def read_rankings(
 def read_labelled(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
 ) -> tuple[list[Labelled], ReadingReport]:
-    """For KTO: answers with a label; of a file of preferences, the chosen answer as desirable, then the rejected one.
+    """Read answers with a label for KTO. A pair becomes two records: the chosen answer, desirable, then the rejected.
 
     Raises ConfigError as `read_examples`.
     """
 
     def records(row: ReadRow) -> Iterable[Labelled]:
-        for (one,), desirable in zip(row.texts, row.row.desirable, strict=True):
-            yield Labelled(_example(one, row.place), desirable, row.place)
+        for (text,), desirable in zip(row.texts, row.row.desirable, strict=True):
+            yield Labelled(_example(text, row.place), desirable, row.place)
 
     return _read(files, tokenizer, options, "labelled", records)
 
@@ -74,14 +78,14 @@ def read_labelled(
 def read_scored(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
 ) -> tuple[list[ScoredExample], ReadingReport]:
-    """For `reward` by regression: answers with a score.
+    """Read answers with a score, for `reward` by regression.
 
     Raises ConfigError as `read_examples`.
     """
 
     def records(row: ReadRow) -> Iterable[ScoredExample]:
         score = row.row.score
-        assert score is not None  # the reader of rows has seen to it
+        assert score is not None  # `RowReader` refuses a row without one
         yield ScoredExample(_example(row.texts[0][0], row.place), score, row.place)
 
     return _read(files, tokenizer, options, "scored", records)
@@ -91,35 +95,42 @@ def _read(
     files: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     options: ReadingOptions,
-    stage: str,
-    records: Callable[[ReadRow], Iterable[Record]],
+    kind: str,
+    records_of: Callable[[ReadRow], Iterable[Record]],
 ) -> tuple[list[Record], ReadingReport]:
-    read, found = [], []
-    with closing(FileReader(tokenizer, options, stage)) as reader:
+    records: list[Record] = []
+    with closing(FileReader(tokenizer, options, kind)) as reader:
+        report = reader.report
         for path in files:
-            rows = reader.read(path)
-            own = [record for row in rows for record in records(row)]
-            read.append(reader.facts(path, rows, len(own)))
-            found += own
-    totals: Totals = reader.totals
-    num_rows = sum(one.num_rows for one in read)
+            detected, num_rows, rows = reader.read(path)
+            own = [record for row in rows for record in records_of(row)]
+            report.files.append(FileRead(path, detected, num_rows, len(own), _digests(rows)))
+            records += own
+    num_rows = sum(file.num_rows for file in report.files)
     if options.bad_rows_file is not None:
-        write_bad_rows(options.bad_rows_file, totals.bad_rows)
-    if options.bad_rows == "error" or not found:
-        refuse(totals.bad_rows, num_rows)
-    if not found:
-        reader.refuse_nothing(num_rows)
-    return found, ReadingReport(
-        tuple(read),
-        tuple(totals.bad_rows),
-        totals.truncated,
-        totals.dropped,
-        totals.num_tokens,
-        totals.num_counted,
-        totals.notes(),
-    )
+        write_bad_rows(options.bad_rows_file, report.bad_rows)
+    if options.bad_rows == "error" or not records:
+        refuse(report.bad_rows, num_rows)
+    if not records:
+        raise ConfigError(
+            f"none of {num_rows} rows is left: {report.dropped} have more than data.max_length="
+            f"{options.max_length} tokens and data.truncation=drop; raise data.max_length"
+        )
+    return records, report
 
 
 def _example(tokens: Tokens, place: RowPlace) -> Example:
     mask = torch.tensor(tokens.counts, dtype=torch.bool)
     return Example(torch.tensor(tokens.ids, dtype=torch.int64), mask, place, tokens.prompt_length)
+
+
+def _digests(rows: Sequence[ReadRow]) -> dict[str, str]:
+    """Name of what is compared when a run resumes -> a digest of it over these rows, in order."""
+    digests = {name: hashlib.sha256() for name in ("tokens", "loss masks", "margins, labels and scores")}
+    for row in rows:
+        for text in (text for texts in row.texts for text in texts):
+            digests["tokens"].update(array("q", [len(text.ids), *text.ids]).tobytes())
+            digests["loss masks"].update(bytes(text.counts))
+        judged = (row.row.margins, row.row.desirable, row.row.score)
+        digests["margins, labels and scores"].update(f"{judged!r}\n".encode())
+    return {name: digest.hexdigest() for name, digest in digests.items()}

@@ -1,4 +1,4 @@
-"""What was read: how many rows of each file became what, and every row that did not."""
+"""The report of what was read: what the rows of each file became, and every row that could not be used."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_rl.data.row_problems import BadRow
 
 @dataclass(frozen=True)
 class FileRead:
-    """One file. detected: its schema and columns, in words. num_records: what its rows became, in order; digests of
-    them by what they are of, as `MixtureCursor` compares them when a run goes on.
+    """One file. detected: its schema and columns, in words. num_records: records that its rows became. digests: as
+    `PromptFile` has them.
     """
 
     path: str
@@ -22,37 +22,52 @@ class FileRead:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReadingReport:
-    """files: in the order given; their records lie end to end in what was read with the report.
+    """The counts of all files. Every row of a file is a bad row, dropped, or in the records.
 
-    bad_rows: rows that were skipped. truncated: rows of which some tokens were cut off. dropped: rows longer than
-    `max_length` that `truncation=drop` left out. notes: what else a reader of the run's output should know.
-    Every row of a file is a bad row, dropped, or in the records.
+    files: in the order given; their records lie end to end in what was read. bad_rows: rows that were skipped.
+    truncated: rows that lost tokens. dropped: rows longer than `max_length` that `truncation=drop` left out.
+    rewritten: rows that became several texts. num_tokens, num_counted: tokens, and those in the loss. ended, altered,
+    split: texts, see `notes`.
     """
 
-    files: tuple[FileRead, ...]
-    bad_rows: tuple[BadRow, ...] = ()
+    files: list[FileRead] = field(default_factory=list)
+    bad_rows: list[BadRow] = field(default_factory=list)
     truncated: int = 0
     dropped: int = 0
+    rewritten: int = 0
     num_tokens: int = 0
     num_counted: int = 0
-    notes: tuple[str, ...] = ()
+    ended: int = 0
+    altered: int = 0
+    split: int = 0
 
     def prompt_files(self) -> list[PromptFile]:
-        """The files as `data.prompt_mixture.MixtureCursor` takes them, for an order that is seeded and resumable."""
-        return [PromptFile(one.path, one.num_records, one.digests) for one in self.files]
+        """The files as `prompt_mixture.MixtureCursor` takes them, for an order that is seeded and resumable."""
+        return [PromptFile(file.path, file.num_records, file.digests) for file in self.files]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what the tokenizer and the template did, for the user."""
+        counts = {
+            f"{self.ended} answers got the end token, as nothing else ended them (data.append_eos)": self.ended,
+            f"{self.rewritten} rows became several texts, as the chat_template rewrites earlier turns": self.rewritten,
+            f"{self.altered} answers stand otherwise in the chat_template than in their file": self.altered,
+            f"{self.split} answers begin or end inside a token: prompt and answer were tokenised apart": self.split,
+        }
+        return [note for note, count in counts.items() if count]
 
     def lines(self) -> list[str]:
-        """What a run prints about its data, a line per file and one for whatever was cut, dropped or skipped."""
-        told = [f"{one.path}: {one.detected}, {one.num_rows} rows, {one.num_records} used" for one in self.files]
-        told.append(f"{self.num_tokens} tokens, {self.num_counted} of them in the loss")
+        """The lines that a run prints about its data: one per file, then counts, then notes."""
+        lines = [f"{file.path}: {file.detected}, {file.num_rows} rows, {file.num_records} used" for file in self.files]
+        lines.append(f"{self.num_tokens} tokens, {self.num_counted} of them in the loss")
         if self.truncated:
-            told.append(f"{self.truncated} rows were cut to data.max_length")
+            lines.append(f"{self.truncated} rows were cut to data.max_length")
         if self.dropped:
-            told.append(f"{self.dropped} rows longer than data.max_length were dropped (data.truncation=drop)")
+            lines.append(f"{self.dropped} rows longer than data.max_length were dropped (data.truncation=drop)")
         if self.bad_rows:
             kinds = Counter(row.kind for row in self.bad_rows)
             listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-            told.append(f"{len(self.bad_rows)} bad rows were skipped (data.bad_rows=skip): {listed}")
-        return told + list(self.notes)
+            lines.append(f"{len(self.bad_rows)} bad rows were skipped (data.bad_rows=skip): {listed}")
+        return lines + self.notes

@@ -1,4 +1,4 @@
-"""The kinds of bad rows: for each the rule it breaks and what to do. Every one is named with file, row and field."""
+"""The kinds of bad rows: for each kind the rule that is broken and what to do. An error names file, row and field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.data.examples import RowPlace
 from megatron_rl.errors import ConfigError
 
 SHOWN = 10
@@ -71,8 +70,25 @@ KINDS: dict[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
+class RowPlace:
+    """The place of a row. row: from 0; rows of JSON lines are the lines that are not blank. line: from 1; None in
+    parquet.
+    """
+
+    file: str
+    row: int
+    line: int | None = None
+
+    def __str__(self) -> str:
+        """The beginning of an error message."""
+        return f"{self.file}: row {self.row}" + (f" (line {self.line})" if self.line is not None else "")
+
+
+@dataclass(frozen=True)
 class BadRow:
-    """One row that cannot be used. field: such as messages[2].role; empty for the whole row. found: what is there."""
+    """A row that cannot be used. field: such as messages[2].role; empty for the whole row. found: the field's content,
+    in words.
+    """
 
     kind: str
     place: RowPlace
@@ -80,37 +96,40 @@ class BadRow:
     found: str
 
     def __str__(self) -> str:
-        """Place, field, what is there, the rule and what to do."""
+        """Place, field, content, the rule and what to do."""
         rule, remedy = KINDS[self.kind]
         field = f", field {self.field!r}" if self.field else ""
         return f"{self.place}{field}: {self.found}; {rule}: {remedy} [{self.kind}]"
 
     def as_json(self) -> dict[str, object]:
-        """What a line of `bad_rows_file` holds."""
+        """The line of `bad_rows_file`."""
         rule, remedy = KINDS[self.kind]
         place = {"file": self.place.file, "row": self.place.row, "line": self.place.line}
         return place | {"field": self.field, "kind": self.kind, "found": self.found, "rule": rule, "remedy": remedy}
 
 
 class RowProblem(Exception):
-    """What is wrong with the row being looked at; whoever knows its place makes a `BadRow` of it."""
+    """The current row cannot be used. The caller, which knows its place, makes a `BadRow` of it."""
 
     def __init__(self, kind: str, field: str, found: str) -> None:
         super().__init__(kind, field, found)
         self.kind, self.field, self.found = kind, field, found
 
     def __str__(self) -> str:
-        """All three."""
+        """Kind, field and content."""
         return f"{self.kind}: {self.field}: {self.found}"
 
     def at(self, place: RowPlace) -> BadRow:
-        """The same, with its place."""
+        """The bad row at `place`."""
         return BadRow(self.kind, place, self.field, self.found)
 
 
-def refuse(bad_rows: Sequence[BadRow], num_rows: int) -> None:
-    """Raise a ConfigError that counts all bad rows by kind and lists the first of each kind and, up to `SHOWN`, the
-    first of the others; nothing if there is none."""
+def refuse(bad_rows: Sequence[BadRow], num_rows: int, can_be_skipped: bool = True) -> None:
+    """Raise ConfigError if there is a bad row. The message counts bad rows by kind, and lists the first of each kind
+    and, up to `SHOWN`, the first of the others.
+
+    num_rows: bad and good ones. can_be_skipped: whether the key `data.bad_rows` is for these files.
+    """
     if not bad_rows:
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in bad_rows).most_common())
@@ -122,7 +141,7 @@ def refuse(bad_rows: Sequence[BadRow], num_rows: int) -> None:
         lines.append(f"  and {len(bad_rows) - len(shown)} more")
     headline = f"{len(bad_rows)} of {num_rows} rows cannot be used ({kinds})"
     remedy = "mend them"
-    if len(bad_rows) < num_rows:
+    if can_be_skipped and len(bad_rows) < num_rows:
         remedy += ", or set data.bad_rows=skip to go on without them and have all of them listed"
     raise ConfigError("\n".join([f"{headline}: {remedy}", *lines]))
 

@@ -44,7 +44,7 @@ OPTIONAL = {
     "ranking": ("ranks", "scores", "margin", "tools"),
 }
 
-STAGES: dict[str, tuple[str, ...]] = {
+SHAPES: dict[str, tuple[str, ...]] = {
     "examples": ("conversation", "answer", "text"),
     "rankings": ("pair", "ranking"),
     "labelled": ("conversation", "answer", "pair"),
@@ -69,8 +69,8 @@ class Columns:
         return f"{self.schema} ({' '.join(f'{use}={name}' for use, name in self.names.items())})"
 
 
-def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, stage: str) -> Columns:
-    """How a file's rows are read for `stage`, a key of `STAGES`; forms: column -> form.
+def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, kind: str) -> Columns:
+    """How a file's rows are read for `kind` of records, a key of `SHAPES`; forms: column -> form.
 
     Raises ConfigError, with the keys to set, where a key names no column, where no columns fit and where two do.
     """
@@ -80,10 +80,10 @@ def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, s
             nearest = f"; the nearest is {nearest_name(name, forms)}" if forms else ""
             raise ConfigError(f"{path} has no column {name!r} (data.{use}_key); it has {_listed(forms)}{nearest}")
     found = {use: [given[use]] if use in given else _named(use, forms) for use in CANDIDATES}
-    judge = JUDGED.get(stage)
+    judge = JUDGED.get(kind)
     shapes = [
         shape
-        for shape in STAGES[stage]
+        for shape in SHAPES[kind]
         if all(found[use] for use in NEEDED[shape]) and (judge is None or shape == "pair" or found[judge])
     ]
     asked = [shape for shape in shapes if set(NEEDED[shape]) & set(given)]
@@ -91,7 +91,7 @@ def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, s
         shapes = [shape for shape in shapes if shape != "pair"]
     shapes = asked or shapes
     if not shapes:
-        raise ConfigError(_nothing_fits(path, forms, stage))
+        raise ConfigError(_nothing_fits(path, forms, kind))
     if len(shapes) > 1:
         choices = [
             " ".join(f"data.{use}_key={found[use][0]}" for use in NEEDED[shape] if len(found[use]) == 1)
@@ -132,19 +132,19 @@ def _listed(forms: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({form})" for name, form in forms.items()) or "no columns"
 
 
-def _nothing_fits(path: str, forms: Mapping[str, str], stage: str) -> str:
-    judge = JUDGED.get(stage)
+def _nothing_fits(path: str, forms: Mapping[str, str], kind: str) -> str:
+    judge = JUDGED.get(kind)
     ways = []
-    for shape in STAGES[stage]:
+    for shape in SHAPES[kind]:
         uses = [*NEEDED[shape], *([judge] if judge is not None and shape != "pair" else [])]
         ways.append(" with ".join(" or ".join(CANDIDATES[use][0]) for use in uses))
     text = f"{path} has no columns for this: it has {_listed(forms)}, and needs {'; or '.join(ways)}"
-    keys = [f"data.{use}_key" for shape in STAGES[stage] for use in NEEDED[shape]]
+    keys = [f"data.{use}_key" for shape in SHAPES[kind] for use in NEEDED[shape]]
     keys += [f"data.{judge}_key"] if judge is not None else []
     hints: list[tuple[bool, str]] = [
         ("turns" in forms.values(), "turns of {from, value} must be messages of {role, content}: rename the fields"),
         (
-            stage == "examples" and {"chosen", "rejected"} <= set(forms),
+            kind == "examples" and {"chosen", "rejected"} <= set(forms),
             "chosen and rejected are for `reward` and `dpo`; to learn the chosen answers set data.response_key=chosen, "
             "or data.messages_key=chosen where they are whole conversations",
         ),

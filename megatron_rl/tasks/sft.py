@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.example_batches import token_batch
+from megatron_rl.data.examples import token_batch
 from megatron_rl.roles.tuned import TunedPolicy
 from megatron_rl.tasks.finish import NUM_PARITY_ROWS, exported_policy, finish_stage
 from megatron_rl.tasks.held_out import LOSS

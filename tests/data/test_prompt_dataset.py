@@ -10,9 +10,9 @@ import pytest
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
-from megatron_rl.data.prompt_files import column_kinds
 from megatron_rl.data.reading import read_examples
 from megatron_rl.data.reading_options import ReadingOptions
+from megatron_rl.data.row_files import column_forms
 from megatron_rl.errors import ConfigError
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_assets.py"
@@ -89,7 +89,7 @@ def test_overlong_prompts_are_an_error_or_dropped(write, tokenizer):
 def test_a_token_that_the_model_lacks_is_named(write, tokenizer):
     """ "9" is token 13. Would not catch a token that the template alone writes for an answer."""
     path = write([row("12"), row("190")])
-    with pytest.raises(ConfigError, match="the prompt of row 1 has token 13, and the model has 13: take the"):
+    with pytest.raises(ConfigError, match="row 1, field 'prompt': token 13, and the model has 13; .*: take the"):
         PromptDataset([path], tokenizer, DataConfig(), vocab_size=13)
     assert len(PromptDataset([path], tokenizer, DataConfig(), vocab_size=14)) == 2
 
@@ -97,7 +97,7 @@ def test_a_token_that_the_model_lacks_is_named(write, tokenizer):
 def test_missing_file_names_its_neighbour(write, tokenizer):
     """Would not catch a folder given in place of a file that holds parquet files."""
     path = write([row(chat("1"))])
-    with pytest.raises(ConfigError, match=r"no prompt file at .*trian.parquet.*nearest .*train\.parquet"):
+    with pytest.raises(ConfigError, match=r"trian.parquet is no file: the nearest .*train\.parquet"):
         PromptDataset([path.replace("train", "trian")], tokenizer, DataConfig())
 
 
@@ -111,14 +111,14 @@ def test_missing_column_lists_columns_and_nearest(write, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([row("1"), row(None)], "row 1 has no 'prompt'"),
-        ([row("1"), row("")], "row 1 has 0 tokens"),
-        ([row(7)], "row 0: the prompt is of type int"),
+        ([row("1"), row(None)], "row 1, field 'prompt': nothing; the row has data_source, reward_model"),
+        ([row("1"), row("")], "row 1, field 'prompt': 0 tokens; a prompt must not be empty"),
+        ([row(7)], "row 0, field 'prompt': 7, and not text or messages"),
         (
             [row(chat("1")), row([{"role": "user", "content": None}])],
-            "row 1: message 0 of the prompt lacks role or content",
+            r"row 1, field 'prompt\[0\].content': no content; a message must be .* with role and content",
         ),
-        ([row("1"), row("2", truth=None)], "row 1 has no 'ground_truth'"),
+        ([row("1"), row("2", truth=None)], "row 1, field 'reward_model.ground_truth': nothing; the row has"),
         ([{**row("1"), "reward_model": {"style": "rule"}}], "struct with the field 'ground_truth'"),
     ],
 )
@@ -148,7 +148,9 @@ def test_chat_prompts_need_a_template_that_accepts_them(write, tokenizer):
             PromptDataset([path], tokenizer, DataConfig())
         tokenizer.chat_template = "{% if messages[0].content == '2' %}{{ raise_exception('no twos') }}{% endif %}1"
         path = write([row(chat("1")), row(chat("2")), row(chat("3"))])
-        with pytest.raises(ConfigError, match=r"train.parquet \(row 1\): no twos"):
+        with pytest.raises(
+            ConfigError, match=r"train.parquet: row 1, field 'prompt': no twos; the tokenizer's chat_template must"
+        ):
             PromptDataset([path], tokenizer, DataConfig())
     finally:
         tokenizer.chat_template = before
@@ -209,24 +211,33 @@ def test_each_column_has_a_digest_of_its_own(tmp_path, tokenizer, column, change
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "\\ud800"}', r"row 1 \(line 3\): 'prompt' holds half of a pair of surrogates"),
-        ("[" * 100_000, r"row 1 \(line 3\) is nested more deeply than can be read"),
+        (
+            '{"prompt": "\\ud800"}',
+            r"row 1 \(line 3\), field 'prompt': '.ud800'; text must not hold half of a pair of surrogates",
+        ),
+        ("[" * 100_000, r"row 1 \(line 3\): nested more deeply than can be read"),
         (
             {**row("1"), "extra_info": {"a": json.loads("[" * 99 + "]" * 99)}},
-            r"row 1 \(line 3\) is nested more deeply than can be read",
+            r"row 1 \(line 3\): nested more deeply than can be read",
         ),
-        ('{"prompt": "1", ', r"row 1 \(line 3\) is not JSON"),
-        ("[1]", r"row 1 \(line 3\) holds a list"),
-        ({"prompt": "1", "data_source": "unit"}, r"row 1 \(line 3\) has no 'reward_model'.* has prompt, data_source"),
-        ({**row("1"), "reward_model": "2"}, "no 'ground_truth' in its 'reward_model', which is '2'"),
-        ({**row("1"), "extra_info": [1]}, "'extra_info' is a list"),
-        ({**row("1"), "prompt": {"role": "user"}}, "the prompt is of type dict"),
+        ('{"prompt": "1", ', r"row 1 \(line 3\): Expecting property name .*; a line must be JSON"),
+        ("[1]", r"row 1 \(line 3\): a list; a line must be an object in braces"),
+        (
+            {"prompt": "1", "data_source": "unit"},
+            r"row 1 \(line 3\), field 'reward_model.ground_truth': nothing; the row has prompt, data_source",
+        ),
+        (
+            {**row("1"), "reward_model": "2"},
+            r"row 1 \(line 3\), field 'reward_model.ground_truth': nothing; the row has data_source",
+        ),
+        ({**row("1"), "extra_info": [1]}, "field 'extra_info': a list, and not an object"),
+        ({**row("1"), "prompt": {"role": "user"}}, "field 'prompt': {'role': 'user'}, and not text or messages"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, tokenizer, line, message):
     """Would not catch two objects on one line that happen to be one valid object."""
     path = write_lines(tmp_path / "train.jsonl", row("1"), "", line)
-    with pytest.raises(ConfigError, match=rf"train\.jsonl.*{message}"):
+    with pytest.raises(ConfigError, match=rf"1 of 2 rows cannot be used (?s:.*)train\.jsonl.*{message}"):
         PromptDataset([path], tokenizer, DataConfig())
 
 
@@ -295,7 +306,7 @@ def test_a_field_that_is_there_twice_is_refused(tmp_path, tokenizer, suffix):
             inner = '{"ground_truth": "1"' + (', "ground_truth": "2"}' if "." in where else "}")
             fields = '"prompt": "1", ' + ("" if "." in where else '"prompt": "2", ')
             file.write_text("{" + fields + f'"data_source": "u", "reward_model": {inner}' + "}\n")
-            said = f"names the field '{where.split('.')[-1]}' twice"
+            said = f"field '{where.split('.')[-1]}': named twice; an object must name each field once"
         else:
             names = ["ground_truth", "ground_truth" if "." in where else "style"]
             truth = pyarrow.StructArray.from_arrays([pyarrow.array(["1"]), pyarrow.array(["2"])], names)
@@ -304,7 +315,7 @@ def test_a_field_that_is_there_twice_is_refused(tmp_path, tokenizer, suffix):
             pyarrow.parquet.write_table(pyarrow.table([*columns, truth], names=[*head, "reward_model"]), file)
             said = f"two columns named '{where}'"
         for read in (
-            lambda: column_kinds(file),
+            lambda: column_forms(str(file), first_row_only=True),
             lambda: PromptDataset([str(file)], tokenizer, DataConfig()),
         ):
             with pytest.raises(ConfigError, match=said):

@@ -12,7 +12,7 @@ from small_tokenizers import byte_level
 from megatron_rl.data.reading import read_examples
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.row_files import column_forms
-from megatron_rl.data.schemas import CANDIDATES, NEEDED, OPTIONAL, STAGES, find_columns
+from megatron_rl.data.schemas import CANDIDATES, NEEDED, OPTIONAL, SHAPES, find_columns
 from megatron_rl.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "that"}]
@@ -174,7 +174,7 @@ def test_tables_agree():
     uses = {use for shape in NEEDED for use in (*NEEDED[shape], *OPTIONAL[shape])}
     assert uses | {"label", "score"} == set(CANDIDATES)
     assert all(hasattr(ReadingOptions(), f"{use}_key") for use in CANDIDATES)
-    assert {shape for shapes in STAGES.values() for shape in shapes} == set(NEEDED) == set(OPTIONAL)
+    assert {shape for shapes in SHAPES.values() for shape in shapes} == set(NEEDED) == set(OPTIONAL)
 
 
 def test_parquet_and_jsonl_say_the_same(tmp_path):

@@ -12,8 +12,8 @@ from tiny_models import run_config, save_llama
 
 from megatron_rl.config.as_stage import as_stage, holds_reference
 from megatron_rl.config.tasks import DPO, REWARD, SFT
-from megatron_rl.data.example_batches import token_batch
-from megatron_rl.data.examples import Example, Ranking, RowPlace
+from megatron_rl.data.examples import Example, Ranking, token_batch
+from megatron_rl.data.row_problems import RowPlace
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.tasks.training_records import preference_batch, reward_batch

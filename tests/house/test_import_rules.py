@@ -94,7 +94,7 @@ PURE_PARTS = (
     f"{PACKAGE}.checkpoint.weight_files",
     f"{PACKAGE}.model.chunks",
     f"{PACKAGE}.model.families",
-    f"{PACKAGE}.data.prompt_files",
+    f"{PACKAGE}.data.row_files",
     f"{PACKAGE}.sampling.engine_model",
     f"{PACKAGE}.sampling.estimates",
     f"{PACKAGE}.sampling.rules",

@@ -174,11 +174,17 @@ def test_who_ends_an_answer(config, tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b'{"prompt": "\\ud800", "data_source": "a"}', "'prompt' holds half of a pair of surrogates, '\\ud800'"),
-        (b'{"reward_model": {"ground_truth": ["\\uDFFF"]}}', "'reward_model' holds half of a pair"),
-        (b"[" * 100_000, "is nested more deeply than can be read"),
-        (b'{"prompt": "\xff"}', "is not JSON"),
-        (b'{"n": ' + b"9" * 5000 + b"}", "is not JSON"),
+        (
+            b'{"prompt": "\\ud800", "data_source": "a"}',
+            "field 'prompt': '\\ud800'; text must not hold half of a pair of surrogates",
+        ),
+        (
+            b'{"reward_model": {"ground_truth": ["\\uDFFF"]}}',
+            "field 'reward_model': '\\udfff'; text must not hold half of a pair",
+        ),
+        (b"[" * 100_000, "nested more deeply than can be read"),
+        (b'{"prompt": "\xff"}', "byte 0xff at 12 of the line; text must be UTF-8"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "a line must be JSON"),
     ],
 )
 def test_lines_that_are_no_prompts(config, tmp_path, line, said):

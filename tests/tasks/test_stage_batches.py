@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.data.example_batches import token_batch
-from megatron_rl.data.examples import Example, Labelled, Ranking, RowPlace, ScoredExample
+from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample, token_batch
+from megatron_rl.data.row_problems import RowPlace
 from megatron_rl.tasks.training_records import mismatched, preference_batch, reward_batch
 
 HERE = RowPlace("file.jsonl", 0)

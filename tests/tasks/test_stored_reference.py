@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.data.examples import Example, Ranking, RowPlace
+from megatron_rl.data.examples import Example, Ranking
+from megatron_rl.data.row_problems import RowPlace
 from megatron_rl.errors import ConfigError
 from megatron_rl.tasks.reference_log_probs import digest_of
 from megatron_rl.tasks.stored_reference import FILE, StoredReference

@@ -20,7 +20,7 @@ from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, Ru
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.validate import is_path_or_paths
 from megatron_rl.config.value_tables import REWARD_ARGUMENTS
-from megatron_rl.data.prompt_files import column_kinds, count_rows
+from megatron_rl.data.row_files import column_forms, count_rows
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.observe.services import absent_services
 
@@ -96,7 +96,7 @@ def train_rows(data: DataConfig) -> list[int]:
     batch, rows = data.gen_batch_size, []
     for path in as_list(data.train_files):
         try:
-            rows.append(count_rows(Path(path).expanduser(), batch))
+            rows.append(count_rows(path, batch))
         except (ConfigError, OSError):
             rows.append(batch)
     return rows
@@ -110,25 +110,25 @@ def _prompt_problems(data: DataConfig, judged: Sequence[str]) -> Iterable[Violat
             wrong = _wrong_file(key, path, PROMPT_SUFFIXES)
             if wrong is None:
                 try:
-                    tables[path] = column_kinds(Path(path).expanduser())
+                    tables[path] = column_forms(path, first_row_only=True)
                 except ConfigError as error:
                     wrong = Violation({key: path}, f"must be a file of prompts: {error}")
             if wrong is not None:
                 yield _within_list(wrong, key, path, paths)
-    for key, column, kinds, meaning in (
+    for key, column, forms, meaning in (
         ("data.prompt_key", data.prompt_key, ("text", "messages"), "text or a list of {role, content}"),
         ("data.reward_fn_key", data.reward_fn_key, ("text",), "text"),
     ):
-        lacking = [path for path, columns in tables.items() if columns.get(column) not in kinds]
+        lacking = [path for path, columns in tables.items() if columns.get(column) not in forms]
         if lacking:
-            able = [{name for name, kind in columns.items() if kind in kinds} for columns in tables.values()]
+            able = [{name for name, form in columns.items() if form in forms} for columns in tables.values()]
             names = sorted(set.intersection(*able))
-            has = ", ".join(f"{name} ({kind})" for name, kind in tables[lacking[0]].items())
+            has = ", ".join(f"{name} ({form})" for name, form in tables[lacking[0]].items())
             nearest = {key: nearest_name(column, names)} if names else {}
             yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest)
     for path, columns in tables.items():
         named = [key for key, paths in prompt_files(data) if key in judged and path in paths]
-        if named and columns.get("reward_model") != "reward":
+        if named and columns.get("reward_model.ground_truth", "null") == "null":
             rule = f"must have a column reward_model with the field ground_truth; it has {', '.join(columns)}"
             yield Violation({named[0]: path}, rule)
 
