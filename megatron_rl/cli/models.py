@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.targets import refuse_target
 from megatron_rl.errors import ConfigError
-from megatron_rl.observe.quiet import quiet_libraries
+from megatron_rl.observe.console import quiet_libraries
 
 
 class RoleName(StrEnum):

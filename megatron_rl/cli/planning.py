@@ -30,7 +30,7 @@ from megatron_rl.ledger.planner.checked import Checked, checked, staged
 from megatron_rl.ledger.planner.hardware import SUFFIXES, default_hardware, planned_hardware
 from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.ledger.planner.task_plan import StagePlanned
-from megatron_rl.observe.quiet import quiet_libraries
+from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.profile.hardware_file import hardware_text
 from megatron_rl.profile.hardware_file import sentences as profile_sentences

@@ -21,7 +21,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import DPO, PPO, REWARD, SFT
 from megatron_rl.errors import ConfigError, StoppedBeforeStep
 from megatron_rl.ledger.planner.checked import checked, commanded
-from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
+from megatron_rl.observe.console import quiet_engines, quiet_libraries
 from megatron_rl.roles.environment import worker_environment
 
 Local = Annotated[

@@ -24,8 +24,8 @@ from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.memory_ledger import PhaseMemory, memory_metrics
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.observe.progress import RunProgress
-from megatron_rl.observe.sample_tables import write_sample_table
 from megatron_rl.observe.services import Services
+from megatron_rl.observe.summary import write_sample_table
 from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.records import Experience, Generations, Prompts, known, row_lengths
 from megatron_rl.scoring.scored_answers import ScoredAnswers

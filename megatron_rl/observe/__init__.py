@@ -1,1 +1,1 @@
-"""What a run shows and records: metrics, timers, progress, tables and pictures."""
+"""Metrics, phase times, memory, progress, and the tables and pictures of a run."""

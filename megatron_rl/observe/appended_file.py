@@ -1,4 +1,4 @@
-"""A file that only grows, and that neither a full disk nor a deleted folder damages."""
+"""Files that a kill, a full disk or a deleted folder does not damage."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from contextlib import suppress
 from pathlib import Path
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Have a file consist of `data`, from one instant to the next, so that a kill leaves the old or the new content.
+
+    Raises OSError. `checkpoint.durable` also waits for the disk.
+    """
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_bytes(data)
+    unfinished.replace(path)
+
+
 class AppendedFile:
-    """Opened by one process for as long as that appends to it."""
+    """A file that only grows. One process holds it open for as long as it appends."""
 
     def __init__(self, path: Path) -> None:
         """Append to what is in `path`. Raises OSError."""
@@ -16,10 +26,10 @@ class AppendedFile:
         self._file = path.open("a+b", buffering=0)
 
     def append(self, data: bytes) -> None:
-        """Write all of `data` to the disk's cache, or, with OSError, nothing of it.
+        """Write all of `data` to the disk's cache, or raise OSError and write none of it.
 
-        Where the file has been deleted, with its folder or alone, it is there again with all that was in it. Where
-        another has taken its place, that one is appended to.
+        A file that was deleted, alone or with its folder, is made again with its content. A file that has taken its
+        place is appended to.
         """
         if not self._is_in_place():
             self._open_again()
@@ -52,9 +62,7 @@ class AppendedFile:
                 self._file.seek(0)
                 content = self._file.readall()
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self.path.with_name(self.path.name + ".unfinished")
-            unfinished.write_bytes(content)
-            unfinished.replace(self.path)
+            replace_file(self.path, content)
             opened = self.path.open("a+b", buffering=0)
         self._file.close()
         self._file = opened

@@ -1,11 +1,12 @@
-"""From the tensors of one step to the numbers that are logged, under verl's names. Pure.
+"""The metrics of one step, computed from its tensors, under verl's names. Pure.
 
-Legend: B samples, T response tokens of all samples, laid end to end.
+Legend: B samples, T response tokens of all samples, concatenated.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -20,12 +21,12 @@ def score_metrics(
     returns_flat: torch.Tensor,
     values_flat: torch.Tensor | None,
 ) -> dict[str, float]:
-    """Statistics of `scores` [B], the task rewards, `totals` [B], and of float tensors [T].
+    """Mean, max and min of the task rewards `scores` [B], of `totals` [B], and of the float tensors [T].
 
-    `critic/rewards` are the `totals`: of each sample the sum of its token rewards (score minus KL penalty), as in verl.
-    Without a token there is nothing about tokens, and fewer than two have no variance.
+    `critic/rewards` are the `totals`: the sum of a sample's token rewards (score minus KL penalty), as in verl.
     `critic/vf_explained_var` is 1 - Var(returns - values) / (Var(returns) + 1e-5): 1 is a perfect critic, 0 is as
-    good as a constant, and it can fall far below 0. Without a critic there are no values and nothing about them.
+    good as a constant, and it can fall far below 0. Metrics of tokens are left out where T = 0, the explained variance
+    where T < 2, and both metrics of values where there is no critic.
     """
     metrics = {
         **_statistics("critic/score", scores),
@@ -64,10 +65,10 @@ def length_metrics(
 
 
 def parity_metrics(rollout_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor) -> dict[str, float]:
-    """How far the rollout engine and the trainer disagree about sampled tokens; both float [T].
+    """Differences between the rollout engine and the trainer for sampled tokens; both float [T]. {} where T = 0.
 
-    The difference of log-probs, in the mean, of `PARITY_QUANTILE` of the tokens and at most; and verl's
-    `rollout_probs_diff`, the difference of probabilities. Nothing where T = 0.
+    The difference of log-probs as maximum, mean and `PARITY_QUANTILE`; and verl's `rollout_probs_diff`, the difference
+    of probabilities.
     """
     if not rollout_log_probs.numel():
         return {}
@@ -87,6 +88,38 @@ def quantile(values: torch.Tensor, share: float) -> float:
     if values.isnan().any():
         return math.nan
     return values.kthvalue(max(1, math.ceil(share * len(values)))).values.item()
+
+
+def expert_load_metrics(counts: torch.Tensor, layers: Sequence[int]) -> dict[str, float]:
+    """Load of experts, from counts int64 [layers, experts] of the tokens sent to each. layers: their numbers.
+
+    The load of a layer is the count of its busiest expert over the mean count of its experts: 1 is even, and the worst
+    is the number of experts / experts per token. `max` and `mean` are over layers; `idle` is the share of experts
+    without a token. Returns {} where no token was sent.
+    """
+    if not counts.any():
+        return {}
+    load = counts.amax(1) / counts.double().mean(1)
+    by_layer = {f"actor/expert_load/layer_{layer}": value for layer, value in zip(layers, load.tolist(), strict=True)}
+    return {
+        "actor/expert_load/max": float(load.max()),
+        "actor/expert_load/mean": float(load.mean()),
+        "actor/expert_load/idle": float((counts == 0).double().mean()),
+        **by_layer,
+    }
+
+
+def balance_metrics(losses: torch.Tensor, layers: Sequence[int]) -> dict[str, float]:
+    """Routers' losses, from float [layers, 2]: aux loss and z loss before coefficients. layers: their numbers.
+
+    An aux loss of 1 is an even load, or a router without a preference; the worst is experts / experts per token.
+    """
+    metrics: dict[str, float] = {}
+    for column, name in enumerate(("aux", "z")):
+        values = losses[:, column].tolist()
+        metrics |= {f"actor/moe_{name}_loss/layer_{layer}": value for layer, value in zip(layers, values, strict=True)}
+        metrics[f"actor/moe_{name}_loss/mean"] = sum(values) / len(values)
+    return metrics
 
 
 def throughput_metrics(num_tokens: int, step_seconds: float, num_ranks: int) -> dict[str, float]:

@@ -1,11 +1,13 @@
-"""What a program prints is for people: where nobody reads it any more, it is dropped and the program goes on."""
+"""Output of a process: what nobody reads is dropped without an error, and libraries' chatter is silenced."""
 
 from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
+import warnings
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -13,14 +15,16 @@ STANDARD = (0, 1, 2)
 """stdin, stdout and stderr, which the files of a program must never become."""
 NOBODY_READS = (errno.EPIPE, errno.EIO, errno.EBADF)
 """What writing to a closed pipe, a closed terminal and a closed descriptor fails with."""
+ENGINES = r"(megatron|vllm|torch)\b"
+"""Modules that warn of libraries that are not installed and of names that will change."""
 
 
 def drop_unread_output() -> None:
-    """Let no write to stdout or stderr raise from now on in this process; call it before anything is printed.
+    """Make writes to stdout and stderr of this process never raise; call it before anything is printed.
 
-    Dropped is what a closed pipe (`| head -1`), a closed terminal, a full disk behind `> file` or a descriptor that was
-    never open (`>&-`) does not take. Characters that the encoding lacks are written as escapes. A stream that somebody
-    has put in place of the interpreter's own is left alone.
+    Output is dropped that cannot be written: to a closed pipe (`| head -1`), a closed terminal, a full disk behind
+    `> file` or a descriptor that was never open (`>&-`). Characters that the encoding lacks are written as escapes. A
+    stream that replaced the interpreter's own is left alone.
     """
     _fill_closed()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -38,14 +42,14 @@ def drop_unread_output() -> None:
 
 
 def lost_output(stream: TextIO) -> OSError | None:
-    """Why text was dropped that somebody waits for, as behind `> file` on a full disk; None where none was."""
+    """The error that lost output of which a reader remains, such as a full disk behind `> file`; None without one."""
     stream.flush()
     buffer = getattr(stream, "buffer", None)
     return getattr(getattr(buffer, "raw", buffer), "lost", None)
 
 
 class _Forgiving(io.FileIO):
-    """A descriptor that takes everything, and drops what cannot be written."""
+    """A descriptor whose writes never fail: it drops what cannot be written, and keeps the error in `lost`."""
 
     lost: OSError | None = None
 
@@ -70,9 +74,24 @@ def _forgiving(stream: io.TextIOWrapper, descriptor: int) -> io.TextIOWrapper:
 
 
 def _fill_closed() -> None:
-    """Open what is closed of `STANDARD`: the next file would get such a number, and all that is printed to it."""
+    """Open the closed ones of `STANDARD`: otherwise the next file would get such a number, and printed text with it."""
     opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
     while opened in STANDARD:
         os.set_inheritable(opened, True)
         opened = os.open(os.devnull, os.O_RDWR)
     os.close(opened)
+
+
+def quiet_libraries() -> None:
+    """Silence progress bars of `transformers` and a notice of torch.fx about its own API; call before loading them."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+def quiet_engines() -> None:
+    """Silence warnings of engines that run in this process; ranks in other processes write to Ray's logs."""
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=ENGINES)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The picture of a run: small multiples drawn from its metrics.jsonl. Panels without data are left out."""
+"""The picture of a run, drawn from its metrics.jsonl: one panel per group of metrics that the file has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = 3
 PANEL = (5.0, 3.1)
 LEFT, RIGHT, BOTTOM, TOP = 0.7, 0.2, 0.55, 0.4
 LEGEND = 1.4
-"""Inches: width and height of a panel, what of it is around its axes, and what a legend takes that is beside them."""
+"""Inches: width and height of a panel, the margins of its axes, and the width of a legend at their right."""
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
@@ -71,7 +71,7 @@ def plot_curves(metrics_jsonl: Path, output_png: Path) -> None:
 
 
 def draw_curves(metrics_jsonl: Path) -> Figure:
-    """The figure that `plot_curves` saves."""
+    """Draw the figure that `plot_curves` saves."""
     series = _read_series(metrics_jsonl)
     panels = _panels(series)
     if not panels:
@@ -94,15 +94,15 @@ def draw_curves(metrics_jsonl: Path) -> Figure:
 
 
 def _place(
-    figure: Figure, row: int, column: int, num_cells: int, beside: float = 0.0
+    figure: Figure, row: int, column: int, num_cells: int, legend: float = 0.0
 ) -> tuple[float, float, float, float]:
-    """Where a panel's axes go, in shares of the figure. beside: inches that stay free at its right.
+    """The place of a panel's axes, in shares of the figure. legend: inches that stay free at their right.
 
-    Matplotlib's own layouts measure every text, which takes them longer than the drawing.
+    Matplotlib's own layouts measure every text, which takes longer than the drawing.
     """
     width, height = figure.get_size_inches()
     left, bottom = PANEL[0] * column + LEFT, height - PANEL[1] * (row + 1) + BOTTOM
-    size = PANEL[0] * num_cells - LEFT - RIGHT - beside, PANEL[1] - BOTTOM - TOP
+    size = PANEL[0] * num_cells - LEFT - RIGHT - legend, PANEL[1] - BOTTOM - TOP
     return left / width, bottom / height, size[0] / width, size[1] / height
 
 
@@ -213,7 +213,7 @@ def _draw_loads(axes: Axes, series: Series, layers: Sequence[int]) -> None:
 
 
 def _dress(axes: Axes) -> None:
-    """The look all panels share."""
+    """Set what all panels share: labels, grid, spines, legend."""
     axes.set_xlabel("step", color=FAINT)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=FAINT, alpha=0.25)
@@ -231,7 +231,7 @@ def _dress(axes: Axes) -> None:
 
 
 def _has_long_legend(axes: Axes) -> bool:
-    """Whether it goes beside the panel."""
+    """Return True for a legend that is placed at the right of the panel."""
     return len(axes.get_legend_handles_labels()[1]) > 4
 
 

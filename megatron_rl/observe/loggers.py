@@ -1,4 +1,4 @@
-"""Where the metrics of a step go: a line on the console, a line of JSON, TensorBoard."""
+"""Backends of a step's metrics: a line on the console, a line of JSON, TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.observe.appended_file import AppendedFile
+from megatron_rl.observe.appended_file import AppendedFile, replace_file
 from megatron_rl.observe.services import SERVICES
 from megatron_rl.observe.summary import finite_or_null
 
@@ -46,7 +46,7 @@ CONSOLE_FIELDS = (
 
 
 class ConsoleBackend:
-    """One line per step with the metrics a reader looks at first; absent ones are left out."""
+    """Prints one line per step with the metrics that are looked at first; absent ones are left out."""
 
     def __init__(self, console: Console):
         """Print on `console`: above the progress bar when the bar uses the same one."""
@@ -65,26 +65,26 @@ class ConsoleBackend:
 
 
 class JsonlBackend:
-    """One JSON object per line, with "step" first; a line is on disk as soon as it is logged.
+    """Writes one JSON object per line, with "step" first, as soon as it is logged.
 
-    Lines that cannot be written wait for the next one: then, or at the end, they are written with it.
+    Lines that cannot be written wait, and are written with the next one, or at the end.
     """
 
     def __init__(self, file: Path, resumed_step: int | None = None):
-        """Start `file` anew, or after its lines of steps <= `resumed_step`: a run that goes on repeats the others.
+        """Start a new `file`, or keep its lines of steps <= `resumed_step`: a resumed run repeats later ones.
 
         Raises OSError.
         """
         kept = [] if resumed_step is None or not file.exists() else _lines_until(file, resumed_step)
-        _write_at_once(file, kept)
+        _replace_lines(file, kept)
         self._resumed_step = resumed_step
         self._file = AppendedFile(file)
         self._waiting = b""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append the line of `step`; floats that are not finite become null. Raises OSError where it must wait.
+        """Append the line of `step`; floats that are not finite become null. Raises OSError where the line must wait.
 
-        The step that the run goes on from has its line: what is logged of it is added there.
+        The step that the run resumed from has a line: its metrics are added there.
         """
         line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
         if step == self._resumed_step:
@@ -105,7 +105,7 @@ class JsonlBackend:
         before = json.loads(others.pop()) if others else {}
         if before.get("step") not in (None, line["step"]):
             others, before = [*others, json.dumps(before)], {}
-        _write_at_once(self._file.path, [*others, json.dumps(finite_or_null(before | line), allow_nan=False)])
+        _replace_lines(self._file.path, [*others, json.dumps(finite_or_null(before | line), allow_nan=False)])
 
     def _write(self) -> None:
         if self._waiting:
@@ -113,15 +113,12 @@ class JsonlBackend:
             self._waiting = b""
 
 
-def _write_at_once(file: Path, lines: Sequence[str]) -> None:
-    """Have a file consist of these lines, at one instant, so that a kill loses none."""
-    unfinished = file.with_name(file.name + ".unfinished")
-    unfinished.write_text("".join(line + "\n" for line in lines))
-    unfinished.replace(file)
+def _replace_lines(file: Path, lines: Sequence[str]) -> None:
+    replace_file(file, "".join(line + "\n" for line in lines).encode())
 
 
 def _lines_until(file: Path, last_step: int) -> list[str]:
-    """The lines of steps <= `last_step`, without what a kill has torn."""
+    """The lines of steps <= `last_step`, without those that a kill has cut off."""
     kept = []
     for line in file.read_text(errors="replace").splitlines():
         try:
@@ -144,9 +141,9 @@ class MetricLogger:
     ):
         """Create `directory` and in it metrics.jsonl ("jsonl") and tensorboard/ ("tensorboard").
 
-        Pass the progress bar's `console` so that lines appear above it. resumed_step: the step whose state the run goes
-        on from; what was logged until then is kept, later steps are dropped. None: all is started anew. Raises
-        ConfigError for an unknown backend, OSError where metrics.jsonl cannot be written.
+        Pass the progress bar's `console` so that lines appear above it. resumed_step: the step that the run resumes
+        from; lines until then are kept, later ones dropped. None: all files are new. Raises ConfigError for an unknown
+        backend, OSError where metrics.jsonl cannot be written.
         """
         for name in backends:
             if name not in BACKENDS:
@@ -171,7 +168,7 @@ class MetricLogger:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record `metrics` (verl's names) of `step`; step 0 is the state before training.
 
-        A file that cannot be written does not end the run: it is said once, metrics.jsonl catches up as soon as it can,
+        A file that cannot be written does not end the run: there is one warning, metrics.jsonl catches up when it can,
         and TensorBoard is dropped.
         """
         if self._jsonl is not None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_rl.observe.timers import PhaseTimer
-
 DRIVER = "driver"
-"""The lane of what the driver itself does."""
+"""The row of what the driver itself does."""
 
 KEPT_STEPS = 3
 """Steps whose intervals are kept for the timeline."""
@@ -19,69 +17,79 @@ KEPT_STEPS = 3
 
 @dataclass(frozen=True)
 class PhaseRun:
-    """Something that ran in a lane, in seconds since the epoch; a lane is a pool, or the driver."""
+    """One interval of a phase, in seconds since the epoch. row: the pool that ran it, or DRIVER."""
 
-    lane: str
+    row: str
     name: str
     start: float
     stop: float
 
 
 class PhaseClock:
-    """Adds up seconds by phase, and keeps the intervals of the last steps.
+    """Adds up the wall-clock seconds of named phases, and keeps the intervals of the last steps.
 
-    `on_phase` hears the name of what is waited for or done now, "" between phases.
+    Phases may nest; an outer one includes its inner ones. `on_phase` is called with the name of the current phase
+    whenever it changes, "" between phases. clock: seconds, from any beginning.
     """
 
-    def __init__(self, on_phase: Callable[[str], None]) -> None:
-        self._timer = PhaseTimer(on_phase=on_phase)
-        self._step_started = time.perf_counter()
+    def __init__(self, on_phase: Callable[[str], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._on_phase, self._clock = on_phase, clock
+        self._seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._step_started = clock()
         self._steps: deque[list[PhaseRun]] = deque(maxlen=KEPT_STEPS)
         self._is_in_step = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what the driver itself does under `name`, also when it raises."""
-        start = time.time()
-        try:
-            with self._timer.phase(name):
+        start, started = time.time(), self._clock()
+        with self.waiting(name):
+            try:
                 yield
-        finally:
-            self._keep(PhaseRun(DRIVER, name, start, time.time()))
+            finally:
+                self._add(PhaseRun(DRIVER, name, start, time.time()), self._clock() - started)
 
-    def waiting(self, phase: str) -> AbstractContextManager[None]:
-        """Say what is waited for; its seconds come from the ranks."""
-        return self._timer.announced(phase)
+    @contextmanager
+    def waiting(self, phase: str) -> Iterator[None]:
+        """Make `phase` the current phase of the body; its seconds come from the ranks, by `ran`."""
+        self._open.append(phase)
+        self._on_phase(phase)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            self._on_phase(self._open[-1] if self._open else "")
 
     def ran(self, pool: str, phase: str, start: float, stop: float, seconds: float) -> None:
         """A method has run in a pool. Methods without a phase belong to no step's seconds."""
         if phase:
-            self._timer.add(phase, seconds)
-            self._keep(PhaseRun(pool, phase, start, stop))
+            self._add(PhaseRun(pool, phase, start, stop), seconds)
 
     def begin_step(self) -> None:
-        """Forget all seconds: a step begins now."""
-        self._timer.reset()
-        self._step_started = time.perf_counter()
+        """Forget all seconds: a step begins."""
+        self._seconds.clear()
+        self._step_started = self._clock()
         self._steps.append([])
         self._is_in_step = True
 
     def take(self, *phases: str) -> dict[str, float]:
-        """`timing_s/<phase>` since the last call, which are forgotten; only `phases` where some are given."""
-        taken = self._timer.as_metrics()
-        self._timer.reset()
-        return {name: taken[name] for name in [f"timing_s/{phase}" for phase in phases] or taken}
+        """Return `timing_s/<phase>` since the last call, and forget all; only `phases` where some are given."""
+        taken = {name: self._seconds[name] for name in phases or self._seconds}
+        self._seconds.clear()
+        return {f"timing_s/{name}": seconds for name, seconds in taken.items()}
 
     def take_step(self) -> dict[str, float]:
-        """The same, with the step itself, from `begin_step` until now."""
+        """End the step: return what `take` does, and the step's own seconds since `begin_step`."""
         self._is_in_step = False
-        return self.take() | {"timing_s/step": time.perf_counter() - self._step_started}
+        return self.take() | {"timing_s/step": self._clock() - self._step_started}
 
     @property
     def recent(self) -> list[PhaseRun]:
-        """What ran in the last steps, in the order in which it was heard of."""
-        return [one for step in self._steps for one in step]
+        """The intervals of the last steps, in the order in which they ended."""
+        return [interval for step in self._steps for interval in step]
 
-    def _keep(self, ran: PhaseRun) -> None:
+    def _add(self, interval: PhaseRun, seconds: float) -> None:
+        self._seconds[interval.name] = self._seconds.get(interval.name, 0.0) + seconds
         if self._is_in_step:
-            self._steps[-1].append(ran)
+            self._steps[-1].append(interval)

@@ -1,4 +1,4 @@
-"""The colours of phases, the same in every picture of a run or of a plan."""
+"""Colours of phases, common to all pictures of runs and plans."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STACKED = {
     "reshard": "#f28fb1",
 }
 """Phases of a step, in the order in which curves stack them, and their colours."""
-BESIDE = {"slice": "#3aa6a0", "testing": "#8d99ae", "save_checkpoint": "#6b4226", "export": "#386641"}
-"""Phases that are not in every step or not of the trainer."""
+OCCASIONAL = {"slice": "#3aa6a0", "testing": "#8d99ae", "save_checkpoint": "#6b4226", "export": "#386641"}
+"""Phases that are not in every step, or not of the trainer."""
 FURTHER = ("#a23e8c", "#4f772d", "#e4572e", "#17becf", "#a8763e")
 """Colours of phases with other names, such as those of further reward models."""
 
 
 def phase_color(phase: str) -> str:
-    """The colour of a phase; it depends on the name alone."""
-    known = STACKED | BESIDE
+    """Return the colour of a phase, which depends on its name alone."""
+    known = STACKED | OCCASIONAL
     return known[phase] if phase in known else FURTHER[crc32(phase.encode()) % len(FURTHER)]

@@ -1,4 +1,4 @@
-"""The live line at the bottom of a terminal: how far the run is and what it is doing."""
+"""The progress bar at the bottom of a terminal: steps done, the newest numbers, the current phase."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class RunProgress:
-    """A context manager round one progress bar. Shows nothing where `console` is not a terminal."""
+    """A context manager for one progress bar. It shows nothing where `console` is not a terminal."""
 
     def __init__(self, total_steps: int, console: Console):
-        """`total_steps` of training; print to the same `console` to write above the bar."""
+        """Prepare a bar for `total_steps`; print to the same `console` to write above it."""
         self._progress = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
@@ -34,15 +34,17 @@ class RunProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop drawing and leave the last state on screen."""
+        """Stop drawing, and leave the last state on screen."""
         self._progress.stop()
 
     def phase(self, name: str) -> None:
-        """Show what runs now; fits `PhaseTimer(on_phase=...)`."""
+        """Show the current phase; fits `PhaseClock(on_phase)`."""
         self._progress.update(self._task, phase=name)
 
     def step(self, step: int, reward: float, accuracy: float | None, step_seconds: float, what: str = "reward") -> None:
-        """Steps done so far, the mean reward of the last (or `what` else), the newest held-out accuracy, seconds."""
+        """Show the steps done, the last one's mean reward (or another value, named `what`) and seconds, and the newest
+        held-out accuracy.
+        """
         facts = [f"{what} {reward:.3f}", f"{step_seconds:.1f} s/step"]
         if accuracy is not None:
             facts.insert(1, f"accuracy {accuracy:.3f}")

@@ -1,4 +1,4 @@
-"""Tables before and after a run, and its summary as a file."""
+"""Tables on the console, and the files of a run that are read after it: its summary, and tables of samples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_rl.observe.appended_file import replace_file
+
 
 def layout_table(rows: Iterable[tuple[str, object, str]], title: str = "Layout and batch") -> Table:
-    """Two columns with a note: (name, value, note) per row. Print it with a rich console."""
+    """(name, value, note) per row."""
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("what")
     table.add_column("value", justify="right", style="cyan")
@@ -23,7 +25,7 @@ def layout_table(rows: Iterable[tuple[str, object, str]], title: str = "Layout a
 
 
 def plain_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """One row of text each; the first column names the row, and numbers stand to the right of it."""
+    """A table of texts: the first column names the row, and numbers are aligned to the right."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number == 0 or heading == "ranks" else "right")
@@ -33,14 +35,9 @@ def plain_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
 
 
 def before_after_table(rows: Iterable[tuple[str, float, float]], title: str = "Before and after") -> Table:
-    """(name, before, after) per row, with the change. Print it with a rich console."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("metric")
-    for heading in ("before", "after", "change"):
-        table.add_column(heading, justify="right")
-    for name, before, after in rows:
-        table.add_row(name, f"{before:.3f}", f"[bold]{after:.3f}", f"{after - before:+.3f}")
-    return table
+    """(name, before, after) per row, with the change."""
+    texts = ((name, f"{old:.3f}", f"[bold]{new:.3f}", f"{new - old:+.3f}") for name, old, new in rows)
+    return plain_table(title, ("metric", "before", "after", "change"), texts)
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
@@ -49,8 +46,20 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
     path.write_text(json.dumps(finite_or_null(summary), indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
+def write_sample_table(folder: Path, step: int, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write one row per answer to `folder/STEP.jsonl`, as verl names it, in place of an earlier table of that step.
+
+    What JSON does not have is written as text; floats that are not finite become null. Returns the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{step}.jsonl"
+    texts = (json.dumps(finite_or_null(row), ensure_ascii=False, allow_nan=False, default=str) for row in rows)
+    replace_file(file, "".join(text + "\n" for text in texts).encode())
+    return file
+
+
 def finite_or_null(value: Any) -> Any:
-    """A copy of nested dicts and lists in which None stands for NaN and infinities, which JSON does not have."""
+    """Copy nested dicts and lists with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite_or_null(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, written by the thread that logs them: its own writer's thread cannot report a full disk."""
+"""Scalars for TensorBoard, written by the logging thread: TensorBoard's own thread cannot report a full disk."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ class EventFile:
     """The events of one process, in a file of its own."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """Create the file in `folder`, empty until a step is logged. From then on events of steps >= `first_step` in
-        earlier files there are hidden.
-
-        Raises OSError.
+        """Create the file in `folder`, empty until a step is logged: then it hides events of steps >= `first_step` in
+        earlier files of the folder. Raises OSError.
         """
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"

@@ -1,4 +1,4 @@
-"""The picture of a run's last steps: when each pool, and the driver, did what. One lane for each."""
+"""The picture of a run's last steps: one row for each pool, and one for the driver, with the phases that ran."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ SHORTEST_LABEL = 0.06
 """Share of the width from which a bar carries its name."""
 
 
-def lanes(ran: Sequence[PhaseRun]) -> list[str]:
-    """The lanes from top to bottom: pools as they first appear, then the driver."""
-    pools = list(dict.fromkeys(one.lane for one in ran if one.lane != DRIVER))
-    return pools + ([DRIVER] if any(one.lane == DRIVER for one in ran) else [])
+def rows_of(intervals: Sequence[PhaseRun]) -> list[str]:
+    """The rows from top to bottom: pools as they first appear, then the driver."""
+    return sorted(dict.fromkeys(interval.row for interval in intervals), key=lambda row: row == DRIVER)
 
 
-def draw_timeline(ran: Sequence[PhaseRun]) -> Figure:
-    """What ran when, in seconds from the first start; `ran` must not be empty."""
-    names, phases = lanes(ran), list(dict.fromkeys(one.name for one in ran))
-    first, last = min(one.start for one in ran), max(one.stop for one in ran)
+def draw_timeline(intervals: Sequence[PhaseRun]) -> Figure:
+    """Draw at least one interval, in seconds from the first start."""
+    names, phases = rows_of(intervals), list(dict.fromkeys(interval.name for interval in intervals))
+    first, last = min(interval.start for interval in intervals), max(interval.stop for interval in intervals)
     figure = Figure(figsize=(11, 1.2 + 0.55 * len(names)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for one in ran:
-        row, start, width = names.index(one.lane), one.start - first, one.stop - one.start
-        axes.barh(row, width, left=start, height=0.62, color=phase_color(one.name), edgecolor="white", linewidth=0.4)
+    for interval in intervals:
+        row, start, width = names.index(interval.row), interval.start - first, interval.stop - interval.start
+        color = phase_color(interval.name)
+        axes.barh(row, width, left=start, height=0.62, color=color, edgecolor="white", linewidth=0.4)
         if width > SHORTEST_LABEL * (last - first):
-            axes.text(start + width / 2, row, one.name, ha="center", va="center", fontsize=7, color="white")
+            axes.text(start + width / 2, row, interval.name, ha="center", va="center", fontsize=7, color="white")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, last - first)
@@ -48,7 +48,7 @@ def draw_timeline(ran: Sequence[PhaseRun]) -> Figure:
     return figure
 
 
-def plot_timeline(ran: Sequence[PhaseRun], output_png: Path) -> None:
-    """Draw `ran` to a file; nothing where nothing ran. Raises OSError."""
-    if ran:
-        draw_timeline(ran).savefig(output_png)
+def plot_timeline(intervals: Sequence[PhaseRun], output_png: Path) -> None:
+    """Draw intervals to a file; without any, write none. Raises OSError."""
+    if intervals:
+        draw_timeline(intervals).savefig(output_png)

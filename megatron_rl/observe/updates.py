@@ -1,4 +1,4 @@
-"""What the optimizer steps of a run come to: means over those that were taken, and a count of those that were not."""
+"""Metrics of optimizer steps: means over those that were taken, and counts of those that were not."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NOT_TAKEN = ("skipped_updates", "empty_updates")
 
 
 def update_means(role: str, updates: Iterable[dict[str, float]]) -> dict[str, float]:
-    """From the metrics of each update of `role` to those of the step, over at least one update.
+    """The metrics of a step of `role`, from those of its updates, of which there must be one.
 
-    What an update measured that was not taken may be NaN, or a mean over nothing: it is left out of the means, which
-    are absent when none was taken. The counts of NOT_TAKEN are sums.
+    Updates that were not taken are left out of the means: their metrics may be NaN or means over nothing. Where none
+    was taken there are no means. The counts of NOT_TAKEN are sums.
     """
     collected = list(updates)
     counts = [f"{role}/{name}" for name in NOT_TAKEN]
@@ -25,10 +25,10 @@ def update_means(role: str, updates: Iterable[dict[str, float]]) -> dict[str, fl
 
 
 class SkippedUpdates:
-    """How many updates of each role were skipped because they were not finite: in a row until now, and ever."""
+    """Counts the updates of each role that were skipped because they were not finite: in a row, and in all."""
 
     def __init__(self, max_in_a_row: int) -> None:
-        """`max_in_a_row`: how many may follow each other; 0: none."""
+        """Allow `max_in_a_row` skipped updates to follow each other; 0: none."""
         self.max_in_a_row = max_in_a_row
         self.totals: dict[str, int] = {}
         self._in_a_row: dict[str, int] = {}
@@ -36,7 +36,7 @@ class SkippedUpdates:
     def note(self, role: str, update: dict[str, float]) -> dict[str, float]:
         """Count one update, and return it. Raises NonFiniteUpdates when it is one too many in a row.
 
-        An update without a token to learn from says nothing either way.
+        An update without a token to learn from neither counts nor ends a row.
         """
         if update[f"{role}/skipped_updates"]:
             self.totals[role] = self.totals.get(role, 0) + 1
@@ -44,18 +44,18 @@ class SkippedUpdates:
         elif not update[f"{role}/empty_updates"]:
             self._in_a_row[role] = 0
         if self._in_a_row.get(role, 0) > self.max_in_a_row:
-            told = ", ".join(f"{name}={value:.4g}" for name, value in sorted(update.items()))
+            measured = ", ".join(f"{name}={value:.4g}" for name, value in sorted(update.items()))
             raise NonFiniteUpdates(
                 f"{self._in_a_row[role]} update(s) of the {role} in a row had a gradient or a loss that is not finite, "
                 f"and were skipped; trainer.max_skipped_updates={self.max_in_a_row}. Its weights are those of its last "
-                f"good update. The last one measured: {told}"
+                f"good update. The last one measured: {measured}"
             )
         return update
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready, for `load_state_dict`."""
+        """Return the counts, JSON-ready, for `load_state_dict`."""
         return {"totals": dict(self.totals), "in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting where `state_dict` was taken."""
+        """Continue from the counts of `state_dict`."""
         self.totals, self._in_a_row = dict(state["totals"]), dict(state["in_a_row"])

@@ -1,4 +1,4 @@
-"""From scored validation samples to verl's `val-core/` and `val-aux/` metrics. Pure.
+"""verl's `val-core/` and `val-aux/` metrics, from scored validation samples. Pure.
 
 Legend: n samples of each prompt; k <= n of them drawn with replacement, as verl's bootstrap draws them.
 """
@@ -23,9 +23,9 @@ def validation_metrics(
 ) -> dict[str, float]:
     """`val-core/<source>/<variable>/<kind>@<k>...`, averaged over the prompts of each source.
 
-    All sequences have one element per sample; `prompts` tells which samples belong together. Rows in which a variable
-    is None are left out of it. Core is the variable "acc", or "reward" without it, of all n samples; the rest is
-    `val-aux`.
+    All sequences have one element per sample; samples with the same element of `prompts` belong together. A row whose
+    value of a variable is None does not count for it. `val-core` has the variable "acc", or "reward" where there is no
+    "acc", of all n samples; the rest is `val-aux`.
     """
     core = "acc" if "acc" in variables else "reward"
     rows_of: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -42,15 +42,15 @@ def validation_metrics(
 
 
 def subset_sizes(n: int) -> list[int]:
-    """2, 4, 8, ... and n itself, for best, worst and majority; none where there is one sample."""
+    """2, 4, 8, ... and n, for best, worst and majority; [] where n = 1."""
     powers = [2**exponent for exponent in range(1, n.bit_length()) if 2**exponent < n]
     return [*powers, n] if n > 1 else []
 
 
 def prompt_metrics(values: Sequence[float], n: int) -> dict[str, float]:
-    """Of the samples of one prompt: mean@n, and for n > 1 std@n and best@k, worst@k with mean and std over draws.
+    """Metrics of one prompt's samples: mean@n, and for n > 1 std@n and best@k, worst@k with mean and std over draws.
 
-    Expectations over all draws with replacement, exactly, where verl averages a thousand of them.
+    They are exact expectations over draws with replacement, where verl averages a thousand draws.
     """
     metrics = {f"mean@{n}": float(np.mean(values))}
     if n > 1:
@@ -66,9 +66,9 @@ def prompt_metrics(values: Sequence[float], n: int) -> dict[str, float]:
 
 
 def majority_metrics(values: Sequence[float], votes: Sequence[str], n: int) -> dict[str, float]:
-    """maj@k of one prompt: the value of the commonest vote among k drawn samples, the first drawn deciding a tie.
+    """maj@k of one prompt: the value of the commonest vote among k drawn samples; the first drawn decides a tie.
 
-    Mean and std over NUM_VOTES draws, always the same ones.
+    Mean and std over NUM_VOTES draws from a fixed seed.
     """
     number_of = {vote: number for number, vote in enumerate(dict.fromkeys(votes))}
     vote, value = np.array([number_of[text] for text in votes]), np.asarray(values, dtype=float)
@@ -87,7 +87,7 @@ def majority_metrics(values: Sequence[float], votes: Sequence[str], n: int) -> d
 def _source_metrics(
     groups: Sequence[list[int]], values: Sequence[float | None], predictions: Sequence[str | None], n: int
 ) -> dict[str, float]:
-    """Each metric's mean over the prompts that have it."""
+    """The mean of each metric over the prompts that have it."""
     collected: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         of_prompt = [(value, predictions[row]) for row in group if (value := values[row]) is not None]

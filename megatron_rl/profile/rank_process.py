@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.config.load import read_run
-from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
+from megatron_rl.observe.console import quiet_engines, quiet_libraries
 from megatron_rl.profile.samples import MeasuredSample, MeasuringTask, read_task, write_samples
 
 TIMEOUT = timedelta(seconds=120)

@@ -21,7 +21,7 @@ from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
 from megatron_rl.losses.registry import policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
-from megatron_rl.observe.expert_load import balance_metrics, expert_load_metrics
+from megatron_rl.observe.batch_metrics import balance_metrics, expert_load_metrics
 from megatron_rl.records import ActorBatch, Sequences, TokenBatch, TokenScores, ragged_from_lengths, row_lengths
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank

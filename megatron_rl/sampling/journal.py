@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from megatron_rl.observe.appended_file import AppendedFile
+from megatron_rl.observe.appended_file import AppendedFile, replace_file
 from megatron_rl.sampling.rules import Decides, Decision, Kind, Order
 
 SCHEDULE_FILE = "schedule.jsonl"
@@ -179,9 +179,7 @@ class Journal:
     def __init__(self, file: Path, num_kept: int = 0) -> None:
         """Start `file` anew, or after its first `num_kept` lines: those that a checkpoint knows of. Raises OSError."""
         kept = _whole_lines(file)[:num_kept] if file.exists() else []
-        unfinished = file.with_name(file.name + ".unfinished")
-        unfinished.write_text("".join(line + "\n" for line in kept))
-        unfinished.replace(file)  # at one instant, so that a kill loses no line
+        replace_file(file, "".join(line + "\n" for line in kept).encode())
         self.num_lines = len(kept)
         self._file = AppendedFile(file)
 

@@ -20,7 +20,7 @@ from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import SFT
-from megatron_rl.observe.quiet import quiet_engines, quiet_libraries
+from megatron_rl.observe.console import quiet_engines, quiet_libraries
 from megatron_rl.roles.environment import worker_environment
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
+from storage_meter import StorageMeter
 from tiny_models import random_experience, run_config, save_llama
 
 from megatron_rl.ledger.planner.memory import plan_stages
@@ -30,7 +31,6 @@ OFTEN = ("p2p", "up to 2")
 
 def peak_of_gradients(config) -> int:
     """Bytes that one rank holds at most beside parameters, gradients and moments, for one sequence."""
-    from megatron_rl.observe.memory_ledger import StorageMeter
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from storage_meter import StorageMeter
 from tiny_models import (
     random_experience,
     run_config,
@@ -43,7 +44,6 @@ def full_experience(num_rows: int):
 
 def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[str, int]]]:
     """(stage, phase -> bytes at the peak, phase -> what the ledger says) of one rank, in its second step."""
-    from megatron_rl.observe.memory_ledger import StorageMeter
     from megatron_rl.records import Prompts, Sampling
     from megatron_rl.roles.host import RankHost
 

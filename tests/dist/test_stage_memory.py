@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from storage_meter import StorageMeter
 from test_memory_plan import SIZES, owned_otherwise_than_planned
 from tiny_models import run_config, save_llama
 
@@ -35,7 +36,6 @@ def full_example() -> Example:
 
 def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[str, int]]]:
     """(pipeline stage, phase -> bytes at the peak, phase -> what the ledger says) of one rank, in its second step."""
-    from megatron_rl.observe.memory_ledger import StorageMeter
     from megatron_rl.roles.host import RankHost
 
     stage, worker = config.trainer.stage, RankHost(config)

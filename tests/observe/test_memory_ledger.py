@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from storage_meter import StorageMeter
 
-from megatron_rl.observe.memory_ledger import MemoryLedger, PhaseMemory, StorageMeter, memory_metrics, storage_bytes
+from megatron_rl.observe.memory_ledger import MemoryLedger, PhaseMemory, memory_metrics, storage_bytes
 
 
 def test_ledger_keeps_the_largest_of_each_phase_until_it_is_taken():

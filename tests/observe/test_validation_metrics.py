@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from megatron_rl.observe.sample_tables import write_sample_table
+from megatron_rl.observe.summary import write_sample_table
 from megatron_rl.observe.validation_metrics import majority_metrics, prompt_metrics, subset_sizes, validation_metrics
 
 NO_VOTES = [None] * 8
