@@ -37,9 +37,7 @@ from megatron_rl.checkpoint.weight_files import MODEL_FILES
 from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.roles import Placement, trained_roles
-from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.steps import is_save_step
-from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import RemoteMethod, Stop
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
@@ -111,21 +109,20 @@ class Lifecycle:
 
     def __init__(
         self,
-        config: RunConfig,
-        folder: RunFolder,
+        logger: RunLogger,
         hosts: Mapping[str, RankHost],
         parts: tuple[Stateful, ...],
-        logger: RunLogger,
         stop_policy: StopPolicy,
         drawn: DrawnAhead,
         best: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.config, self.folder = config, folder
+        self.logger, self.config, self.folder = logger, logger.config, logger.folder
         self.hosts, self.parts = hosts, parts
-        self.logger, self.stop_policy, self.drawn, self.best = logger, stop_policy, drawn, best
-        self.root = folder.path.resolve()
-        self._trained = trained_roles(config)
-        self._saves_beside_training = any(role.settings.checkpoint.async_save for role in Placement.of(config).trained)
+        self.stop_policy, self.drawn, self.best = stop_policy, drawn, best
+        self.root = self.folder.path.resolve()
+        self._trained = trained_roles(self.config)
+        trained = Placement.of(self.config).trained
+        self._saves_beside_training = any(role.settings.checkpoint.async_save for role in trained)
         self._before_step: dict[str, Any] = {}
         self._under_way: Manifest | None = None
         self._drawn_files: list[str] = []

@@ -1,9 +1,10 @@
-"""The end of a run: export, parity of the exported model, curves, summary and the before/after table."""
+"""The end of a run: export, comparison of the exported model with the trainer, pictures, summary, final table."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,50 +14,91 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
-from megatron_rl.config.roles import ACTOR, Placement
+from megatron_rl.config.roles import ROLLOUT
+from megatron_rl.controller.opening import OpenRun
+from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.errors import ParityError
 from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.summary import before_after_table, write_summary
 from megatron_rl.observe.timeline import plot_timeline
 from megatron_rl.records import Sequences
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.tuned import TunedPolicy
 
 if TYPE_CHECKING:
     from megatron_rl.controller.run import Run
-    from megatron_rl.controller.run_logger import RunLogger
 
+HF_MODEL = "hf_model"
 EXPORT_LOGIT_BOUND, EXPORT_LOGIT_SHARE = 1e-4, 1e-5
-"""Largest allowed difference between the exported model's logits and the trainer's, in float32: the larger one of this
-number and this share of the largest logit, which rounding grows with.
+"""Largest allowed difference between outputs of the exported model and the trainer's, in float32: the larger one of
+this number and this share of the largest output, which rounding grows with.
 """
 
 
 def finish_run(run: Run) -> dict[str, Any]:
-    """Write everything a user takes home from a run; returns the summary. Raises ParityError, StorageError."""
-    if run.validation.parity_rows is None:  # every step had been taken before
-        run.validation.run(run.config.trainer.num_steps)
-    run.logger.keep_folder()
-    export_diff = export_and_compare(run) if run.config.trainer.export_hf else None
-    summary = summarise(run, export_diff)
-    with storing("summary.json", run.logger.folder.path):
-        write_summary(run.logger.folder.path / "summary.json", summary)
+    """Write everything a user takes home from a PPO run; returns the summary. Raises ParityError, StorageError.
+
+    Bytes in the summary are per rank, in rank order, of the last transition to rollout mode. Without a rule there is no
+    accuracy, only a reward.
+    """
+    logger, validation = run.logger, run.validation
+    if validation.parity_rows is None:  # every step had been taken before
+        validation.run(run.config.trainer.num_steps)
+    logger.keep_folder()
+    results = {
+        "rollout_logprob_diff_max": run.algorithm.logprob_diff_max,
+        "hf_export_logit_diff_max": export_actor(run) if run.config.trainer.export_hf else None,
+        "transition_bytes_received_per_rank": [report.bytes_received for report in logger.transitions],
+        "transition_bytes_lower_bound_per_rank": [report.lower_bound_bytes for report in logger.transitions],
+        "transition_network_bytes_per_rank": [report.network_bytes for report in logger.transitions],
+        "transition_network_bytes_lower_bound_per_rank": [report.network_bound_bytes for report in logger.transitions],
+    }
+    labels = {"val_accuracy": "held-out accuracy"}
+    if run.roles.reward_models:
+        labels["val_reward"] = "held-out reward"
+    return finish(run, results, {"val_accuracy": logger.accuracies, "val_reward": logger.val_rewards}, labels)
+
+
+def finish(
+    run: OpenRun,
+    results: dict[str, Any],
+    validations: Mapping[str, Sequence[float]],
+    labels: Mapping[str, str],
+    lines: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Write summary and pictures, and print the table of before and after, `lines` and the files; returns the summary.
+
+    results: the numbers of the summary that not every run has. validations: name in the summary -> a number of every
+    validation; labels: name -> its label in the table. Raises StorageError where the summary cannot be written.
+    """
+    folder, logger, has_first = run.logger.folder.path, run.logger, run.config.trainer.val_before_train
+    before = {name: values[0] if values and has_first else None for name, values in validations.items()}
+    after = {name: values[-1] if values else None for name, values in validations.items()}
+    summary = common_numbers(run) | results
+    for name in validations:
+        summary |= {f"{name}_before": before[name], f"{name}_after": after[name]}
+    with storing("summary.json", folder):
+        write_summary(folder / "summary.json", summary)
     if "jsonl" in run.config.trainer.logger:
-        draw(run.logger)
-    draw_steps(run.logger)
-    names = {"held-out accuracy": "val_accuracy"} | (
-        {"held-out reward": "val_reward"} if run.roles.reward_models else {}
-    )
-    rows = [(name, summary[f"{key}_before"], summary[f"{key}_after"]) for name, key in names.items()]
-    rows = [row for row in rows if None not in row]
+        draw(logger)
+    draw_steps(logger)
+    rows = [
+        (label, first, last)
+        for name, label in labels.items()
+        if (first := before[name]) is not None and (last := after[name]) is not None
+    ]
     if rows:
-        run.logger.console.print(before_after_table(rows))
-    files = sorted(path.name for path in run.logger.folder.path.iterdir() if not path.name.startswith("."))
-    run.logger.say(f"written to {run.logger.folder.path}: {', '.join(files)}")
+        logger.console.print(before_after_table(rows))
+    for line in lines:
+        logger.say(line)
+    files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    logger.say(f"written to {folder}: {', '.join(files)}")
     return summary
 
 
 def draw(logger: RunLogger) -> None:
-    """Curves of the whole run; a picture that cannot be written is no reason to end without a summary."""
+    """Draw the curves of the whole run; warns where the picture cannot be written, and the run still ends well."""
     try:
         plot_curves(logger.folder.path / METRICS_FILE, logger.folder.path / "curves.png")
     except OSError as error:
@@ -64,92 +106,100 @@ def draw(logger: RunLogger) -> None:
 
 
 def draw_steps(logger: RunLogger) -> None:
-    """The timeline of the last steps, one lane for each pool, as a picture and as numbers. Warns as `draw` does."""
-    ran, folder = logger.clock.recent, logger.folder.path
+    """Write the timeline of the last steps, one row for each pool, as a picture and as numbers. Warns like `draw`."""
+    calls, folder = logger.clock.recent, logger.folder.path
     try:
-        (folder / "timeline.json").write_text(json.dumps([asdict(one) for one in ran], indent=1) + "\n")
-        plot_timeline(ran, folder / "timeline.png")
+        (folder / "timeline.json").write_text(json.dumps([asdict(call) for call in calls], indent=1) + "\n")
+        plot_timeline(calls, folder / "timeline.png")
     except OSError as error:
         logger.warn(f"the timeline could not be written: {error}")
 
 
-def summarise(run: Run, export_diff: float | None) -> dict[str, Any]:
-    """The run in a dozen numbers; bytes are per rank, in rank order, of the last transition to rollout mode.
-
-    Without a rule there is no accuracy, only a reward.
-    """
-    config = run.config
-    trainer, placement = config.trainer, Placement.of(config)
-    pool = placement.pool_of(ACTOR)
+def common_numbers(run: OpenRun) -> dict[str, Any]:
+    """The part of the summary that every run has."""
+    config, placement = run.config, run.pools.placement
+    pool = placement.pools[placement.leader.pool]
     tp_size, pp_size = pool.layout.tensor_model_parallel_size, pool.layout.pipeline_model_parallel_size
+    cp_size = pool.layout.context_parallel_size
+    layout = {
+        "world_size": placement.world_size,
+        "tp": tp_size,
+        "pp": pp_size,
+        "cp": cp_size,
+        "dp": pool.world_size // (tp_size * pp_size * cp_size),
+    }
+    if ROLLOUT in placement.roles:
+        layout["rollout_tp"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     return {
-        **before_and_after("val_accuracy", run.logger.accuracies, trainer.val_before_train),
-        **before_and_after("val_reward", run.logger.val_rewards, trainer.val_before_train),
-        "steps": trainer.num_steps,
+        "steps": config.trainer.num_steps,
         "wall_s": round(time.monotonic() - run.started, 1),
-        "layout": {
-            "world_size": placement.world_size,
-            "tp": tp_size,
-            "pp": pp_size,
-            "cp": pool.layout.context_parallel_size,
-            "dp": pool.world_size // (tp_size * pp_size * pool.layout.context_parallel_size),
-            "rollout_tp": config.actor_rollout_ref.rollout.tensor_model_parallel_size,
-        },
+        "layout": layout,
         "pools": {name: [role.name for role in one.roles] for name, one in placement.pools.items()},
-        "seed": trainer.seed,
+        "seed": config.trainer.seed,
         "skipped_updates": run.logger.updates.totals,
-        "rollout_logprob_diff_max": run.algorithm.logprob_diff_max,
-        "hf_export_logit_diff_max": export_diff,
-        "transition_bytes_received_per_rank": [report.bytes_received for report in run.logger.transitions],
-        "transition_bytes_lower_bound_per_rank": [report.lower_bound_bytes for report in run.logger.transitions],
-        "transition_network_bytes_per_rank": [report.network_bytes for report in run.logger.transitions],
-        "transition_network_bytes_lower_bound_per_rank": [
-            report.network_bound_bytes for report in run.logger.transitions
-        ],
     }
 
 
-def before_and_after(name: str, validations: list[float], val_before_train: bool) -> dict[str, float | None]:
-    """The first and the last of all validations, where there are such."""
-    first = validations[0] if validations and val_before_train else None
-    return {f"{name}_before": first, f"{name}_after": validations[-1] if validations else None}
-
-
-def export_and_compare(run: Run) -> float:
-    """Export the actor; largest logit difference to the trainer on held-out answers, 0 where those have no token.
-
-    Raises ParityError when a float32 model differs by more than `export_bound`, StorageError when it cannot be written,
-    and then nothing of it is left.
-    """
-    target, rows = run.logger.folder.path / "hf_model", run.validation.parity_rows
-    if rows is None:
+def export_actor(run: Run) -> float:
+    """Export the actor and compare it on held-out answers of the last validation. Raises as `export_and_compare`."""
+    if run.validation.parity_rows is None:
         raise ValueError("nothing was validated: there are no rows to compare the export on")
+    return export_policy(run, run.roles.actor, run.validation.parity_rows)
+
+
+def export_policy(run: OpenRun, policy: Actor | TunedPolicy, rows: Sequences) -> float:
+    """Export a policy; largest logit difference to the trainer on these rows. Raises as `export_and_compare`."""
+
+    def logits() -> torch.Tensor:
+        parts: Any = policy.response_logits(rows).get()  # no records, so one of each data-parallel rank
+        return torch.cat(parts)
+
+    def write(target: Path) -> None:
+        policy.export_hf(target).get()
+
+    return export_and_compare(run, "logits", write, logits, lambda target: hf_response_logits(target, rows))
+
+
+def export_and_compare(
+    run: OpenRun,
+    what: str,
+    write: Callable[[Path], None],
+    trainer_output: Callable[[], torch.Tensor],
+    exported_output: Callable[[Path], torch.Tensor],
+) -> float:
+    """Export the trained model; largest difference between its outputs and the trainer's, 0 where there are none.
+
+    what: the outputs, in words. write: writes the model to a folder. exported_output: computes from that folder what
+    trainer_output gives, float32. Raises ParityError when a float32 model differs by more than `export_bound`,
+    StorageError when the model cannot be written, and then nothing of it is left.
+    """
+    folder = run.logger.folder.path
+    target = folder / HF_MODEL
     with run.logger.clock.phase("export"):
-        with removing_unfinished(target), storing(target.name, run.logger.folder.path):
-            run.roles.actor.export_hf(target.resolve()).get()
-        answers: Any = run.roles.actor.response_logits(rows).get()  # no records, so one of each data-parallel rank
-        trainer_logits = torch.cat(answers)
-    differences = (hf_response_logits(target, rows) - trainer_logits).abs()
+        with removing_unfinished(target), storing(HF_MODEL, folder):
+            write(target.resolve())
+        expected = trainer_output()
+    differences = (exported_output(target) - expected).abs()
     largest = float(differences.max()) if differences.numel() else 0.0
-    bound = export_bound(trainer_logits)
-    if run.config.actor_rollout_ref.actor.megatron.dtype == "float32" and not largest <= bound:
+    bound = export_bound(expected)
+    if run.pools.placement.leader.megatron.dtype == "float32" and not largest <= bound:
         raise ParityError(
-            f"logits of the exported model in {target} differ from the trainer's by {largest:.3g}; "
+            f"{what} of the exported model in {target} differ from the trainer's by {largest:.3g}; "
             f"the bound is {bound:.2g}"
         )
     return largest
 
 
-def export_bound(logits: torch.Tensor) -> float:
-    """How far an export's logits may be from these, the trainer's, float32 of any shape."""
-    largest = float(logits.abs().max()) if logits.numel() else 0.0
+def export_bound(outputs: torch.Tensor) -> float:
+    """Largest difference that an export may have to these outputs of the trainer, float32 of any shape."""
+    largest = float(outputs.abs().max()) if outputs.numel() else 0.0
     return max(EXPORT_LOGIT_BOUND, EXPORT_LOGIT_SHARE * largest)
 
 
 def hf_model(folder: Path | str) -> Any:
-    """A Hugging Face folder's language model as transformers builds it, in float32.
+    """Load a Hugging Face folder's language model with transformers, in float32.
 
-    Where products of attention are bounded it must be its slow attention: the other one leaves the bound out.
+    A model whose attention logits are capped needs transformers' eager attention: the others leave the cap out.
     """
     settings = AutoConfig.from_pretrained(folder)
     capped = getattr(settings, "attn_logit_softcapping", None) is not None

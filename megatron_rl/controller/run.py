@@ -1,4 +1,4 @@
-"""Everything that a run consists of, put together: data and rewards, pools and roles, algorithm, life and books."""
+"""A PPO run: its data, rewards, roles, algorithm, lifecycle and logger, put together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
@@ -22,12 +21,12 @@ from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
-from megatron_rl.controller.placement import CallObserver, hosting_of, look_round, make_cluster, stop_grace_s
+from megatron_rl.controller.opening import OpenRun, Pools, raise_failures, stop_grace_s, take_folder
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.sampler import open_sampler, open_schedule
-from megatron_rl.controller.validation import Validation
+from megatron_rl.controller.validation import PromptValidation
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -39,13 +38,9 @@ from megatron_rl.ledger.planner.foreign_models import model_facts
 from megatron_rl.ledger.planner.hardware import Hardware, planned_hardware
 from megatron_rl.ledger.planner.memory import planned_memory
 from megatron_rl.ledger.planner.planned_steps import PlannedSteps
-from megatron_rl.observe.summary import layout_table
 from megatron_rl.records import Experience
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
-from megatron_rl.roles.environment import handed_on
-from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import Rollout
@@ -57,17 +52,15 @@ from megatron_rl.scoring.rewards import Rewards, reward_shaping, text_readers
 from megatron_rl.scoring.rule import NoRule, RuleReward
 from megatron_rl.scoring.sources import check_sources
 
-Kind = TypeVar("Kind")
-
 NEXT_BATCH = RemoteMethod(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
-"""What a wait for answers means to a run that is to stop."""
+"""A wait for answers, as a remote method that a run may stop before."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The handle of every role, and of the hosts of every pool; None for a role that the run does not have.
+    """The handle of every role; None for a role that the run does not have.
 
-    A rollout that is cut into replicas has none here: `replicas` are driven by `generation`.
+    replicas: the rollout's, where its pool is cut into them; `rollout` is None then.
     """
 
     actor: Actor
@@ -75,28 +68,37 @@ class Roles:
     reference: Reference | None
     critic: Critic | None
     reward_models: list[tuple[RoleSpec, RewardModel]]
-    hosts: dict[str, RankHost]
     replicas: ReplicatedPool | None = None
+
+    @classmethod
+    def of(cls, pools: Pools, logger: RunLogger) -> Roles:
+        """Take the handles, and connect an actor and a rollout of two pools. Raises WorkerFailure as `connect`."""
+        placement = pools.placement
+        replicas = pools.cluster.replicated.get(placement.roles[ROLLOUT].pool)
+        reference = pools.handle(REFERENCE, Reference) if REFERENCE in placement.roles else None
+        critic = pools.handle(CRITIC, Critic) if CRITIC in placement.roles else None
+        scorers = [(spec, pools.handle(spec.name, RewardModel)) for spec in placement.reward_models]
+        actor, rollout = pools.handle(ACTOR, Actor), pools.handle(ROLLOUT, Rollout) if replicas is None else None
+        if rollout is not None and not placement.is_colocated:
+            with logger.clock.waiting("build bridge"):
+                connect(actor, rollout, placement.pool_of(ROLLOUT).world_size)
+        return cls(actor, rollout, reference, critic, scorers, replicas)
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the loop works with. started: of the monotonic clock. planned: None without a hardware file."""
+class Run(OpenRun):
+    """The parts of a PPO run. planned: None without a hardware file."""
 
-    config: RunConfig
     roles: Roles
     rollouts: Sampler
     rewards: Rewards
     algorithm: Algorithm
     pretraining: Pretraining
-    validation: Validation
-    life: Lifecycle
-    logger: RunLogger
-    started: float
+    validation: PromptValidation
     planned: PlannedSteps | None = None
 
     def describe(self, batch: SampledBatch, experience: Experience, step: int) -> dict[str, float]:
-        """What a step came to beside its updates: samples, seconds and memory."""
+        """Metrics of a step besides its updates: samples, seconds and memory. Also writes the table of its answers."""
         prompts, generations, scored = batch.prompts, batch.generations, batch.scored
         if scored is None:
             raise ValueError("the batch has no scores yet")
@@ -109,13 +111,16 @@ class Run:
             for sentence in departures:
                 self.logger.warn(sentence)
         self.logger.save_samples(self.config.trainer.rollout_data_dir, prompts, scored, step)
-        memory = {pool: host.take_memory() for pool, host in self.roles.hosts.items()}
-        return metrics | self.logger.memory_metrics({pool: future.get() for pool, future in memory.items()})
+        return metrics | self.logger.memory_metrics(self.pools.hosts)
 
 
 @contextmanager
 def open_run(config: RunConfig, local: bool = False, replay: Path | None = None) -> Iterator[Run]:
-    """A run, ready for its first step; errors of data, rewards and checkpoints come before any process is started."""
+    """Open a PPO run, ready for its first step.
+
+    Errors of data, rewards and checkpoints are raised before any process is started. Arguments are those of
+    `train.train`.
+    """
     started, trainer = time.monotonic(), config.trainer
     with graceful_signals(stop_grace_s(trainer)) as stop, ExitStack() as opened:
         placement = Placement.of(config)
@@ -124,49 +129,32 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         alone = check_sources(config, data.sources)
         rules = rule_reward(config, tokenizer, data.judged_sources(config), local)
-        readers, said = text_readers(config, tokenizer, (data.train, data.val))
+        readers, template_notes = text_readers(config, tokenizer, (data.train, data.val))
         shaping = reward_shaping(config)
         pretraining = Pretraining(config, tokenizer)
         folder = RunFolder(config)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, logger.clock)
-        opened.enter_context(folder)
-        opened.enter_context(logger)
         parts = (data, algorithm, shaping, pretraining, logger)
-        for part in parts:
-            folder.give_back(part.load_state_dict)
-        logger.console.print(layout_table(batch_table(config)))
-        for note in (
-            *data.notes(config),
-            *alone,
-            *said,
-            *pretraining.notes,
-            *(f"skipped {reason}" for reason in folder.start.skipped),
-        ):
-            logger.warn(note)
-        if handed := handed_on():
-            logger.say(f"every rank gets {', '.join(f'{name}={value}' for name, value in handed.items())}")
+        warnings = (*data.notes(config), *alone, *template_notes, *pretraining.notes)
+        take_folder(opened, logger, parts, batch_table(config), warnings=warnings)
         schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
         stop_policy = StopPolicy(stop)
-        hosting = hosting_of(config, placement, CallObserver(stop_policy, logger))
-        cluster = opened.enter_context(make_cluster(placement, hosting, local))
-        roles = build_roles(cluster, placement, logger)
+        pools = Pools.open(opened, placement, logger, stop_policy, local)
+        roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
         sources = Sources(config, data.train, data.cursor, roles.rollout, rewards, logger)
-        looks = (partial(look_round, cluster), partial(stop_policy.before, NEXT_BATCH))
-        rollouts = open_sampler(schedule, sources, roles.actor, roles.replicas, looks, opened)
-        validation = Validation(config, data.val, rollouts, rewards, logger, stop)
-        life = Lifecycle(config, folder, roles.hosts, parts, logger, stop_policy, rollouts)
+        checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
+        rollouts = open_sampler(schedule, sources, roles.actor, roles.replicas, checks, opened)
+        validation = PromptValidation(config, logger, stop, data.val, rollouts, rewards)
+        life = Lifecycle(logger, pools.hosts, parts, stop_policy, rollouts)
         life.restore()
         rollouts.load_weights(folder.start.step)
+        planned = None if trainer.hardware_file is None else PlannedSteps(config, hardware_here(config))
         with life:
-            planned = None
-            if config.trainer.hardware_file is not None:
-                planned = PlannedSteps(config, hardware_here(config))
-            yield Run(
-                config, roles, rollouts, rewards, algorithm, pretraining, validation, life, logger, started, planned
-            )
+            ppo_parts = (roles, rollouts, rewards, algorithm, pretraining, validation, planned)
+            yield Run(config, pools, life, logger, started, *ppo_parts)
 
 
 @dataclass(frozen=True)
@@ -209,34 +197,6 @@ class Data:
     def notes(self, config: RunConfig) -> list[str]:
         """Sentences about prompts that one batch takes more of than there are, and about groups of one."""
         return [*repeat_notes(config.data, [file.num_prompts for file in self.train.files]), *group_notes(config)]
-
-
-def build_roles(cluster: Cluster, placement: Placement, logger: RunLogger) -> Roles:
-    """Every role on its pool, in the order of the table; pools build theirs at the same time."""
-    hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
-    replicas = cluster.replicated.get(placement.roles[ROLLOUT].pool)
-    models = [role for role in placement.roles.values() if role.kind != ROLLOUT]
-    building = [(role.name, hosts[role.pool].build(role.name)) for role in models]
-    if placement.is_colocated:
-        building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT)))
-    elif replicas is None:  # the thread that drives replicas has them build theirs
-        building.append((ROLLOUT, hosts[placement.roles[ROLLOUT].pool].build(ROLLOUT, AcrossBridge())))
-    for name, future in building:
-        with logger.clock.waiting(f"build {name}"):
-            future.get()
-
-    def handle(name: str, kind: type[Kind]) -> Kind:
-        return cluster.pools[placement.roles[name].pool].handle(name, kind)
-
-    reference = handle(REFERENCE, Reference) if REFERENCE in placement.roles else None
-    critic = handle(CRITIC, Critic) if CRITIC in placement.roles else None
-
-    scorers = [(spec, handle(spec.name, RewardModel)) for spec in placement.reward_models]
-    actor, rollout = handle(ACTOR, Actor), handle(ROLLOUT, Rollout) if replicas is None else None
-    if rollout is not None and not placement.is_colocated:
-        with logger.clock.waiting("build bridge"):
-            connect(actor, rollout, placement.pool_of(ROLLOUT).world_size)
-    return Roles(actor, rollout, reference, critic, scorers, hosts, replicas)
 
 
 def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.losses.row_sums import total_rows
 from megatron_rl.observe.batch_metrics import length_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
-from megatron_rl.observe.memory_ledger import PhaseMemory, memory_metrics
+from megatron_rl.observe.memory_ledger import memory_metrics
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.services import Services
 from megatron_rl.observe.summary import write_sample_table
 from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.records import Experience, Generations, Prompts, known, row_lengths
+from megatron_rl.roles.host import RankHost
 from megatron_rl.scoring.scored_answers import ScoredAnswers
 
 
@@ -147,11 +148,12 @@ class RunLogger:
         timings = self.clock.take_step()
         return throughput_metrics(num_tokens, timings["timing_s/step"], self._num_ranks) | timings
 
-    def memory_metrics(self, pools: dict[str, list[dict[str, PhaseMemory]]]) -> dict[str, float]:
-        """What the ranks of each pool held in each phase since the last step, beside what was planned; the largest."""
+    def memory_metrics(self, hosts: Mapping[str, RankHost]) -> dict[str, float]:
+        """Memory of each phase since the last step, measured and planned; the largest over all ranks of all pools."""
         metrics: dict[str, float] = {}
-        for pool, ranks in pools.items():
-            for name, value in memory_metrics(ranks, self._planned_memory[pool]).items():
+        taken = {pool: host.take_memory() for pool, host in hosts.items()}
+        for pool, ranks in taken.items():
+            for name, value in memory_metrics(ranks.get(), self._planned_memory[pool]).items():
                 metrics[name] = max(value, metrics.get(name, 0.0))
         return metrics
 

@@ -1,4 +1,4 @@
-"""Held-out prompts, answered by the current policy: metrics per data source, under verl's names."""
+"""Validation: when a run validates, and how PPO does it: held-out prompts, answered by the current policy."""
 
 from __future__ import annotations
 
@@ -20,33 +20,26 @@ NUM_PARITY_ROWS = 32
 
 
 class Validation:
-    """Answers every held-out prompt, `val_kwargs.n` times.
+    """When a run validates: before training, after the configured steps, and after a resume for a step that skipped it.
 
-    parity_rows: a few rows of the last validation, to compare the exported model on; None before the first.
+    `run` is what a subclass defines.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data: PromptDataset,
-        rollouts: Sampler,
-        rewards: Rewards,
-        logger: RunLogger,
-        stop: StopRequest,
-    ) -> None:
-        self.config, self.data = config, data
-        self.rollouts, self.rewards, self.logger = rollouts, rewards, logger
-        self._stop = stop
-        self.parity_rows: Sequences | None = None
+    def __init__(self, config: RunConfig, logger: RunLogger, stop: StopRequest) -> None:
+        self.config, self.logger, self._stop = config, logger, stop
+
+    def run(self, step: int) -> dict[str, float]:
+        """Validate the weights after `step`, 0 before training; returns metrics."""
+        raise NotImplementedError
 
     def before_training(self, is_resumed: bool) -> None:
-        """Validate where that is configured and the run begins, or where a signal kept its life before from it."""
+        """Validate a new run where configured, or make up for the validation that a signal kept the last run from."""
         if self.config.trainer.val_before_train and not is_resumed:
             self.logger.log(self.run(step=0), step=0)
         self.logger.make_up(self.run)
 
     def after(self, step: int) -> dict[str, float]:
-        """Validate where that is due after `step`; where the run is to stop, its next life does."""
+        """Validate if due after `step`; a run that is to stop leaves it to the run that resumes."""
         if not is_validation_step(self.config.trainer, step):
             return {}
         if self._stop.is_set:
@@ -54,8 +47,28 @@ class Validation:
             return {}
         return self.run(step)
 
+
+class PromptValidation(Validation):
+    """Answers every held-out prompt, `val_kwargs.n` times; metrics per data source, under verl's names.
+
+    parity_rows: a few rows of the last validation, to compare the exported model on; None before the first.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        logger: RunLogger,
+        stop: StopRequest,
+        data: PromptDataset,
+        rollouts: Sampler,
+        rewards: Rewards,
+    ) -> None:
+        super().__init__(config, logger, stop)
+        self.data, self.rollouts, self.rewards = data, rollouts, rewards
+        self.parity_rows: Sequences | None = None
+
     def run(self, step: int) -> dict[str, float]:
-        """Validate now; keeps rewards, accuracy and a few rows."""
+        """Validate now; keeps mean reward, mean accuracy and a few rows."""
         prompts = self.data.batch(range(len(self.data))).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
         with self.logger.clock.phase("testing"):
             generations = self.rollouts.generate(prompts, self.rollouts.val_sampling())
@@ -74,5 +87,5 @@ class Validation:
 
 
 def mean(values: Sequence[float | None]) -> float:
-    """Over all rows; one without a value counts as 0."""
+    """Mean over all rows; a row without a value counts as 0."""
     return sum(value for value in values if value is not None) / len(values)

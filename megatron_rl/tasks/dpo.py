@@ -9,25 +9,26 @@ from typing import Any
 
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.report import export_policy
 from megatron_rl.roles.tuned import TunedPolicy
-from megatron_rl.tasks.finish import NUM_PARITY_ROWS, exported_policy, finish_stage
+from megatron_rl.tasks.finish import NUM_PARITY_ROWS, finish_task
 from megatron_rl.tasks.reference_log_probs import TRAIN, Preferences
-from megatron_rl.tasks.task_run import open_stage
+from megatron_rl.tasks.task_run import open_task
 from megatron_rl.tasks.training_records import preference_batch
 
 
 def dpo(config: RunConfig, local: bool = False) -> dict[str, Any]:
     """Learn preferences and return the summary that is also written to `summary.json`; otherwise as `train.train`."""
-    with open_stage(config, local) as run:
+    with open_task(config, local) as run:
         policy, preferences = run.role(TunedPolicy), Preferences(run)
         preferences.store_reference()
-        run.held_out.before_training(preferences.measured, run.life.is_resumed)
+        run.held_out.begin(preferences.measured, run.life.is_resumed)
         for step in run.life.steps():
             numbers = run.data.next_indices()
             batch, baseline = preferences.batch(TRAIN, numbers), preferences.baseline(TRAIN, numbers)
             updated = policy.update_preferences(batch, len(batch), baseline)
             metrics = run.logger.update_metrics(ACTOR, [updated])
             metrics |= run.describe(batch.input_ids.values().numel())
-            run.logger.log(metrics | run.held_out.after(step, preferences.measured), step)
+            run.logger.log(metrics | run.held_out.after(step), step)
         rows = preference_batch(run.data.val[:NUM_PARITY_ROWS]).rows().sequences()
-        return finish_stage(run, preferences.measured, lambda target: exported_policy(policy, rows, target, run.config))
+        return finish_task(run, lambda: export_policy(run, policy, rows))

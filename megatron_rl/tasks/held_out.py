@@ -1,4 +1,4 @@
-"""Held-out examples: their loss and metrics, and the step at which the loss was lowest."""
+"""Held-out examples of a task: their loss and metrics, and the step at which the loss was lowest."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.steps import is_validation_step
 from megatron_rl.controller.run_logger import RunLogger
+from megatron_rl.controller.validation import Validation
 
 LOSS = "val/loss"
 
@@ -16,48 +16,39 @@ Measure = Callable[[], dict[str, float]]
 """Metrics of all held-out examples under the current weights, with `LOSS` among them."""
 
 
-class HeldOut:
-    """One run's validations. losses: of every one until now. best_step, best_loss: of the lowest after a step. last,
-    last_step: metrics of the newest, and the step that it came after."""
+class HeldOut(Validation):
+    """The validations of one run. losses: of all validations. best_step, best_loss: the lowest loss after a step.
+
+    last, last_step: metrics of the newest validation, and the step it followed. `begin` comes before any validation.
+    """
+
+    measure: Measure
 
     def __init__(self, config: RunConfig, logger: RunLogger, stop: StopRequest) -> None:
-        self.config, self.logger, self._stop = config, logger, stop
+        super().__init__(config, logger, stop)
         self.losses: list[float] = []
         self.best_step: int | None = None
         self.best_loss = float("inf")
         self.last: dict[str, float] = {}
         self.last_step: int | None = None
 
-    def before_training(self, measure: Measure, is_resumed: bool) -> None:
-        """Validate where that is configured and the run begins, or where a signal kept its life before from it."""
-        if self.config.trainer.val_before_train and not is_resumed:
-            self.logger.log(self._measured(measure, 0), step=0)
-        self.logger.make_up(lambda step: self._compared(measure, step))
+    def begin(self, measure: Measure, is_resumed: bool) -> None:
+        """Set what a validation measures, and validate before training as `before_training` says."""
+        self.measure = measure
+        self.before_training(is_resumed)
 
-    def after(self, step: int, measure: Measure) -> dict[str, float]:
-        """Validate where that is due after `step`; where the run is to stop, its next life does."""
-        if not is_validation_step(self.config.trainer, step):
-            return {}
-        if self._stop.is_set:
-            self.logger.skip_validation(step)
-            return {}
-        return self._compared(measure, step)
-
-    def _compared(self, measure: Measure, step: int) -> dict[str, float]:
-        metrics = self._measured(measure, step)
-        if metrics[LOSS] < self.best_loss:
-            self.best_step, self.best_loss = step, metrics[LOSS]
-        return metrics
+    def run(self, step: int) -> dict[str, float]:
+        """Validate now. The weights before training do not count for the best step."""
+        with self.logger.clock.phase("testing"):
+            self.last, self.last_step = self.measure(), step
+        self.losses.append(self.last[LOSS])
+        if step and self.last[LOSS] < self.best_loss:
+            self.best_step, self.best_loss = step, self.last[LOSS]
+        return self.last | self.logger.clock.take("testing")
 
     def step_to_keep(self) -> int | None:
-        """The best step, where its checkpoint is to be kept."""
+        """The best step, if its checkpoint is to be kept."""
         return self.best_step if self.config.trainer.save_best else None
-
-    def _measured(self, measure: Measure, step: int) -> dict[str, float]:
-        with self.logger.clock.phase("testing"):
-            self.last, self.last_step = measure(), step
-        self.losses.append(self.last[LOSS])
-        return self.last | self.logger.clock.take("testing")
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready."""

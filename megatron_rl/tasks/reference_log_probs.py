@@ -54,7 +54,7 @@ class Preferences:
         Raises StoppedBeforeStep between chunks when a signal asked to stop, ConfigError where the run goes on from a
         checkpoint without these scores, or with those of other answers.
         """
-        stored, path = self.run.stored, self.run.folder.start.path
+        stored, path = self.run.stored, self.run.logger.folder.start.path
         for name, records in self.sets.items() if self.is_stored else ():
             answers = digest_of(records)
             if path is not None:

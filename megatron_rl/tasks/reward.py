@@ -17,27 +17,27 @@ from megatron_rl.losses.objectives import Answers, reward_objective
 from megatron_rl.records import AnswerBatch, AnswerScores
 from megatron_rl.roles.scorer import TrainedScorer
 from megatron_rl.tasks.calibration import draw_calibration
-from megatron_rl.tasks.finish import NUM_PARITY_ROWS, exported_scorer, finish_stage
+from megatron_rl.tasks.finish import NUM_PARITY_ROWS, export_scorer, finish_task
 from megatron_rl.tasks.held_out import LOSS
-from megatron_rl.tasks.task_run import TaskRun, open_stage
+from megatron_rl.tasks.task_run import TaskRun, open_task
 from megatron_rl.tasks.training_records import reward_batch
 
 
 def reward(config: RunConfig, local: bool = False) -> dict[str, Any]:
     """Train a reward model and return the summary that is also written to `summary.json`, else as `train.train`."""
-    with open_stage(config, local) as run:
-        scorer, measure = run.role(TrainedScorer), partial(measured, run)
-        run.held_out.before_training(measure, run.life.is_resumed)
+    with open_task(config, local) as run:
+        scorer = run.role(TrainedScorer)
+        run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():
             batch = reward_batch(run.data.next())
             metrics = run.logger.update_metrics(CRITIC, [scorer.update(batch, len(batch))])
             metrics |= run.describe(batch.input_ids.values().numel())
-            run.logger.log(metrics | run.held_out.after(step, measure), step)
+            run.logger.log(metrics | run.held_out.after(step), step)
         held_out = reward_batch(run.data.val)
-        found = scorer.scores(held_out).get()
-        draw_calibration(run, held_out, found)
-        rows, told = held_out[:NUM_PARITY_ROWS], statistics_of(found)
-        return finish_stage(run, measure, lambda target: exported_scorer(scorer, rows, target, run.config, told))
+        scores = scorer.scores(held_out).get()
+        draw_calibration(run, held_out, scores)
+        rows, statistics = held_out[:NUM_PARITY_ROWS], statistics_of(scores)
+        return finish_task(run, lambda: export_scorer(run, scorer, rows, statistics))
 
 
 def measured(run: TaskRun) -> dict[str, float]:

@@ -11,22 +11,23 @@ from typing import Any
 
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.report import export_policy
 from megatron_rl.data.examples import token_batch
 from megatron_rl.roles.tuned import TunedPolicy
-from megatron_rl.tasks.finish import NUM_PARITY_ROWS, exported_policy, finish_stage
+from megatron_rl.tasks.finish import NUM_PARITY_ROWS, finish_task
 from megatron_rl.tasks.held_out import LOSS
-from megatron_rl.tasks.task_run import TaskRun, open_stage
+from megatron_rl.tasks.task_run import TaskRun, open_task
 
 
 def sft(config: RunConfig, local: bool = False) -> dict[str, Any]:
     """Tune as configured and return the summary that is also written to `summary.json`; otherwise as `train.train`."""
-    with open_stage(config, local) as run:
-        policy, measure = run.role(TunedPolicy), partial(measured, run)
-        run.held_out.before_training(measure, run.life.is_resumed)
+    with open_task(config, local) as run:
+        policy = run.role(TunedPolicy)
+        run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():
-            run.logger.log(take_step(run) | run.held_out.after(step, measure), step)
+            run.logger.log(take_step(run) | run.held_out.after(step), step)
         rows = token_batch(run.data.val[:NUM_PARITY_ROWS]).sequences()
-        return finish_stage(run, measure, lambda target: exported_policy(policy, rows, target, run.config))
+        return finish_task(run, lambda: export_policy(run, policy, rows))
 
 
 def take_step(run: TaskRun) -> dict[str, float]:

@@ -29,7 +29,7 @@ def opened(config: RunConfig, local: bool) -> Iterator[Callable[[], dict[str, fl
     """What takes the next step of a run and returns its metrics, with its tokens under `tokens`."""
     from megatron_rl.controller.run import open_run
     from megatron_rl.tasks import sft
-    from megatron_rl.tasks.task_run import open_stage
+    from megatron_rl.tasks.task_run import open_task
     from megatron_rl.train import take_step
 
     def step_of_sft() -> dict[str, float]:
@@ -46,7 +46,7 @@ def opened(config: RunConfig, local: bool) -> Iterator[Callable[[], dict[str, fl
         return metrics | {"tokens": metrics["response_length/mean"] * samples}
 
     is_sft = config.trainer.stage == SFT
-    with (open_stage if is_sft else open_run)(config, local=local) as run:
+    with (open_task if is_sft else open_run)(config, local=local) as run:
         steps = run.life.steps()
         yield step_of_sft if is_sft else step_of_grpo
 

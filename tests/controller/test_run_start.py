@@ -97,15 +97,15 @@ def test_what_is_saved_while_a_run_starts_is_gone_on_from(tmp_path, monkeypatch)
     Would not catch a run on another machine whose files come late.
     """
     path = tmp_path / "run [/x] [bold]"
-    first, first_book = new_run(path, monkeypatch)
+    first, first_logger = new_run(path, monkeypatch)
     with first:
         third, _ = new_run(path, monkeypatch)
         with pytest.raises(ConfigError, match="another run is writing"), third:
             pass
         second, logger = new_run(path, monkeypatch)
         assert second.start.step == 0 and second.resumed_step is None
-        first_book.val_rewards = [0.25]
-        save(first, first_book, 3)
+        first_logger.val_rewards = [0.25]
+        save(first, first_logger, 3)
     logger.console = Console(file=io.StringIO(), width=40)
     with second, logger:
         second.give_back(logger.load_state_dict)
@@ -113,9 +113,7 @@ def test_what_is_saved_while_a_run_starts_is_gone_on_from(tmp_path, monkeypatch)
         second.saved["config"]["trainer"]["project_name"] = "[/y]"
         last_resort = LastResort()
         last_resort.stand_down()
-        life = Lifecycle(
-            logger.config, second, {}, (logger,), logger, StopPolicy(StopRequest(last_resort)), NothingDrawn()
-        )
+        life = Lifecycle(logger, {}, (logger,), StopPolicy(StopRequest(last_resort)), NothingDrawn())
         assert life.is_resumed
         life.restore()
         assert next(life.steps()) == 4
