@@ -24,12 +24,12 @@ from megatron_rl.ledger.mapping.mapped import find_placements
 from megatron_rl.ledger.mapping.placement_files import command_of, write_placement
 from megatron_rl.ledger.mapping.request import MapRequest, cluster_of, read_base
 from megatron_rl.ledger.mapping.sample import sampled, write_points
-from megatron_rl.ledger.planner.batch_arithmetic import batch_table, stage_table
-from megatron_rl.ledger.planner.cache_share import with_kv_cache
+from megatron_rl.ledger.planner.batch_arithmetic import batch_table, task_table
 from megatron_rl.ledger.planner.checked import Checked, checked, staged
 from megatron_rl.ledger.planner.hardware import SUFFIXES, default_hardware, planned_hardware
+from megatron_rl.ledger.planner.memory_report import with_kv_cache
 from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
-from megatron_rl.ledger.planner.task_plan import StagePlanned
+from megatron_rl.ledger.planner.task_plan import TaskPlan
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.profile.hardware_file import hardware_text
@@ -76,10 +76,10 @@ def plan_command(
             raise
         run, gpu = Checked(None, violations_of(error)), None
     run_config, violations = run.config, run.violations
-    plan: RunPlan | StagePlanned | None = None
+    plan: RunPlan | TaskPlan | None = None
     if run_config is not None and gpu is not None and not violations and run_config.trainer.stage in WITHOUT_ROLLOUT:
         lengths = [length for length in (prompt_length, response_length) if length is not None]
-        plan = StagePlanned.of(run_config, gpu, sum(lengths) or None)
+        plan = TaskPlan.of(run_config, gpu, sum(lengths) or None)
     elif run_config is not None and gpu is not None and not violations:
         run_config = with_kv_cache(run_config, gpu)
         plan = RunPlan.of(run_config, gpu, mean_lengths(run_config.data, prompt_length, response_length))
@@ -97,7 +97,7 @@ def plan_command(
             console.print(note, soft_wrap=True, highlight=False, markup=False)
     elif run_config is not None:
         is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
-        console.print(layout_table(batch_table(run_config) if is_ppo else stage_table(run_config)))
+        console.print(layout_table(batch_table(run_config) if is_ppo else task_table(run_config)))
     refuse_to_lose_output()
     raise_problems("this run cannot start", violations)
 

@@ -17,7 +17,7 @@ from megatron_rl.controller.opening import OpenRun, Pools, stop_grace_s, take_fo
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.ledger.planner.batch_arithmetic import stage_table
+from megatron_rl.ledger.planner.batch_arithmetic import task_table
 from megatron_rl.ledger.planner.memory import planned_memory
 from megatron_rl.roles.reference import Reference
 from megatron_rl.tasks.held_out import HeldOut
@@ -64,7 +64,7 @@ def open_task(config: RunConfig, local: bool = False) -> Iterator[TaskRun]:
         logger = RunLogger(config, RunFolder(config), tokenizer, planned_memory(config))
         held_out = HeldOut(config, logger, stop)
         parts = (data, held_out, logger)
-        take_folder(opened, logger, parts, stage_table(config), lines=data.notes)
+        take_folder(opened, logger, parts, task_table(config), lines=data.notes)
         stop_policy = StopPolicy(stop)
         pools = Pools.open(opened, placement, logger, stop_policy, local)
         stored = StoredReference(logger.folder.start.path)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from megatron_rl.ledger.planner.run_plan import amount
+from megatron_rl.ledger.planner.plan_tables import amount
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.trials import markdown
 from megatron_rl.trials.ablation_file import AblationConfig

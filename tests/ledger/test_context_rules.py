@@ -9,9 +9,15 @@ from model_folders import problems
 
 from megatron_rl.ledger.planner.batch_arithmetic import batch_table
 from megatron_rl.ledger.planner.hardware import load_hardware
-from megatron_rl.ledger.planner.longest import LongestSequence, cutting_sequences, longest_sequence, with_longest
 from megatron_rl.ledger.planner.memory import MemoryOfStage, most_scored, plan_stages
-from megatron_rl.ledger.planner.memory_report import memory_report, usable_bytes
+from megatron_rl.ledger.planner.memory_advice import cutting_sequences
+from megatron_rl.ledger.planner.memory_report import (
+    LongestSequence,
+    longest_sequence,
+    memory_report,
+    usable_bytes,
+    with_longest,
+)
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
 

@@ -20,11 +20,12 @@ from megatron_rl.ledger.planner.activations import LayerBlock, LayerSizes
 from megatron_rl.ledger.planner.batch_arithmetic import batch_table
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import plan_pools, planned_memory
-from megatron_rl.ledger.planner.memory_report import advice, memory_report
+from megatron_rl.ledger.planner.memory_advice import advice
+from megatron_rl.ledger.planner.memory_report import memory_report
+from megatron_rl.ledger.planner.planned_steps import PHASES, SHORTEST_S, stall_timeout_s
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.run_plan import RunPlan
-from megatron_rl.ledger.planner.stall import PHASES, SHORTEST_S, stall_timeout_s
 from megatron_rl.ledger.planner.step_time import CALL_SECONDS, StepTime
 from megatron_rl.ledger.planner.time import LINK_EFFICIENCY, Estimator, Layout, Load, ModelCost
 

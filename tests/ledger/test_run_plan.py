@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.keys import put
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.activations import LayerBlock, LayerSizes, in_flight
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import plan_stages
-from megatron_rl.ledger.planner.memory_report import advice, memory_report, put
+from megatron_rl.ledger.planner.memory_advice import advice
+from megatron_rl.ledger.planner.memory_report import memory_report
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.run_plan import RunPlan

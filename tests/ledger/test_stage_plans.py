@@ -17,7 +17,7 @@ from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_models import RunModels
-from megatron_rl.ledger.planner.task_plan import StagePlanned
+from megatron_rl.ledger.planner.task_plan import TaskPlan
 from megatron_rl.ledger.planner.time import RL_SHARE
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -71,7 +71,7 @@ def test_time_of_a_step(config) -> None:
     of each model. Would not catch a wrong share of the peak, which is PPO's."""
     hardware = load_hardware("h100")
     tuned, pairs, fly = (
-        StagePlanned.of(config(stage, *overrides), hardware, 1024.0)
+        TaskPlan.of(config(stage, *overrides), hardware, 1024.0)
         for stage, overrides in (("sft", ()), ("dpo", ()), ("dpo", ("dpo.reference=on_the_fly",)))
     )
     assert pairs.time.total == pytest.approx(2 * tuned.time.total, rel=0.1)
@@ -80,21 +80,21 @@ def test_time_of_a_step(config) -> None:
     one_row = (f"{shared}.{part}.log_prob_micro_batch_size_per_gpu=1" for part in ("rollout", "ref"))
     keys = ("dpo.loss=kto", *one_row)
     kto, kto_fly = (
-        StagePlanned.of(config("dpo", *keys, f"dpo.reference={reference}"), hardware, 1024.0).time.seconds
+        TaskPlan.of(config("dpo", *keys, f"dpo.reference={reference}"), hardware, 1024.0).time.seconds
         for reference in ("stored", "on_the_fly")
     )
     assert kto["update_actor"] == pytest.approx(tuned.time.total) and set(kto) == {"log_probs", "update_actor"}
     assert 0.25 < kto["log_probs"] / kto["update_actor"] < 0.4
     # The step's answers, and those to other prompts.
     assert kto_fly["ref"] == pytest.approx(2 * kto["log_probs"])
-    assert tuned.fits and tuned.as_json()["batch"]["DP"] == "2" and tuned.tables() and not tuned.notes()
+    assert tuned.memory.fits and tuned.as_json()["batch"]["DP"] == "2" and tuned.tables() and not tuned.notes()
 
 
 def test_a_profiled_machine_reaches_its_measured_rate(config) -> None:
     """No share of it, as of a data sheet's. Would not catch a rate that was measured wrongly."""
     sheet = load_hardware("h100")
     profiled = replace(sheet, half_rows=1e-9)
-    seconds = [StagePlanned.of(config("sft"), one, 1024.0).time.total for one in (sheet, profiled)]
+    seconds = [TaskPlan.of(config("sft"), one, 1024.0).time.total for one in (sheet, profiled)]
     assert RL_SHARE * seconds[0] <= seconds[1] < 0.95 * seconds[0]
 
 
@@ -148,10 +148,10 @@ def test_a_configuration_goes_to_its_own_command(arguments, said: str, monkeypat
 def test_a_plan_that_cannot_fit_asks_for_more(config) -> None:
     """70B on one node: what can be changed is said, and that it is not enough. Would not catch advice that is worse
     than other advice."""
-    plan = StagePlanned.of(
+    plan = TaskPlan.of(
         config("sft", "trainer.nnodes=1", f"{ACTOR}.megatron.pipeline_model_parallel_size=1"), load_hardware("h100")
     )
-    assert not plan.fits and plan.notes()[-1].endswith("take more GPUs")
+    assert not plan.memory.fits and plan.notes()[-1].endswith("take more GPUs")
 
 
 def test_what_belongs_to_rollouts_is_no_rule_of_a_stage(config) -> None:

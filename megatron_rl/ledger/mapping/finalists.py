@@ -22,7 +22,7 @@ from megatron_rl.ledger.planner.ahead import ahead_plan
 from megatron_rl.ledger.planner.memory import MemoryOfStage, StageMemory
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_models import NUM_SCRATCH, RunModels
-from megatron_rl.ledger.planner.step_time import StepTime, generation, load_with_cache, step_time
+from megatron_rl.ledger.planner.step_time import StepTime, generation, step_load, step_time
 from megatron_rl.ledger.planner.transition import TransitionPlan
 
 
@@ -91,7 +91,7 @@ class Finalists:
             self.too_large.append((placed, memory))
             return None
         drawing = next(choice.generation for choice in placed.choices if choice.generation is not None)
-        load = load_with_cache(config, self.work.cache(drawing.tp).num_tokens(drawing.kv_bytes), self.work.lengths)
+        load = step_load(config, self.work.cache(drawing.tp).num_tokens(drawing.kv_bytes), self.work.lengths)
         time = step_time(models, self.work.hardware, load, self._transition(models, placed))
         seconds = time.total
         if placed.ahead:

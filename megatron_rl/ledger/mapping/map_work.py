@@ -20,7 +20,7 @@ from megatron_rl.ledger.planner.memory_report import usable_bytes
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.preflight import read_models
 from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES, PlannedModel
-from megatron_rl.ledger.planner.step_time import load_with_cache, scored_load, updated_load
+from megatron_rl.ledger.planner.step_time import scored_load, step_load, updated_load
 from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
 from megatron_rl.parallel.stages import StagePlan
 
@@ -144,7 +144,7 @@ class MapWork:
     @cached_property
     def load(self) -> Load:
         """Of one step, with a cache for all."""
-        return load_with_cache(self.config, 1 << 50, self.lengths)
+        return step_load(self.config, 1 << 50, self.lengths)
 
     @cached_property
     def may_run_ahead(self) -> bool:

@@ -1,4 +1,4 @@
-"""The layout and batch table of a run: what the configured sizes come to on every rank. Pure arithmetic."""
+"""The layout and batch table of a run: the configured sizes as numbers per rank. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,26 +15,20 @@ UNDEFINED = "-"
 
 
 def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Rows (name, value, meaning). A value that a broken layout leaves undefined is "-"; shares that do not come out
-    even are given as the smallest and the largest.
+    """Return rows (name, value, meaning) of a PPO run.
+
+    A value that a broken layout leaves undefined is "-". Shares that are not even are given as smallest to largest.
     """
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    tp, pp = actor.megatron.tensor_model_parallel_size, actor.megatron.pipeline_model_parallel_size
-    cp = actor.megatron.context_parallel_size
-    vpp = actor.megatron.virtual_pipeline_model_parallel_size or 1
-    sizes = used_pools(config)
-    dp = _exact(_world_size(sizes, actor.pool), tp * cp * pp)
-    replicas = _exact(_world_size(sizes, rollout_pool(config)), rollout.tensor_model_parallel_size)
+    pp, vpp = actor.megatron.pipeline_model_parallel_size, megatron_chunks(actor.megatron)
+    layout, dp = _layout_rows(config, actor.pool, actor.megatron)
+    replicas = _exact(_world_size(used_pools(config), rollout_pool(config)), rollout.tensor_model_parallel_size)
 
     batch = config.batch_sizes
     prompts, n, samples = batch.num_prompts, batch.samples_per_prompt, batch.num_samples
     mini_prompts, mini_batch = batch.mini_batch_prompts(actor), batch.mini_batch_samples(actor)
     return [
-        ("ranks", str(sum(size.world_size for size in sizes.values())), f"{_shape(sizes)}, {config.trainer.device}"),
-        ("TP", str(tp), "ranks that share every layer"),
-        ("PP", str(pp), "pipeline stages" if vpp == 1 else f"pipeline stages, of {vpp} model chunks each (VPP)"),
-        *_context(actor.megatron),
-        ("DP", str(dp or UNDEFINED), _meaning_of_dp(cp)),
+        *layout,
         ("rollout TP", str(rollout.tensor_model_parallel_size), "ranks that generate together"),
         ("rollout replicas", str(replicas or UNDEFINED), "ranks / rollout TP: copies of the model in generation"),
         ("prompts per step", str(prompts), "data.train_batch_size"),
@@ -50,41 +44,20 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     ]
 
 
-def _context(megatron: MegatronConfig) -> Iterator[tuple[str, str, str]]:
-    cp = megatron.context_parallel_size
-    if cp > 1 and megatron.dynamic_context_parallel:
-        yield "CP", f"up to {cp}", "ranks that share a sequence, as few as its tokens need; DP is that of the longest"
-    elif cp > 1:
-        yield "CP", str(cp), "ranks that share every sequence"
-
-
-def stage_table(config: RunConfig) -> list[tuple[str, str, str]]:
-    """The same of a stage that does not generate."""
+def task_table(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Return rows (name, value, meaning) of a task that does not generate; undefined values are "-"."""
     role = next(iter(roles_of(config)))
-    sizes, megatron = used_pools(config), role.megatron
-    tp, pp, cp = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.context_parallel_size,
-    )
-    dp = _exact(_world_size(sizes, role.pool), tp * cp * pp)
+    layout, dp = _layout_rows(config, role.pool, role.megatron)
     batch, update = config.data.train_batch_size, role.update
-    assert update is not None  # a stage trains its first role
+    assert update is not None  # a task trains its first role
     limit = (
         f"at most {update.num_rows} examples" if update.max_tokens is None else f"at most {update.max_tokens} tokens"
     )
-    passes = (
-        UNDEFINED
-        if update.max_tokens
-        else _passes(batch, dp, update.num_rows, pp if megatron_chunks(megatron) > 1 else 1)
-    )
+    multiple = role.megatron.pipeline_model_parallel_size if megatron_chunks(role.megatron) > 1 else 1
+    passes = UNDEFINED if update.max_tokens else _passes(batch, dp, update.num_rows, multiple)
     return [
         ("stage", config.trainer.stage, f"trains {role.key}"),
-        ("ranks", str(sum(size.world_size for size in sizes.values())), f"{_shape(sizes)}, {config.trainer.device}"),
-        ("TP", str(tp), "ranks that share every layer"),
-        ("PP", str(pp), "pipeline stages"),
-        *([("CP", str(cp), "ranks that share every sequence")] if cp > 1 else []),
-        ("DP", str(dp or UNDEFINED), _meaning_of_dp(cp)),
+        *layout,
         ("examples per step", str(batch), "data.train_batch_size: one optimizer step"),
         (
             "examples per DP rank",
@@ -96,25 +69,42 @@ def stage_table(config: RunConfig) -> list[tuple[str, str, str]]:
     ]
 
 
+def _layout_rows(config: RunConfig, pool: str, megatron: MegatronConfig) -> tuple[list[tuple[str, str, str]], int]:
+    """Return the rows of a pool's training layout, and its DP size; 0 where the layout does not fit the ranks."""
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    cp, vpp = megatron.context_parallel_size, megatron_chunks(megatron)
+    sizes = used_pools(config)
+    dp = _exact(_world_size(sizes, pool), tp * cp * pp)
+    chunks = f", of {vpp} model chunks each (VPP)" if vpp > 1 else ""
+    rows = [
+        ("ranks", str(sum(size.world_size for size in sizes.values())), f"{_shape(sizes)}, {config.trainer.device}"),
+        ("TP", str(tp), "ranks that share every layer"),
+        ("PP", str(pp), f"pipeline stages{chunks}"),
+    ]
+    if cp > 1 and megatron.dynamic_context_parallel:
+        meaning = "ranks that share a sequence, as few as its tokens need; DP is that of the longest"
+        rows.append(("CP", f"up to {cp}", meaning))
+    elif cp > 1:
+        rows.append(("CP", str(cp), "ranks that share every sequence"))
+    meaning = "ranks / (TP x PP): copies of the model in training"
+    if cp > 1:
+        meaning = "ranks / (TP x CP x PP): shares of a batch; copies of the model are CP times as many"
+    return [*rows, ("DP", str(dp or UNDEFINED), meaning)], dp
+
+
 def megatron_chunks(megatron: MegatronConfig) -> int:
-    """Model chunks of a pipeline stage."""
+    """Return the model chunks of a pipeline stage."""
     return megatron.virtual_pipeline_model_parallel_size or 1
 
 
-def _meaning_of_dp(cp: int) -> str:
-    if cp > 1:
-        return "ranks / (TP x CP x PP): shares of a batch; copies of the model are CP times as many"
-    return "ranks / (TP x PP): copies of the model in training"
-
-
 def used_pools(config: RunConfig) -> dict[str, PoolSize]:
-    """Pools in which a role lives -> their sizes, the actor's first; without those that nobody defines."""
+    """Return pool with a role -> its size, the actor's pool first; undefined pools are left out."""
     sizes = pool_sizes(config)
     return {name: sizes[name] for name in dict.fromkeys(role.pool for role in roles_of(config)) if name in sizes}
 
 
 def _world_size(sizes: Mapping[str, PoolSize], pool: str) -> int:
-    """Its ranks; 0 where nobody defines it."""
+    """Return the ranks of a pool; 0 where it is undefined."""
     return sizes[pool].world_size if pool in sizes else 0
 
 
@@ -124,9 +114,9 @@ def _shape(sizes: Mapping[str, PoolSize]) -> str:
 
 
 def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
-    """A sentence for every set of training prompts of which one batch takes more than there are.
+    """Return a sentence for every set of training prompts that is smaller than its share of one batch.
 
-    sizes: prompts of each of data.train_files. Without weights all of them are one set, with weights each is one.
+    sizes: prompts of each of data.train_files. Without weights all files are one set; with weights each is its own.
     """
     batch, weights = data.gen_batch_size, data.train_file_weights
     sets = [("data.train_files", sum(sizes), float(batch))]
@@ -142,7 +132,7 @@ def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
 
 
 def group_notes(config: RunConfig) -> list[str]:
-    """A sentence where an estimator that compares the samples of a prompt gets one of each."""
+    """Return a sentence where an estimator compares the samples of a prompt and there is only one of each."""
     algorithm, samples = config.algorithm, config.actor_rollout_ref.rollout.n
     if samples > 1 or not needs_of(config).group:
         return []
@@ -154,7 +144,7 @@ def group_notes(config: RunConfig) -> list[str]:
 
 
 def _recomputed(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """A row for each trained role that runs layers forward once more for their backward."""
+    """Yield a row for each trained role that recomputes activations."""
     for role in roles_of(config):
         again = Recompute.of(role.megatron) if role.is_trained else Recompute()
         if again.method is not None:
@@ -171,12 +161,12 @@ def _recomputed(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _exact(total: int, parts: int) -> int:
-    """`total / parts` where that is a positive whole number, else 0."""
+    """Return `total / parts` where that is a positive whole number, else 0."""
     return 0 if parts < 1 or total % parts else total // parts
 
 
 def _share(total: int, parts: int) -> str:
-    """What each of `parts` gets of `total` things, sizes differing by at most one."""
+    """Return how many of `total` each of `parts` gets; sizes differ by at most one."""
     if parts < 1:
         return UNDEFINED
     smallest, rest = divmod(total, parts)
@@ -184,7 +174,7 @@ def _share(total: int, parts: int) -> str:
 
 
 def _mini_batches(prompts: int, mini_batch: int) -> tuple[str, str]:
-    """Their number, and what to know of them: the last one has what is left."""
+    """Return the number of mini-batches, and what the last one holds."""
     if mini_batch < 1:
         return UNDEFINED, "optimizer steps"
     rest = prompts % mini_batch
@@ -192,12 +182,12 @@ def _mini_batches(prompts: int, mini_batch: int) -> tuple[str, str]:
 
 
 def _per_replica(num_samples: int, replicas: int, n: int) -> str:
-    """Prompts of one replica; samples are what is split, so a prompt may be shared by two replicas."""
+    """Return the prompts of one replica. Samples are what is split, so two replicas may share a prompt."""
     return UNDEFINED if replicas < 1 or n < 1 else f"{num_samples / replicas / n:.4g}"
 
 
 def _micro_batches(config: RunConfig, num_samples: int, dp: int, multiple: int) -> tuple[str, str]:
-    """(number of the actor's passes, what limits one)."""
+    """Return the number of the actor's passes, and what limits one."""
     actor, data = config.actor_rollout_ref.actor, config.data
     rounded = ", a multiple of PP" if multiple > 1 else ""
     if not actor.use_dynamic_bsz:
@@ -212,6 +202,7 @@ def _micro_batches(config: RunConfig, num_samples: int, dp: int, multiple: int) 
 
 
 def _passes(num_samples: int, dp: int, micro_batch: int, multiple: int) -> str:
+    """Return the passes of the rank with most samples, rounded up to a multiple."""
     if min(dp, micro_batch, multiple) < 1:
         return UNDEFINED
     largest_share = -(-num_samples // dp)

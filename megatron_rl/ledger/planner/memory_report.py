@@ -1,84 +1,70 @@
-"""Whether the memory plan fits a GPU, what room it leaves for the KV cache, and what to change if it does not."""
+"""Does the memory plan fit a GPU, and what room does it leave for the KV cache and for longer sequences?"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.keys import followed_keys, put, value_of
-from megatron_rl.config.roles import ACTOR, ROLLOUT, SCORER, TUNED, Placement, PoolSpec, RoleSpec
+from megatron_rl.config.keys import put
+from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
-from megatron_rl.errors import shown
 from megatron_rl.ledger.planner.cache_rules import KVCacheSize
 from megatron_rl.ledger.planner.hardware import Hardware
-from megatron_rl.ledger.planner.memory import StageMemory, plan_pools
-from megatron_rl.ledger.planner.preflight import preflight, read_models
+from megatron_rl.ledger.planner.memory import GEN, StageMemory, plan_pools
+from megatron_rl.ledger.planner.preflight import read_models
 from megatron_rl.ledger.planner.run_models import RunModels
 
 FRAGMENTATION = 0.05
-"""Share of a GPU's memory that an allocator cannot hand out, because free blocks do not lie together."""
-MOST_CHANGES = 16
-
-
-@dataclass(frozen=True)
-class Change:
-    """Settings (key -> value) that need less memory, and what the worst rank would then need."""
-
-    settings: dict[str, Any]
-    peak: int
-
-    def __str__(self) -> str:
-        return " ".join(f"{key}={shown(value)}" for key, value in self.settings.items())
+"""Share of a GPU's memory that an allocator cannot hand out, because free blocks are not contiguous."""
+OF_GENERATION = ("actor parameters", "rollout weights", "foreign stages", "vLLM activations")
+"""Tensors that `gpu_memory_utilization` counts besides the KV cache."""
+MEMORY = "memory"
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The plan beside a GPU, which all pools have alike.
+    """The memory plan of a run compared with one GPU model, which all pools use.
 
-    pools: the stages of each. usable: bytes that tensors may have. kv_tokens, kv_sequences: what the configured cache
-    holds on each replica, sequences at full length. room_kv_bytes: the largest cache that would fit in every phase that
-    has one.
+    pools: pool -> one rank of each pipeline stage.
     """
 
     hardware: Hardware
     pools: dict[str, list[StageMemory]]
-    usable: int
-    kv_cache: KVCacheSize
-    kv_bytes: int
-    longest: int
-    room_kv_bytes: int
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a GPU that tensors may take."""
+        return usable_bytes(self.hardware)
 
     @property
     def stages(self) -> list[StageMemory]:
-        """Those of all pools."""
+        """The stages of all pools."""
         return [stage for stages in self.pools.values() for stage in stages]
 
     @property
+    def worst(self) -> StageMemory:
+        """The stage with the highest peak."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+    @property
     def peak(self) -> int:
-        """Bytes of the worst rank at its worst moment."""
-        return max(stage.peak for stage in self.stages)
+        """Peak bytes of the worst rank."""
+        return self.worst.peak
 
     @property
     def fits(self) -> bool:
-        """Whether every pool does."""
+        """Whether every pool fits."""
         return self.peak <= self.usable
 
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that the configured cache holds."""
-        return self.kv_cache.num_tokens(self.kv_bytes)
-
-    @property
-    def kv_sequences(self) -> int:
-        """Sequences of full length that the configured cache holds at once."""
-        return self.kv_cache.num_sequences(self.kv_bytes, self.longest)
-
     def kinds(self, pool: str) -> dict[str, StageMemory]:
-        """The first, the last and the heaviest of the other stages of a pool."""
-        return worst_of_kinds(self.pools[pool])
+        """Return kind (only, first, middle, last) -> the stage of this kind with the highest peak."""
+        worst: dict[str, StageMemory] = {}
+        for stage in self.pools[pool]:
+            if stage.kind not in worst or stage.peak > worst[stage.kind].peak:
+                worst[stage.kind] = stage
+        return worst
 
     def as_json(self) -> dict[str, Any]:
         """Every number of the plan, in bytes."""
@@ -88,6 +74,35 @@ class MemoryReport:
             "peak_bytes": self.peak,
             "fits": self.fits,
             "stages": [{"pool": s.pool, "pp_rank": s.pp_rank, "kind": s.kind, "phases": s.phases} for s in self.stages],
+        }
+
+
+@dataclass(frozen=True)
+class GenerationMemory(MemoryReport):
+    """A memory report of a run that generates.
+
+    kv_bytes: the configured cache. longest: tokens of the longest sequence. room_kv_bytes: the largest cache that fits
+    in every phase that has one.
+    """
+
+    kv_cache: KVCacheSize
+    kv_bytes: int
+    longest: int
+    room_kv_bytes: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the configured cache of a replica holds."""
+        return self.kv_cache.num_tokens(self.kv_bytes)
+
+    @property
+    def kv_sequences(self) -> int:
+        """Sequences of full length that the configured cache of a replica holds at once."""
+        return self.kv_cache.num_sequences(self.kv_bytes, self.longest)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every number of the plan, in bytes, with the KV cache."""
+        return super().as_json() | {
             "kv_cache": {
                 "bytes": self.kv_bytes,
                 "tokens": self.kv_tokens,
@@ -98,23 +113,13 @@ class MemoryReport:
         }
 
 
-def worst_of_kinds(stages: Sequence[StageMemory]) -> dict[str, StageMemory]:
-    """Kind -> the heaviest of the stages of this kind, in the stages' order."""
-    found: dict[str, StageMemory] = {}
-    for stage in stages:
-        if stage.kind not in found or stage.peak > found[stage.kind].peak:
-            found[stage.kind] = stage
-    return found
-
-
 def usable_bytes(hardware: Hardware) -> int:
-    """What tensors may have of a GPU's memory."""
+    """Return the bytes of a GPU that tensors may take."""
     return int((hardware.memory_bytes - hardware.context_bytes) * (1 - FRAGMENTATION))
 
 
-def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> MemoryReport:
-    """The plan of a configuration that has passed preflight, beside a GPU."""
-    usable = usable_bytes(hardware)
+def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> GenerationMemory:
+    """Compare the memory plan of a run that generates with a GPU. The configuration must have passed preflight."""
     pools = plan_pools(models)
     kv_bytes = config.actor_rollout_ref.rollout.kv_cache_memory_bytes
     beside_cache = max(
@@ -123,160 +128,81 @@ def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> M
         for phase in stage.phases
         if "KV cache" in stage.phases[phase]
     )
-    model_sizes = read_models(config, config_only=True)[0][0]
-    return MemoryReport(
-        hardware,
-        pools,
-        usable,
-        KVCacheSize.of(config, model_sizes),
-        kv_bytes,
-        config.data.max_prompt_length + config.data.max_response_length,
-        max(0, usable - beside_cache),
-    )
+    actor = read_models(config, config_only=True)[0][0]
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    room = max(0, usable_bytes(hardware) - beside_cache)
+    return GenerationMemory(hardware, pools, KVCacheSize.of(config, actor), kv_bytes, longest, room)
 
 
-def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Change]:
-    """Changes that, one after the other, make the plan fit; as far as they go, where none of them is enough.
+def with_kv_cache(config: RunConfig, hardware: Hardware) -> RunConfig:
+    """Return a copy in which `kv_cache_memory_bytes` replaces `gpu_memory_utilization`, where that is set on CUDA.
 
-    Each is the one that takes most off what is too much, over all phases. Recomputing, which costs up to a third of
-    training's time, comes where nothing cheaper helps, and another layout last.
+    The cache takes what weights and passes of generation leave of their share, at most what everything else on the
+    rank leaves of the GPU, and at least enough for the longest sequence. The configuration must have passed preflight.
     """
-    usable = usable_bytes(hardware)
-    found: list[Change] = []
-    left = excess(plan_pools(models), usable)
-    while left and len(found) < MOST_CHANGES:
-        for choices, alike in ((candidates, models), (recomputing, models), (other_layouts, None)):
-            options = [tried(config, alike, settings, usable) for settings in choices(config, set(left))]
-            better = [one for one in options if one is not None and sum(one.excess.values()) < sum(left.values())]
-            if better:
-                break
-        else:
-            break
-        best = min(better, key=lambda one: sum(one.excess.values()))
-        config, models, left = best.config, best.models, best.excess
-        found = [*(change for change in found if change.settings.keys() != best.change.settings.keys()), best.change]
-    return found
-
-
-def recomputing_everything(config: RunConfig, models: RunModels, hardware: Hardware) -> Change | None:
-    """What recomputing all layers of trained models comes to by itself, in the pools that do not fit.
-
-    None where that is so already, or is refused.
-    """
-    settings: dict[str, Any] = {}
-    usable = usable_bytes(hardware)
-    for changes in recomputing(config, set(excess(plan_pools(models), usable))):
-        settings |= changes
-    alone = tried(config, models, settings, usable) if settings else None
-    return None if alone is None else alone.change
+    changed = copy.deepcopy(config)
+    rollout = changed.actor_rollout_ref.rollout
+    share, rollout.gpu_memory_utilization = rollout.gpu_memory_utilization, None
+    if share is None or config.trainer.device != "cuda":
+        return changed
+    models = RunModels(changed)
+    report = memory_report(changed, models, hardware)
+    phases = [stage.phases[GEN] for stage in report.pools[models.generating.spec.name]]
+    held = max(sum(phase.get(name, 0) for name in OF_GENERATION) for phase in phases)
+    wanted = min(int(share * hardware.memory_bytes) - held, report.room_kv_bytes)
+    rollout.kv_cache_memory_bytes = max(wanted, report.kv_cache.needed_bytes(report.longest))
+    return changed
 
 
 @dataclass(frozen=True)
-class Tried:
-    """Changed settings, the configuration with them, and what is still too much: pool -> bytes."""
+class LongestSequence:
+    """tokens: of a prompt of `max_prompt_length` with its answer; 0 where not even one token of an answer fits.
 
-    change: Change
-    config: RunConfig
-    models: RunModels
-    excess: dict[str, int]
+    limited_by: what rules out one token more.
+    """
+
+    tokens: int
+    limited_by: str
 
 
-def tried(config: RunConfig, models: RunModels | None, settings: dict[str, Any], usable: int) -> Tried | None:
-    """What changed settings come to; None where preflight refuses them. models: None for another layout."""
+def longest_sequence(config: RunConfig, models: RunModels, memory: GenerationMemory) -> LongestSequence:
+    """Find the longest sequence that this layout and cache allow. Passes with a token limit take one such sequence.
+
+    The configuration must have passed preflight.
+    """
+    prompt = config.data.max_prompt_length
+    limits = {"the KV cache": memory.kv_cache.num_tokens(memory.kv_bytes)} | position_limits(config)
+    limited_by = min(limits, key=lambda name: limits[name])
+    most = limits[limited_by]
+
+    def fits(length: int) -> bool:
+        pools = plan_pools(RunModels(with_longest(config, length), alike=models))
+        return all(stage.peak <= memory.usable for stages in pools.values() for stage in stages)
+
+    if most <= prompt:
+        return LongestSequence(0, limited_by)
+    if fits(most):
+        return LongestSequence(most, limited_by)
+    num_fitting = bisect_left(range(prompt + 1, most), True, key=lambda length: not fits(length))
+    return LongestSequence(prompt + num_fitting if num_fitting else 0, MEMORY)
+
+
+def position_limits(config: RunConfig) -> dict[str, int]:
+    """Return name of a limit -> most tokens of a sequence, for every model that reads the actor's tokens."""
+    override = config.actor_rollout_ref.model.override_config.max_position_embeddings
+    limits: dict[str, int] = {}
+    for model in read_models(config, config_only=True)[0]:
+        of_model = ({"max_position_embeddings": override} if override is not None else model.longest) | model.windows
+        limits |= {f"{name} of {model.path}": limit for name, limit in of_model.items()}
+    return limits
+
+
+def with_longest(config: RunConfig, length: int) -> RunConfig:
+    """Return a copy with sequences of at most `length` tokens; passes with a token limit take one of them."""
     changed = copy.deepcopy(config)
-    for key, value in settings.items():
-        put(changed, key, value)
-    if preflight(changed, config_only=True):
-        return None
-    planned = RunModels(changed, alike=models)
-    pools = plan_pools(planned)
-    peak = max(stage.peak for stages in pools.values() for stage in stages)
-    return Tried(Change(settings, peak), changed, planned, excess(pools, usable))
-
-
-def excess(pools: dict[str, list[StageMemory]], usable: int) -> dict[str, int]:
-    """Pool that does not fit -> bytes that are too much, summed over phases and stages."""
-    found = {
-        name: sum(max(0, stage.total(phase) - usable) for stage in stages for phase in stage.phases)
-        for name, stages in pools.items()
-    }
-    return {name: excess for name, excess in found.items() if excess}
-
-
-def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
-    """Key -> value of what could be changed next within the same layouts, in these pools; numbers are halved."""
-    placement = Placement.of(config)
-    for pool in (placement.pools[name] for name in sorted(pools)):
-        for role in pool.megatron_roles:
-            yield from ({f"{role.key}.megatron.{name}": True} for name in _offloads(role))
-        if pool.layout.tensor_model_parallel_size > 1:
-            yield of_pool(config, pool, "sequence_parallel", True)
-        keys = [one.key for role in pool.megatron_roles for one in role.passes]
-        if placement.generates and pool.name == placement.roles[ROLLOUT].pool:
-            keys += [f"{ROLLOUT_KEY}.kv_cache_memory_bytes", f"{ROLLOUT_KEY}.max_num_batched_tokens"]
-        for key in dict.fromkeys(keys):
-            value = value_of(config, key)
-            if value > 1:
-                yield {key: value // 2}
-
-
-def _offloads(role: RoleSpec) -> tuple[str, ...]:
-    """What of a role may rest while its pool generates; the actor's parameters may not."""
-    if role.kind in (TUNED, SCORER):
-        return ()
-    trained = ("grad_offload", "optimizer_offload") if role.is_trained else ()
-    return trained if role.kind == ACTOR else (*trained, "param_offload")
-
-
-def of_pool(config: RunConfig, pool: PoolSpec, name: str, value: Any) -> dict[str, Any]:
-    """A layout key of a pool's first role, and of those of its others that do not follow it.
-
-    Roles of other pools that follow it keep what they have.
-    """
-    followed, leader = followed_keys(config), f"{pool.megatron_roles[0].key}.megatron.{name}"
-    found = {leader: value}
+    changed.data.max_response_length = length - config.data.max_prompt_length
     for role in Placement.of(config).megatron_roles:
-        key = f"{role.key}.megatron.{name}"
-        follows_it, old = followed.get(key) == leader, getattr(role.megatron, name)
-        if role.pool == pool.name and not follows_it:
-            found[key] = value
-        elif role.pool != pool.name and follows_it and old == value_of(config, leader):
-            found[key] = old
-    return found
-
-
-def recomputing(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
-    """The settings of each trained role of these pools that has activations of every layer made again."""
-    for role in Placement.of(config).trained:
-        group = f"{role.key}.megatron.override_transformer_config"
-        wanted = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        override = role.megatron.override_transformer_config
-        if role.pool in pools and any(getattr(override, name) != value for name, value in wanted.items()):
-            yield {f"{group}.{name}": value for name, value in wanted.items()}
-
-
-def other_layouts(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
-    """Key -> value of what changes where weights lie in these pools."""
-    placement = Placement.of(config)
-    if placement.generates and placement.roles[ROLLOUT].pool in pools:
-        tp_size = placement.roles[ROLLOUT].settings.tensor_model_parallel_size
-        in_place = {f"{ROLLOUT_KEY}.drop_train_weights": True}
-        yield in_place if placement.is_colocated else {f"{ROLLOUT_KEY}.tensor_model_parallel_size": 2 * tp_size}
-    for pool in (placement.pools[name] for name in sorted(pools)):
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size") if pool.megatron_roles else ():
-            yield of_pool(config, pool, name, 2 * getattr(pool.layout, name))
-        if pool.megatron_roles:
-            yield cut_over(config, pool, 2 * pool.layout.context_parallel_size)
-
-
-def cut_over(config: RunConfig, pool: PoolSpec, cp_size: int) -> dict[str, Any]:
-    """The settings of a pool whose sequences are cut over so many ranks: where passes are cut by tokens, a rank's part
-    of one is no longer than that of the longest sequence.
-    """
-    found = of_pool(config, pool, "context_parallel_size", cp_size)
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    for one in (one for role in pool.megatron_roles for one in role.passes):
-        part = -(-(one.longest or longest) // cp_size)
-        if one.max_tokens is not None and value_of(config, one.key) > part:
-            found[one.key] = max(part, found.get(one.key, 0))
-    return found
+        for one in role.passes:
+            if one.max_tokens is not None:
+                put(changed, one.key, -(-(one.longest or length) // role.megatron.context_parallel_size))
+    return changed

@@ -17,7 +17,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.critical_path import Task, Timeline, simulate_tasks
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads
 from megatron_rl.ledger.planner.memory import GEN, RESHARD, phase_order
-from megatron_rl.ledger.planner.memory_report import MemoryReport
 from megatron_rl.ledger.planner.recompute import Recompute
 from megatron_rl.ledger.planner.run_models import PoolModels, RunModels
 from megatron_rl.ledger.planner.time import FP32, Estimator, Layout, Load, ModelCost
@@ -70,13 +69,11 @@ class StepTime:
         return self.timeline.total
 
 
-def step_load(config: RunConfig, memory: MemoryReport, mean_lengths: tuple[float, float]) -> Load:
-    """What one step asks for, with the configured cache."""
-    return load_with_cache(config, memory.kv_tokens, mean_lengths)
+def step_load(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, float]) -> Load:
+    """Return the load of one step. kv_tokens: that the cache of a replica holds. mean_lengths: of prompt and answer.
 
-
-def load_with_cache(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, float]) -> Load:
-    """The same where a replica's cache holds so many tokens; mini-batches and blocks are the actor's update's."""
+    Mini-batches and passes are those of the actor's update.
+    """
     shared, data = config.actor_rollout_ref, config.data
     actor, rollout = shared.actor, shared.rollout
     prompt, response = mean_lengths
