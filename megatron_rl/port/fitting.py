@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.config.foreign.defaults import verl_defaults
@@ -69,16 +68,15 @@ def whole_layers(notes: list[Note], settings: list[Setting]) -> tuple[list[Note]
     return kept, [*settings, *(Setting(key, value, counting[0].setting.origin) for key, value in became.items())]
 
 
-def defaults(settings: list[Setting], counts: Callable[[str], bool] = lambda key: True) -> list[Setting]:
+def defaults(settings: list[Setting]) -> list[Setting]:
     """verl's defaults of keys that a script leaves alone and that have others here."""
     given = {setting.key: setting.value for setting in settings}
-    device = given.get("trainer.device", "cuda")
+    values = {"trainer.device": "cuda", **given}
     found = []
-    for one in verl_defaults():
-        if not one.is_ported or one.key in given or not counts(one.key):
-            continue
-        if all(alike({"trainer.device": device, **given}.get(key), value) for key, value in one.counts_if):
-            found.append(Setting(one.key, one.verl, ORIGIN))
+    for default in verl_defaults():
+        counts = all(alike(values.get(key), value) for key, value in default.counts_if.items())
+        if default.is_ported and default.key not in given and counts:
+            found.append(Setting(default.key, default.verl, ORIGIN))
     return found + _experts_whole(settings)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.foreign.meanings import meanings
-from megatron_rl.config.foreign.translate import Kind, Note, translate
+from megatron_rl.config.foreign.translate import Kind, Note, Noted, translate
 from megatron_rl.config.load import is_key, like_name_of, read_override, settings_of
 from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings
 from megatron_rl.config.yaml_text import read_yaml
@@ -25,25 +25,17 @@ SOMETHING_LOST = 3
 
 
 @dataclass(frozen=True)
-class Ported:
-    """settings: of the file to write, in which what is not supported keeps its own key, so that a run refuses it.
+class Ported(Noted):
+    """A translated script, and the file that is written of it.
 
-    notes: what became of keys that are not taken as they are. refused: what a script could not do while it was run.
+    settings: of the file; what is not supported keeps its own key, so that a run refuses it. notes: of the keys that
+    are not taken as they are. refused: what the kernel refused to the script while it was run.
     """
 
     source: str
     settings: list[Setting]
     notes: list[Note]
     refused: list[str] = field(default_factory=list)
-
-    def of(self, kind: Kind) -> list[Note]:
-        """The notes of one list."""
-        return [note for note in self.notes if note.kind is kind]
-
-    @property
-    def features(self) -> list[str]:
-        """Names of what is not supported, each once."""
-        return list(dict.fromkeys(note.feature for note in self.of(Kind.UNSUPPORTED)))
 
     def lists(self) -> list[str]:
         """The lists, as lines, and what was refused to the script where something was."""

@@ -1,4 +1,4 @@
-"""Settings in verl's words -> settings of the schema, and three lists: renamed, ignored, not supported."""
+"""Translate verl's settings to the schema's, with a note of each that is renamed, ignored, different or unsupported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.errors import Violation, shown
 
 
 class Kind(StrEnum):
-    """What became of a setting."""
+    """The lists of notes, in the order in which they are printed."""
 
     RENAMED = "renamed"
     IGNORED = "ignored"
@@ -28,7 +28,8 @@ class Kind(StrEnum):
 class Note:
     """One setting that is not taken as it was written.
 
-    became: what stands for it. reason: why; of an unsupported one what to do instead. feature: its name.
+    became: the settings in its place. reason: why; of an unsupported one what to do instead. feature: the name of what
+    an unsupported one asks for.
     """
 
     kind: Kind
@@ -45,22 +46,20 @@ class Note:
         return "".join([given, f" -> {became}" if became else "", f": {self.reason}" if self.reason else ""])
 
     def violation(self) -> Violation:
-        """Of an unsupported one."""
+        """The violation of a setting that is not supported."""
         setting = self.setting
         rule = f"({setting.origin}) asks for {self.feature}, which is not here"
         subject = f"{setting.written}={shown(setting.value)}"
         return Violation({setting.key: setting.value}, rule, hint=self.reason, subject=subject)
 
 
-@dataclass(frozen=True)
-class Translation:
-    """Settings in the schema's words, with unknown keys as they are, and what became of the others."""
+class Noted:
+    """Something that has notes of settings."""
 
-    settings: list[Setting]
     notes: list[Note]
 
     def of(self, kind: Kind) -> list[Note]:
-        """The notes of one list."""
+        """The notes of one kind."""
         return [note for note in self.notes if note.kind is kind]
 
     @property
@@ -69,34 +68,35 @@ class Translation:
         return list(dict.fromkeys(note.feature for note in self.of(Kind.UNSUPPORTED)))
 
 
+@dataclass(frozen=True)
+class Translation(Noted):
+    """Settings under the schema's keys, unknown keys as they are, and notes of those that were changed."""
+
+    settings: list[Setting]
+    notes: list[Note]
+
+
 def translate(settings: Sequence[Setting], is_known: Callable[[str], bool]) -> Translation:
-    """Of several values of a key the last one counts. is_known: whether the schema has a key."""
+    """Translate settings. Of several values of a key the last one counts. is_known: True for a key of the schema."""
     final, idle = final_settings(list(settings))
     given = {setting.key: setting.value for setting in final}
     notes = [Note(Kind.IGNORED, setting, "there is nothing to take away; its default stays") for setting in idle]
     direct: list[Setting] = []
     mapped: list[Setting] = []  # after the others: such a value decides, whatever the key itself was set to
-    companions: dict[str, str] = {}
     for setting in final:
         if setting.value == {} and not is_known(setting.key):
             continue
-        found = _note(setting, given, is_known)
-        if found is None:
+        note = _note(setting, given, is_known)
+        if note is None:
             direct.append(setting)
             continue
-        note, row = found
         notes.append(note)
-        if note.kind is Kind.UNSUPPORTED:
-            companions |= dict.fromkeys(row.companions, note.feature)
         target = direct if setting.key in note.became else mapped
         target += [replace(setting, key=key, value=value, prefix="") for key, value in note.became.items()]
-    reason = "means something only with {}, which is not supported"
-    belonging = [setting for setting in direct if setting.key in companions]
-    notes += [Note(Kind.IGNORED, setting, reason.format(companions[setting.key])) for setting in belonging]
-    return Translation([one for one in [*direct, *mapped] if one not in belonging], notes)
+    return Translation([*direct, *mapped], notes)
 
 
-def _note(setting: Setting, given: Mapping[str, Any], is_known: Callable[[str], bool]) -> tuple[Note, KeyRow] | None:
+def _note(setting: Setting, given: Mapping[str, Any], is_known: Callable[[str], bool]) -> Note | None:
     for row, match in rows_for(setting.key, setting.value):
         if row.keeps_known and is_known(setting.key):
             continue
@@ -104,20 +104,20 @@ def _note(setting: Setting, given: Mapping[str, Any], is_known: Callable[[str], 
             continue
         note = _by_row(row, match, setting, given)
         if note is not None:
-            return note, row
+            return note
     return None
 
 
 def _as_actor(key: str) -> str:
-    """The actor's key for that of another role: choices are the actor's."""
-    head, found, tail = key.rpartition(".megatron.")
-    return f"actor_rollout_ref.actor{found}{tail}" if head else key
+    """The actor's key in place of another role's: the choices are listed for the actor."""
+    head, group, tail = key.rpartition(".megatron.")
+    return f"actor_rollout_ref.actor{group}{tail}" if head else key
 
 
 def _by_row(row: KeyRow, match: re.Match[str], setting: Setting, given: Mapping[str, Any]) -> Note | None:
-    """What a row says of a setting; None where it says nothing of this value."""
+    """The note that a row makes of a setting; None where it has none for this value."""
     key, value, why = setting.key, setting.value, filled(row.why, match)
-    for theirs, ours in row.values:
+    for theirs, ours in row.values.items():
         if alike(value, theirs):
             target = filled(row.to, match) if row.to else key
             became = _became(ours, target, match)
@@ -132,10 +132,12 @@ def _by_row(row: KeyRow, match: re.Match[str], setting: Setting, given: Mapping[
         if outcome == {key: value}:
             return None
         if outcome is not None:
-            return Note(Kind.RENAMED, setting, why if not row.off else "", outcome)
+            return Note(Kind.RENAMED, setting, why if not row.nothing_at else "", outcome)
     elif row.to is not None:
         target = filled(row.to, match)
-        return Note(Kind.RENAMED, setting, why if not row.off else "", {target: value}) if target != key else None
+        return (
+            Note(Kind.RENAMED, setting, why if not row.nothing_at else "", {target: value}) if target != key else None
+        )
     if row.feature is not None:
         return Note(Kind.UNSUPPORTED, setting, filled(row.instead, match), feature=filled(row.feature, match))
     return None
