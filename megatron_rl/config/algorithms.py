@@ -1,60 +1,9 @@
-"""The algorithms by name, what each of them needs, and which roles a configuration therefore has. No torch.
-
-The functions themselves are in `losses/registry.py`, under the same names.
-"""
+"""Which roles and passes a configured algorithm has, as its functions declare their needs. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorNeeds
 from megatron_rl.config.schema import ActorConfig, RunConfig
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What an advantage estimator needs beside token rewards.
-
-    critic: values of a trained critic. group: it compares the samples of a prompt, and has no baseline for a lone one.
-    second: two samples per prompt or more. greedy: the score of one greedy answer per prompt. sum_pi_squared: of every
-    token's distribution the sum of squared probabilities, which the trainer's pass for old log-probs also gives.
-    components: the further numbers of the reward function that `algorithm.gdpo_reward_keys` names.
-    """
-
-    critic: bool = False
-    group: bool = False
-    second: bool = False
-    greedy: bool = False
-    sum_pi_squared: bool = False
-    components: bool = False
-
-
-ADV_ESTIMATORS: dict[str, Needs] = {
-    "gae": Needs(critic=True),
-    "grpo": Needs(group=True),
-    "grpo_passk": Needs(group=True, second=True),
-    "gdpo": Needs(group=True, components=True),
-    "gpg": Needs(group=True),
-    "rloo": Needs(group=True),
-    "opo": Needs(group=True),
-    "optimal_token_baseline": Needs(group=True, sum_pi_squared=True),
-    "tir_optimal_token_baseline": Needs(group=True, sum_pi_squared=True),
-    "reinforce_plus_plus": Needs(),
-    "reinforce_plus_plus_baseline": Needs(group=True),
-    "remax": Needs(greedy=True),
-}
-"""The built-in choices of `algorithm.adv_estimator`."""
-
-POLICY_LOSSES = (
-    *("vanilla", "gpg", "clip_cov", "kl_cov", "gspo", "geo_mean", "cispo", "sapo", "dppo_kl", "dppo_tv", "dro"),
-    "bypass_mode",
-)
-"""The built-in choices of `actor_rollout_ref.actor.policy_loss.loss_mode`."""
-
-MEAN_OVER_ANSWERS = ("geo_mean", "sapo")
-"""Policy losses that are defined as a mean over answers, whatever `loss_agg_mode` says of KL and entropy."""
-
-BYPASS_LOSSES = ("vanilla", "bypass_mode")
-"""Policy losses in whose place `rollout_correction.loss_type` may put another."""
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 """How the terms of tokens become one loss."""
@@ -67,12 +16,12 @@ value is the same and the gradient k2's."""
 
 def policy_agg_mode(actor: ActorConfig) -> str:
     """How the policy loss's own terms become one loss; a name of LOSS_AGG_MODES."""
-    return "seq-mean-token-mean" if actor.policy_loss.loss_mode in MEAN_OVER_ANSWERS else actor.loss_agg_mode
+    return POLICY_LOSSES.traits(actor.policy_loss.loss_mode, None) or actor.loss_agg_mode
 
 
-def needs_of(config: RunConfig) -> Needs:
-    """What the configured estimator needs; one from the user's file nothing but what `critic.enable` says."""
-    return ADV_ESTIMATORS.get(config.algorithm.adv_estimator, Needs())
+def needs_of(config: RunConfig) -> EstimatorNeeds:
+    """Return what the configured estimator needs. One from the user's file gets values with `critic.enable`."""
+    return ESTIMATORS.traits(config.algorithm.adv_estimator, EstimatorNeeds())
 
 
 def uses_critic(config: RunConfig) -> bool:
@@ -102,8 +51,7 @@ def is_on_policy(config: RunConfig) -> bool:
     correction = algorithm.rollout_correction
     sizes = config.batch_sizes
     updates_once = actor.ppo_epochs == 1 and sizes.mini_batch_prompts(actor) == sizes.num_prompts
-    needs = ADV_ESTIMATORS.get(algorithm.adv_estimator)
-    estimates_without = needs is not None and not needs.sum_pi_squared
+    estimates_without = algorithm.adv_estimator in ESTIMATORS and not needs_of(config).sum_pi_squared
     corrects = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold is not None
     return (
         updates_once

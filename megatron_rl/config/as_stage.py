@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 
+from megatron_rl.config.declarations import PREFERENCE_LOSSES, AnswerLossTraits
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.tasks import NEEDS_REFERENCE, PPO
+from megatron_rl.config.tasks import PPO
 
 UNSET_PROMPT_KEY = "prompt"
 """The default of `data.prompt_key`, which stages that do not generate take for null."""
@@ -52,4 +53,9 @@ def longest_example(config: RunConfig) -> int:
 
 def holds_reference(config: RunConfig) -> bool:
     """Whether a frozen copy of the policy scores every batch of `dpo`."""
-    return config.dpo.loss in NEEDS_REFERENCE and config.dpo.reference == "on_the_fly"
+    return needs_reference(config) and config.dpo.reference == "on_the_fly"
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether the loss of `dpo` compares the policy with the one it starts from."""
+    return PREFERENCE_LOSSES.traits(config.dpo.loss, AnswerLossTraits()).reference

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.as_stage import holds_reference
+from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES, AnswerLossTraits
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
 from megatron_rl.config.tasks import DPO, REWARD, SFT, WITHOUT_ROLLOUT
@@ -273,9 +274,12 @@ ANSWERS = {SFT: 1, REWARD: 2, DPO: 2}
 
 def answers_together(config: RunConfig) -> int:
     """Answers to one prompt that are never split, as plans take it: of two, where they are compared."""
-    alone = {REWARD: config.reward_training.loss == "regression", DPO: config.dpo.loss == "kto"}
-    stage = config.trainer.stage
-    return 1 if alone.get(stage, False) else ANSWERS[stage]
+    stage, compares = config.trainer.stage, AnswerLossTraits()
+    losses = {
+        REWARD: REWARD_MODEL_LOSSES.traits(config.reward_training.loss, compares),
+        DPO: PREFERENCE_LOSSES.traits(config.dpo.loss, compares),
+    }
+    return 1 if losses.get(stage, compares).alone else ANSWERS[stage]
 
 
 def _stage_roles(config: RunConfig) -> Iterator[RoleSpec]:

@@ -16,11 +16,7 @@ WITHOUT_ROLLOUT = (SFT, REWARD, DPO)
 
 LOSS_ON = ("answers", "last", "all")
 BAD_ROWS = ("error", "skip")
-REWARD_LOSSES = ("all_pairs", "plackett_luce", "regression")
-PREFERENCE_LOSSES = ("dpo", "ipo", "kto", "simpo", "orpo")
 REFERENCES = ("stored", "on_the_fly")
-NEEDS_REFERENCE = ("dpo", "ipo", "kto")
-"""Preference losses that compare the policy with what it was at the start."""
 
 
 @dataclass

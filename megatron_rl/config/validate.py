@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
+from megatron_rl.config.declarations import REWARDS
 from megatron_rl.config.load import default_of
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import nearest_name
@@ -18,7 +19,6 @@ from megatron_rl.config.schema import FurtherRewardModelConfig, RewardModelConfi
 from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.config.value_tables import (
     ACTOR,
-    BUILT_IN_REWARDS,
     CHOICES,
     CHOICES_OR_NULL,
     CRITIC,
@@ -152,10 +152,10 @@ def reward_problems(config: RunConfig) -> Iterable[Violation]:
     """What is wrong with the choice of rewards."""
     custom = config.custom_reward_function
     yield from _reward_model_problems(config)
-    if custom.path is None and custom.name is not None and custom.name not in BUILT_IN_REWARDS:
+    if custom.path is None and custom.name is not None and custom.name not in REWARDS:
         key = "custom_reward_function.name"
-        rule = f"must, without a path, be one of {', '.join(BUILT_IN_REWARDS)}"
-        yield Violation({key: custom.name}, rule, {key: nearest_name(custom.name, BUILT_IN_REWARDS)})
+        rule = f"must, without a path, be one of {', '.join(REWARDS)}"
+        yield Violation({key: custom.name}, rule, {key: nearest_name(custom.name, REWARDS)})
     for name in sorted(REWARD_ARGUMENTS & custom.reward_kwargs.keys()):
         key = f"custom_reward_function.reward_kwargs.{name}"
         yield Violation({key: custom.reward_kwargs[name]}, "is given by each row", hint="leave it out, or rename it")

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_rl.config.algorithms import KL_TYPES, LOSS_AGG_MODES
 from megatron_rl.config.async_training import KV_CACHE_CHOICES, STRAGGLER_POLICIES
 from megatron_rl.config.correction import IS_LEVELS, LOSS_TYPES
-from megatron_rl.config.tasks import BAD_ROWS, LOSS_ON, PREFERENCE_LOSSES, REFERENCES, REWARD_LOSSES, STAGES
+from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
+from megatron_rl.config.tasks import BAD_ROWS, LOSS_ON, REFERENCES, STAGES
 from megatron_rl.errors import shown
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
 REWARD_MODEL = "reward_model"
 CORRECTION = "algorithm.rollout_correction"
 
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, Collection[str]] = {
+    "reward_training.loss": REWARD_MODEL_LOSSES,
+    "dpo.loss": PREFERENCE_LOSSES,
     "data.truncation": ("error", "left", "right", "middle", "drop"),
     "data.loss_on": LOSS_ON,
     "data.bad_rows": BAD_ROWS,
     "ptx.truncation": ("error", "left", "right", "drop"),
     "ptx.loss_on": LOSS_ON,
     "ptx.bad_rows": BAD_ROWS,
-    "reward_training.loss": REWARD_LOSSES,
-    "dpo.loss": PREFERENCE_LOSSES,
     "dpo.reference": REFERENCES,
     "trainer.stage": STAGES,
     "trainer.device": ("cpu", "cuda"),
@@ -121,9 +123,6 @@ AT_LEAST_ONE_OR_NULL = (
 )
 """Counts and sizes that may be left open."""
 
-
-BUILT_IN_REWARDS = ("compute_score", "exact_match", "math")
-"""What `custom_reward_function.name` may be where its `path` is null."""
 
 REWARD_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
 """What every call of a reward function is given."""

@@ -13,8 +13,9 @@ from megatron_rl.errors import ParityError
 from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.experience.staleness import is_fresh, staleness_metrics
+from megatron_rl.losses.estimators import load_estimator
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
-from megatron_rl.losses.registry import estimator, policy_loss
+from megatron_rl.losses.policy import load_policy_loss
 from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import ActorBatch, CriticBatch, Experience, TokenScores, known
@@ -28,9 +29,9 @@ class Algorithm:
 
     def __init__(self, config: RunConfig, clock: PhaseClock) -> None:
         self.config, self._clock = config, clock
-        self.estimator = estimator(config.algorithm)
+        self.estimator = load_estimator(config.algorithm)
         # The actor's, loaded here too so that its errors come now.
-        policy_loss(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
+        load_policy_loss(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
         self.logprob_diff_max = 0.0
 

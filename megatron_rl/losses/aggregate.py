@@ -7,11 +7,12 @@ the gradient of the sum does not depend on how the mini-batch is cut up. Names o
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_rl.losses.row_sums import spread, sum_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class BatchTotals:
 
 def counted(kept: Tensor, lengths: Tensor) -> Tensor:
     """[2] (tokens, rows) to add up to `BatchTotals`; `kept` [N] is 1 where a token counts, `lengths` int64 [b]."""
+    import torch
+
     return torch.stack([kept.sum(), (sum_rows(kept, lengths) > 0).sum()]).long()
 
 

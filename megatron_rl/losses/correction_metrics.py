@@ -8,10 +8,12 @@ p_rollout.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_rl.losses.row_sums import mean_rows, sum_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 PREFIX = "rollout_corr"
@@ -97,7 +99,7 @@ def criterion_metrics(
         "min": of_level.min(),
         "std": measured.clamp(0.0 if low is None else low, high).std(correction=0),
         "fraction_high": _share(of_level > high),
-        "fraction_low": _share(of_level < low) if low is not None else torch.zeros(()),
+        "fraction_low": _share(of_level < low) if low is not None else of_answers.new_zeros(()),
         "seq_mean": of_answers.mean(),
         "seq_std": _std(of_answers),
         "seq_max": of_answers.max(),
@@ -127,4 +129,4 @@ def _share(marked: Tensor) -> Tensor:
 
 
 def _std(values: Tensor) -> Tensor:
-    return values.std() if values.numel() > 1 else torch.zeros(())
+    return values.std() if values.numel() > 1 else values.new_zeros(())

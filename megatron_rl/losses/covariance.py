@@ -12,12 +12,14 @@ Legend: N response tokens of the micro-batch, laid end to end. Every loss is a `
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from megatron_rl.config.declarations import policy_loss
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, ppo_clip
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHUFFLE_SEED = 2505_22617
 
@@ -29,7 +31,7 @@ def covariances(tokens: PolicyTokens) -> Tensor:
     log_probs = tokens.log_probs.detach()
     spread_a = tokens.advantages - (tokens.advantages * counts).sum() / number
     spread_p = log_probs - (log_probs * counts).sum() / number
-    return torch.where(counts > 0, spread_a * spread_p, -torch.inf)
+    return (spread_a * spread_p).where(counts > 0, float("-inf"))
 
 
 def num_chosen(tokens: PolicyTokens, share: float) -> int:
@@ -37,12 +39,15 @@ def num_chosen(tokens: PolicyTokens, share: float) -> int:
     return max(int(share * float(tokens.counts.sum())), 1)
 
 
+@policy_loss("clip_cov", keys=tuple(f"policy_loss.clip_cov_{key}" for key in ("ratio", "lb", "ub")))
 def clip_cov_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """PPO's clipped surrogate, 0 on tokens drawn from those with a covariance between `clip_cov_lb` and `clip_cov_ub`.
 
     Drawn are `clip_cov_ratio` of the tokens, by a fixed permutation; tokens that the clip decided are not among them.
     `clipped` marks the drawn ones.
     """
+    import torch
+
     loss = config.policy_loss
     terms = ppo_clip(
         tokens.log_probs, tokens.old_log_probs, tokens.advantages, config.clip_ratio_low, config.clip_ratio_high
@@ -52,10 +57,11 @@ def clip_cov_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     (candidates,) = is_candidate.nonzero(as_tuple=True)
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(SHUFFLE_SEED))
     drawn = candidates[order[: num_chosen(tokens, loss.clip_cov_ratio)].to(candidates.device)]
-    is_drawn = torch.zeros_like(covariance).index_fill(0, drawn, 1.0)
+    is_drawn = tokens.zeros.index_fill(0, drawn, 1.0)
     return replace(terms, loss=terms.loss * (1 - is_drawn), clipped=is_drawn)
 
 
+@policy_loss("kl_cov", keys=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"))
 def kl_cov_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-A r without a clip, plus `ppo_kl_coef` |log r| on the `kl_cov_ratio` of tokens with the largest covariance.
 
@@ -66,10 +72,10 @@ def kl_cov_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     number = min(num_chosen(tokens, loss.kl_cov_ratio), int((tokens.counts > 0).sum()))
     # Sorted, not topk: of equal ones the first, on every device.
     chosen = covariance.argsort(descending=True, stable=True)[:number]
-    is_chosen = torch.zeros_like(covariance).index_fill(0, chosen, 1.0)
+    is_chosen = tokens.zeros.index_fill(0, chosen, 1.0)
     return PolicyTerms(
         loss=-tokens.advantages * tokens.ratio + loss.ppo_kl_coef * distance * is_chosen,
         clipped=is_chosen,
-        clipped_lower=torch.zeros_like(distance),
+        clipped_lower=tokens.zeros,
         kl=distance.detach(),
     )

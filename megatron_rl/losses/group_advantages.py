@@ -1,80 +1,137 @@
-"""Advantages of whole answers, from the other answers to the same prompt. One score per answer, no critic.
+"""Advantages from the other answers to the same prompt, without a critic: every token has that of its answer.
 
-Legend: B answers; `scores` float [B]; `groups` int64 [B], equal for the answers to one prompt, in any order. An answer
-that is alone in its group has nothing to be compared with: its baseline is 0 and its standard deviation counts as 1, as
-in verl. Of two or more answers with equal scores the advantage is 0, exactly: what rounding leaves of their differences
-would be divided by a standard deviation as small.
+Legend: B answers; r: an answer's total reward, `scores` float [B]; `groups` int64 [B], equal for the answers to one
+prompt, in any order. An answer that is alone in its group is compared with nothing: its baseline is 0 and its standard
+deviation counts as 1, as in verl. Equal scores of two or more answers give advantage 0 exactly: rounding would leave
+small differences, divided by a standard deviation as small.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.declarations import EstimatorNeeds, estimator
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.losses.advantages import whiten
+from megatron_rl.losses.estimators import Samples, required
+from megatron_rl.losses.row_sums import spread
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EPSILON = 1e-6
+GROUP = EstimatorNeeds(group=True)
+BY_STD = ("norm_adv_by_std_in_grpo",)
 
 
-def grpo(scores: Tensor, groups: Tensor, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
-    """(r - mean) / (std + eps) over the group, std unbiased (GRPO: Shao et al., arXiv:2402.03300, section 4.1.2); [B].
+@estimator("grpo", "grpo_vectorized", needs=GROUP, keys=BY_STD)
+def estimate_grpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """(r - group mean) / (group std + 1e-6), std unbiased; `norm_adv_by_std_in_grpo=false`: without the division.
 
-    Without the division it is Dr.GRPO (Liu et al., arXiv:2503.20783), which weighs easy and hard prompts
-    as they come.
+    GRPO: Shao et al., arXiv:2402.03300, section 4.1.2. Without the division it is Dr.GRPO (Liu et al.,
+    arXiv:2503.20783), which weighs easy and hard prompts as they come.
     """
-    index, sizes = _numbered(groups)
-    centred = _centred(scores, index, sizes)
-    if not norm_by_std:
-        return centred
-    return centred / (_stds(scores, index, sizes)[index] + eps)
+    return samples.on_tokens(normalised(samples.totals, samples.groups, config.norm_adv_by_std_in_grpo))
 
 
-def rloo(scores: Tensor, groups: Tensor) -> Tensor:
-    """r_i minus the mean of the *other* scores of its group; [B]. RLOO: Ahmadian et al., arXiv:2402.14740.
+@estimator("rloo", "rloo_vectorized", needs=GROUP)
+def estimate_rloo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """r - mean of the group's other answers, which is n / (n - 1) * (r - group mean); r of a lone answer.
 
-    The same as n / (n - 1) * (r_i - mean) in a group of n; of a lone answer r_i.
+    RLOO: Ahmadian et al., arXiv:2402.14740.
     """
-    index, sizes = _numbered(groups)
-    centred = _centred(scores, index, sizes)
-    return centred * (sizes / (sizes - 1).clamp(min=1))[index]
+    index, sizes = _numbered(samples.groups)
+    centred = _centred(samples.totals, index, sizes)
+    return samples.on_tokens(centred * (sizes / (sizes - 1).clamp(min=1))[index])
 
 
-def opo(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
-    """r_i - sum(l r) / sum(l) over the group, l = `lengths` [B] in tokens; [B].
+@estimator("opo", needs=GROUP)
+def estimate_opo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """r - length-weighted mean of the group: sum(l r) / sum(l), l in tokens.
 
-    The baseline of least variance when an answer's gradient grows with its length (OPO: Hao et al., arXiv:2505.23585).
-    An answer without a token has no gradient, and so no weight in it; the baseline of a group of such, and of a lone
-    answer, is 0.
+    OPO: Hao et al., arXiv:2505.23585, the baseline of least variance when an answer's gradient grows with its length.
+    An answer without a token has no weight; the baseline is 0 for a group of such answers and for a lone answer.
     """
-    index, sizes = _numbered(groups)
-    weights = lengths.to(scores.dtype)
+    scores, (index, sizes) = samples.totals, _numbered(samples.groups)
+    weights = samples.lengths.to(scores.dtype)
     baselines = _sums(weights * scores, index, sizes) / _sums(weights, index, sizes).clamp(min=1)
-    baselines = torch.where(sizes > 1, baselines, 0.0)
-    return torch.where(_all_equal(scores, index, sizes), 0.0, scores - baselines[index])
+    advantages = scores - baselines.where(sizes > 1, 0.0)[index]
+    return samples.on_tokens(advantages.where(~_all_equal(scores, index, sizes), 0.0))
+
+
+@estimator("gpg", needs=GROUP)
+def estimate_gpg(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """(r - group mean) * answers / answers with r != 0, counted over the batch.
+
+    GPG: Chu et al., arXiv:2504.02546: answers without any reward teach nothing, and the others make up for them.
+    """
+    scores = samples.totals
+    gains = minus_group_mean(scores, samples.groups) * len(scores)
+    return samples.on_tokens(gains / scores.count_nonzero().clamp(min=1))
+
+
+@estimator("grpo_passk", needs=EstimatorNeeds(group=True, second=True), keys=BY_STD)
+def estimate_grpo_passk(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """For the group's best answer r - the second best r, over (group std + 1e-6); 0 for all others.
+
+    What one answer adds to the group's best score, Pass@k (Tang et al., arXiv:2503.19595). Two answers that share the
+    best score add nothing. `norm_adv_by_std_in_grpo=false`: without the division.
+    """
+    scores, (index, sizes) = samples.totals, _numbered(samples.groups)
+    nothing = scores.new_full((sizes.numel(),), float("-inf"))
+    largest = nothing.scatter_reduce(0, index, scores, "amax")
+    is_best = scores == largest[index]
+    second = nothing.scatter_reduce(0, index, scores.where(~is_best, float("-inf")), "amax")
+    is_alone = is_best & (_sums(is_best.to(scores.dtype), index, sizes)[index] == 1) & (sizes[index] > 1)
+    gains = (scores - second[index]).where(is_alone, 0.0)
+    if config.norm_adv_by_std_in_grpo:
+        gains = gains / (_stds(scores, index, sizes)[index] + EPSILON)
+    return samples.on_tokens(gains)
+
+
+@estimator("reinforce_plus_plus_baseline", needs=GROUP)
+def estimate_reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """r - group mean, whitened over all tokens of the batch.
+
+    REINFORCE++-baseline: Hu et al., arXiv:2501.03262.
+    """
+    advantages = whiten(spread(minus_group_mean(samples.totals, samples.groups), samples.lengths))
+    return advantages, advantages
+
+
+@estimator(
+    "gdpo",
+    needs=EstimatorNeeds(group=True, components=True),
+    keys=("gdpo_reward_keys", "gdpo_reward_weights", *BY_STD),
+)
+def estimate_gdpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Sum over k of w_k * `grpo` of the k-th component of the reward, whitened over all tokens of the batch.
+
+    GDPO: Liu et al., arXiv:2601.05242. No component drowns the others: a group in which one of them is the same
+    everywhere still learns from the rest at full scale. Neither the score itself nor KL penalties enter.
+    """
+    import torch
+
+    components = required(samples.components)
+    weights = config.gdpo_reward_weights or [1.0] * components.shape[1]
+    parts = [
+        weight * normalised(component, samples.groups, config.norm_adv_by_std_in_grpo)
+        for weight, component in zip(weights, components.unbind(1), strict=True)
+    ]
+    advantages = whiten(spread(torch.stack(parts).sum(0), samples.lengths))
+    return advantages, advantages
+
+
+def normalised(scores: Tensor, groups: Tensor, by_std: bool) -> Tensor:
+    """(r - group mean), over (group std + EPSILON) where `by_std`; [B]."""
+    index, sizes = _numbered(groups)
+    centred = _centred(scores, index, sizes)
+    return centred / (_stds(scores, index, sizes)[index] + EPSILON) if by_std else centred
 
 
 def minus_group_mean(scores: Tensor, groups: Tensor) -> Tensor:
-    """r - mean of the group; [B]. What REINFORCE++-baseline whitens (Hu et al., arXiv:2501.03262)."""
-    return grpo(scores, groups, norm_by_std=False)
-
-
-def best_minus_second(scores: Tensor, groups: Tensor, norm_by_std: bool, eps: float = 1e-6) -> Tensor:
-    """r_max - r_second, over the group's (std + eps) if told, for the best answer of a group; 0 for all others; [B].
-
-    What one answer adds to the group's best score, Pass@k (Tang et al., arXiv:2503.19595). Two answers that share
-    the best score add nothing.
-    """
-    index, sizes = _numbered(groups)
-    nothing = torch.full((sizes.numel(),), -torch.inf, dtype=scores.dtype)
-    largest = nothing.scatter_reduce(0, index, scores, "amax")
-    is_best = scores == largest[index]
-    second = nothing.scatter_reduce(0, index, torch.where(is_best, -torch.inf, scores), "amax")
-    is_alone = is_best & (_sums(is_best.to(scores.dtype), index, sizes)[index] == 1) & (sizes[index] > 1)
-    gains = torch.where(is_alone, scores - second[index], 0.0)
-    return gains / (_stds(scores, index, sizes)[index] + eps) if norm_by_std else gains
-
-
-def gpg(scores: Tensor, groups: Tensor) -> Tensor:
-    """alpha * (r - mean of the group), alpha = B / number of scores that are not 0; [B]. GPG: Chu et al.,
-    arXiv:2504.02546: answers without any reward teach nothing, and the others make up for them.
-    """
-    return minus_group_mean(scores, groups) * len(scores) / scores.count_nonzero().clamp(min=1)
+    """r - group mean; [B]."""
+    return normalised(scores, groups, by_std=False)
 
 
 def _numbered(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,24 +141,24 @@ def _numbered(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sums(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    return torch.zeros(sizes.numel(), dtype=values.dtype).index_add_(0, index, values)
+    return values.new_zeros(sizes.numel()).index_add_(0, index, values)
 
 
 def _centred(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """r - mean of the group; [B]. Of a lone answer r."""
-    means = torch.where(sizes > 1, _sums(scores, index, sizes) / sizes, 0.0)
-    return torch.where(_all_equal(scores, index, sizes), 0.0, scores - means[index])
+    """r - group mean; [B]; r of a lone answer."""
+    means = (_sums(scores, index, sizes) / sizes).where(sizes > 1, 0.0)
+    return (scores - means[index]).where(~_all_equal(scores, index, sizes), 0.0)
 
 
 def _stds(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
     """Unbiased standard deviation of each group [G]; 1 of a lone answer."""
     squares = _sums(_centred(scores, index, sizes).square(), index, sizes)
-    return torch.where(sizes > 1, (squares / (sizes - 1).clamp(min=1)).sqrt(), 1.0)
+    return (squares / (sizes - 1).clamp(min=1)).sqrt().where(sizes > 1, 1.0)
 
 
 def _all_equal(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """bool [B]: whether the answers of one's group, two or more, all have the same score."""
-    nothing = torch.zeros(sizes.numel(), dtype=scores.dtype)
+    """bool [B]: true for the answers of a group of two or more that all have the same score."""
+    nothing = scores.new_zeros(sizes.numel())
     largest, smallest = (
         nothing.scatter_reduce(0, index, scores, kind, include_self=False) for kind in ("amax", "amin")
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
@@ -42,7 +44,7 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (log_ratio.expm1() - log_ratio).clamp(max=K3_LIMIT)
 
 
-KlEstimator = Callable[[Tensor, Tensor], Tensor]
+KlEstimator = Callable[["Tensor", "Tensor"], "Tensor"]
 """(log_probs, ref_log_probs) -> estimate per token."""
 
 

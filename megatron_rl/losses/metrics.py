@@ -6,20 +6,24 @@ Everything is joined by name. A part has no gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
 
-MetricParts = Mapping[str, Tensor]
+MetricParts = Mapping[str, "Tensor"]
 """Name -> what a micro-batch adds to a metric: a scalar, where the metric is the sum of its parts, or [2] (sum, count),
 where it is the sum of all sums over the sum of all counts."""
 
 
 def add_parts(parts: Sequence[MetricParts]) -> dict[str, Tensor]:
     """Add the parts of micro-batches. A micro-batch adds nothing to a metric that it lacks."""
-    shapes = {name: part for one in parts for name, part in one.items()}
-    rows = [_flat({name: one.get(name, torch.zeros_like(like)) for name, like in shapes.items()}) for one in parts]
+    import torch
+
+    shapes = {name: part for block in parts for name, part in block.items()}
+    zeros = {name: torch.zeros_like(part) for name, part in shapes.items()}
+    rows = [_flat(zeros | dict(block)) for block in parts]
     return _named(torch.stack(rows).sum(0), shapes)
 
 
@@ -28,6 +32,8 @@ def numbers_over_ranks(parts: MetricParts, group: dist.ProcessGroup) -> dict[str
 
     All ranks of `group` must call, with the same names in the same order.
     """
+    import torch.distributed as dist
+
     flat = _flat(parts)
     dist.all_reduce(flat, group=group)
     summed = {name: part.tolist() for name, part in _named(flat.cpu(), parts).items()}
@@ -36,6 +42,8 @@ def numbers_over_ranks(parts: MetricParts, group: dist.ProcessGroup) -> dict[str
 
 
 def _flat(parts: MetricParts) -> Tensor:
+    import torch
+
     return torch.cat([part.reshape(-1) for part in parts.values()])
 
 

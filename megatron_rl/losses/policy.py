@@ -1,5 +1,4 @@
-"""Policy objectives, per token: PPO's and GSPO's, and what every one reads and returns. Others are in `ratios.py` and
-`covariance.py`; see `registry.py` for how to add one.
+"""What a policy loss reads and returns, and the clipped ones, PPO's and GSPO's; others have files of their own here.
 
 Legend: N response tokens of b answers, laid end to end. sg[x]: x without its gradient.
 """
@@ -8,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from megatron_rl.config.correction import RolloutCorrectionConfig
+from megatron_rl.config.declarations import POLICY_LOSSES, policy_loss
 from megatron_rl.config.schema import ActorConfig
+from megatron_rl.config.user_functions import load_function
 from megatron_rl.losses.row_sums import mean_counted, spread
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -57,9 +60,14 @@ class PolicyTokens:
         return (self.old_log_probs - self.log_probs).detach()
 
     @property
+    def zeros(self) -> Tensor:
+        """0 for every token."""
+        return self.advantages.new_zeros(self.advantages.shape)
+
+    @property
     def counts(self) -> Tensor:
         """`kept`, of ones where it is None."""
-        return torch.ones_like(self.advantages) if self.kept is None else self.kept
+        return self.advantages.new_ones(self.advantages.shape) if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,16 @@ PolicyLoss = Callable[[PolicyTokens, ActorConfig], PolicyTerms]
 """(tokens, the actor's keys) -> terms; gradients flow through `log_probs` only."""
 
 
+def load_policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> PolicyLoss:
+    """The configured policy loss, built in or from the user's file. Raises ConfigError when the file lacks it."""
+    if correction is not None and correction.bypass_mode and correction.loss_type == "reinforce":
+        return POLICY_LOSSES["gpg"].function
+    name, path = config.policy_loss.loss_mode, config.policy_loss.custom.path
+    if name in POLICY_LOSSES or path is None:
+        return POLICY_LOSSES[name].function
+    return load_function(path, "actor_rollout_ref.actor.policy_loss.custom.path", name, ("tokens", "config"))
+
+
 def ppo_clip(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -98,45 +116,28 @@ def ppo_clip(
     """
     loss, clipped = _clipped(limited_exp(log_probs - old_log_probs), advantages, clip_low, clip_high)
     # 0 * inf is NaN, so the bound is only looked at where it applies.
-    bound = torch.where(advantages < 0, -advantages * clip_c, torch.inf)
+    bound = (-advantages * clip_c).where(advantages < 0, float("inf"))
     return PolicyTerms(
-        loss=torch.minimum(loss, bound),
+        loss=loss.minimum(bound),
         clipped=clipped,
         clipped_lower=(loss > bound).float(),
         kl=(old_log_probs - log_probs).detach(),
     )
 
 
-def gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    lengths: Tensor,
-    clip_low: float,
-    clip_high: float,
-    kept: Tensor | None = None,
-) -> PolicyTerms:
-    """The clipped surrogate with the ratio of whole answers: s = exp(mean of the answer's log-ratios).
-
-    Zheng et al., arXiv:2507.18071, eq. 5 and 7, in the token form of eq. 14, s_t = sg[s] p / sg[p], which has the same
-    value and gradient where all tokens of an answer share an advantage. The mean is over tokens that are `kept`, as an
-    answer's weight in the loss is. Arguments [N], `lengths` int64 [b].
-    """
-    counts = torch.ones_like(log_probs) if kept is None else kept
-    whole = spread(mean_counted((log_probs - old_log_probs).detach(), counts, lengths), lengths)
-    ratio = limited_exp(whole + log_probs - log_probs.detach())
-    loss, clipped = _clipped(ratio, advantages, clip_low, clip_high)
-    return PolicyTerms(loss, clipped, torch.zeros_like(clipped), (old_log_probs - log_probs).detach())
-
-
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     plain = -advantages * ratio
     limited = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return torch.maximum(plain, limited), (limited > plain).float()
+    return plain.maximum(limited), (limited > plain).float()
 
 
+@policy_loss("vanilla", "bypass_mode", keys=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"))
 def vanilla_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """`ppo_clip` with `clip_ratio_low`, `clip_ratio_high` and `clip_ratio_c`."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A), at most -c A where A < 0.
+
+    PPO: arXiv:1707.06347; clip-higher: arXiv:2503.14476; dual clip: arXiv:1912.09729; see `ppo_clip`. `bypass_mode`
+    goes with `algorithm.rollout_correction.bypass_mode`, whose `loss_type` may replace it.
+    """
     return ppo_clip(
         tokens.log_probs,
         tokens.old_log_probs,
@@ -147,14 +148,15 @@ def vanilla_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     )
 
 
+@policy_loss("gspo", "gspo_token", keys=("clip_ratio_low", "clip_ratio_high"))
 def gspo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """`gspo` with `clip_ratio_low` and `clip_ratio_high`."""
-    return gspo(
-        tokens.log_probs,
-        tokens.old_log_probs,
-        tokens.advantages,
-        tokens.lengths,
-        config.clip_ratio_low,
-        config.clip_ratio_high,
-        tokens.kept,
-    )
+    """-min(s A, clip(s, 1 - low, 1 + high) A), s the geometric mean of the r of the answer's tokens that count.
+
+    GSPO: Zheng et al., arXiv:2507.18071, eq. 5 and 7, in the token form of eq. 14, GSPO-token: s_t = sg[s] p / sg[p]
+    and the token's own A. Where all tokens of an answer share an advantage, the two have one value and gradient.
+    """
+    log_probs = tokens.log_probs
+    whole = spread(mean_counted(tokens.log_ratio.detach(), tokens.counts, tokens.lengths), tokens.lengths)
+    ratio = limited_exp(whole + log_probs - log_probs.detach())
+    loss, clipped = _clipped(ratio, tokens.advantages, config.clip_ratio_low, config.clip_ratio_high)
+    return PolicyTerms(loss, clipped, tokens.zeros, tokens.k1)

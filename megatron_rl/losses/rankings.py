@@ -1,74 +1,81 @@
-"""Losses of reward models: of pairs, of several ranked answers, and of answers with a score.
+"""Losses of reward models: of several ranked answers, of which a pair is two, and of answers with a score.
 
 Legend: n rankings with N answers in all, laid end to end, the best of each ranking first; `sizes` int64 [n] answers of
-each. A pair is a ranking of two. A ranking of fewer than 2 answers says nothing: its loss is 0.
+each. A ranking of fewer than 2 answers has nothing to compare: its loss is 0.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING
 
+from megatron_rl.config.declarations import reward_model_loss
+from megatron_rl.config.tasks import RewardStageConfig
 from megatron_rl.losses.row_sums import mean_rows, row_of_token, sum_rows
-from megatron_rl.losses.terms import ItemTerms, mean_metric, pair_metrics
+from megatron_rl.losses.terms import Answers, ItemTerms, log_sigmoid, mean_metric, pair_metrics
 
-
-def pair_loss(chosen: Tensor, rejected: Tensor, margins: Tensor | None = None) -> ItemTerms:
-    """Bradley-Terry: -log sigmoid(r_chosen - r_rejected - m), all arguments [n]; items are pairs.
-
-    Stiennon et al., arXiv:2009.01325; with the margin m of Touvron et al. (Llama 2), arXiv:2307.09288, eq. 2.
-    """
-    ahead = chosen - rejected
-    return ItemTerms(-logsigmoid(ahead if margins is None else ahead - margins), pair_metrics(chosen, rejected))
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def pairs_of(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(better, worse, ranking), each int64 [P]: all pairs of answers of the same ranking, by their numbers in [0, N),
     and the ranking they are of, in order.
     """
-    found = []
-    first = 0
+    import torch
+
+    pairs, first = [], 0
     for size in sizes.tolist():
-        found.append(torch.triu_indices(size, size, offset=1, device=sizes.device) + first)
+        pairs.append(torch.triu_indices(size, size, offset=1, device=sizes.device) + first)
         first += size
-    better, worse = torch.cat(found, dim=1) if found else sizes.new_zeros(2, 0)
+    better, worse = torch.cat(pairs, dim=1) if pairs else sizes.new_zeros(2, 0)
     return better, worse, row_of_token(sizes)[better]
 
 
-def all_pairs_loss(scores: Tensor, sizes: Tensor, margins: Tensor | None = None) -> ItemTerms:
-    """The mean of `pair_loss` over the K (K - 1) / 2 pairs of each ranking; items are rankings.
+def mean_of_pairs(losses: Tensor, ranking: Tensor, sizes: Tensor) -> Tensor:
+    """losses [P] of pairs -> their mean in each ranking [n]; 0 where there is no pair."""
+    num_pairs = sizes.new_zeros(sizes.numel()).index_add(0, ranking, ranking.new_ones(ranking.shape))
+    return mean_rows(losses, num_pairs)
 
-    Ouyang et al. (InstructGPT), arXiv:2203.02155, eq. 1. scores [N]; margins [N]: how much better an answer is than the
-    next one of its ranking, read as 0 at the last, so that margins along a ranking add up.
+
+@reward_model_loss("all_pairs", keys=("use_margins",))
+def all_pairs_loss(answers: Answers, config: RewardStageConfig) -> ItemTerms:
+    """The mean of -log sigmoid(r_better - r_worse - m) over the K (K - 1) / 2 pairs of each ranking.
+
+    Bradley-Terry, of rankings as in Ouyang et al. (InstructGPT), arXiv:2203.02155, eq. 1; of two answers Stiennon et
+    al., arXiv:2009.01325; the margin m is that of Touvron et al. (Llama 2), arXiv:2307.09288, eq. 2, with
+    `use_margins`: how much better an answer is than the next one of its ranking, 0 at the last, so that margins along a
+    ranking add up. Items are rankings.
     """
-    better, worse, ranking = pairs_of(sizes)
+    scores, margins = answers.numbers, answers.given
+    better, worse, ranking = pairs_of(answers.sizes)
     ahead = scores[better] - scores[worse]
-    if margins is not None:
-        worth = margins.cumsum(0)  # a sum from `better` to before `worse` is a difference of these
-        ahead = ahead - (worth[worse] - margins[worse] - worth[better] + margins[better])
-    num_pairs = sizes.new_zeros(sizes.numel()).index_add(0, ranking, torch.ones_like(ranking))
-    return ItemTerms(mean_rows(-logsigmoid(ahead), num_pairs), pair_metrics(scores[better], scores[worse]))
+    if config.use_margins:
+        sums = margins.cumsum(0)  # a sum from `better` to before `worse` is a difference of these
+        ahead = ahead - (sums[worse] - margins[worse] - sums[better] + margins[better])
+    metrics = pair_metrics(scores[better], scores[worse])
+    return ItemTerms(mean_of_pairs(-log_sigmoid(ahead), ranking, answers.sizes), metrics)
 
 
-def plackett_luce_loss(scores: Tensor, sizes: Tensor) -> ItemTerms:
-    """-sum over places k of log(exp(r_k) / sum of exp(r_j) over j >= k); items are rankings; scores [N].
+@reward_model_loss("plackett_luce")
+def plackett_luce_loss(answers: Answers, config: RewardStageConfig) -> ItemTerms:
+    """-sum over places k of log(exp(r_k) / sum of exp(r_j) over j >= k), the log-likelihood of the whole order.
 
-    The log-likelihood of the whole order (Plackett 1975; Luce 1959; Rafailov et al., arXiv:2305.18290, appendix A.3).
-    With 2 answers it is `pair_loss` without margins, which it has no place for.
+    Plackett 1975; Luce 1959; Rafailov et al., arXiv:2305.18290, appendix A.3. With 2 answers it is `all_pairs` without
+    margins. Items are rankings.
     """
+    import torch
+
+    scores, sizes = answers.numbers, answers.sizes
     rest = [torch.logcumsumexp(part.flip(0), 0).flip(0) for part in scores.split(sizes.tolist())]
     below = torch.cat(rest) if rest else scores
     better, worse, _ = pairs_of(sizes)
     return ItemTerms(sum_rows(below - scores, sizes), pair_metrics(scores[better], scores[worse]))
 
 
-def regression_loss(scores: Tensor, targets: Tensor) -> ItemTerms:
-    """(r - y)^2, both [n]; items are answers."""
+@reward_model_loss("regression", alone=True)
+def regression_loss(answers: Answers, config: RewardStageConfig) -> ItemTerms:
+    """(r - y)^2, y the score that the file gives to an answer. Items are answers."""
+    scores, targets = answers.numbers, answers.given
     error = scores - targets
     metrics = {"error": mean_metric(error.abs()), "score": mean_metric(scores), "target": mean_metric(targets)}
     return ItemTerms(error.square(), metrics)
-
-
-RANKING_LOSSES = {"all_pairs": all_pairs_loss, "plackett_luce": plackett_luce_loss}
-"""By name; both take (scores, sizes), and `all_pairs` margins."""

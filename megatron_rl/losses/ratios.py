@@ -6,25 +6,30 @@ a `policy.PolicyLoss`.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from megatron_rl.config.declarations import policy_loss
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, limited_exp
 from megatron_rl.losses.row_sums import mean_counted, spread
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SMALL_PROBABILITY = 1e-8
+CLIPS = ("clip_ratio_low", "clip_ratio_high")
 
 
+@policy_loss("gpg")
 def gpg_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-A log p: the plain policy gradient (GPG: Chu et al., arXiv:2504.02546), which has no old policy.
 
     The same as REINFORCE (Williams 1992), which `rollout_correction.loss_type=reinforce` names.
     """
-    none = torch.zeros_like(tokens.advantages)
-    return PolicyTerms(-tokens.advantages * tokens.log_probs, none, none, tokens.k1)
+    return PolicyTerms(-tokens.advantages * tokens.log_probs, tokens.zeros, tokens.zeros, tokens.k1)
 
 
+@policy_loss("cispo", keys=CLIPS)
 def cispo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-sg[clip(r, 1 - low, 1 + high)] A log p: the weight of a token is clipped, its gradient never.
 
@@ -33,9 +38,10 @@ def cispo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     ratio = tokens.ratio.detach()
     limited = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     clipped = (ratio != limited).float()
-    return PolicyTerms(-limited * tokens.advantages * tokens.log_probs, clipped, torch.zeros_like(clipped), tokens.k1)
+    return PolicyTerms(-limited * tokens.advantages * tokens.log_probs, clipped, tokens.zeros, tokens.k1)
 
 
+@policy_loss("sapo", aggregation="seq-mean-token-mean", keys=("tau_pos", "tau_neg"))
 def sapo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-A (4 / tau) sigmoid(tau (r - 1)): a gate, smooth and of slope 1 at r = 1, in place of a clip.
 
@@ -43,12 +49,12 @@ def sapo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     terms, which `seq-mean-token-mean` makes. SAPO: Gao et al., arXiv:2511.20347.
     """
     positive = tokens.advantages > 0
-    tau = torch.full_like(tokens.advantages, config.tau_neg).masked_fill(positive, config.tau_pos)
-    gate = torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
-    none = torch.zeros_like(tokens.advantages)
-    return PolicyTerms(-tokens.advantages * gate, none, none, tokens.k1)
+    tau = (tokens.zeros + config.tau_neg).masked_fill(positive, config.tau_pos)
+    gate = (tau * (tokens.ratio - 1)).sigmoid() * 4 / tau
+    return PolicyTerms(-tokens.advantages * gate, tokens.zeros, tokens.zeros, tokens.k1)
 
 
+@policy_loss("dppo_tv", keys=(*CLIPS, "clip_ratio_c"))
 def dppo_tv_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-sg[M min(r, c)] A log p, with M = 0 where p has moved too far, in the direction that A points to.
 
@@ -56,10 +62,11 @@ def dppo_tv_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     variation of the token against all others. c is `clip_ratio_c`. DPPO-Binary-TV: arXiv:2602.04879.
     """
     moved = (tokens.log_probs.exp() - tokens.old_log_probs.exp()).detach()
-    within = torch.where(tokens.advantages > 0, moved <= config.clip_ratio_high, moved >= -config.clip_ratio_low)
+    within = (moved <= config.clip_ratio_high).where(tokens.advantages > 0, moved >= -config.clip_ratio_low)
     return _truncated(tokens, within, config.clip_ratio_c)
 
 
+@policy_loss("dppo_kl", keys=(*CLIPS, "clip_ratio_c"))
 def dppo_kl_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """As `dppo_tv_loss`; too far is KL(p_old | p) of the token against all others, in the direction that A points to.
 
@@ -70,11 +77,8 @@ def dppo_kl_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     p, old = log_p.exp(), log_old.exp()
     others = ((1 - old + SMALL_PROBABILITY) / (1 - p + SMALL_PROBABILITY)).log()
     divergence = old * (log_old - log_p) + (1 - old) * others
-    within = torch.where(
-        tokens.advantages > 0,
-        (divergence <= config.clip_ratio_high) | (p <= old),
-        (divergence <= config.clip_ratio_low) | (p >= old),
-    )
+    up = (divergence <= config.clip_ratio_high) | (p <= old)
+    within = up.where(tokens.advantages > 0, (divergence <= config.clip_ratio_low) | (p >= old))
     return _truncated(tokens, within, config.clip_ratio_c)
 
 
@@ -89,6 +93,7 @@ def _truncated(tokens: PolicyTokens, within: Tensor, largest: float) -> PolicyTe
     )
 
 
+@policy_loss("dro", keys=("policy_loss.dro_beta",))
 def dro_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-A log p + (beta / 2) (log p - log p_old)^2: a quadratic penalty in place of a clip; beta is `dro_beta`.
 
@@ -99,10 +104,10 @@ def dro_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     if beta is None:
         raise ValueError("policy_loss.loss_mode=dro needs policy_loss.dro_beta")
     penalty = 0.5 * beta * tokens.log_ratio.square()
-    none = torch.zeros_like(tokens.advantages)
-    return PolicyTerms(-tokens.advantages * tokens.log_probs + penalty, none, none, tokens.k1)
+    return PolicyTerms(-tokens.advantages * tokens.log_probs + penalty, tokens.zeros, tokens.zeros, tokens.k1)
 
 
+@policy_loss("geo_mean", aggregation="seq-mean-token-mean", keys=CLIPS)
 def geo_mean_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-mean(A) exp(mean of clipped log-ratios), both over an answer's tokens; the same term on each of them.
 
@@ -112,7 +117,7 @@ def geo_mean_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """
     sign, log_ratio, counts, lengths = tokens.advantages.sign(), tokens.log_ratio, tokens.counts, tokens.lengths
     limited = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
-    smaller = sign * torch.minimum(sign * log_ratio, sign * limited)
+    smaller = sign * (sign * log_ratio).minimum(sign * limited)
     terms = -mean_counted(tokens.advantages, counts, lengths) * limited_exp(mean_counted(smaller, counts, lengths))
     if tokens.rollout_weights is not None:
         logs = (tokens.rollout_weights + 1e-10).log()  # a weight may be 0

@@ -12,13 +12,14 @@ Legend: B answers, T response tokens of all answers, laid end to end; `lengths` 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_rl.config.correction import Criterion, RolloutCorrectionConfig, criteria, importance_bounds
 from megatron_rl.losses.correction_metrics import criterion_metrics, mask_metrics, mismatch_metrics, weight_metrics
 from megatron_rl.losses.row_sums import max_rows, mean_rows, spread, sum_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 SMALLEST_PROBABILITY = 1e-6
@@ -48,7 +49,7 @@ def importance_weights(
     ratio = at_level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     if low is None:
         return ratio.clamp(max=high), ratio
-    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), ratio
+    return ratio.where((ratio >= low) & (ratio <= high), 0.0), ratio
 
 
 def measure(trainer_log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tensor, name: str) -> Tensor:
@@ -68,6 +69,8 @@ def measure(trainer_log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tenso
 
 def log_bounds(criterion: Criterion) -> tuple[float | None, float]:
     """(low or None, high) of what `measure` gives: of k1, which is a logarithm, the thresholds' own."""
+    import torch
+
     if criterion.low is None:
         return None, criterion.high
     low, high = (float(torch.tensor(bound, dtype=torch.float64).log()) for bound in (criterion.low, criterion.high))
@@ -138,7 +141,7 @@ def current_correction(
     log_ratio = log_probs - rollout_log_probs
     limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     metrics = {"kl": -log_ratio, "k3_kl": limited.expm1() - limited, "chi2_token": (2 * limited).exp() - 1}
-    weights = kept = torch.ones_like(log_ratio)
+    weights = kept = log_ratio.new_ones(log_ratio.shape)
     for criterion in criteria(config):
         measured = measure(log_probs, rollout_log_probs, lengths, criterion.name)
         accepts = accepted(measured, *log_bounds(criterion))
@@ -168,4 +171,4 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     def divergence(a: Tensor, b: Tensor) -> Tensor:
         return a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
 
-    return torch.maximum(divergence(p, q), divergence(q, p))
+    return divergence(p, q).maximum(divergence(q, p))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def row_of_token(lengths: Tensor) -> Tensor:
     """int64 [T]: the row that each token belongs to."""
+    import torch
+
     return torch.repeat_interleave(lengths)
 
 
@@ -17,8 +21,8 @@ def sum_rows(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def total_rows(values: Tensor, lengths: Tensor, otherwise: Tensor) -> Tensor:
-    """values [T] -> their sum in each row [B]; of an empty row what `otherwise` [B] says."""
-    return torch.where(lengths > 0, sum_rows(values, lengths), otherwise)
+    """values [T] -> their sum in each row [B]; `otherwise` [B] for an empty row."""
+    return sum_rows(values, lengths).where(lengths > 0, otherwise)
 
 
 def mean_rows(values: Tensor, lengths: Tensor) -> Tensor:

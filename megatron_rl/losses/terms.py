@@ -1,4 +1,4 @@
-"""What the losses of the stages before PPO return, and how tokens become one number per answer.
+"""What the losses of `reward` and `dpo` read and return, and how tokens become one number per answer.
 
 Legend: T tokens of B answers laid end to end, `lengths` int64 [B]; n items (pairs, rankings or answers) of a loss.
 """
@@ -7,11 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_rl.losses.row_sums import mean_counted, sum_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Answers:
+    """n prompts with N answers in all, laid end to end, the best of each prompt first.
+
+    numbers [N]: with their gradient; scores of a reward model, or log-probs of answers under the policy. given [N]: for
+    a reward model the margin to the next answer or the score to give; for the policy the reference's log-probs.
+    labels [N]: 1 for a desirable answer (kto). sizes: int64 [n], answers of each prompt. baseline: a scalar of kto.
+    """
+
+    numbers: Tensor
+    given: Tensor
+    labels: Tensor
+    sizes: Tensor
+    baseline: Tensor
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Log-probs of a better and a worse answer under policy and reference, each [n]; gradients flow through the
+    policy's."""
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
 
 
 @dataclass(frozen=True)
@@ -25,27 +53,36 @@ class ItemTerms:
     metrics: Mapping[str, Tensor]
 
 
+def log_sigmoid(values: Tensor) -> Tensor:
+    """log(1 / (1 + e^-x)) of each value, any shape; finite for large negative ones."""
+    from torch.nn.functional import logsigmoid
+
+    return logsigmoid(values)
+
+
 def sum_answers(log_probs: Tensor, counted: Tensor, lengths: Tensor) -> Tensor:
     """log_probs [T] -> their sum in each answer [B] over the tokens where `counted` [T] is 1; 0 where there is none.
 
     What is not counted may be anything, infinities and NaN too. Differentiable.
     """
-    return sum_rows(torch.where(counted.bool(), log_probs, 0.0), lengths)
+    return sum_rows(log_probs.where(counted.bool(), 0.0), lengths)
 
 
 def mean_answers(log_probs: Tensor, counted: Tensor, lengths: Tensor) -> Tensor:
-    """As `sum_answers`, divided by the number of tokens that count; 0 where there is none."""
+    """`sum_answers`, divided by the number of tokens that count; 0 where there is none."""
     kept = counted.to(log_probs.dtype)
-    return mean_counted(torch.where(counted.bool(), log_probs, 0.0), kept, lengths)
+    return mean_counted(log_probs.where(counted.bool(), 0.0), kept, lengths)
 
 
 def mean_metric(values: Tensor, kept: Tensor | None = None) -> Tensor:
     """[2] (sum, count) of `values` [n], of those where `kept` [n] is 1 if it is given."""
+    import torch
+
     values = values.detach()
     if kept is None:
         return torch.stack([values.sum(), values.new_tensor(values.numel())])
     kept = kept.bool()
-    return torch.stack([torch.where(kept, values, 0.0).sum(), kept.sum().to(values.dtype)])
+    return torch.stack([values.where(kept, 0.0).sum(), kept.sum().to(values.dtype)])
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

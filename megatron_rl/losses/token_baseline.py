@@ -10,10 +10,35 @@ Legend: B answers, R places, right-padded; T tokens of all answers, laid end to 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.declarations import EstimatorNeeds, estimator
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.losses.advantages import rewards_to_go
+from megatron_rl.losses.estimators import Samples, required
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPSILON = 1e-8
+
+
+# With several turns their tokens are laid end to end first, which tir_ names; answers here have one turn.
+@estimator(
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+    needs=EstimatorNeeds(group=True, sum_pi_squared=True),
+)
+def estimate_optimal_token_baseline(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Rewards to go - their mean at the same place of the group's answers, weighed by W.
+
+    W: the sum of `path_energy` up to that place; see `optimal_baselines`. Li et al., arXiv:2602.07078.
+    """
+    mask, weights = samples.mask, samples.rollout_weights
+    returns = rewards_to_go(samples.padded(samples.rewards), mask, gamma=1.0)
+    energy = path_energy(required(samples.old_log_probs), required(samples.sum_pi_squared), weights)
+    baselines = optimal_baselines(returns, samples.padded(energy), mask, samples.groups)
+    return (returns - baselines)[mask], returns[mask]
 
 
 def path_energy(log_probs: Tensor, sum_pi_squared: Tensor, weights: Tensor | None) -> Tensor:
@@ -32,7 +57,7 @@ def optimal_baselines(returns: Tensor, energy: Tensor, mask: Tensor, groups: Ten
     all others of its group, there is nothing to compare with, and the baseline is 0, as in verl. Where the rewards to
     go of all answers that are still there are equal, the baseline is that number to the last bit.
     """
-    cumulated = torch.where(mask, energy.cumsum(1), 0.0)
+    cumulated = energy.cumsum(1).where(mask, 0.0)
     _, index = groups.unique(return_inverse=True)
     num_groups = int(index.max()) + 1 if len(index) else 0
 
@@ -40,12 +65,12 @@ def optimal_baselines(returns: Tensor, energy: Tensor, mask: Tensor, groups: Ten
         return values.new_zeros(num_groups, values.shape[1]).index_add_(0, index, values)[index]
 
     def extreme(kind: str, missing: float) -> Tensor:
-        values = torch.where(mask, returns, missing)
+        values = returns.where(mask, missing)
         start = values.new_full((num_groups, values.shape[1]), missing)
         return start.scatter_reduce(0, index[:, None].expand_as(values), values, kind)[index]
 
     weighed = over_group(cumulated * returns) / (over_group(cumulated) + EPSILON)
-    largest, smallest = extreme("amax", -torch.inf), extreme("amin", torch.inf)
-    weighed = torch.where(largest == smallest, returns, weighed)
+    largest, smallest = extreme("amax", float("-inf")), extreme("amin", float("inf"))
+    weighed = returns.where(largest == smallest, weighed)
     has_others = over_group(mask.to(returns.dtype)) > 1
-    return torch.where(mask & has_others, weighed, 0.0)
+    return weighed.where(mask & has_others, 0.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def clipped_value_loss(
@@ -13,6 +15,6 @@ def clipped_value_loss(
 
     Returns (loss [N], clipped [N]: 1 where the clipped branch was the larger).
     """
-    limited = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    limited = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     plain_loss, limited_loss = (values - returns).square(), (limited - returns).square()
-    return 0.5 * torch.maximum(plain_loss, limited_loss), (limited_loss > plain_loss).float()
+    return 0.5 * plain_loss.maximum(limited_loss), (limited_loss > plain_loss).float()

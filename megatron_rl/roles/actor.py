@@ -18,8 +18,7 @@ from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.metrics import MetricParts
-from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
-from megatron_rl.losses.registry import policy_loss
+from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
 from megatron_rl.observe.batch_metrics import balance_metrics, expert_load_metrics
 from megatron_rl.records import ActorBatch, Sequences, TokenBatch, TokenScores, ragged_from_lengths, row_lengths
@@ -44,7 +43,7 @@ class Actor(TrainedRole):
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.language_model())
         self.correction = rank.config.algorithm.rollout_correction
-        self.policy_loss = policy_loss(self.config, self.correction)
+        self.policy_loss = load_policy_loss(self.config, self.correction)
         self.scores_squares = needs_of(rank.config).sum_pi_squared
         self.score_cut = rank.micro_batching(spec.score)
         temperature = rank.config.actor_rollout_ref.rollout.temperature

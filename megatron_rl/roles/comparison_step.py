@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.metrics import MetricParts
-from megatron_rl.losses.objectives import Answers, Objective
-from megatron_rl.losses.terms import mean_answers, sum_answers
+from megatron_rl.losses.objectives import Objective
+from megatron_rl.losses.terms import Answers, mean_answers, sum_answers
 from megatron_rl.records import AnswerBatch, AnswerScores, ragged_from_lengths
 from megatron_rl.roles.pipeline import PerToken
 from megatron_rl.roles.training import TrainableModel

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl.config.declarations import PREFERENCE_LOSSES
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.tasks import DPO
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.metrics import MetricParts
-from megatron_rl.losses.objectives import preference_objective, reads_means
+from megatron_rl.losses.objectives import preference_objective
 from megatron_rl.losses.terms import sum_answers
 from megatron_rl.records import AnswerBatch, AnswerScores, Sequences, SequenceScores, TokenBatch
 from megatron_rl.roles.rank import Rank
@@ -30,7 +31,7 @@ class TunedPolicy(TrainedRole):
         settings = source.hf_config.to_dict()
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         preferences = rank.config.dpo
-        means = rank.config.trainer.stage == DPO and reads_means(preferences)
+        means = rank.config.trainer.stage == DPO and PREFERENCE_LOSSES[preferences.loss].traits.means
         self.learner = AnswerLearner(self.trainable, self.scorer.log_probs, preference_objective(preferences), means)
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_rl.config.declarations import REWARDS
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.user_functions import import_file
 from megatron_rl.errors import ConfigError
-from megatron_rl.scoring.built_in import BUILT_IN, check_built_in
+from megatron_rl.scoring.built_in.by_data_source import rules_of_sources
 from megatron_rl.scoring.outcome import RewardFunction, describe_error
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
@@ -41,7 +43,7 @@ def load_reward_function(source: RewardSource) -> RewardFunction:
     called with the keywords data_source, solution_str, ground_truth, extra_info and those of `kwargs`.
     """
     where = source.path or "built-in rewards"
-    functions: dict[str, Any] = BUILT_IN
+    functions: dict[str, Any] = {name: rule.function for name, rule in REWARDS.items()}
     if source.path is not None:
         functions = {key: value for key, value in vars(_run_file(source.path)).items() if callable(value)}
     if source.name not in functions:
@@ -60,6 +62,28 @@ def load_reward_function(source: RewardSource) -> RewardFunction:
             f"custom_reward_function.reward_kwargs={source.kwargs}: {error}"
         ) from error
     return functools.partial(function, **source.kwargs)
+
+
+def check_built_in(name: str, data_sources: Iterable[str]) -> None:
+    """Raise ConfigError if the rule `name` cannot judge a data source, or needs a package that is not installed."""
+    sources = set(data_sources)
+    rules = {name} if sources else set()
+    if name == "compute_score":
+        by_source = rules_of_sources()
+        if unknown := sorted(sources - by_source.keys()):
+            raise ConfigError(
+                f"no built-in reward judges data source {unknown[0]!r} (custom_reward_function.path is null): the "
+                f"nearest is {nearest_name(unknown[0], by_source)!r}; set custom_reward_function.path to a file "
+                "of your own, or custom_reward_function.name to exact_match or math for all sources"
+            )
+        rules = {by_source[source] for source in sources}
+    for rule in sorted(rules):
+        traits = REWARDS[rule].traits
+        if traits.package is not None and importlib.util.find_spec(traits.package) is None:
+            raise ConfigError(
+                f"the built-in {rule} reward needs the package {traits.requirement.partition('[')[0]}, and it is not "
+                f"installed: pip install '{traits.requirement}', or use custom_reward_function.name=exact_match"
+            )
 
 
 def _run_file(path: str) -> ModuleType:

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.as_stage import holds_reference
-from megatron_rl.config.tasks import NEEDS_REFERENCE
+from megatron_rl.config.as_stage import holds_reference, needs_reference
 from megatron_rl.data.examples import Labelled, Ranking
 from megatron_rl.errors import ConfigError
-from megatron_rl.losses.objectives import Answers, preference_objective
+from megatron_rl.losses.objectives import preference_objective
 from megatron_rl.losses.preferences import kto_baseline
-from megatron_rl.losses.terms import sum_answers
+from megatron_rl.losses.terms import Answers, sum_answers
 from megatron_rl.records import AnswerBatch, ragged_from_lengths
 from megatron_rl.roles.tuned import TunedPolicy
 from megatron_rl.tasks.held_out import LOSS
@@ -46,7 +45,7 @@ class Preferences:
         if self.config.loss == "kto":
             longest = run.data.max_length
             self.sets |= {f"{name}{MISMATCHED}": mismatched(rows, longest) for name, rows in self.sets.items()}
-        self.is_stored = self.config.loss in NEEDS_REFERENCE and not holds_reference(run.config)
+        self.is_stored = needs_reference(run.config) and not holds_reference(run.config)
 
     def store_reference(self) -> None:
         """Score all answers with the weights that the run starts from, where that is asked for and not done.

@@ -13,7 +13,8 @@ import torch
 from megatron_rl.checkpoint.score_statistics import SCORE_MEAN, SCORE_STD, ScoreStatistics
 from megatron_rl.config.roles import CRITIC
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.losses.objectives import Answers, reward_objective
+from megatron_rl.losses.objectives import reward_objective
+from megatron_rl.losses.terms import Answers
 from megatron_rl.records import AnswerBatch, AnswerScores
 from megatron_rl.roles.scorer import TrainedScorer
 from megatron_rl.tasks.calibration import draw_calibration

@@ -79,14 +79,14 @@ def actor_batch(path: str) -> ActorBatch:
 
 
 def configure(actor, loss_mode: str, cut: MicroBatching) -> None:
-    from megatron_rl.losses.registry import policy_loss
+    from megatron_rl.losses.policy import load_policy_loss
 
     config: ActorConfig = actor.config
     config.policy_loss.loss_mode, config.loss_agg_mode = loss_mode, MODES[loss_mode]
     config.use_kl_loss, config.kl_loss_coef, config.entropy_coeff = True, 0.1, 0.01
     actor.cut = cut
     actor.correction = BYPASS if loss_mode == "bypass_mode" else RolloutCorrectionConfig()
-    actor.policy_loss = policy_loss(config, actor.correction)
+    actor.policy_loss = load_policy_loss(config, actor.correction)
 
 
 def reduced_gradients(actor, dp_group) -> dict[str, torch.Tensor]:

@@ -7,7 +7,8 @@ from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction, assemble
-from megatron_rl.losses.estimators import estimate_gae, estimate_grpo
+from megatron_rl.losses.estimators import estimate_gae
+from megatron_rl.losses.group_advantages import estimate_grpo
 from megatron_rl.records import Experience, Generations, Prompts, non_tensor, ragged, ragged_from_lengths
 
 

@@ -174,6 +174,18 @@ def test_every_import_is_allowed():
     assert not found, "\n".join(sorted(set(found)))
 
 
+BY_NAME = {"config/declarations.py", "observe/services.py", "cluster/fork_server.py"}
+"""Files that import modules by name: the plug-ins of a configuration, optional services, and what a rank preloads."""
+
+
+def test_imports_by_name_are_known():
+    """The rules above cannot see them. Would not catch `__import__`, nor a name that is passed on."""
+    calls = {
+        path.relative_to(REPOSITORY / PACKAGE).as_posix() for path in SOURCES if "import_module(" in path.read_text()
+    }
+    assert calls == BY_NAME
+
+
 @pytest.mark.parametrize(
     ("file", "source"),
     [

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.losses.policy import gspo, ppo_clip
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.losses.policy import PolicyTokens, gspo_loss, ppo_clip
+
+
+def gspo(new, old, advantages, lengths, clip_low, clip_high, kept=None):
+    config = ActorConfig(clip_ratio_low=clip_low, clip_ratio_high=clip_high)
+    return gspo_loss(PolicyTokens(new, old, advantages, lengths, kept), config)
+
 
 #  advantage, ratio, loss, clipped, d loss / d log_prob; clip_ratio is 0.2
 CASES = [

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.algorithms import LOSS_AGG_MODES, POLICY_LOSSES, policy_agg_mode
+from megatron_rl.config.algorithms import LOSS_AGG_MODES, policy_agg_mode
 from megatron_rl.config.correction import RolloutCorrectionConfig
+from megatron_rl.config.declarations import POLICY_LOSSES
 from megatron_rl.config.schema import ActorConfig, PolicyLossConfig
-from megatron_rl.losses import registry
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.covariance import covariances
-from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
+from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss
 
 
 def actor(loss_mode: str, **keys: float) -> ActorConfig:
@@ -33,7 +33,7 @@ def one_token(loss_mode: str, advantage: float, ratio: float, p: float = 0.5, **
     old = torch.tensor([math.log(p / ratio)], dtype=torch.float64)
     config = actor(loss_mode, **keys)
     tokens = PolicyTokens(new, old, torch.tensor([advantage], dtype=torch.float64), torch.tensor([1]))
-    terms = registry.policy_loss(config)(tokens, config)
+    terms = load_policy_loss(config)(tokens, config)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), new)
     return terms.loss.item(), gradient.item(), terms.clipped.item(), terms.clipped_lower.item()
 
@@ -106,7 +106,7 @@ def test_geo_mean_limits_the_mean():
     """log r of -30 and 0, A = 1: -e^-15, where a limit on each would give -e^-10. Would not catch an overflow."""
     new, old = torch.tensor([-31.0, -1.0]).double(), torch.full((2,), -1.0).double()
     tokens = PolicyTokens(new, old, torch.ones(2).double(), torch.tensor([2]))
-    terms = registry.policy_loss(actor("geo_mean"))(tokens, actor("geo_mean"))
+    terms = load_policy_loss(actor("geo_mean"))(tokens, actor("geo_mean"))
     assert terms.loss.tolist() == pytest.approx([-math.exp(-15)] * 2)
 
 
@@ -114,7 +114,7 @@ def test_the_kl_of_tokens_is_not_limited():
     """`actor/ppo_kl` of a token with log r = -30 is 30. Would not catch a mean over ranks."""
     tokens = PolicyTokens(torch.tensor([-31.0]), torch.tensor([-1.0]), torch.ones(1), torch.tensor([1]))
     for mode in POLICY_LOSSES:
-        assert registry.policy_loss(actor(mode))(tokens, actor(mode)).kl.tolist() == [30.0], mode
+        assert load_policy_loss(actor(mode))(tokens, actor(mode)).kl.tolist() == [30.0], mode
 
 
 def test_sapo_is_averaged_over_answers():
@@ -125,7 +125,7 @@ def test_sapo_is_averaged_over_answers():
     zeros = torch.zeros(4)
     for mode in LOSS_AGG_MODES:
         config = actor("sapo", loss_agg_mode=mode)
-        terms = registry.policy_loss(config)(PolicyTokens(zeros, zeros, advantages, lengths), config)
+        terms = load_policy_loss(config)(PolicyTokens(zeros, zeros, advantages, lengths), config)
         weights = token_weights(torch.ones(4), lengths, BatchTotals(4, 2), policy_agg_mode(config), 8)
         assert float((terms.loss * weights).sum()) == pytest.approx(-4.0)
     assert policy_agg_mode(actor("gspo", loss_agg_mode="token-sum")) == "token-sum"
@@ -137,7 +137,7 @@ def test_geo_mean_of_three_tokens():
     weights, kept = torch.tensor([1.0, 7.0, 4.0]).double(), torch.tensor([1.0, 0.0, 1.0]).double()
     advantages, lengths = torch.full((3,), 2.0).double(), torch.tensor([3, 0])
     tokens = PolicyTokens(new, torch.zeros(3).double(), advantages, lengths, kept, weights)
-    terms = registry.policy_loss(actor("geo_mean"))(tokens, actor("geo_mean"))
+    terms = load_policy_loss(actor("geo_mean"))(tokens, actor("geo_mean"))
     assert terms.is_weighted and terms.loss.tolist() == pytest.approx([-4 * math.exp(0.2)] * 3)
     (gradient,) = torch.autograd.grad(terms.loss[0], new)
     assert gradient.tolist() == pytest.approx([-2 * math.exp(0.2), 0.0, 0.0])
@@ -169,9 +169,9 @@ def test_covariances_by_hand():
 def test_clip_cov_draws_from_the_band(keys, drawn):
     """All that are inside, where the share is large; the third, which PPO clips, never. Would not catch the share."""
     config = actor("clip_cov", **keys)
-    terms = registry.policy_loss(config)(cov_tokens(), config)
+    terms = load_policy_loss(config)(cov_tokens(), config)
     assert terms.clipped.tolist() == drawn
-    plain = registry.policy_loss(actor("vanilla"))(cov_tokens(), actor("vanilla", clip_ratio_c=1e9))
+    plain = load_policy_loss(actor("vanilla"))(cov_tokens(), actor("vanilla", clip_ratio_c=1e9))
     assert terms.loss.tolist() == pytest.approx([x * (1 - d) for x, d in zip(plain.loss.tolist(), drawn, strict=True)])
 
 
@@ -182,7 +182,7 @@ def test_clip_cov_draws_as_many(share, number):
     log_probs = torch.cat([torch.full((50,), -1.0), torch.full((50,), -3.0)]).double() + 0.2 * advantages
     tokens = PolicyTokens(log_probs, log_probs, advantages, torch.tensor([100]))
     config = actor("clip_cov", clip_cov_ratio=share, clip_cov_lb=0.0, clip_cov_ub=9.0)
-    loss = registry.policy_loss(config)
+    loss = load_policy_loss(config)
     drawn = loss(tokens, config).clipped
     assert drawn.sum() == number and torch.equal(drawn, loss(tokens, config).clipped)
     candidates = (covariances(tokens) > 0).nonzero()[:, 0]
@@ -193,7 +193,7 @@ def test_kl_cov_penalises_the_largest():
     """Shares of 4: one, and two of covariance 2; the first of equal ones. Would not catch another rounding."""
     for share, marks in ((0.3, [1, 0, 0, 0, 0]), (0.5, [1, 1, 0, 0, 0]), (1.0, [1, 1, 1, 1, 0])):
         config = actor("kl_cov", kl_cov_ratio=share)
-        terms = registry.policy_loss(config)(cov_tokens(), config)
+        terms = load_policy_loss(config)(cov_tokens(), config)
         assert terms.clipped.tolist() == marks
         assert terms.kl.tolist() == pytest.approx([0.1, 0.1, 0.5, 0.1, 0.0])
         expected = [-2 * math.exp(0.1), 2 * math.exp(0.1), -math.exp(0.5), math.exp(-0.1)]
@@ -206,8 +206,8 @@ def test_bypass_mode_is_vanilla_or_reinforce():
     for loss_type, expected in (("ppo_clip", "vanilla"), ("reinforce", "gpg")):
         correction = RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type)
         for loss_mode in ("vanilla", "bypass_mode"):
-            assert registry.policy_loss(actor(loss_mode), correction) is registry.POLICY_LOSSES[expected]
-    assert registry.policy_loss(actor("sapo"), RolloutCorrectionConfig(bypass_mode=True)).__name__ == "sapo_loss"
+            assert load_policy_loss(actor(loss_mode), correction) is POLICY_LOSSES[expected].function
+    assert load_policy_loss(actor("sapo"), RolloutCorrectionConfig(bypass_mode=True)).__name__ == "sapo_loss"
 
 
 # Against Python floats
@@ -267,7 +267,7 @@ def reference(mode: str, rows: list[list[Token]], new: list[list[float]], c: Act
         if not kept:
             return 0.0
         mean_advantage = statistics.fmean(t.advantage for t, _ in kept)
-        if mode == "gspo":
+        if mode in ("gspo", "gspo_token"):
             s = math.exp(statistics.fmean(t.new - t.old for t, _ in kept)) * math.exp(x - token.new)
             return -min(s * a, min(max(s, low), high) * a)
         logs = []
@@ -314,7 +314,7 @@ def terms_of(mode: str, rows: list[list[Token]], config: ActorConfig) -> tuple[P
     lengths = torch.tensor([len(row) for row in rows])
     totals = BatchTotals(int(kept.sum()), sum(any(t.kept for t in row) for row in rows))
     tokens = PolicyTokens(new.requires_grad_(), old, advantages, lengths, kept)
-    terms = registry.policy_loss(config)(tokens, config)
+    terms = load_policy_loss(config)(tokens, config)
     return terms, new, token_weights(kept, lengths, totals, "seq-mean-token-mean", 1)
 
 
@@ -383,7 +383,7 @@ def test_answers_do_not_know_each_other(mode, rows, pieces):
             assert found.tolist() == pytest.approx([x for row in whole[start::pieces] for x in row.tolist()])
 
 
-@pytest.mark.parametrize("mode", POLICY_LOSSES)
+@pytest.mark.parametrize("mode", [*POLICY_LOSSES])
 def test_extremes_stay_finite(mode):
     """Log-probs of 0 and -200 either way, all three signs; and no token at all. Would not catch a wrong limit."""
     log_probs = torch.tensor([0.0, -200.0, 0.0] * 3, requires_grad=True)
@@ -392,7 +392,7 @@ def test_extremes_stay_finite(mode):
     config = actor(mode)
     for lengths, rows in ((torch.tensor([3, 3, 0, 3]), slice(None)), (torch.tensor([0, 0]), slice(0))):
         tokens = PolicyTokens(log_probs[rows], old[rows], advantages[rows], lengths)
-        terms = registry.policy_loss(config)(tokens, config)
+        terms = load_policy_loss(config)(tokens, config)
         (gradient,) = torch.autograd.grad(terms.loss.sum(), log_probs, retain_graph=True)
         assert terms.loss.shape == tokens.advantages.shape
         assert terms.loss.isfinite().all() and gradient.isfinite().all()

@@ -10,7 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slopes import slopes
 
-from megatron_rl.losses.preferences import NEEDS, dpo_loss, ipo_loss, kto_baseline, kto_loss, orpo_loss, simpo_loss
+from megatron_rl.config.declarations import PREFERENCE_LOSSES
+from megatron_rl.config.tasks import DPOConfig
+from megatron_rl.losses import preferences
+from megatron_rl.losses.preferences import kto_baseline
+from megatron_rl.losses.terms import Answers, Pairs
 
 LOG2, LOG3 = math.log(2), math.log(3)
 
@@ -21,6 +25,30 @@ def sigmoid(x: float) -> float:
 
 def one(*values: float) -> list[torch.Tensor]:
     return [torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in values]
+
+
+def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0.0):
+    config = DPOConfig(beta=beta, label_smoothing=label_smoothing)
+    return preferences.dpo_loss(Pairs(chosen, rejected, ref_chosen, ref_rejected), config)
+
+
+def ipo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
+    return preferences.ipo_loss(Pairs(chosen, rejected, ref_chosen, ref_rejected), DPOConfig(beta=beta))
+
+
+def simpo_loss(chosen, rejected, beta, gamma):
+    config = DPOConfig(beta=beta, simpo_gamma=gamma)
+    return preferences.simpo_loss(Pairs(chosen, rejected, chosen, rejected), config)
+
+
+def orpo_loss(chosen, rejected, beta):
+    return preferences.orpo_loss(Pairs(chosen, rejected, chosen, rejected), DPOConfig(beta=beta))
+
+
+def kto_loss(policy, reference, labels, baseline, beta, desirable=1.0, undesirable=1.0):
+    config = DPOConfig(beta=beta, desirable_weight=desirable, undesirable_weight=undesirable)
+    sizes = torch.ones(len(policy), dtype=torch.int64)
+    return preferences.kto_loss(Answers(policy, reference, labels, sizes, baseline), config)
 
 
 def means(metrics) -> dict[str, float]:
@@ -104,7 +132,7 @@ def test_kto_baseline_is_a_mean_that_is_not_negative():
     """6 / 4, 0 for a negative mean, 0 of nothing, and no gradient. Would not catch pairs that are matched."""
     total = torch.tensor(6.0, requires_grad=True)
     assert kto_baseline(total, 4).item() == 1.5 and not kto_baseline(total, 4).requires_grad
-    assert kto_baseline(torch.tensor(-6.0), torch.tensor(4)).item() == 0.0
+    assert kto_baseline(torch.tensor(-6.0), 4).item() == 0.0
     assert kto_baseline(torch.tensor(0.0), 0).item() == 0.0
 
 
@@ -189,4 +217,5 @@ def test_no_pairs_are_no_loss():
 
 def test_every_loss_says_what_it_needs():
     """Those above and no others. Would not catch a need that is wrong."""
-    assert set(NEEDS) == {*FORMULAS, "kto"} and [name for name, need in NEEDS.items() if need.labels] == ["kto"]
+    assert set(PREFERENCE_LOSSES) == {*FORMULAS, "kto"}
+    assert [name for name, declared in PREFERENCE_LOSSES.items() if declared.traits.alone] == ["kto"]

@@ -11,18 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slopes import slopes
 
-from megatron_rl.losses.rankings import (
-    RANKING_LOSSES,
-    all_pairs_loss,
-    pair_loss,
-    pairs_of,
-    plackett_luce_loss,
-    regression_loss,
-)
+from megatron_rl.config.declarations import REWARD_MODEL_LOSSES
+from megatron_rl.config.tasks import RewardStageConfig
+from megatron_rl.losses.rankings import pairs_of
+from megatron_rl.losses.terms import Answers
 
 LOG3 = math.log(3)
 number = st.floats(-4, 4)
 rankings = st.lists(st.lists(st.tuples(number, st.floats(0, 2)), max_size=4), min_size=1, max_size=4)
+
+
+def loss_of(name: str, scores: torch.Tensor, sizes: torch.Tensor, given: torch.Tensor | None = None):
+    none = torch.zeros_like(scores)
+    answers = Answers(scores, none if given is None else given, none, sizes, torch.zeros(()))
+    return REWARD_MODEL_LOSSES[name].function(answers, RewardStageConfig(name, use_margins=given is not None))
+
+
+def pair_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: float = 0.0):
+    given = torch.tensor([margin, 0.0], dtype=chosen.dtype)
+    return loss_of("all_pairs", torch.cat([chosen, rejected]), torch.tensor([2]), given)
 
 
 def softplus(x: float) -> float:
@@ -48,7 +55,7 @@ PAIRS = [
 def test_pairs_by_hand(chosen, rejected, margin, loss, gradient):
     """Loss and gradients of both scores. Would not catch a wrong sum over pairs."""
     better, worse = (torch.tensor([value], requires_grad=True) for value in (chosen, rejected))
-    terms = pair_loss(better, worse, torch.tensor([margin]))
+    terms = pair_loss(better, worse, margin)
     assert terms.loss.item() == pytest.approx(loss, abs=1e-6)
     found = [one.item() for one in torch.autograd.grad(terms.loss.sum(), (better, worse))]
     assert found == pytest.approx([gradient, -gradient], abs=1e-6)
@@ -95,7 +102,7 @@ def test_rankings_agree_with_loops(rows):
     gaps = torch.tensor([gap for row in rows for _, gap in row], dtype=torch.float64)
     loops = {"all_pairs": pairs_by_loop, "plackett_luce": plackett_luce_by_loop}
     for name, loop in loops.items():
-        terms = all_pairs_loss(scores, sizes, gaps) if name == "all_pairs" else plackett_luce_loss(scores, sizes)
+        terms = loss_of(name, scores, sizes, gaps)
         assert terms.loss.tolist() == pytest.approx(loop(scores.tolist(), rows), rel=1e-9, abs=1e-9)
         if len(scores):
             found = torch.autograd.grad(terms.loss.sum(), scores)[0].tolist()
@@ -109,8 +116,8 @@ def test_a_ranking_of_two_is_a_pair(pair):
     """Both rules give Bradley-Terry's loss and metrics. Would not catch an error that all three share."""
     scores = torch.tensor(pair, dtype=torch.float64)
     one = pair_loss(scores[:1], scores[1:])
-    for rule in RANKING_LOSSES.values():
-        terms = rule(scores, torch.tensor([2]))
+    for name in ("all_pairs", "plackett_luce"):
+        terms = loss_of(name, scores, torch.tensor([2]))
         torch.testing.assert_close(terms.loss, one.loss)
         assert means(terms.metrics) == means(one.metrics)
 
@@ -119,7 +126,7 @@ def test_plackett_luce_is_a_probability():
     """Over all 6 orders of 3 answers exp(-loss) adds up to 1. Would not catch an order read from the worst on."""
     scores = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
     total = sum(
-        plackett_luce_loss(scores[list(order)], torch.tensor([3])).loss.neg().exp().item()
+        loss_of("plackett_luce", scores[list(order)], torch.tensor([3])).loss.neg().exp().item()
         for order in itertools.permutations(range(3))
     )
     assert total == pytest.approx(1.0)
@@ -128,7 +135,7 @@ def test_plackett_luce_is_a_probability():
 def test_scores_by_hand():
     """Squares, their gradient and the mean error. Would not catch targets that are scaled."""
     scores = torch.tensor([1.0, -2.0], requires_grad=True)
-    terms = regression_loss(scores, torch.tensor([3.0, -2.5]))
+    terms = loss_of("regression", scores, torch.ones(2, dtype=torch.int64), torch.tensor([3.0, -2.5]))
     assert terms.loss.tolist() == [4.0, 0.25]
     assert torch.autograd.grad(terms.loss.sum(), scores)[0].tolist() == [-4.0, 1.0]
     assert means(terms.metrics) == {"error": 1.25, "score": -0.5, "target": 0.25}
@@ -139,5 +146,5 @@ def test_scores_by_hand():
 def test_scores_agree_with_a_loop(rows):
     """Python floats. Would not catch a wrong gradient, which the case above does."""
     scores, targets = torch.tensor(rows, dtype=torch.float64).T
-    found = regression_loss(scores, targets).loss.tolist()
+    found = loss_of("regression", scores, torch.ones(len(rows), dtype=torch.int64), targets).loss.tolist()
     assert found == pytest.approx([(a - b) ** 2 for a, b in rows], rel=1e-12)

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config import algorithms
+from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES
 from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, PolicyLossConfig, UserFileConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.losses import policy, registry
-from megatron_rl.losses.estimators import Samples, estimate_grpo
+from megatron_rl.losses import policy
+from megatron_rl.losses.estimators import Samples, load_estimator
+from megatron_rl.losses.group_advantages import estimate_grpo
 
 OWN = """
 from dataclasses import dataclass, replace
@@ -46,22 +47,23 @@ def actor(loss_mode: str, custom: UserFileConfig | None = None) -> ActorConfig:
     )
 
 
-def test_names_agree_with_the_configuration():
-    """What preflight lets pass exists. Would not catch a name under which another function is found."""
-    assert set(registry.ESTIMATORS) == set(algorithms.ADV_ESTIMATORS)
-    assert set(registry.POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
-    assert registry.estimator(AlgorithmConfig(adv_estimator="grpo")) is estimate_grpo
-    assert registry.policy_loss(actor("gspo")) is policy.gspo_loss
+def test_names_and_aliases_are_the_functions():
+    """Would not catch a name under which a wrong formula is declared; tests of each formula do."""
+    for name in ("grpo", "grpo_vectorized"):
+        assert load_estimator(AlgorithmConfig(adv_estimator=name)) is estimate_grpo
+    for name in ("gspo", "gspo_token"):
+        assert policy.load_policy_loss(actor(name)) is policy.gspo_loss
+    assert ESTIMATORS["rloo"] is ESTIMATORS["rloo_vectorized"] and POLICY_LOSSES["bypass_mode"].names[0] == "vanilla"
 
 
 def test_functions_of_the_users(own):
     """An estimator and a loss from one file. Would not catch a file that workers cannot read."""
-    estimate = registry.estimator(AlgorithmConfig(adv_estimator="raw", custom_adv_estimator=own))
+    estimate = load_estimator(AlgorithmConfig(adv_estimator="raw", custom_adv_estimator=own))
     samples = Samples(torch.tensor([1.0, 2.0]), torch.tensor([2]), torch.tensor([0]), torch.tensor([3.0]))
     assert estimate(samples, AlgorithmConfig())[0].tolist() == [2.0, 4.0]
     config = actor("doubled", own)
     tokens = policy.PolicyTokens(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([1]))
-    assert registry.policy_loss(config)(tokens, config).loss.tolist() == [-2.0]
+    assert policy.load_policy_loss(config)(tokens, config).loss.tolist() == [-2.0]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_functions_of_the_users(own):
 def test_functions_that_do_not_fit(own, name, expected):
     """Would not catch an answer of a wrong shape."""
     with pytest.raises(ConfigError) as error:
-        registry.policy_loss(actor(name, own))
+        policy.load_policy_loss(actor(name, own))
     assert expected in str(error.value)
 
 
@@ -83,7 +85,7 @@ def test_a_file_that_fails_to_run(tmp_path):
     (tmp_path / "own.py").write_text("def mine(samples, config): ...\nraise KeyError('here')\n")
     custom = UserFileConfig(str(tmp_path / "own.py"))
     with pytest.raises(ConfigError, match="fails to run: KeyError: 'here'"):
-        registry.estimator(AlgorithmConfig(adv_estimator="mine", custom_adv_estimator=custom))
+        load_estimator(AlgorithmConfig(adv_estimator="mine", custom_adv_estimator=custom))
 
 
 def test_the_configured_clips_reach_the_loss():

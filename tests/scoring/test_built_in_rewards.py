@@ -2,23 +2,25 @@
 
 import pytest
 
-from megatron_rl.config.value_tables import BUILT_IN_REWARDS
+from megatron_rl.config.declarations import REWARDS
 from megatron_rl.errors import ConfigError
-from megatron_rl.scoring import built_in
+from megatron_rl.scoring import function as reward_functions
+from megatron_rl.scoring.built_in.exact_match import exact_match
+from megatron_rl.scoring.built_in.math_answer import math_answer
 from megatron_rl.scoring.function import RewardSource, load_reward_function
 
 
-def test_config_names_the_same_rules():
-    """Would not catch a rule under a wrong name in both."""
-    assert set(BUILT_IN_REWARDS) == set(built_in.BUILT_IN)
+def test_the_rules_that_are_declared():
+    """Would not catch a data source that two rules declare."""
+    assert list(REWARDS) == ["compute_score", "exact_match", "math"]
 
 
 def test_exact_match_ignores_blanks_at_the_ends():
     """Would not catch a ground truth that has to keep its blanks."""
-    assert built_in.exact_match("x", " 42\n", "42") == {"score": 1.0, "acc": 1.0, "pred": "42"}
-    assert built_in.exact_match("x", "042", "42")["score"] == 0.0
-    assert built_in.exact_match("x", "42", 42)["score"] == 1.0
-    assert built_in.exact_match("x", "", "42") == {"score": 0.0, "acc": 0.0, "pred": ""}
+    assert exact_match("x", " 42\n", "42") == {"score": 1.0, "acc": 1.0, "pred": "42"}
+    assert exact_match("x", "042", "42")["score"] == 0.0
+    assert exact_match("x", "42", 42)["score"] == 1.0
+    assert exact_match("x", "", "42") == {"score": 0.0, "acc": 0.0, "pred": ""}
 
 
 @pytest.mark.parametrize(
@@ -37,20 +39,20 @@ def test_exact_match_ignores_blanks_at_the_ends():
 def test_math_answers(answer, truth, right):
     """Equal values in other forms. Would not catch an answer the library misreads in a way not listed here."""
     pytest.importorskip("math_verify")
-    assert built_in.math("openai/gsm8k", answer, truth)["score"] == right
+    assert math_answer("openai/gsm8k", answer, truth)["score"] == right
 
 
 def test_math_predictions_of_equal_numbers_are_equal():
     """They vote together. Would not catch expressions that are equal and printed differently."""
     pytest.importorskip("math_verify")
-    assert built_in.math("x", r"\boxed{42}", "7")["pred"] == built_in.math("x", "it is 42", "7")["pred"] == "42"
+    assert math_answer("x", r"\boxed{42}", "7")["pred"] == math_answer("x", "it is 42", "7")["pred"] == "42"
 
 
 def test_a_ground_truth_that_is_no_mathematics_is_the_datas_fault():
     """Would not catch one that is read as another expression than its author meant."""
     pytest.importorskip("math_verify")
     with pytest.raises(ValueError, match="ground truth ''"):
-        built_in.math("x", "42", "")
+        math_answer("x", "42", "")
 
 
 def test_data_sources_choose():
@@ -65,7 +67,7 @@ def test_data_sources_choose():
 
 def test_missing_library_is_said_before_the_run(monkeypatch):
     """Only where math is asked for. Would not catch a library that is there and broken."""
-    monkeypatch.setattr(built_in.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(reward_functions.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'math-verify\[antlr4_13_2\]'"):
         RewardSource(None, "compute_score").check({"openai/gsm8k"})
     RewardSource(None, "compute_score").check({"demo/addition"})

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, Needs, needs_of, uses_critic
+from megatron_rl.config.algorithms import needs_of, uses_critic
+from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorNeeds
 from megatron_rl.config.problems import nearest_name, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import functions_in
@@ -23,14 +24,14 @@ def algorithm_problems(config: RunConfig) -> Iterable[Violation]:
     for violation in _name_problems(
         "algorithm.adv_estimator",
         algorithm.adv_estimator,
-        tuple(ADV_ESTIMATORS),
+        tuple(ESTIMATORS),
         "algorithm.custom_adv_estimator.path",
         algorithm.custom_adv_estimator.path,
     ):
         yield replace(violation, nearest=violation.nearest | _needed(config, violation.nearest))
     loss_key = f"{ACTOR}.policy_loss"
     yield from _name_problems(
-        f"{loss_key}.loss_mode", loss.loss_mode, POLICY_LOSSES, f"{loss_key}.custom.path", loss.custom.path
+        f"{loss_key}.loss_mode", loss.loss_mode, tuple(POLICY_LOSSES), f"{loss_key}.custom.path", loss.custom.path
     )
     yield from _estimator_problems(config)
     yield from _component_problems(config)
@@ -42,7 +43,7 @@ def algorithm_problems(config: RunConfig) -> Iterable[Violation]:
 
 def _needed(config: RunConfig, nearest: Mapping[str, Any]) -> dict[str, Any]:
     """What the estimator that is offered needs and the configuration has not."""
-    needs = ADV_ESTIMATORS.get(nearest.get("algorithm.adv_estimator", ""), Needs())
+    needs = ESTIMATORS.traits(nearest.get("algorithm.adv_estimator", ""), EstimatorNeeds())
     found: dict[str, Any] = {SAMPLES: 2} if needs.second and config.actor_rollout_ref.rollout.n == 1 else {}
     if needs.components:
         found |= {"algorithm.gdpo_reward_keys": config.algorithm.gdpo_reward_keys or ["score"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_rl.config.algorithms import BYPASS_LOSSES, needs_of
+from megatron_rl.config.algorithms import needs_of
 from megatron_rl.config.correction import (
     CRITERIA,
     DIVERGENCE_CRITERIA,
@@ -15,6 +15,7 @@ from megatron_rl.config.correction import (
     criteria_names,
     importance_bounds,
 )
+from megatron_rl.config.declarations import POLICY_LOSSES
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.value_tables import ACTOR, CORRECTION
@@ -76,8 +77,9 @@ def _bypass_problems(config: RunConfig) -> Iterable[Violation]:
             rule = f"is the loss of {bypass_key}=true, which is false; without it {mode_key} says which"
             yield Violation({type_key: correction.loss_type}, rule, {type_key: "ppo_clip"})
         return
-    if correction.loss_type == "reinforce" and loss.loss_mode not in BYPASS_LOSSES:
-        rule = f"must be one of {', '.join(BYPASS_LOSSES)} with {type_key}=reinforce, which would replace it"
+    replaced = POLICY_LOSSES["vanilla"].names
+    if correction.loss_type == "reinforce" and loss.loss_mode not in replaced:
+        rule = f"must be one of {', '.join(replaced)} with {type_key}=reinforce, which would replace it"
         yield Violation({mode_key: loss.loss_mode}, rule, {mode_key: "vanilla"})
     if correction.rollout_is_batch_normalize:
         key = f"{CORRECTION}.rollout_is_batch_normalize"

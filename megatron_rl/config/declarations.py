@@ -1,0 +1,178 @@
+"""Losses, estimators and rewards as they declare themselves at the function: names, needs, and the keys they read.
+
+    @policy_loss("sapo", aggregation="seq-mean-token-mean", keys=("tau_pos", "tau_neg"))
+    def sapo_loss(tokens, config): ...
+
+A declaring module imports torch only for types or inside its functions, so that a plan reads declarations without it.
+These modules are the plug-ins of a configuration: the first look into a table imports every module of its package by
+name. A new loss is one new file there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Traits = TypeVar("Traits")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class EstimatorNeeds:
+    """Inputs of an advantage estimator beside token rewards.
+
+    critic: values of a trained critic. group: it compares the samples of a prompt, and has no baseline for a lone one.
+    second: two samples per prompt or more. greedy: the score of one greedy answer per prompt. sum_pi_squared: for every
+    token the sum of squared probabilities over the vocabulary, from the trainer's pass for old log-probs.
+    components: the numbers of the reward function that `algorithm.gdpo_reward_keys` names.
+    """
+
+    critic: bool = False
+    group: bool = False
+    second: bool = False
+    greedy: bool = False
+    sum_pi_squared: bool = False
+    components: bool = False
+
+
+@dataclass(frozen=True)
+class AnswerLossTraits:
+    """A loss with one number per answer: a log-prob of the policy, or a score of a reward model.
+
+    means: the log-prob is the mean over the answer's tokens, else their sum. reference: the loss reads the reference's
+    log-probs. alone: it learns from single answers, each with a label or a score, else it compares those to a prompt.
+    """
+
+    means: bool = False
+    reference: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class RewardTraits:
+    """data_sources: whose answers `compute_score` gives to this rule. package: the Python package that it imports, or
+    None, and requirement: how pip names it."""
+
+    data_sources: tuple[str, ...] = ()
+    package: str | None = None
+    requirement: str = ""
+
+
+@dataclass(frozen=True)
+class Declaration(Generic[Traits]):
+    """One declared function. names: its own name, then its aliases. keys: settings that few others of its kind read."""
+
+    names: tuple[str, ...]
+    function: Callable[..., Any]
+    traits: Traits
+    keys: tuple[str, ...]
+
+    @property
+    def formula(self) -> str:
+        """The first paragraph of the docstring, on one line."""
+        return " ".join((self.function.__doc__ or "").split("\n\n")[0].split())
+
+    @property
+    def papers(self) -> tuple[str, ...]:
+        """The arXiv numbers that the docstring cites, in their order."""
+        return tuple(dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", self.function.__doc__ or "")))
+
+
+class Declarations(Mapping[str, Declaration[Traits]]):
+    """Every declared function of one kind by name, aliases too. package: where its declaring modules are."""
+
+    def __init__(self, package: str) -> None:
+        self._package, self._is_complete = package, False
+        self._by_name: dict[str, Declaration[Traits]] = {}
+
+    def add(self, names: tuple[str, ...], traits: Traits, keys: tuple[str, ...]) -> Callable[[Function], Function]:
+        """Return a decorator that declares a function. Raises ValueError for a name that another function has."""
+
+        def declare(function: Function) -> Function:
+            if taken := self._by_name.keys() & set(names):
+                raise ValueError(f"{function.__qualname__}: {', '.join(sorted(taken))} is declared already")
+            self._by_name |= dict.fromkeys(names, Declaration(names, function, traits, keys))
+            return function
+
+        return declare
+
+    def _complete(self) -> dict[str, Declaration[Traits]]:
+        if not self._is_complete:
+            import_modules_of(self._package)
+            # The order of names must not depend on what was imported first.
+            entries = sorted(self._by_name.items(), key=lambda entry: entry[1].function.__module__)
+            self._by_name, self._is_complete = dict(entries), True
+        return self._by_name
+
+    def __getitem__(self, name: str) -> Declaration[Traits]:
+        return self._complete()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._complete())
+
+    def __len__(self) -> int:
+        return len(self._complete())
+
+    def traits(self, name: str, otherwise: Traits) -> Traits:
+        """The traits of a function; `otherwise` for a name that is not declared."""
+        return self[name].traits if name in self else otherwise
+
+
+def import_modules_of(package: str) -> None:
+    """Import every module directly in a package, in the order of their names."""
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")
+
+
+LOSSES, BUILT_IN_REWARDS = "megatron_rl.losses", "megatron_rl.scoring.built_in"
+
+ESTIMATORS = Declarations[EstimatorNeeds](LOSSES)
+"""Choices of `algorithm.adv_estimator`; functions are `losses.estimators.Estimator`."""
+POLICY_LOSSES = Declarations[str | None](LOSSES)
+"""Choices of `actor_rollout_ref.actor.policy_loss.loss_mode`; functions are `losses.policy.PolicyLoss`.
+
+Traits: the mode of `loss_agg_mode` that a loss is defined with, whatever the key says of KL and entropy; None: the
+key's."""
+PREFERENCE_LOSSES = Declarations[AnswerLossTraits](LOSSES)
+"""Choices of `dpo.loss`; functions take (pairs or answers, DPOConfig) of `losses.terms`."""
+REWARD_MODEL_LOSSES = Declarations[AnswerLossTraits](LOSSES)
+"""Choices of `reward_training.loss`; functions take (answers, RewardStageConfig)."""
+REWARDS = Declarations[RewardTraits](BUILT_IN_REWARDS)
+"""Choices of `custom_reward_function.name` where its `path` is null."""
+
+
+def estimator(
+    *names: str, needs: EstimatorNeeds = EstimatorNeeds(), keys: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """Declare an advantage estimator; keys are those of `algorithm`."""
+    return ESTIMATORS.add(names, needs, keys)
+
+
+def policy_loss(
+    *names: str, aggregation: str | None = None, keys: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """Declare a policy loss; keys are those of `actor_rollout_ref.actor`."""
+    return POLICY_LOSSES.add(names, aggregation, keys)
+
+
+def preference_loss(
+    *names: str, means: bool = False, reference: bool = False, alone: bool = False, keys: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """Declare a loss of preferences (see `AnswerLossTraits`); keys are those of `dpo`."""
+    return PREFERENCE_LOSSES.add(names, AnswerLossTraits(means, reference, alone), keys)
+
+
+def reward_model_loss(*names: str, alone: bool = False, keys: tuple[str, ...] = ()) -> Callable[[Function], Function]:
+    """Declare a loss that trains reward models; keys are those of `reward_training`."""
+    return REWARD_MODEL_LOSSES.add(names, AnswerLossTraits(alone=alone), keys)
+
+
+def reward(
+    *names: str, data_sources: tuple[str, ...] = (), package: str | None = None, requirement: str = ""
+) -> Callable[[Function], Function]:
+    """Declare a built-in rule that scores answers (see `RewardTraits`)."""
+    return REWARDS.add(names, RewardTraits(data_sources, package, requirement), ())
