@@ -1,1 +1,1 @@
-"""What training reads: prompt files and example files, checked and tokenised once."""
+"""Prompt files and example files, checked and tokenised once."""

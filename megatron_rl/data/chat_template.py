@@ -1,12 +1,11 @@
-"""From conversations to text with the assistant's turns marked, exactly as the tokenizer's template writes them.
+"""Conversations as text with the assistant's turns marked, exactly as the tokenizer's template writes them.
 
-What counts of a turn is what the model generates: everything after the prompt that generation would start from (the
-messages before, with the generation prompt) up to what the template writes before the next message, its end mark
-included, but no blanks after the end token (`tokens.Encoder`). Where the template has {% generation %} marks, they say
-it.
+The part of a turn that the model generates counts. It begins after the prompt of its generation (the messages before,
+with the generation prompt) and ends before the next message. The end mark counts, blanks after the end token do not
+(`tokens.Encoder`). If the template has {% generation %} marks, these decide.
 
-Some templates write a turn otherwise once later ones follow, such as without its thinking. A turn is then learned in a
-text of its own, in which it is the last, as it was when it was generated.
+Some templates rewrite a turn once later turns follow, such as without its thinking. The turn is then learned in a text
+of its own, in which it is the last, as it was when it was generated.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from megatron_rl.errors import ConfigError
 Span = tuple[int, int]
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "40817263951"
-"""An answer that templates write as it is, and that nothing else in a conversation is."""
+"""An answer that templates write unchanged, and that occurs nowhere else in a conversation."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A text with the characters that count, spans in order. prompt_end: characters before the first answer that
-    counts. is_plain: the tokenizer's own special tokens go before it, which a template writes itself. is_open: nothing
-    ends the last answer. is_altered: an answer stands otherwise in it than in the file.
+    """A text and the characters in it that count. spans: of these, in order. prompt_end: characters before the first
+    answer that counts. is_plain: no template wrote it, so the tokenizer's special tokens go before it. is_open: nothing
+    ends the last answer. is_altered: the text has an answer in another form than the file.
     """
 
     text: str
@@ -47,14 +46,14 @@ class Draft:
 
 
 def plain_draft(text: Text, loss_on: str) -> Draft:
-    """A plain prompt and answer, or the text alone, as they are."""
+    """A plain prompt and its answer, or plain text alone, unchanged."""
     whole = text.prompt + text.answer
     start = 0 if loss_on == "all" else len(text.prompt)
     return Draft(whole, ((start, len(whole)),), start, is_plain=True, is_open=True)
 
 
 class ChatTemplate:
-    """The template of a tokenizer."""
+    """Renders conversations with the chat template of a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]):
         """kwargs: further variables of the template. Raises ConfigError if the tokenizer has no template."""
@@ -68,11 +67,12 @@ class ChatTemplate:
         self._leaves_open: bool | None = None
 
     def drafts(self, chat: Chat, loss_on: str) -> list[Draft]:
-        """The conversation as one text, or as several where the template rewrites earlier turns; in order.
+        """The conversation as one text, or as several in order if the template rewrites earlier turns.
 
-        Raises RowProblem where the template refuses the messages, or does not begin an answer as its prompt ends.
+        Raises RowProblem if the template refuses the messages, or does not write the prompt as the beginning of prompt
+        and answer.
         """
-        turns = [n for n, one in enumerate(chat.messages) if n >= chat.first and one["role"] == "assistant"]
+        turns = [n for n, message in enumerate(chat.messages) if n >= chat.first and message["role"] == "assistant"]
         if loss_on == "all":
             text = self._render(chat, len(chat.messages))
             return [self._draft(chat, text, [(0, len(text))], 0, turns[-1:])]
@@ -94,7 +94,7 @@ class ChatTemplate:
         return Draft(text, tuple(spans), prompt_end, False, self._is_open(chat), is_altered)
 
     def _is_open(self, chat: Chat) -> bool:
-        """Whether the template writes nothing after the last answer; found out with the first conversation."""
+        """Whether the template writes nothing after the last answer; the first conversation decides it for all."""
         if self._leaves_open is None:
             last = chat.messages[-1] | {"content": PROBE}
             text = self._render(Chat([*chat.messages[:-1], last], chat.first, chat.tools), len(chat.messages))
@@ -102,7 +102,7 @@ class ChatTemplate:
         return self._leaves_open
 
     def _turn(self, chat: Chat, turn: int) -> tuple[str, list[Span]]:
-        """The text up to the end of a turn, and what counts of that turn in it."""
+        """The text up to the end of a turn, and the spans of that turn that count."""
         if MARKS.search(self._template(chat)):
             return self._marked_turn(chat, turn)
         before, text = self._render(chat, turn, generation_prompt=True), self._render(chat, turn + 1)

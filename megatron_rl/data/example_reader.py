@@ -10,14 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.chat_template import ChatTemplate, Draft, plain_draft
 from megatron_rl.data.example_rows import Chat, ExampleRow, RowReader, Text
-from megatron_rl.data.lengths import fitted
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.reading_report import ReadingReport
 from megatron_rl.data.row_files import column_forms, read_rows
 from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem
 from megatron_rl.data.schemas import Columns, find_columns
 from megatron_rl.data.template_process import TemplateProcess, TemplateRefusal
-from megatron_rl.data.tokens import Encoder, Tokens
+from megatron_rl.data.tokens import Encoder, Tokens, fitted
 from megatron_rl.errors import ConfigError
 
 Answers = tuple[Text | Chat, ...]

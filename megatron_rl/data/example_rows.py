@@ -1,4 +1,4 @@
-"""From a row's content to conversations or texts with their answers, checked. Pure; problems are `RowProblem`s."""
+"""Rows of example files as conversations or texts with their answers, checked. Pure; raises `RowProblem`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.data.schemas import JUDGED, Columns
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text: a prompt, which may be empty, and what follows it."""
+    """Plain text: a prompt, which may be empty, and the answer that follows it."""
 
     prompt: str
     answer: str
@@ -23,7 +23,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation; the assistant's messages from number `first` on are the answers that may count."""
+    """A conversation. Its answers, which may count, are the assistant's messages from number `first` on."""
 
     messages: list[Message]
     first: int
@@ -32,8 +32,8 @@ class Chat:
 
 @dataclass(frozen=True)
 class ExampleRow:
-    """answers: one; of preferences several, the best first, with as many margins less one. desirable: of each answer,
-    where labels are read. score: where scores are.
+    """answers: one, or several for preferences, the best first, with one margin fewer. desirable: the label of each
+    answer, if labels are read. score: the answer's, if scores are read.
     """
 
     answers: tuple[Text | Chat, ...]
@@ -43,7 +43,7 @@ class ExampleRow:
 
 
 class RowReader:
-    """Reads the rows of files with the same columns. Which shapes there are is in `schemas.NEEDED`."""
+    """Reads the rows of files with the same columns. `schemas.NEEDED` lists the shapes of rows."""
 
     def __init__(self, columns: Columns, kind: str, as_chat: bool):
         """as_chat: whether prompts and answers that are both text become messages of user and assistant."""
@@ -52,22 +52,22 @@ class RowReader:
         self.as_chat = as_chat
 
     def read(self, content: dict[str, Any]) -> ExampleRow:
-        """Raises RowProblem, with the field, for whatever cannot be used."""
+        """The answers in a row. Raises RowProblem, with the field, if they cannot be used."""
         shape = self.columns.shape
         if shape in ("pair", "ranking"):
             answers, margins = self._pair(content) if shape == "pair" else self._ranking(content)
             return ExampleRow(answers, margins, (True, False) if self.kind == "labelled" else ())
-        one: Text | Chat
+        answer: Text | Chat
         if shape == "text":
-            one = Text("", self._text(content, "text", "empty_answer"))
+            answer = Text("", self._text(content, "text", "empty_answer"))
         elif shape == "conversation":
-            one = self._conversation(content)
+            answer = self._conversation(content)
         else:
-            one = self._answer(content, self._value(content, "response"), self._name("response"))
+            answer = self._answer(content, self._value(content, "response"), self._name("response"))
         judge = JUDGED.get(self.kind)
         if judge == "label":
-            return ExampleRow((one,), desirable=(self._label(content),))
-        return ExampleRow((one,), score=self._number(content, "score") if judge == "score" else None)
+            return ExampleRow((answer,), desirable=(self._label(content),))
+        return ExampleRow((answer,), score=self._number(content, "score") if judge == "score" else None)
 
     def _name(self, use: str) -> str:
         return self.columns.names[use]
@@ -105,7 +105,7 @@ class RowReader:
         return read_messages(value, self._name("prompt"))
 
     def _answer(self, content: dict[str, Any], answer: Any, field: str) -> Text | Chat:
-        """One answer to the prompt in a column of its own; `field` names the answer."""
+        """An answer to the prompt, which has a column of its own. field: names the answer in messages."""
         prompt = self._prompt(content)
         if isinstance(answer, str):
             if not answer.strip():
@@ -149,17 +149,17 @@ class RowReader:
         return tuple(answers), (margin,)
 
     def _holds_prompts(self, content: dict[str, Any], values: Sequence[Any]) -> bool:
-        """Whether both answers are whole conversations that begin with the prompt, which a column repeats."""
+        """Whether both answers are whole conversations that begin with the prompt, and a column repeats the prompt."""
         if not all(isinstance(value, list) and _role(value) not in (None, "assistant") for value in values):
             return False
         prompt = self._prompt(content)
         for use, value in zip(("chosen", "rejected"), values, strict=True):
             messages = read_messages(value, self._name(use))
             if isinstance(prompt, str):
-                is_there = any(prompt in one["content"] for one in messages if one["role"] == "user")
+                has_prompt = any(prompt in message["content"] for message in messages if message["role"] == "user")
             else:
-                is_there = messages[: len(prompt)] == prompt
-            if not is_there:
+                has_prompt = messages[: len(prompt)] == prompt
+            if not has_prompt:
                 found = f"a conversation without the text of the column {self._name('prompt')!r}"
                 raise RowProblem("no_shared_prompt", self._name(use), found)
         return True
@@ -171,10 +171,10 @@ class RowReader:
         if chats[0] == chats[1]:
             raise RowProblem("same_answers", " and ".join(fields), "the same")
         shared = 0
-        while shared < min(len(one) for one in chats) and chats[0][shared] == chats[1][shared]:
+        while shared < min(map(len, chats)) and chats[0][shared] == chats[1][shared]:
             shared += 1
         for messages, field in zip(chats, fields, strict=True):
-            if not shared or any(one["role"] not in ("assistant", "tool") for one in messages[shared:]):
+            if not shared or any(message["role"] not in ("assistant", "tool") for message in messages[shared:]):
                 raise RowProblem("no_shared_prompt", field, f"the first {shared} messages are shared")
             check_answers(messages, field, shared)
         return [Chat(messages, shared, self._tools(content)) for messages in chats]
@@ -192,7 +192,7 @@ class RowReader:
                 numbers = self._numbers(content, use, len(values))
                 if len(set(numbers)) < len(numbers):
                     raise RowProblem("tie", self._name(use), str(numbers)[:80])
-                order = [place for _, place in sorted((sign * one, place) for place, one in enumerate(numbers))]
+                order = [place for _, place in sorted((sign * number, place) for place, number in enumerate(numbers))]
         answers = [self._answer(content, values[place], f"{name}[{place}]") for place in order]
         for place, answer in enumerate(answers):
             if answer in answers[:place]:
@@ -216,7 +216,7 @@ class RowReader:
         if len(value) not in lengths:
             wanted = " or ".join(map(str, lengths))
             raise RowProblem("unequal_counts", self._name(use), f"{len(value)} numbers and not {wanted}")
-        return [_finite(one, f"{self._name(use)}[{number}]") for number, one in enumerate(value)]
+        return [_finite(number, f"{self._name(use)}[{place}]") for place, number in enumerate(value)]
 
     def _number(self, content: dict[str, Any], use: str) -> float:
         return _finite(self._value(content, use), self._name(use))
@@ -229,7 +229,7 @@ class RowReader:
 
 
 def _whole_texts(values: Sequence[str], fields: Sequence[str]) -> list[Text | Chat]:
-    """Two texts, cut where they begin to differ, at the beginning of that word."""
+    """Two texts, cut into prompt and answer at the beginning of the word in which they differ first."""
     chosen, rejected = values
     for field, value in zip(fields, values, strict=True):
         if not value.strip():
@@ -239,7 +239,7 @@ def _whole_texts(values: Sequence[str], fields: Sequence[str]) -> list[Text | Ch
     shared = next((n for n, (a, b) in enumerate(zip(*values, strict=False)) if a != b), min(map(len, values)))
     while shared and not chosen[shared - 1].isspace():
         shared -= 1
-    # A blank goes with the word after it, as tokenizers have it.
+    # Tokenizers join a blank to the word after it.
     while shared and chosen[shared - 1] == " ":
         shared -= 1
     for field, value in zip(fields, values, strict=True):

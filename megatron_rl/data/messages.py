@@ -1,4 +1,4 @@
-"""Messages of conversations as rows have them: checked, and without what only the file format put there."""
+"""Messages of conversations, checked and without the nulls that parquet adds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROLES = (*INSTRUCTIONS, "user", "assistant", "tool")
 def read_messages(value: Any, field: str) -> list[Message]:
     """A non-empty list of messages with role and content. Raises RowProblem.
 
-    Parquet gives every message the fields of all, null where it has none, so fields that are null are taken out, at any
-    depth. Content in parts of type text is joined; a message that calls tools may have none.
+    Parquet gives every message the fields of all messages, with null for those that it lacks, so fields that are null
+    are taken out at any depth. Content in parts of type text is joined. A message that calls tools may have no content.
     """
     if value is None:
         raise RowProblem("missing", field, "null")
@@ -24,7 +24,7 @@ def read_messages(value: Any, field: str) -> list[Message]:
         raise RowProblem("wrong_type", field, f"{_shown(value)}, and not a list of messages")
     if not value:
         raise RowProblem("no_messages", field, "[]")
-    return [_message(one, f"{field}[{number}]") for number, one in enumerate(value)]
+    return [_message(message, f"{field}[{number}]") for number, message in enumerate(value)]
 
 
 def check_order(messages: list[Message], field: str) -> None:
@@ -44,7 +44,7 @@ def check_order(messages: list[Message], field: str) -> None:
 
 
 def check_answers(messages: list[Message], field: str, first: int = 0) -> None:
-    """Raise RowProblem unless the messages from `first` on end with the assistant's, which are not empty."""
+    """Raise RowProblem unless the last message from `first` on is the assistant's and none of its messages is empty."""
     if len(messages) <= first or messages[-1]["role"] != "assistant":
         last = f"the last message is of role {messages[-1]['role']}" if len(messages) > first else "no answer"
         raise RowProblem("unanswered", f"{field}[{len(messages) - 1}]", last)
@@ -60,14 +60,14 @@ def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
         if isinstance(value, str):
             value = json.loads(value) if value.strip() else None
         if isinstance(value, list):
-            value = [json.loads(one) if isinstance(one, str) else one for one in value]
+            value = [json.loads(tool) if isinstance(tool, str) else tool for tool in value]
     except (ValueError, RecursionError) as error:
         raise RowProblem("wrong_type", field, f"text that is not JSON: {error}") from None
     if value is None or value == []:
         return None
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowProblem("wrong_type", field, f"{_shown(value)}, and not a list of tools as objects")
-    return [_without_nulls(one) for one in value]
+    return [_without_nulls(tool) for tool in value]
 
 
 def _message(value: Any, field: str) -> Message:
@@ -100,9 +100,9 @@ def _part(part: Any, field: str) -> str:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
+        return [_without_nulls(inner) for inner in value]
     return value
 
 

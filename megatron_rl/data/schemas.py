@@ -1,4 +1,4 @@
-"""Which columns of a file are read as what: found from their names and forms, or from the keys that name them."""
+"""The use of each column of an example file: what names and forms of columns suggest, or the keys that name them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CANDIDATES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "margin": (("margin",), ("number", "numbers", "text", "null")),
     "tools": (("tools",), ("messages", "other", "texts", "text", "null")),
 }
-"""Use -> (names that are looked for, forms that are looked at). A key may name a column of any name and form."""
+"""Use of a column -> (names that it may have, forms that it may have). A key may name a column of any name and form."""
 
 NEEDED = {
     "conversation": ("messages",),
@@ -34,7 +34,7 @@ NEEDED = {
     "pair": ("chosen", "rejected"),
     "ranking": ("answers", "prompt"),
 }
-"""Shape of a row -> columns it must have."""
+"""Shape of a row -> columns that it must have."""
 
 OPTIONAL = {
     "conversation": ("tools",),
@@ -50,22 +50,22 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "labelled": ("conversation", "answer", "pair"),
     "scored": ("conversation", "answer"),
 }
-"""What is read -> shapes that it can be read from."""
+"""Kind of records -> shapes of rows that they can be read from."""
 
 JUDGED = {"labelled": "label", "scored": "score"}
-"""What is read -> the column it needs, too; not of pairs."""
+"""Kind of records -> a further column that they need, unless they are read from pairs."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """shape: a key of `NEEDED`. names: use -> column. schema: whose schema it is, in words."""
+    """The columns that are read. shape: a key of `NEEDED`. names: use -> column. schema: its name, in words."""
 
     shape: str
     names: Mapping[str, str]
     schema: str
 
     def __str__(self) -> str:
-        """Such as "TRL's prompt-completion schema (prompt=prompt response=completion)"."""
+        """For example "TRL's prompt-completion schema (prompt=prompt response=completion)"."""
         return f"{self.schema} ({' '.join(f'{use}={name}' for use, name in self.names.items())})"
 
 
@@ -79,22 +79,22 @@ def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, k
         if name not in forms:
             nearest = f"; the nearest is {nearest_name(name, forms)}" if forms else ""
             raise ConfigError(f"{path} has no column {name!r} (data.{use}_key); it has {_listed(forms)}{nearest}")
-    found = {use: [given[use]] if use in given else _named(use, forms) for use in CANDIDATES}
+    matches = {use: [given[use]] if use in given else _named(use, forms) for use in CANDIDATES}
     judge = JUDGED.get(kind)
     shapes = [
         shape
         for shape in SHAPES[kind]
-        if all(found[use] for use in NEEDED[shape]) and (judge is None or shape == "pair" or found[judge])
+        if all(matches[use] for use in NEEDED[shape]) and (judge is None or shape == "pair" or matches[judge])
     ]
     asked = [shape for shape in shapes if set(NEEDED[shape]) & set(given)]
-    if judge is not None and found[judge] and len(shapes) > 1:
+    if judge is not None and matches[judge] and len(shapes) > 1:
         shapes = [shape for shape in shapes if shape != "pair"]
     shapes = asked or shapes
     if not shapes:
         raise ConfigError(_nothing_fits(path, forms, kind))
     if len(shapes) > 1:
         choices = [
-            " ".join(f"data.{use}_key={found[use][0]}" for use in NEEDED[shape] if len(found[use]) == 1)
+            " ".join(f"data.{use}_key={matches[use][0]}" for use in NEEDED[shape] if len(matches[use]) == 1)
             or f"data.{NEEDED[shape][0]}_key"
             for shape in shapes
         ]
@@ -104,7 +104,7 @@ def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, k
         )
     (shape,) = shapes
     wanted = [*NEEDED[shape], *OPTIONAL[shape], *([judge] if judge is not None and shape != "pair" else [])]
-    names = {use: _one(path, use, found[use]) for use in wanted if found[use]}
+    names = {use: _one(path, use, matches[use]) for use in wanted if matches[use]}
     if "ranks" in names and "scores" in names:
         if "margin" not in given or given["margin"] != names["scores"]:
             raise ConfigError(

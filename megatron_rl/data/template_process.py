@@ -1,8 +1,8 @@
 """Chat templates: programs that come with a model, rendered in a process of their own that may be killed.
 
 A template may raise anything, loop for ever or take all memory, and may do so for one conversation alone. transformers
-renders it in the process that calls it, where one product of numbers or texts can be neither interrupted nor bounded.
-So a child is forked, which has limits of CPU time and of memory, and answers with texts.
+renders it in the calling process, where one product of numbers or texts can be neither interrupted nor bounded. So a
+child with limits of CPU time and memory is forked, and returns the texts.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ RAISED = (
     *(jinja2.TemplateError, SyntaxError, AssertionError, AttributeError, TypeError, ValueError),
     *(ArithmeticError, LookupError, RuntimeError, OSError),
 )
-"""What a template raises: its own refusals, what its expressions do with values they were not written for, endless
-recursion, and what Python says of a template that is nested too deeply.
+"""The errors of templates: their own refusals, expressions that meet values they were not written for, endless
+recursion, and Python's error for a template that is nested too deeply.
 """
 LONGEST_TEXT = 1 << 24
-"""Characters that one conversation may become; more would take a tokenizer minutes."""
+"""Most characters of one rendered conversation; more would take a tokenizer minutes."""
 AT_ONCE = 256
-"""Conversations that are handed to the child together."""
+"""Conversations that are sent to the child together."""
 PATIENCE = 60
-"""Seconds that are waited for each second of CPU time that is allowed."""
+"""Seconds of waiting for each second of CPU time that is allowed."""
 PR_SET_PDEATHSIG = 1
 OUT_OF_MEMORY = 3
-"""Exit code of a child whose memory was not enough."""
+"""Exit code of a child that reached its memory limit."""
 
 
 class TemplateRefusal(Exception):
-    """A template does not render a conversation; the message says why. number: of it, among those that were given."""
+    """A template does not render a conversation; the message says why. number: the place of that conversation."""
 
     def __init__(self, reason: str, number: int = 0) -> None:
         super().__init__(reason)
@@ -59,8 +59,8 @@ class TemplateRefusal(Exception):
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """cpu_s: seconds of CPU time for one conversation, and for `AT_ONCE`, which are else rendered one by one.
-    memory_bytes: what the child may have beside what its parent has when it forks.
+    """Limits of the child. cpu_s: seconds of CPU time for one conversation, and for `AT_ONCE` of them; if these take
+    longer, they are rendered one by one. memory_bytes: beyond the memory of the parent at the fork.
     """
 
     cpu_s: float = 5.0
@@ -71,46 +71,47 @@ LIMITS = RenderLimits()
 
 
 def refusable(render: Callable[[], Answer]) -> Answer:
-    """What `render` returns. Raises TemplateRefusal for what a template raises."""
+    """The result of `render`. Raises TemplateRefusal for an error of a template."""
     try:
         return render()
     except RAISED as error:
-        is_its_own = type(error) is jinja2.TemplateError  # of raise_exception, whose text is the template's
+        is_its_own = type(error) is jinja2.TemplateError  # raise_exception; the template wrote the text
         raise TemplateRefusal((str(error) if is_its_own else f"{type(error).__name__}: {error}")[:200]) from None
 
 
 def checked_length(text: str) -> str:
-    """The text. Raises TemplateRefusal where it is too long for a conversation."""
+    """The text itself. Raises TemplateRefusal if it is too long for a conversation."""
     if len(text) > LONGEST_TEXT:
         raise TemplateRefusal(f"it makes {len(text)} characters of one conversation, and may make {LONGEST_TEXT}")
     return text
 
 
 def rendered(template: str, variables: Mapping[str, Any], chats: Sequence[Any]) -> list[str | TemplateRefusal]:
-    """The text of each conversation, or why there is none. variables: of the template, and its renderer's arguments."""
+    """The text or the refusal of each conversation. variables: of the template, and arguments of its renderer."""
     try:
         texts, _ = refusable(lambda: render_jinja_template(conversations=chats, chat_template=template, **variables))
         return [checked_length(text) for text in texts]
     except TemplateRefusal as refusal:
         if len(chats) == 1:
             return [refusal]
-        return [one for chat in chats for one in rendered(template, variables, [chat])]
+        return [text for chat in chats for text in rendered(template, variables, [chat])]
 
 
 class TemplateProcess(Generic[Item, Answer]):
-    """Calls a function of conversations in a child, which is forked at the first call and ends with this object."""
+    """Calls a function on conversations in a child process. The child is forked at the first call and ends with this
+    object.
+    """
 
     def __init__(self, function: Callable[[Sequence[Item]], list[Answer]], limits: RenderLimits | None = None) -> None:
-        """function: one answer for each item; answers are pickled, and what it raises is a fault of this program."""
+        """function: returns one answer for each item, which is pickled; an error that it raises is a bug."""
         self._function, self._limits = function, limits or LIMITS
         self._connection: Connection | None = None
         self._finalizer: weakref.finalize[..., TemplateProcess[Item, Answer]] | None = None
 
     def map(self, items: Sequence[Item]) -> list[Answer]:
-        """One answer for each item, in order. Raises TemplateRefusal where one takes more than the limits, alone."""
-        return [
-            one for first in range(0, len(items), AT_ONCE) for one in self._some(items[first : first + AT_ONCE], first)
-        ]
+        """One answer for each item, in order. Raises TemplateRefusal if an item alone takes more than the limits."""
+        starts = range(0, len(items), AT_ONCE)
+        return [answer for start in starts for answer in self._some(items[start : start + AT_ONCE], start)]
 
     def close(self) -> None:
         """End the child, if there is one; the next call forks another."""
@@ -119,21 +120,21 @@ class TemplateProcess(Generic[Item, Answer]):
         self._connection = None
 
     def _some(self, items: Sequence[Item], first: int) -> list[Answer]:
-        """Of items the first of which has this number."""
+        """The answers for some items. first: the number of the first one."""
         try:
             return self._ask(items)
         except TemplateRefusal as refusal:
             if len(items) == 1:
                 raise TemplateRefusal(str(refusal), first) from None
-        # One of them is to blame, or they are too much together.
-        return [one for number, item in enumerate(items, start=first) for one in self._some([item], number)]
+        # Either one item alone takes too much, or all together do.
+        return [answer for number, item in enumerate(items, start=first) for answer in self._some([item], number)]
 
     def _ask(self, items: Sequence[Item]) -> list[Answer]:
         if self._connection is None:
             self._connection = self._start()
         try:
             self._connection.send(items)
-            if not self._connection.poll(PATIENCE * self._limits.cpu_s):  # a child that stands still has no CPU time
+            if not self._connection.poll(PATIENCE * self._limits.cpu_s):  # a child that sleeps uses no CPU time
                 self.close()
                 raise TemplateRefusal(f"there is no text after {PATIENCE * self._limits.cpu_s:g} s")
             answers: list[Answer] = self._connection.recv()
@@ -154,11 +155,11 @@ class TemplateProcess(Generic[Item, Answer]):
         return ours
 
     def _serve(self, theirs: Connection, own: Connection, parent: int) -> NoReturn:
-        """Be the child: take lists of items, answer with lists."""
+        """Run as the child: receive lists of items, send lists of answers. Never returns."""
         try:
             theirs.close()
             self._be_bounded(parent)
-            gc.freeze()  # what the parent has is not looked through again, which would copy it
+            gc.freeze()  # collecting the parent's objects would copy their pages
             while True:
                 items = own.recv()
                 signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_s)
@@ -175,11 +176,11 @@ class TemplateProcess(Generic[Item, Answer]):
 
     def _be_bounded(self, parent: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the parent's business, which then ends this process
+            signal.signal(number, signal.SIG_IGN)  # the parent handles them and ends this process
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
-            os._exit(0)  # it died before the kernel was told
+            os._exit(0)  # the parent died before prctl
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * PAGESIZE + self._limits.memory_bytes
         given, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -187,7 +188,7 @@ class TemplateProcess(Generic[Item, Answer]):
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     def _reason(self) -> str:
-        """What has ended the child, which lets go of it."""
+        """The cause of the child's end, in words. The next call forks another child."""
         assert self._finalizer is not None
         status, self._connection = self._finalizer(), None
         if status == -signal.SIGPROF:
@@ -200,7 +201,7 @@ class TemplateProcess(Generic[Item, Answer]):
 
 
 def _end(pid: int, connection: Connection, parent: int) -> int | None:
-    """Kill the child where it still lives; its exit code, negative for a signal."""
+    """Kill the child if it still runs. Returns its exit code, negative for a signal."""
     if os.getpid() != parent:
         return None  # a copy of the object in another child
     connection.close()
@@ -214,7 +215,7 @@ def _end(pid: int, connection: Connection, parent: int) -> int | None:
 
 
 class Renderer:
-    """The chat template of a tokenizer, in a process of its own. options: of `apply_chat_template`."""
+    """Renders with the chat template of a tokenizer, in a child process. options: of `apply_chat_template`."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], limits: RenderLimits | None = None

@@ -1,21 +1,23 @@
-"""From text with marked characters to tokens with marked tokens."""
+"""Text with marked characters as marked tokens, and the part of it that fits into `data.max_length`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.chat_template import Draft
+from megatron_rl.data.reading_options import ReadingOptions
+from megatron_rl.data.row_problems import RowProblem
 from megatron_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """ids with whether each counts. prompt_length: tokens before the first answer that counts. is_split: an answer
-    begins or ends inside what the tokenizer would make one token of.
+    """A text. counts: which of the ids are in the loss. prompt_length: tokens before the first answer that counts.
+    is_split: an answer begins or ends inside a token of the whole text, so prompt and answer were tokenised apart.
     """
 
     ids: list[int]
@@ -25,20 +27,20 @@ class Tokens:
 
 
 class Encoder:
-    """A tokenizer, and what it adds to plain text."""
+    """Turns drafts into tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool):
-        """append_eos: end answers that nothing ends with the end token."""
+        """append_eos: whether an answer that nothing ends gets the end token."""
         self._tokenizer = tokenizer
         self._append_eos = append_eos
         self._lead = _special_tokens_before(tokenizer)
 
     def encode(self, drafts: Sequence[Draft]) -> list[Tokens]:
-        """Tokens of each text, such that an answer's tokens begin where those of its prompt alone end.
+        """Tokens of each text. An answer's tokens begin where the tokens of its prompt alone end.
 
-        The text is tokenised whole. Where its tokens reach over the edge of an answer, prompt and answer are tokenised
-        apart, as they are in generation; where that would change the text (tokenizers that put a blank before every
-        text), the token at the edge is the answer's. What a template writes after the end token is no part of an
+        The text is tokenised whole. If a token reaches over the edge of an answer, prompt and answer are tokenised
+        apart, as they are in generation; if that would change the text (some tokenizers put a blank before every
+        text), the token at the edge is the answer's. Text that a template writes after the end token is no part of an
         answer.
 
         Raises ConfigError if an end token is to be appended and the tokenizer has none.
@@ -78,7 +80,7 @@ class Encoder:
     def _placed(
         self, text: str, places: list[int], ids: list[int], parts: list[list[int]]
     ) -> tuple[list[int], list[int], bool]:
-        """(tokens of `text`, how many stand before each of `places`, whether one of them is inside a token)."""
+        """(tokens of `text`, the number of tokens before each of `places`, whether one of these is inside a token)."""
         joined = [token for part in parts for token in part]
         if joined == ids:
             return list(ids), _running(parts), False
@@ -92,7 +94,7 @@ class Encoder:
     def _up_to_the_end_token(
         self, ids: list[int], counts: list[bool], ends: Sequence[int]
     ) -> tuple[list[int], list[bool]]:
-        """Without the blanks that a template writes after an answer's end token, where generation stops: they do not
+        """Take out the blanks that a template writes after an answer's end token, where generation stops. They do not
         count, and at the end of the text they are cut off, so that a reward model sees what generation gives it.
         """
         eos = self._tokenizer.eos_token_id
@@ -108,7 +110,7 @@ class Encoder:
         return ids, counts
 
     def _edge(self, before: str, ids: list[int]) -> tuple[int, bool]:
-        """How many of `ids` are tokens of the text `before`, and whether these are all its tokens."""
+        """(how many of `ids` are tokens of the text `before`, whether these are all its tokens)."""
         own = self._ids([before])[0]
         same = next((n for n, (a, b) in enumerate(zip(own, ids, strict=False)) if a != b), min(len(own), len(ids)))
         return same, same == len(own)
@@ -141,8 +143,62 @@ class Encoder:
         return int(token)
 
 
+def fitted(answers: Sequence[Tokens], options: ReadingOptions, shares_prompt: bool) -> tuple[list[Tokens], int, int]:
+    """(the texts of one row within `max_length`, how many were cut, how many were dropped).
+
+    shares_prompt: the texts are answers to one prompt: all lose the same tokens of it, and none is dropped alone.
+
+    Raises RowProblem for a token that the model does not have, for a text that is too long and may not be cut, and if
+    no token is left that counts.
+    """
+    largest = max((token for answer in answers for token in answer.ids), default=0)
+    if options.vocab_size is not None and largest >= options.vocab_size:
+        raise RowProblem("unknown_token", "", f"token {largest}, and the model has {options.vocab_size}")
+    limit = options.max_length
+    excess = [max(len(answer.ids) - limit, 0) for answer in answers]
+    if not any(excess):
+        return _with_counts(answers), 0, 0
+    if options.truncation == "error":
+        longest = max(len(answer.ids) for answer in answers)
+        raise RowProblem("too_long", "", f"{longest} tokens, and data.max_length={limit}")
+    if options.truncation == "drop":
+        left = [] if shares_prompt else [answer for answer, more in zip(answers, excess, strict=True) if not more]
+        return _with_counts(left), 0, len(answers) - len(left)
+    if options.truncation == "left":
+        if shares_prompt:
+            excess = [max(excess)] * len(answers)
+            if excess[0] >= answers[0].prompt_length:
+                longest = max(len(answer.ids) - answer.prompt_length for answer in answers)
+                raise RowProblem("too_long", "", f"{longest} tokens in an answer alone, and data.max_length={limit}")
+        cut = [_without_start(answer, more) for answer, more in zip(answers, excess, strict=True)]
+    else:
+        cut = [_without_end(answer, more) for answer, more in zip(answers, excess, strict=True)]
+    return _with_counts(cut), sum(more > 0 for more in excess), 0
+
+
+def _without_start(text: Tokens, num: int) -> Tokens:
+    counts = text.counts[num:]
+    if num:
+        counts[0] = False  # no token precedes it
+    return replace(text, ids=text.ids[num:], counts=counts, prompt_length=max(text.prompt_length - num, 0))
+
+
+def _without_end(text: Tokens, num: int) -> Tokens:
+    length = len(text.ids) - num
+    prompt_length = min(text.prompt_length, length)
+    return replace(text, ids=text.ids[:length], counts=text.counts[:length], prompt_length=prompt_length)
+
+
+def _with_counts(answers: Sequence[Tokens]) -> list[Tokens]:
+    for text in answers:
+        if not any(text.counts):
+            found = f"none of {len(text.ids)} tokens, after a prompt of {text.prompt_length}"
+            raise RowProblem("nothing_counted", "", found)
+    return list(answers)
+
+
 def _borders(draft: Draft) -> list[int]:
-    """Places in the text at which what counts changes, with both ends."""
+    """Places in the text at which a span or the prompt begins or ends, with both ends of the text."""
     inner = {place for span in draft.spans for place in span} | {draft.prompt_end}
     return sorted({0, len(draft.text)} | inner)
 
@@ -152,7 +208,7 @@ def _running(parts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _special_tokens_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before a text, such as a begin token."""
+    """The special tokens that the tokenizer puts before a text, such as a begin token."""
     bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer("a")["input_ids"]
     for start in range(len(full) - len(bare) + 1):

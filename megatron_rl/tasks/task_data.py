@@ -1,4 +1,4 @@
-"""What a stage learns from: files read and tokenised once, visited in a seeded order that resumes."""
+"""The examples of sft, reward or dpo: files read and tokenised once, visited in a seeded order that resumes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Reader = Callable[[Sequence[str], PreTrainedTokenizerBase, ReadingOptions], tupl
 
 
 def reader_of(config: RunConfig) -> Reader:
-    """What reads the files of a stage."""
+    """The function that reads the files of a task. Raises ValueError for PPO."""
     match config.trainer.stage:
         case stage if stage == SFT:
             return read_examples
@@ -36,8 +36,10 @@ def reader_of(config: RunConfig) -> Reader:
     raise ValueError(f"{config.trainer.stage} reads no examples")
 
 
-def reading_options(config: RunConfig, kind: str) -> ReadingOptions:
-    """The keys of `data`. kind: train or val, which bad rows are listed apart for. Raises ConfigError."""
+def reading_options(config: RunConfig, kind: str, vocab_size: int | None) -> ReadingOptions:
+    """The keys of `data`. kind: train or val; each has a list of bad rows of its own. vocab_size: tokens that the model
+    has, if known. Raises ConfigError.
+    """
     data = config.data
     names = {field.name for field in fields(ReadingOptions)} & {field.name for field in fields(data)}
     found = {name: getattr(data, name) for name in names}
@@ -46,18 +48,20 @@ def reading_options(config: RunConfig, kind: str) -> ReadingOptions:
     if data.bad_rows == "skip":
         listed = Path(data.bad_rows_file or Path(config.trainer.default_local_dir) / "bad_rows.jsonl")
         found["bad_rows_file"] = str(listed if kind == "train" else listed.with_stem(f"{listed.stem}_{kind}"))
-    found["vocab_size"] = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
-    return ReadingOptions(**found)
+    return ReadingOptions(**found | {"vocab_size": vocab_size})
 
 
 class TaskData:
-    """train, val: what was read. notes: what there is to say of it. Raises ConfigError."""
+    """train, val: the records. notes: lines to print about them. Raises ConfigError."""
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         data, read = config.data, reader_of(config)
         self.max_length = data.max_length or 0
-        self.train, report = read(as_list(data.train_files), tokenizer, reading_options(config, "train"))
-        self.val, val_report = read(as_list(data.val_files), tokenizer, reading_options(config, "val"))
+        vocab_size = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
+        (self.train, report), (self.val, val_report) = (
+            read(as_list(files), tokenizer, reading_options(config, kind, vocab_size))
+            for kind, files in (("train", data.train_files), ("val", data.val_files))
+        )
         self.notes = [*report.lines(), *(f"held out: {line}" for line in val_report.lines())]
         self.cursor = MixtureCursor(
             report.prompt_files(), data.train_file_weights, data.train_batch_size, data.shuffle, data.seed

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import CHATML, QWEN3, byte_level
 
-from megatron_rl.data.lengths import fitted
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.data.reading import read_examples, read_labelled, read_rankings, read_scored
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.row_problems import RowProblem
-from megatron_rl.data.tokens import Tokens
+from megatron_rl.data.tokens import Tokens, fitted
 from megatron_rl.errors import ConfigError
 
 USER = {"role": "user", "content": "what is it?"}
