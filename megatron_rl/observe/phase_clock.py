@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 DRIVER = "driver"
-"""The row of what the driver itself does."""
+"""The lane of what the driver itself does."""
 
 KEPT_STEPS = 3
 """Steps whose intervals are kept for the timeline."""
@@ -17,9 +17,9 @@ KEPT_STEPS = 3
 
 @dataclass(frozen=True)
 class PhaseRun:
-    """One interval of a phase, in seconds since the epoch. row: the pool that ran it, or DRIVER."""
+    """One interval of a phase, in seconds since the epoch. lane: the pool that ran it, or DRIVER."""
 
-    row: str
+    lane: str
     name: str
     start: float
     stop: float

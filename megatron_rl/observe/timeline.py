@@ -19,7 +19,7 @@ SHORTEST_LABEL = 0.06
 
 def rows_of(intervals: Sequence[PhaseRun]) -> list[str]:
     """The rows from top to bottom: pools as they first appear, then the driver."""
-    return sorted(dict.fromkeys(interval.row for interval in intervals), key=lambda row: row == DRIVER)
+    return sorted(dict.fromkeys(interval.lane for interval in intervals), key=lambda row: row == DRIVER)
 
 
 def draw_timeline(intervals: Sequence[PhaseRun]) -> Figure:
@@ -30,7 +30,7 @@ def draw_timeline(intervals: Sequence[PhaseRun]) -> Figure:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for interval in intervals:
-        row, start, width = names.index(interval.row), interval.start - first, interval.stop - interval.start
+        row, start, width = names.index(interval.lane), interval.start - first, interval.stop - interval.start
         color = phase_color(interval.name)
         axes.barh(row, width, left=start, height=0.62, color=color, edgecolor="white", linewidth=0.4)
         if width > SHORTEST_LABEL * (last - first):

@@ -1,5 +1,7 @@
 """Seconds per phase, on a clock that the tests move."""
 
+from dataclasses import asdict
+
 import pytest
 
 from megatron_rl.observe.phase_clock import DRIVER, PhaseClock, PhaseRun
@@ -52,7 +54,8 @@ def test_a_step_has_its_own_seconds_and_those_of_pools():
     timer.ran("global_pool", "", 12.5, 12.6, 0.1)
     assert timer.take_step() == {"timing_s/gen": 2.0, "timing_s/step": 3.0}
     assert timer.recent == [PhaseRun("global_pool", "gen", 10.0, 12.5)]
+    assert [*asdict(timer.recent[0])] == ["lane", "name", "start", "stop"]  # the keys of timeline.json
     with timer.phase("testing"):
         clock.now += 1.0
     assert timer.take("testing") == {"timing_s/testing": 1.0}
-    assert DRIVER not in {interval.row for interval in timer.recent}
+    assert DRIVER not in {interval.lane for interval in timer.recent}
