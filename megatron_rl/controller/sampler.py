@@ -1,4 +1,4 @@
-"""The rollouts of a run: in turns with training, in slices on the same ranks, or ahead of it on replicas."""
+"""Open the sampler of a run: synchronous, in slices on the same ranks, or asynchronous on replicas."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.errors import ConfigError
 from megatron_rl.roles.actor import Actor
 from megatron_rl.sampling.journal import SCHEDULE_FILE, Began, Event, Journal, Recorder, Resumed, read_events
-from megatron_rl.sampling.prompt_batches import read_schedule
 from megatron_rl.sampling.replay import Replay
-from megatron_rl.sampling.rules import Decides, Rules
+from megatron_rl.sampling.rules import Decider, Rules
 from megatron_rl.sampling.sampler import Sampler, Sources
+from megatron_rl.sampling.saved_answers import read_schedule
 from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.sampling.sliced_sampler import AsyncSampler, ColocatedSampler, Schedule
 
@@ -107,7 +107,7 @@ def open_schedule(
     num_replicas = placement.pool_of(ROLLOUT).world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)
-    decider: Decides
+    decider: Decider
     if replay is None:
         decider = Scheduler(rules, num_replicas, saved)
     else:
@@ -140,5 +140,5 @@ def open_sampler(
         return ColocatedSampler(schedule, sources)
     ahead = AsyncSampler(schedule, sources, replicas.replicas, actor, *looks)
     opened.enter_context(ahead.driver)
-    ahead.bridge.open()
+    ahead.weights.open()
     return ahead

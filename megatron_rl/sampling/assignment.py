@@ -1,4 +1,4 @@
-"""How waiting requests are spread over replicas."""
+"""Spread waiting requests evenly over replicas."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def even_shares(loads: Sequence[int], rooms: Sequence[int], num_waiting: int) -> list[int]:
-    """How many of `num_waiting` requests each replica gets, so that what they then run is as even as it can be.
+    """How many of `num_waiting` requests each replica gets, so that their loads become as even as possible.
 
-    loads: what each runs now; rooms: how many more it takes. Where not all get one more, earlier replicas do. Without
-    loads these are contiguous chunks of equal size, the first ones larger by one. What no room is left for stays.
+    loads: requests that each runs now; rooms: how many more it takes. The remainder goes to the first replicas. Without
+    loads the shares are equal, the first ones larger by one. Requests without room stay.
     """
     num_given = min(num_waiting, sum(rooms))
     low, high = 0, max((load + room for load, room in zip(loads, rooms, strict=True)), default=0)
-    while low < high:  # the lowest level to which replicas must be filled up
+    while low < high:  # search the lowest level to which replicas must be filled
         level = (low + high) // 2
         if sum(_shares(loads, rooms, level)) >= num_given:
             high = level

@@ -1,4 +1,4 @@
-"""What is drawn for the coming steps: the requests, their answers, and what decides about both."""
+"""The requests that are not trained yet, their answers, and the decider that hands them out."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from dataclasses import replace
 from megatron_rl.records import Generations, Prompts
 from megatron_rl.rollout.slices import Slice, SliceReport
 from megatron_rl.sampling.open_answers import OpenAnswers
-from megatron_rl.sampling.rules import Decides, Order
+from megatron_rl.sampling.rules import Decider, Order
 
 
 class Backlog:
-    """Orders become slices, reports become facts. Whoever shares it between threads has a lock of its own.
+    """Turns orders into slices and reports into facts. Threads that share it need a lock of their own.
 
-    engines: replica -> requests that its engine has. ran: reports of slices, without what they drew.
+    engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
     """
 
-    def __init__(self, decider: Decides, answers: OpenAnswers, num_replicas: int) -> None:
+    def __init__(self, decider: Decider, answers: OpenAnswers, num_replicas: int) -> None:
         self.decider, self.answers = decider, answers
         self.engines: list[set[int]] = [set() for _ in range(num_replicas)]
-        self.ran: list[SliceReport] = []
-        self.act()  # what a checkpoint left to be decided
+        self.reports: list[SliceReport] = []
+        self.apply_decisions()  # a checkpoint may have left some
 
     def next_slice(self, replica: int) -> Slice | None:
-        """What a replica does next; None: nothing yet. Its engine will have been told once this was called."""
+        """The next slice of a replica, which must be sent to it; None: there is none yet."""
         order = self.decider.next_order(replica)
         return None if order is None else self._slice(order)
 
     def done(self, report: SliceReport) -> None:
-        """A replica has answered. Raises RuntimeError for a slice that was not begun: its weights were announced."""
+        """Take a replica's report. Raises RuntimeError for a slice that never began although its weights were
+        announced.
+        """
         if report.broken:
             raise RuntimeError(f"replica {report.replica} lacks announced weights: {report.broken}")
         finished = [request for request, drawn in report.drawn.items() if drawn.finish]
@@ -37,24 +39,24 @@ class Backlog:
         self.answers.extend(report.drawn, report.version)
         counts: Mapping[int, int] = {request: len(drawn.token_ids) for request, drawn in report.drawn.items()}
         self.decider.slice_done(report.replica, report.num_steps, counts, finished)
-        self.act()
-        self.ran.append(replace(report, drawn={}))
+        self.apply_decisions()
+        self.reports.append(replace(report, drawn={}))
 
     def lost(self, replica: int) -> None:
         """A replica died, with its engine."""
         self.engines[replica].clear()
         self.decider.replica_lost(replica)
-        self.act()
+        self.apply_decisions()
 
     def batch(self, step: int) -> tuple[Prompts, Generations, Generations | None]:
-        """A complete batch, which the trainer takes: prompts, answers, greedy answers where there are such."""
+        """Hand a complete batch to the trainer: prompts, answers, and greedy answers or None."""
         self.decider.step_taken(step)
-        self.act()
-        self.answers.trained(step - 1)  # the batch itself is kept, for a step that is given up
+        self.apply_decisions()
+        self.answers.trained(step - 1)  # the batch itself is kept, in case its step is given up
         return self.answers.batch(step)
 
-    def act(self) -> None:
-        """Do what was decided of requests."""
+    def apply_decisions(self) -> None:
+        """Change the answers as the decider has decided since the last call."""
         for decision in self.decider.take_decisions():
             match decision.kind:
                 case "truncate":

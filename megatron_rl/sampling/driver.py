@@ -1,11 +1,12 @@
-"""The thread that drives rollout replicas through slices while the main thread trains.
+"""The thread that runs slices on the rollout replicas while the main thread trains.
 
-It alone calls replicas and waits for their answers; the main thread asks it to, and reads what it has collected. One
-lock guards what both touch: what is decided, and the answers.
+Only this thread calls replicas and waits for their answers. The main thread asks it to, and reads what it has
+collected. One lock guards what both threads use: the decider and the answers.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
 from collections import deque
@@ -22,59 +23,49 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.rollout.slices import Slice
 from megatron_rl.sampling.backlog import Backlog
-from megatron_rl.sampling.replica_states import ReplicaSlot, ReplicaSlots
+from megatron_rl.sampling.replica_states import ReplicaSlot, ReplicaSlots, State
 
 TICK_S = 0.005
-"""Between two looks at what the main thread asks: it stands still meanwhile, twice or more for each transfer."""
+"""Longest wait for an answer before the thread looks at the main thread's jobs, which block it at every transfer."""
 
 IDLE_S = 0.2
-"""Between two looks where no replica is at work."""
+"""Longest wait when no call is running."""
 
 LEAVE_S = 0.5
-"""For the thread to end by itself."""
+"""Time that the thread has to end by itself."""
 
-LOOK_S = 1.0
-"""Between two looks at replicas that nothing is expected of."""
+CHECK_S = 1.0
+"""Time between two checks of replicas that have no running call."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Hold:
-    """The main thread wants no slice under way. drained: nor a request in an engine."""
+    """The main thread wants no running slice. drained: and no request in an engine."""
 
     step: int
     drained: bool
 
 
-@dataclass
-class Job:
-    """Something that the main thread asks for. result, error: once `is_done`."""
-
-    body: Callable[[], Any]
-    is_done: bool = False
-    result: Any = None
-    error: BaseException | None = None
-
-
 class Driver:
-    """A context manager round the thread, which begins by having all replicas build their engines.
+    """A context manager around the thread, which first has all replicas build their engines.
 
-    look: raises in the main thread where another pool has failed. second_buffer: of the replicas.
+    check_pools: raises in the main thread if another pool has failed. second_buffer: replicas have a second buffer.
     """
 
     def __init__(
-        self, slots: ReplicaSlots, work: Backlog, look: Callable[[], None], second_buffer: bool = True
+        self, slots: ReplicaSlots, backlog: Backlog, check_pools: Callable[[], None], second_buffer: bool = True
     ) -> None:
-        self.slots, self.work, self.second_buffer = slots, work, second_buffer
-        self._look = look
+        self.slots, self.backlog, self.second_buffer = slots, backlog, second_buffer
+        self._check_pools = check_pools
         self._changed = threading.Condition(threading.RLock())
-        self._jobs: deque[Job] = deque()
-        self._waits: dict[Future[Any], tuple[ReplicaSlot, Callable[[Any], None]]] = {}
-        self._held: Hold | None = None
+        self._jobs: deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = deque()
+        self._calls: dict[Future[Any], tuple[ReplicaSlot, Callable[[Any], None]]] = {}
+        self._hold: Hold | None = None
         self._error: BaseException | None = None
         self._ends = False
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     def __enter__(self) -> Driver:
@@ -82,7 +73,7 @@ class Driver:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """The thread ends with its present wait; whoever ends the cluster ends that."""
+        """Let the thread end after its current wait, which ends when the cluster does."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -92,82 +83,79 @@ class Driver:
 
     @contextmanager
     def locked(self) -> Iterator[Backlog]:
-        """Round reading and changing the work; the thread looks again afterwards."""
+        """Hold the lock to read or change the backlog; the thread looks at it again afterwards."""
         with self._changed:
-            yield self.work
+            yield self.backlog
             self._changed.notify_all()
 
     def wait_until(self, is_true: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for something that the thread brings about. Raises what has ended it.
+        """Wait for a condition that the thread changes. Raises the error that has ended the thread.
 
-        meanwhile: called now and then, and may raise.
+        meanwhile: called every 0.2 s or so; it may raise.
         """
         with self._changed:
             while not is_true():
                 self._raise_if_ended()
                 self._changed.wait(0.2)
-                self._look()
+                self._check_pools()
                 if meanwhile is not None:
                     meanwhile()
             self._raise_if_ended()
 
     def ask(self, body: Callable[[], Result]) -> Result:
-        """Have the thread run something between two waits, and wait for it. Raises what it raises."""
-        job = Job(body)
+        """Have the thread run `body` between two waits, and wait for it. Raises what `body` raises."""
+        job: concurrent.futures.Future[Result] = concurrent.futures.Future()
         with self._changed:
-            self._jobs.append(job)
+            self._jobs.append((body, job))
             self._changed.notify_all()
-        self.wait_until(lambda: job.is_done)
-        if job.error is not None:
-            raise job.error
-        result: Result = job.result
-        return result
+        self.wait_until(job.done)
+        return job.result()
 
     @contextmanager
     def holding(self, step: int, drained: bool = False) -> Iterator[None]:
-        """No slice is under way inside; begins where the schedule may be interrupted after `step`.
+        """No slice runs inside; begins where the schedule may be interrupted after `step`.
 
-        drained: nor is any request unfinished in an engine.
+        drained: no engine has an unfinished request either.
         """
         with self._changed:
-            self._held = Hold(step, drained)
-            self.work.decider.admits = not drained
+            self._hold = Hold(step, drained)
+            self.backlog.decider.admits = not drained
         try:
-            self.wait_until(lambda: not self._must_go_on() and not any(slot.is_busy for slot in self.slots.living))
+            self.wait_until(lambda: not self._must_go_on() and not any(slot.is_busy for slot in self.slots.generating))
             yield
         finally:
             with self._changed:
-                self._held = None
-                self.work.decider.admits = True
+                self._hold = None
+                self.backlog.decider.admits = True
                 self._changed.notify_all()
 
-    # For the thread itself
+    # For the thread
 
     def call(
         self, slot: ReplicaSlot, call: Callable[[ReplicaSlot], Future[Any]], on_answer: Callable[[Any], None]
     ) -> None:
-        """Call a replica and have `on_answer` called with what it answers; a lane whose call fails is lost."""
+        """Call a replica and pass its answer to `on_answer`. A replica whose call fails is lost."""
         try:
-            self._waits[call(slot)] = (slot, on_answer)
+            self._calls[call(slot)] = (slot, on_answer)
         except MegatronRLError as error:
             self._lost(slot, error)
 
     @property
-    def has_waits(self) -> bool:
-        """Whether an answer is expected."""
-        return bool(self._waits)
+    def has_calls(self) -> bool:
+        """Whether a call is running."""
+        return bool(self._calls)
 
     def collect(self, timeout: float) -> None:
-        """Wait for answers of replicas, at most so long, and hear them."""
-        if not self._waits:
+        """Wait at most `timeout` seconds for answers, and handle them."""
+        if not self._calls:
             with self._changed:
                 if not self._jobs and not self._ends:
                     self._changed.wait(max(timeout, IDLE_S))  # whatever changes wakes it
             return
-        for future in wait_any(list(self._waits), timeout):
-            if future not in self._waits:
-                continue  # its lane was lost with another of these
-            slot, on_answer = self._waits.pop(future)
+        for future in wait_any(list(self._calls), timeout):
+            if future not in self._calls:
+                continue  # its replica was lost with another of these calls
+            slot, on_answer = self._calls.pop(future)
             try:
                 answer = future.get()
             except MegatronRLError as error:
@@ -185,17 +173,17 @@ class Driver:
                 self._do_jobs()
                 self._give_orders()
                 self.collect(TICK_S)
-                self._look_at_replicas()
+                self._check_replicas()
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _look_at_replicas(self) -> None:
-        """Notice the end of one that nothing is expected of at the moment."""
-        if time.monotonic() < self._next_look:
+    def _check_replicas(self) -> None:
+        """Notice that a replica without a running call has failed."""
+        if time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + LOOK_S
+        self._next_check = time.monotonic() + CHECK_S
         for slot in self.slots.present:
             try:
                 slot.replica.raise_if_failed()
@@ -204,38 +192,41 @@ class Driver:
 
     def _do_jobs(self) -> None:
         while self._jobs:
-            job = self._jobs.popleft()
+            body, job = self._jobs.popleft()
             try:
-                job.result = job.body()
+                job.set_result(body())
             except MegatronRLError as error:
-                job.error = error
+                job.set_exception(error)
             with self._changed:
-                job.is_done = True
                 self._changed.notify_all()
 
     def _give_orders(self) -> None:
-        for slot in self.slots.living:
-            if slot.is_busy or slot.meets:
+        for slot in self.slots.generating:
+            if slot.is_busy or slot.is_paused:
                 continue
             with self._changed:
-                if self._held is not None and not self._must_go_on():
+                if self._hold is not None and not self._must_go_on():
                     continue
-                one = self.work.next_slice(slot.number)
-                if one is not None:
-                    slot.is_busy, slot.named = True, one.version
-            if one is not None:
-                self.call(slot, partial(advance, one), partial(self._done, slot))
+                order = self.backlog.next_slice(slot.number)
+                if order is not None:
+                    slot.is_busy, slot.last_version = True, order.version
+            if order is not None:
+                self.call(slot, partial(advance, order), partial(self._done, slot))
 
     def build(self, slot: ReplicaSlot, _: None = None) -> None:
-        """Have a replica whose processes are up build its engine; it waits for weights afterwards."""
+        """Have a started replica build its engine; it waits for weights afterwards."""
         across = AcrossBridge(first_replica=slot.number, second_buffer=self.second_buffer)
-        self.call(slot, lambda slot: slot.host.build(ROLLOUT, across), lambda _: self.slots.built(slot))
+
+        def built(_: Any) -> None:
+            slot.state = State.JOINING
+
+        self.call(slot, lambda slot: slot.host.build(ROLLOUT, across), built)
 
     def _must_go_on(self) -> bool:
         """Whether slices must go on before the schedule may be interrupted."""
-        if self._held is None or not self.work.decider.may_save(self._held.step):
+        if self._hold is None or not self.backlog.decider.may_save(self._hold.step):
             return True
-        return self._held.drained and any(self.work.engines[slot.number] for slot in self.slots.living)
+        return self._hold.drained and any(self.backlog.engines[slot.number] for slot in self.slots.generating)
 
     def _raise_if_ended(self) -> None:
         if self._error is not None:
@@ -244,22 +235,20 @@ class Driver:
     def _done(self, slot: ReplicaSlot, reports: Any) -> None:
         slot.is_busy = False
         for report in reports:
-            self.work.done(report)
+            self.backlog.done(report)
 
     def _lost(self, slot: ReplicaSlot, error: MegatronRLError) -> None:
-        for future in [future for future, (owner, _) in self._waits.items() if owner is slot]:
-            del self._waits[future]
+        for future in [future for future, (owner, _) in self._calls.items() if owner is slot]:
+            del self._calls[future]
         with self._changed:
-            if slot.lives:
-                self.work.lost(slot.number)
+            if slot.state is State.GENERATING:
+                self.backlog.lost(slot.number)
             starting = self.slots.lost(slot, error)
             self._changed.notify_all()
         if starting is not None:
-            self._waits[starting] = (slot, partial(self.build, slot))
-        elif not self.slots.is_hopeful:
-            raise self.slots.all_lost(error)
+            self._calls[starting] = (slot, partial(self.build, slot))
 
 
-def advance(one: Slice, slot: ReplicaSlot) -> Future[Any]:
-    """Have a replica run a slice; the reports of its replicas, which is one."""
-    return slot.rollout.advance({slot.number: one})
+def advance(order: Slice, slot: ReplicaSlot) -> Future[Any]:
+    """Have a replica run a slice; returns a list of one report."""
+    return slot.rollout.advance({slot.number: order})

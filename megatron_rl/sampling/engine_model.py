@@ -1,4 +1,4 @@
-"""A model of one rollout replica's engine: which requests it draws tokens for, and how many seconds that takes."""
+"""A model of one replica's engine: which requests get tokens in a slice, and how many seconds that takes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from megatron_rl.sampling.rules import Order
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds. step_seconds: of one engine step with so many running requests. train_seconds: of one training step.
+    """Seconds of each part. step_seconds: number of running requests -> one engine step. train_seconds: a training
+    step.
 
-    transfer_seconds: from the end of a training step until its weights are with all replicas; the trainer stands still
-    for `exposed_seconds` of them. swap_seconds: what taking new weights adds to a slice. prefill_seconds: for each
-    token drawn before with which a request is begun anew. overhead_seconds: of a slice, for orders and reports.
+    transfer_seconds: from the end of a training step until all replicas have its weights; the trainer is blocked for
+    `exposed_seconds` of them. swap_seconds: what taking new weights adds to a slice. prefill_seconds: per earlier token
+    of a restarted request. overhead_seconds: orders and reports of a slice.
     """
 
     step_seconds: Callable[[int], float]
@@ -27,13 +28,13 @@ class Costs:
     overhead_seconds: float = 0.0
 
     def slice_seconds(self, stretches: Iterable[tuple[int, int]]) -> float:
-        """Of engine steps alone. stretches: (number of steps, running requests in each)."""
+        """Seconds of engine steps. stretches: (number of steps, running requests in each)."""
         return sum(num_steps * self.step_seconds(running) for num_steps, running in stretches)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What one slice came to. drawn: request -> new tokens. stretches: (number of steps, running requests)."""
+    """Result of one slice. drawn: request -> number of new tokens. stretches: (number of steps, running requests)."""
 
     num_steps: int
     drawn: dict[int, int]
@@ -42,7 +43,7 @@ class Drawing:
 
 
 def draw(remaining: dict[int, int], num_steps: int | None, max_running: int) -> Drawing:
-    """One token a step for the first `max_running` requests, in their order; others follow as those finish.
+    """Run a slice: one token a step for the first `max_running` requests; others follow, in order, as those finish.
 
     remaining: request -> tokens until it finishes, at least 1. num_steps None: until all have finished.
     """
@@ -69,16 +70,16 @@ def draw(remaining: dict[int, int], num_steps: int | None, max_running: int) -> 
 
 
 class Engine:
-    """The requests inside one engine, its weights, and those in the buffer beside them: none while they are sent."""
+    """One engine: its requests, its version, and the version in its second buffer, None while that is written."""
 
     def __init__(self, version: int) -> None:
-        """Empty, with weights of `version`."""
+        """No requests, weights of `version`."""
         self.version = version
         self.received: int | None = None
         self.requests: set[int] = set()
 
     def follow(self, order: Order, releases: bool) -> bool:
-        """Drop, start and swap as ordered; whether weights were swapped. releases: weights change in an empty engine.
+        """Drop, start and swap as ordered; returns whether weights were swapped. releases: a swap empties the engine.
 
         Raises ValueError for an order that a real engine could not carry out.
         """

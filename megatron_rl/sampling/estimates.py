@@ -1,4 +1,4 @@
-"""What an asynchronous run is measured against: the same work done synchronously, and a bound that none can beat."""
+"""References for an asynchronous run: seconds of the same work done synchronously, and a lower bound."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_rl.sampling.simulate import Lengths
 
 
 def synchronous(rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs) -> float:
-    """Mean seconds of a step that draws its batch, then trains it, then passes weights on, with every rank doing both.
+    """Mean seconds of a step that draws its batch, trains it and sends weights, one after the other on all ranks.
 
-    num_replicas and costs.train_seconds: of all ranks together, so more replicas and fewer seconds than those of a run
-    on the same ranks in two pools. Each step's answers are cut into equal chunks as a synchronous run cuts them.
+    num_replicas and costs.train_seconds are those of all ranks together: more replicas and fewer seconds than in a run
+    with two pools on the same ranks. Each batch is split into equal chunks, as a synchronous run does.
     """
     steps = range(rules.first_step, rules.num_steps_total + 1)
     seconds = [_draw_seconds(rules, num_replicas, lengths, costs, step) for step in steps]
@@ -19,7 +19,7 @@ def synchronous(rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs)
 
 
 def _draw_seconds(rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs, step: int) -> float:
-    """Until the slowest replica has finished its chunk of batch `step`."""
+    """Seconds until the slowest replica has finished its chunk of batch `step`."""
     requests = rules.requests_of(step)
     smaller, num_larger = divmod(rules.batch_rows, num_replicas)
     slowest, start = 0.0, requests.start
@@ -32,10 +32,10 @@ def _draw_seconds(rules: Rules, num_replicas: int, lengths: Lengths, costs: Cost
 
 
 def optimum(rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs) -> float:
-    """A lower bound of an asynchronous run's mean seconds per step: what the busier side needs without ever waiting.
+    """A lower bound of an asynchronous run's mean seconds per step: what the busier side needs if it never waits.
 
-    The rollout's side: all tokens at the best rate that an engine reaches, with as many running requests as `ahead`
-    and `max_running` allow. Failures, swaps and prefills only add to it.
+    The rollout side draws all tokens at the best rate that an engine reaches with as many running requests as `ahead`
+    and `max_running` allow. Failures, swaps and prefills are left out; they only add to it.
     """
     steps = range(rules.first_step, rules.num_steps_total + 1)
     num_tokens = sum(lengths(request, 0) for step in steps for request in rules.requests_of(step)) / len(steps)

@@ -1,6 +1,6 @@
-"""schedule.jsonl: what happened to the schedule, one line per fact, so that it can be looked at and repeated.
+"""schedule.jsonl: what happened to the schedule, one line per fact, for reading and for replay.
 
-A slice is written once it was answered; one that a dying replica never answered is not there.
+A slice is written once its replica has answered. A slice that a dying replica never answered is not in the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
-from megatron_rl.sampling.rules import Decides, Decision, Kind, Order
+from megatron_rl.sampling.rules import Decider, Decision, Order
 
 SCHEDULE_FILE = "schedule.jsonl"
 
@@ -48,7 +48,7 @@ class ReplicaLost:
 
 @dataclass(frozen=True)
 class ReplicaBack:
-    """A replica lives again and holds `version`."""
+    """A replica has restarted with `version`."""
 
     event: ClassVar[str] = "back"
     replica: int
@@ -73,7 +73,7 @@ class StepTaken:
 
 @dataclass(frozen=True)
 class Counted:
-    """What the metrics of the step that was taken last counted with: `Decides.counts`. Its executor appends this."""
+    """`Decider.counts` as the metrics of the last taken step had them. The sampler appends this."""
 
     event: ClassVar[str] = "counted"
     counts: dict[str, int]
@@ -89,7 +89,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """All engines did something else after step `step`, such as a validation, and had lost their requests by it."""
+    """After `step` all engines did something else, such as a validation, and lost their requests."""
 
     event: ClassVar[str] = "interrupted"
     step: int
@@ -97,20 +97,12 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A new process went on after `step`: all engines were empty and held that version. Its executor appends this."""
+    """A new process continued after `step`; all engines were empty and had that version. The controller appends
+    this.
+    """
 
     event: ClassVar[str] = "resumed"
     step: int
-
-
-@dataclass(frozen=True)
-class Decided:
-    """A `Decision` of the scheduler."""
-
-    event: ClassVar[str] = "decided"
-    kind: Kind
-    request: int
-    attempt: int
 
 
 Event = (
@@ -124,7 +116,7 @@ Event = (
     | Saved
     | Interrupted
     | Resumed
-    | Decided
+    | Decision
 )
 KINDS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 NUMBERS = tuple[int, ...]
@@ -133,13 +125,13 @@ TYPES = {kind: get_type_hints(kind) for kind in KINDS.values()}
 
 
 def to_json(event: Event) -> str:
-    """One line without its end; empty tuples are left out."""
+    """The line of an event, without its end; empty tuples are left out."""
     values = {name: value for name, value in asdict(event).items() if value != ()}
     return json.dumps({"event": event.event, **values}, separators=(",", ":"))
 
 
 def from_json(line: str) -> Event:
-    """The event of a line. Raises ValueError for one that is none."""
+    """The event of a line. Raises ValueError if the line is not an event."""
     try:
         values: dict[str, Any] = json.loads(line)
         kind = KINDS[values.pop("event")]
@@ -155,7 +147,7 @@ def from_json(line: str) -> Event:
 
 
 def _is_of(wanted: Any, value: object) -> bool:
-    """Whether a value is of a field's type: a number, numbers, an object in braces, or one of some words."""
+    """Whether a value has a field's type: a number, numbers, an object, or one of the words of a Literal."""
     if wanted == NUMBERS:
         return all(type(number) is int for number in value) if isinstance(value, tuple) else False
     if get_origin(wanted) is Literal:
@@ -164,7 +156,7 @@ def _is_of(wanted: Any, value: object) -> bool:
 
 
 def read_events(file: Path) -> list[Event]:
-    """All events of a file; a last line without its end is left out, because a kill has torn it. Raises ValueError."""
+    """All events of a file. A last line without its end is left out: a kill has cut it off. Raises ValueError."""
     return [from_json(line) for line in _whole_lines(file)]
 
 
@@ -174,10 +166,12 @@ def _whole_lines(file: Path) -> list[str]:
 
 
 class Journal:
-    """Appends events to a file; a line is in the system's hands as soon as it was appended."""
+    """Appends events to a file. A line is handed to the operating system before `append` returns."""
 
     def __init__(self, file: Path, num_kept: int = 0) -> None:
-        """Start `file` anew, or after its first `num_kept` lines: those that a checkpoint knows of. Raises OSError."""
+        """Keep the first `num_kept` lines of `file`, those that a checkpoint counts, and drop the rest. Raises
+        OSError.
+        """
         kept = _whole_lines(file)[:num_kept] if file.exists() else []
         replace_file(file, "".join(line + "\n" for line in kept).encode())
         self.num_lines = len(kept)
@@ -194,87 +188,87 @@ class Journal:
 
 
 class Questions:
-    """What is asked is passed on to `decides`."""
+    """The questions of a `Decider`, passed on to another one."""
 
-    def __init__(self, decides: Decides) -> None:
-        self._decides = decides
-        self.counts = decides.counts
+    def __init__(self, decider: Decider) -> None:
+        self._decider = decider
+        self.counts = decider.counts
 
     @property
     def is_drawn(self) -> bool:
-        return self._decides.is_drawn
+        return self._decider.is_drawn
 
     @property
     def admits(self) -> bool:
-        return self._decides.admits
+        return self._decider.admits
 
     @admits.setter
-    def admits(self, begins: bool) -> None:
-        self._decides.admits = begins
+    def admits(self, admits: bool) -> None:
+        self._decider.admits = admits
 
     def is_complete(self, step: int) -> bool:
-        return self._decides.is_complete(step)
+        return self._decider.is_complete(step)
 
     def wanted_version(self, replica: int) -> int | None:
-        return self._decides.wanted_version(replica)
+        return self._decider.wanted_version(replica)
 
     def may_send(self, version: int) -> bool:
-        return self._decides.may_send(version)
+        return self._decider.may_send(version)
 
     def may_save(self, step: int) -> bool:
-        return self._decides.may_save(step)
+        return self._decider.may_save(step)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._decides.state_dict()
+        return self._decider.state_dict()
 
 
 class Recorder(Questions):
-    """Passes everything on to `decides`, and writes down what happens."""
+    """A decider that passes everything on to another one and writes what happens to a journal."""
 
-    def __init__(self, decides: Decides, journal: Journal) -> None:
-        """Both stay the caller's: the journal is not closed here."""
-        super().__init__(decides)
+    def __init__(self, decider: Decider, journal: Journal) -> None:
+        """The caller closes the journal."""
+        super().__init__(decider)
         self._journal = journal
         self._orders: dict[int, Order] = {}
 
     def next_order(self, replica: int) -> Order | None:
-        order = self._decides.next_order(replica)
+        order = self._decider.next_order(replica)
         if order is not None:
             self._orders[replica] = order
         return order
 
     def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
-        self._decides.slice_done(replica, num_steps, drawn, finished)
+        self._decider.slice_done(replica, num_steps, drawn, finished)
         order = self._orders.pop(replica)
         ended = tuple(sorted(finished))
         self._journal.append(SliceDone(replica, order.version, num_steps, order.starts, order.drops, ended))
 
     def sending(self, version: int) -> None:
-        self._decides.sending(version)
+        self._decider.sending(version)
 
     def version_ready(self, version: int) -> None:
-        self._decides.version_ready(version)
+        self._decider.version_ready(version)
         self._journal.append(VersionReady(version))
 
     def step_taken(self, step: int) -> None:
-        self._decides.step_taken(step)
+        self._decider.step_taken(step)
         self._journal.append(StepTaken(step))
 
     def saved(self, step: int, interrupted: bool = False) -> None:
-        self._decides.saved(step, interrupted)
+        self._decider.saved(step, interrupted)
         self._journal.append(Interrupted(step) if interrupted else Saved(step))
 
     def replica_lost(self, replica: int) -> None:
-        self._decides.replica_lost(replica)
+        self._decider.replica_lost(replica)
         self._orders.pop(replica, None)
         self._journal.append(ReplicaLost(replica))
 
     def replica_back(self, replica: int, version: int) -> None:
-        self._decides.replica_back(replica, version)
+        self._decider.replica_back(replica, version)
         self._journal.append(ReplicaBack(replica, version))
 
     def take_decisions(self) -> Sequence[Decision]:
-        decisions = self._decides.take_decisions()
+        decisions = self._decider.take_decisions()
         for decision in decisions:
-            self._journal.append(Decided(decision.kind, decision.request, decision.attempt))
+            self._journal.append(decision)
         return decisions

@@ -1,4 +1,4 @@
-"""Every request that is not trained yet: what was asked, and its tokens with the log-prob and the version of each."""
+"""The answers that are not trained yet: prompt, tokens so far, and log-prob and version of each token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ SeedOf = Callable[[int, int, int, int, int], int]
 
 @dataclass
 class OpenAnswer:
-    """One request. attempt: how often it was begun with another seed. finish: why it ended; empty while it has not."""
+    """The answer of one request. attempt: number of restarts with another seed. finish: why it ended; "" before
+    that.
+    """
 
     prompt_ids: tuple[int, ...]
     index: int
@@ -29,13 +31,13 @@ class OpenAnswer:
     attempt: int = 0
 
     def forget(self) -> None:
-        """Nothing was drawn."""
+        """Drop the tokens."""
         self.token_ids, self.log_probs, self.versions, self.finish = [], [], [], ""
 
 
 @dataclass(frozen=True)
 class AnswerBatch:
-    """Prompts of a step, and of them one for each greedy answer, whose requests come after the others."""
+    """Prompts of a step and their answers. greedy: the prompts of greedy answers, which come last in `answers`."""
 
     prompts: Prompts
     greedy: Prompts | None
@@ -43,9 +45,9 @@ class AnswerBatch:
 
 
 class OpenAnswers:
-    """The batches that were drawn and are not trained, by step; all of one size.
+    """The batches that are begun and not trained, by step. All batches have the same number of rows.
 
-    A request's number is (step - 1) * batch_rows + row, where greedy answers are the last rows.
+    The number of a request is (step - 1) * batch_rows + row; greedy answers are the last rows.
     """
 
     def __init__(self, batch_rows: int, seed_of: SeedOf) -> None:
@@ -53,21 +55,21 @@ class OpenAnswers:
         self._batches: dict[int, AnswerBatch] = {}
 
     def add(self, step: int, prompts: Prompts, sampling: Sampling, greedy: Prompts | None, greedily: Sampling) -> None:
-        """Begin a batch. Raises ValueError where it has another number of rows than the others."""
-        answers = [answer for rows, how in ((prompts, sampling), (greedy, greedily)) for answer in _asked(rows, how)]
+        """Begin a batch. Raises ValueError if its number of rows is not batch_rows."""
+        answers = [answer for rows, how in ((prompts, sampling), (greedy, greedily)) for answer in _empty(rows, how)]
         if len(answers) != self.batch_rows:
             raise ValueError(f"a batch has {self.batch_rows} requests, this one of step {step} {len(answers)}")
         self._batches[step] = AnswerBatch(prompts, greedy, answers)
 
     def start(self, request: int) -> Start:
-        """What a replica is told to begin a request, or to go on with it."""
+        """The message with which a replica begins a request or continues it."""
         answer = self._answer(request)
         drawn, sampling = tuple(answer.token_ids), answer.sampling
         seed = self._seed_of(sampling.salt, answer.index, answer.sample, answer.attempt, len(drawn))
         return Start(request, answer.prompt_ids + drawn, seed, sampling.max_tokens - len(drawn), sampling)
 
     def extend(self, drawn: dict[int, Drawn], version: int) -> None:
-        """Take what a slice drew with the weights of `version`."""
+        """Add the tokens that a slice drew with the weights of `version`."""
         for request, new in drawn.items():
             answer = self._answer(request)
             answer.token_ids.extend(new.token_ids)
@@ -76,22 +78,24 @@ class OpenAnswers:
             answer.finish = new.finish
 
     def forget(self, requests: Iterable[int]) -> None:
-        """Their tokens are lost; they are drawn again with the same seeds."""
+        """Drop the tokens of requests, which are drawn again with the same seeds."""
         for request in requests:
             self._answer(request).forget()
 
     def truncate(self, request: int) -> None:
-        """The tokens that are there are the answer."""
+        """Take the tokens so far as the answer."""
         self._answer(request).finish = FINISHED_BY_LENGTH
 
     def resample(self, request: int) -> None:
-        """It is drawn again, with another seed."""
+        """Drop the tokens of a request, which is drawn again with another seed."""
         answer = self._answer(request)
         answer.forget()
         answer.attempt += 1
 
     def batch(self, step: int) -> tuple[Prompts, Generations, Generations | None]:
-        """A step's prompts, their answers, and the greedy ones where there are such; all must be finished."""
+        """Prompts of a step, their answers, and greedy answers or None. Raises ValueError if an answer is not
+        finished.
+        """
         batch = self._batches[step]
         unfinished = [row for row, answer in enumerate(batch.answers) if not answer.finish]
         if unfinished:
@@ -101,15 +105,14 @@ class OpenAnswers:
         return batch.prompts, generations(batch.answers[:num_rows]), greedy
 
     def trained(self, step: int) -> None:
-        """Batches up to that of `step` are not needed any more."""
-        for done in [known for known in self._batches if known <= step]:
-            del self._batches[done]
+        """Drop the batches up to that of `step`."""
+        self._batches = {begun: batch for begun, batch in self._batches.items() if begun > step}
 
     def tensors(self, after_step: int) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of the batches after a step, whose prompts are read again.
+        """The answers of batches after a step, for a checkpoint; prompts are not among them and are read again.
 
-        requests int64 [N, 4]: number, attempt, length, 0 unfinished, 1 stopped, 2 at its longest; then all tokens, end
-        to end: token_ids, versions int64 [T], log_probs float32 [T].
+        requests int64 [N, 4]: number, attempt, length, finish (0 none, 1 stop, 2 length). Tokens of all requests end to
+        end: token_ids, versions int64 [T], log_probs float32 [T].
         """
         kept = [
             ((step - 1) * self.batch_rows + row, answer)
@@ -118,16 +121,21 @@ class OpenAnswers:
             for row, answer in enumerate(batch.answers)
             if answer.token_ids or answer.attempt or answer.finish
         ]
-        rows = [[number, one.attempt, len(one.token_ids), FINISHES.index(one.finish)] for number, one in kept]
+        rows = [
+            [number, answer.attempt, len(answer.token_ids), FINISHES.index(answer.finish)] for number, answer in kept
+        ]
+        answers = [answer for _, answer in kept]
         return {
             "requests": torch.tensor(rows, dtype=torch.int64).reshape(-1, 4),
-            "token_ids": torch.tensor([token for _, one in kept for token in one.token_ids], dtype=torch.int64),
-            "versions": torch.tensor([version for _, one in kept for version in one.versions], dtype=torch.int64),
-            "log_probs": torch.tensor([value for _, one in kept for value in one.log_probs], dtype=torch.float32),
+            "token_ids": torch.tensor([token for answer in answers for token in answer.token_ids], dtype=torch.int64),
+            "versions": torch.tensor([version for answer in answers for version in answer.versions], dtype=torch.int64),
+            "log_probs": torch.tensor([value for answer in answers for value in answer.log_probs], dtype=torch.float32),
         }
 
     def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take what `tensors` gave; the batches were added before. Raises KeyError, ValueError for anything else."""
+        """Load what `tensors` returned; the batches must be added before. Raises KeyError, ValueError for other
+        content.
+        """
         lengths = tensors["requests"][:, 2].tolist()
         parts = zip(
             tensors["requests"].tolist(),
@@ -146,10 +154,10 @@ class OpenAnswers:
 
 
 FINISHES = ("", "stop", FINISHED_BY_LENGTH)
-"""In the order of their numbers in checkpoints."""
+"""`finish` by its number in checkpoints."""
 
 
-def _asked(prompts: Prompts | None, sampling: Sampling) -> list[OpenAnswer]:
+def _empty(prompts: Prompts | None, sampling: Sampling) -> list[OpenAnswer]:
     if prompts is None:
         return []
     places = zip(prompts.index.tolist(), prompts.sample.tolist(), prompts.prompt_ids.unbind(), strict=True)
@@ -157,11 +165,11 @@ def _asked(prompts: Prompts | None, sampling: Sampling) -> list[OpenAnswer]:
 
 
 def generations(answers: list[OpenAnswer]) -> Generations:
-    """A row for each answer. An answer without a token is an empty row."""
+    """One row per answer; an answer without tokens is an empty row."""
     return Generations(
-        response_ids=ragged([torch.tensor(one.token_ids, dtype=torch.int64) for one in answers]),
-        rollout_log_probs=ragged([torch.tensor(one.log_probs, dtype=torch.float32) for one in answers]),
-        truncated=torch.tensor([one.finish == FINISHED_BY_LENGTH for one in answers]),
-        versions=ragged([torch.tensor(one.versions, dtype=torch.int64) for one in answers]),
+        response_ids=ragged([torch.tensor(answer.token_ids, dtype=torch.int64) for answer in answers]),
+        rollout_log_probs=ragged([torch.tensor(answer.log_probs, dtype=torch.float32) for answer in answers]),
+        truncated=torch.tensor([answer.finish == FINISHED_BY_LENGTH for answer in answers]),
+        versions=ragged([torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]),
         batch_size=[len(answers)],
     )

@@ -1,8 +1,8 @@
-"""Repeats a recorded schedule: every replica gets the slices that it answered then, in the same order.
+"""Replay a recorded schedule: every replica gets its recorded slices in their order.
 
-Times may differ from the recorded ones; what each engine does may not. So a slice waits until its weights are there and
-until requests that come from another replica have all tokens that they had. A replica that was lost then lives on here:
-its next slice drops what it had, and its requests go on where they went on.
+Times may differ from the recorded ones, but what each engine does may not. So a slice waits until its weights have
+arrived and until requests that come from another replica have their recorded tokens. A replica that was lost in the
+recorded run stays alive here: its next slice drops its requests, and they continue on the replica that took them over.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.sampling.journal import Counted, Decided, Event, Interrupted, ReplicaLost, Resumed, SliceDone
+from megatron_rl.sampling.journal import Counted, Event, Interrupted, ReplicaLost, Resumed, SliceDone
 from megatron_rl.sampling.rules import Decision, Order, Rules
 
 
 class ReplayError(MegatronRLError):
-    """A recorded schedule cannot be repeated, or what happens is not what was recorded."""
+    """A recorded schedule cannot be replayed, or the run differs from it."""
 
 
 @dataclass
 class _Slice:
-    """A recorded slice. needs: replica -> how many of its slices must be done first. decisions: made after it."""
+    """A recorded slice. needs: replica -> number of its slices that must be done first. decisions: those made
+    after it.
+    """
 
     order: Order
     finished: tuple[int, ...]
@@ -47,7 +49,7 @@ class _JournalReader:
         self._left_after: dict[int, int] = {}
 
     def read(self, event: Event) -> None:
-        """The next event; those that decide nothing are passed over."""
+        """Read the next event; events that decide nothing are skipped."""
         match event:
             case SliceDone():
                 self._read_slice(event)
@@ -58,13 +60,12 @@ class _JournalReader:
             case Resumed():
                 for replica in list(self._inside):
                     self._lose(replica)
-            case Decided():
-                decision = Decision(event.kind, event.request, event.attempt)
+            case Decision():
                 slices = self.slices[self._owner[event.request]] if event.request in self._owner else []
-                (slices[-1].decisions if slices else self.decisions).append(decision)
+                (slices[-1].decisions if slices else self.decisions).append(event)
 
     def forget_slices(self) -> None:
-        """What was read so far is done, and its tokens are there: only what is finished counts."""
+        """Take all slices read so far as done, with their tokens: only the numbers of finished requests are kept."""
         done = [(known.finished, known.decisions) for slices in self.slices.values() for known in slices]
         for finished, decisions in done:
             ended = [*finished, *(decision.request for decision in decisions if decision.kind == "truncate")]
@@ -75,7 +76,7 @@ class _JournalReader:
         self.decisions = []
 
     def drop_the_abandoned(self) -> None:
-        """Replicas that never came back still hold requests here: a slice of no steps drops them."""
+        """Add a slice of no steps that drops the requests of replicas that never came back."""
         for replica, requests in self._abandoned.items():
             if requests:
                 version = self.slices[replica][-1].order.version
@@ -103,7 +104,7 @@ class _JournalReader:
                 needs[other] = max(needs.get(other, 0), self._left_after[request])
             self._owner[request] = replica
         held = slices[-1].order.version if slices else self.rules.first_step - 1
-        if self.rules.colocated and event.version != held:  # the engine has rested, and so is empty
+        if self.rules.colocated and event.version != held:  # the engine was offloaded, and so is empty
             self._inside[replica].clear()
             self._abandoned.pop(replica, None)
         drops = tuple(sorted(self._abandoned.pop(replica, set()).union(event.drops)))
@@ -116,15 +117,15 @@ class _JournalReader:
 
 
 class Replay:
-    """Decides as it was decided before; the same interface as a `Scheduler`.
+    """A decider that repeats recorded decisions.
 
-    Raises ReplayError where the run differs from the recorded one, naming the slice and the difference.
+    Raises ReplayError if the run differs from the recorded one; the message names the slice and the difference.
     """
 
     def __init__(self, rules: Rules, num_replicas: int, events: Sequence[Event], num_done: int = 0) -> None:
-        """num_done: events that a checkpoint already knows of; what follows them is repeated, from empty engines.
+        """num_done: number of events before the checkpoint; the later ones are replayed, from empty engines.
 
-        Raises ReplayError where the events need more than `num_replicas`, or cannot be repeated at all.
+        Raises ReplayError if the events need more than `num_replicas`, or cannot be replayed at all.
         """
         self.rules = rules
         self._counted = deque(event.counts for event in events[num_done:] if isinstance(event, Counted))
@@ -147,14 +148,14 @@ class Replay:
         self._interruptions = deque(
             [before.get(replica, 0) for replica in range(num_replicas)] for before in reader.interruptions
         )
-        self.admits = True  # without effect: what is begun when is recorded
+        self.admits = True  # without effect: the record says when requests start
         self._num_given = [0] * num_replicas
         self._num_done = [0] * num_replicas
         self._held = [rules.first_step - 1] * num_replicas
         self._ready = rules.first_step - 1
 
     def next_order(self, replica: int) -> Order | None:
-        """The next recorded slice, as soon as it is possible."""
+        """The next recorded slice, once it is possible."""
         number = self._num_given[replica]
         if number > self._num_done[replica] or number == len(self._slices[replica]):
             return None
@@ -169,17 +170,17 @@ class Replay:
         return known.order
 
     def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
-        """Raises ReplayError for other engine steps or other finished requests than recorded."""
+        """Raises ReplayError if engine steps or finished requests differ from the recorded ones."""
         number = self._num_done[replica]
         if number == self._num_given[replica]:
             raise ValueError(f"replica {replica} has no outstanding order")
         known = self._slices[replica][number]
-        found = (num_steps, tuple(sorted(finished)))
-        if found != (known.order.num_steps, known.finished):
+        now = (num_steps, tuple(sorted(finished)))
+        if now != (known.order.num_steps, known.finished):
             raise ReplayError(
                 f"slice {number} of replica {replica}, version {known.order.version}: recorded were "
                 f"{known.order.num_steps} engine steps and finished requests {list(known.finished)}, now there are "
-                f"{found[0]} and {list(found[1])}"
+                f"{now[0]} and {list(now[1])}"
             )
         self._num_done[replica] += 1
         self._decisions += known.decisions
@@ -191,7 +192,7 @@ class Replay:
         self._num_finished.update(self.rules.batch_of(request) for request in ended)
 
     def is_complete(self, step: int) -> bool:
-        """Whether batch `step` is finished. Raises ReplayError where the recorded run ended before that."""
+        """Whether batch `step` is finished. Raises ReplayError if the recorded run ended before that."""
         if self._num_finished[step] == self.rules.batch_rows:
             return True
         if all(num == len(slices) for num, slices in zip(self._num_done, self._slices, strict=True)):
@@ -204,29 +205,29 @@ class Replay:
         return self._num_finished.total() == self.rules.num_steps_total * self.rules.batch_rows
 
     def take_decisions(self) -> Sequence[Decision]:
-        """Recorded decisions that follow from the slices done since the last call."""
+        """Recorded decisions after the slices done since the last call."""
         decisions, self._decisions = self._decisions, []
         return decisions
 
     def sending(self, version: int) -> None:
-        """Changes nothing: `may_send` has seen to it that no earlier version is missed."""
+        """Nothing to do: `may_send` makes sure that no earlier version is missed."""
 
     def version_ready(self, version: int) -> None:
         """All replicas have received the weights of `version`."""
         self._ready = max(self._ready, version)
 
     def step_taken(self, step: int) -> None:
-        """`counts` are those of the recorded run in this step, as losses and checkpoints do not happen again."""
+        """Take the recorded `counts` of this step, because lost replicas and checkpoints are not repeated."""
         if self._counted:
             self.counts.update(self._counted.popleft())
 
     def saved(self, step: int, interrupted: bool = False) -> None:
-        """What is begun anew is in the recorded orders; after an interruption they go on."""
+        """The recorded orders say which requests restart; after an interruption they continue."""
         if interrupted and self._interruptions:
             self._interruptions.popleft()
 
     def replica_lost(self, replica: int) -> None:
-        """Raises ReplayError: another loss than the recorded ones cannot be fitted in."""
+        """Raises ReplayError: a loss that was not recorded cannot be replayed."""
         raise ReplayError(f"replica {replica} was lost while a recorded schedule was repeated")
 
     def replica_back(self, replica: int, version: int) -> None:
@@ -234,7 +235,7 @@ class Replay:
         raise ReplayError(f"replica {replica} came back while a recorded schedule was repeated")
 
     def wanted_version(self, replica: int) -> int | None:
-        """The version of the next recorded slice, where it is not there yet."""
+        """The version of the next recorded slice, if it has not arrived yet."""
         number = self._num_given[replica]
         if number > self._num_done[replica] or number == len(self._slices[replica]):
             return None
@@ -242,7 +243,7 @@ class Replay:
         return version if version > max(self._held[replica], self._ready) else None
 
     def may_send(self, version: int) -> bool:
-        """Whether no replica still has recorded slices of an earlier version that it does not hold yet."""
+        """Whether every replica has taken all earlier versions that its recorded slices name."""
         for held, versions in zip(self._held, self._versions, strict=True):
             following = bisect_right(versions, held)
             if following < len(versions) and versions[following] < version:
@@ -250,11 +251,11 @@ class Replay:
         return True
 
     def may_save(self, step: int) -> bool:
-        """Whether all slices are done that came before the next recorded interruption."""
+        """Whether all slices before the next recorded interruption are done."""
         return not self._interruptions or self._num_done == self._interruptions[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises ReplayError before everything is drawn: engines that are begun anew would not repeat the bits."""
+        """Raises ReplayError before everything is drawn: restarted engines would not give the same bits."""
         if not self.is_drawn:
             raise ReplayError("a run that repeats a recorded schedule cannot be saved before its last batch is drawn")
         last, rows = self.rules.num_steps_total, self.rules.batch_rows

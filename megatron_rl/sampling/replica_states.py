@@ -1,4 +1,4 @@
-"""The replicas of the rollout pool, as the thread that drives them sees each: at work, starting again, or given up."""
+"""The replicas of the rollout pool as the driver's thread sees each: generating, starting, waiting, or given up."""
 
 from __future__ import annotations
 
@@ -15,43 +15,36 @@ from megatron_rl.roles.rollout import Rollout
 
 
 class State(enum.Enum):
-    """LIVES: it draws. STARTS: its processes come up and build its engine. JOINS: it waits for weights. GONE: it was
-    given up.
+    """GENERATING: has weights and runs slices. STARTING: its processes start and build the engine. JOINING: waits for
+    weights. GONE: is given up.
     """
 
-    LIVES = enum.auto()
-    STARTS = enum.auto()
-    JOINS = enum.auto()
+    GENERATING = enum.auto()
+    STARTING = enum.auto()
+    JOINING = enum.auto()
     GONE = enum.auto()
 
 
 @dataclass
 class ReplicaSlot:
-    """One replica. is_busy: a slice is under way. meets: it is to be idle, for all to meet. named: the version that the
-    last slice of its present life named, None before any.
+    """One replica. is_busy: a slice is running. is_paused: it gets no slices, because all ranks are to connect.
+
+    last_version: the version of its last slice since it started; None before the first.
     """
 
     number: int
     replica: Replica
     rollout: Rollout
     host: RankHost
-    state: State = State.STARTS
+    state: State = State.STARTING
     is_busy: bool = False
-    meets: bool = False
-    named: int | None = None
-
-    @property
-    def lives(self) -> bool:
-        return self.state is State.LIVES
+    is_paused: bool = False
+    last_version: int | None = None
 
     @property
     def is_present(self) -> bool:
         """Whether it can be called."""
-        return self.state in (State.LIVES, State.JOINS)
-
-    @property
-    def was_lost(self) -> bool:
-        return self.replica.num_restarts > 0
+        return self.state in (State.GENERATING, State.JOINING)
 
     @property
     def num_ranks(self) -> int:
@@ -59,7 +52,7 @@ class ReplicaSlot:
 
 
 class ReplicaSlots:
-    """All replicas. max_restarts: of each. say: prints a line; from any thread."""
+    """All replicas. max_restarts: of each replica. say: prints a line, from any thread."""
 
     def __init__(self, replicas: Sequence[Replica], max_restarts: int, say: Callable[[str], None]) -> None:
         self.all = [
@@ -70,48 +63,37 @@ class ReplicaSlots:
         self._max_restarts, self._say = max_restarts, say
 
     @property
-    def living(self) -> list[ReplicaSlot]:
-        """Those that draw."""
-        return [slot for slot in self.all if slot.lives]
-
-    @property
-    def present(self) -> list[ReplicaSlot]:
-        """Those that can be called."""
-        return [slot for slot in self.all if slot.is_present]
+    def generating(self) -> list[ReplicaSlot]:
+        """Replicas that run slices."""
+        return [slot for slot in self.all if slot.state is State.GENERATING]
 
     @property
     def joining(self) -> list[ReplicaSlot]:
-        """Those that have started again and wait for weights."""
-        return [slot for slot in self.all if slot.state is State.JOINS]
+        """Started replicas that wait for weights."""
+        return [slot for slot in self.all if slot.state is State.JOINING]
 
     @property
-    def is_hopeful(self) -> bool:
-        """Whether any is left."""
-        return any(slot.state is not State.GONE for slot in self.all)
+    def present(self) -> list[ReplicaSlot]:
+        """Replicas that can be called."""
+        return [slot for slot in self.all if slot.is_present]
 
     def lost(self, slot: ReplicaSlot, error: MegatronRLError) -> PoolFuture[None] | None:
-        """A replica has failed: its new start, or None where it is given up. Raises ClusterEnded."""
+        """Restart a failed replica; None if it is given up. Raises ClusterEnded, and WorkerFailure if none is left."""
         if isinstance(error, ClusterEnded):
             raise error
         self.num_lost += 1
         slot.is_busy = False
-        slot.named = None
-        name, tried = slot.replica.name, slot.replica.num_restarts
-        if tried >= self._max_restarts:
-            slot.state = State.GONE
-            slot.replica.stop("it failed too often")
-            self._say(f"the rollout replica {name} failed again after {tried} restarts and stays away: {error}")
-            return None
-        slot.state = State.STARTS
-        self._say(f"the rollout replica {name} failed and starts again, others go on: {error}")
-        return slot.replica.restart()
-
-    def built(self, slot: ReplicaSlot) -> None:
-        """A replica has its engine."""
-        slot.state = State.JOINS
-
-    def all_lost(self, error: MegatronRLError) -> WorkerFailure:
-        """What ends a run none of whose replicas is left."""
-        return WorkerFailure(
-            f"no rollout replica is left, each was restarted {self._max_restarts} times; the last: {error}"
-        )
+        slot.last_version = None
+        name, num_restarts = slot.replica.name, slot.replica.num_restarts
+        if num_restarts < self._max_restarts:
+            slot.state = State.STARTING
+            self._say(f"the rollout replica {name} failed and starts again, others go on: {error}")
+            return slot.replica.restart()
+        slot.state = State.GONE
+        slot.replica.stop("it failed too often")
+        self._say(f"the rollout replica {name} failed again after {num_restarts} restarts and stays away: {error}")
+        if all(slot.state is State.GONE for slot in self.all):
+            raise WorkerFailure(
+                f"no rollout replica is left, each was restarted {self._max_restarts} times; the last: {error}"
+            )
+        return None

@@ -1,4 +1,4 @@
-"""All requests of a run: never handed out, waiting, open or finished; and which batches are complete."""
+"""The state of all requests of a run: not handed out, waiting, open or finished; and which batches are complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megatron_rl.sampling.rules import Rules
 
 @dataclass
 class Request:
-    """An open request. drawn: its tokens. version: under which the last of them was drawn. late: slices it was late."""
+    """An open request. drawn: its number of tokens. version: that of its last token. late: number of slices it was
+    late.
+    """
 
     drawn: int = 0
     attempt: int = 0
@@ -22,14 +24,14 @@ class Request:
 
 
 class Requests:
-    """A request is open from its first hand-out until it is finished; `open` has those, by number.
+    """Hands out requests in the order of their numbers. A request is open from its first hand-out until it is finished.
 
-    They are handed out in the order of their numbers. What a dead replica had is given back, and so comes first again.
+    open: the open requests by number. A request of a dead replica is given back and is handed out again first.
     frontier: the first batch that is not complete. taken: the last batch that the trainer took.
     """
 
     def __init__(self, rules: Rules) -> None:
-        """Nothing handed out yet; batches before `first_step` are taken."""
+        """No request is handed out; batches before `first_step` are taken."""
         self.rules = rules
         self.open: dict[int, Request] = {}
         self.taken = rules.first_step - 1
@@ -39,7 +41,7 @@ class Requests:
         self._num_finished: Counter[int] = Counter()
 
     def head(self) -> int | None:
-        """The request that is handed out next."""
+        """The request that is handed out next; None at the end of the run."""
         if self._given_back:
             return self._given_back[0]
         return self._next_new if self._next_new < self.rules.num_steps_total * self.rules.batch_rows else None
@@ -50,17 +52,17 @@ class Requests:
         return sum(request < end for request in self._given_back) + max(0, end - self._next_new)
 
     def hand_out(self, num: int, version: int) -> list[int]:
-        """The next `num` requests, or as many as may be started under `version`."""
-        found: list[int] = []
+        """The next `num` requests, or fewer if fewer may start under `version`."""
+        handed_out: list[int] = []
         end = self.rules.last_batch(version) * self.rules.batch_rows
-        while len(found) < num and (head := self.head()) is not None and head < end:
+        while len(handed_out) < num and (head := self.head()) is not None and head < end:
             if self._given_back:
                 heappop(self._given_back)
             else:
                 self.open[head] = Request()
                 self._next_new += 1
-            found.append(head)
-        return found
+            handed_out.append(head)
+        return handed_out
 
     def give_back(self, request: int) -> None:
         """An open request waits again."""
@@ -73,7 +75,7 @@ class Requests:
         self._advance()
 
     def num_missing(self, batch: int) -> int:
-        """Requests of a batch, not taken yet, that are not finished."""
+        """Number of unfinished requests of a batch that is not taken yet."""
         return self.rules.batch_rows - self._num_finished[batch]
 
     def is_complete(self, batch: int) -> bool:
@@ -86,11 +88,11 @@ class Requests:
         del self._num_finished[batch]
 
     def state_dict(self) -> dict[str, Any]:
-        """Ready for JSON, without what is open."""
+        """State as JSON values, without the open requests."""
         return {"batch_rows": self.rules.batch_rows, "taken": self.taken, "next_new": self._next_new}
 
     def load(self, state: Mapping[str, Any], still_open: Mapping[int, Request]) -> None:
-        """Go on from `state_dict`, with these open requests. Raises ValueError where the rules do not fit."""
+        """Continue from `state_dict` with these open requests. Raises ValueError if the rules do not fit."""
         rules = self.rules
         if state["batch_rows"] != rules.batch_rows or state["taken"] < rules.first_step - 1:
             raise ValueError(
@@ -107,6 +109,6 @@ class Requests:
         self._advance()
 
     def _advance(self) -> None:
-        """To the first batch that is not complete."""
+        """Move the frontier to the first batch that is not complete."""
         while self.num_missing(self.frontier) == 0:
             self.frontier += 1

@@ -1,14 +1,14 @@
-"""What the schedule of rollouts depends on, and the words in which it is told: rules, orders, decisions. Plain data.
+"""Rules, orders and decisions of the schedule of rollouts, as plain data.
 
-Batch s is what training step s trains; its requests are numbered (s-1)*batch_rows + row. Version v is the weights after
-step v. A token of batch s that is drawn under version w has staleness (s-1) - w, which is never above `ahead`.
+Training step s trains batch s; its requests are numbered (s-1)*batch_rows + row. Version v is the weights after step v.
+A token of batch s that version w draws has staleness (s-1) - w, which is never above `ahead`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 POLICIES = ("wait", "truncate", "resample")
 
@@ -17,18 +17,18 @@ Kind = Literal["truncate", "resample", "forget"]
 
 @dataclass(frozen=True)
 class Rules:
-    """What does not change during a run.
+    """The settings of a schedule, which do not change during a run.
 
-    batch_rows: requests of one batch. ahead: bound of staleness, in steps. sync_every: steps from one version that
-    rollouts get to the next. num_steps_total: the last step; requests of later batches are never started.
-    first_step: the first step of this process; version first_step - 1 is what replicas begin with.
-    slice_steps: engine steps of a slice, at most. max_running: requests that one engine runs at once; max_queued: how
-    many more it is given, so that a place that becomes free within a slice is taken at once.
-    partial: unfinished requests go on under new weights; else a replica takes weights only when it has none.
-    recompute_kv: with `partial`, requests are dropped and started anew under new weights. deterministic: orders depend
-    on rules and answers' lengths alone. colocated: engines rest while training runs and hold nothing afterwards.
-    straggler_slices: after so many slices in which nothing else of its batch was missing, the policy acts on the last
-    request of the batch that is trained next. straggler_attempts: how often "resample" draws a request anew.
+    batch_rows: requests per batch. ahead: bound of staleness in steps. sync_every: steps between the versions that
+    rollouts get. num_steps_total: the last step; requests of later batches are never started.
+    first_step: the first step of this process; replicas begin with version first_step - 1.
+    slice_steps: engine steps per slice, at most. max_running: requests that one engine runs at once; max_queued:
+    requests that it gets beyond these, so that a request can start as soon as another one ends within a slice.
+    partial: unfinished requests continue under new weights; otherwise a replica takes weights only when it has none.
+    recompute_kv: with `partial`, requests are dropped and started again under new weights. deterministic: orders depend
+    on rules and answer lengths alone. colocated: engines are offloaded while training runs and lose their requests.
+    straggler_slices: the policy acts on the last missing request of the batch that is trained next after it has been
+    the last one for so many slices. straggler_attempts: how often "resample" draws a request again.
     """
 
     batch_rows: int
@@ -48,7 +48,7 @@ class Rules:
     straggler_attempts: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values that cannot work, above all an `ahead` under which nothing would go on."""
+        """Raises ValueError for values that cannot work, above all an `ahead` under which the run would block."""
         least = {"batch_rows": 1, "num_steps_total": 1, "ahead": 0, "sync_every": 1, "first_step": 1}
         least |= {"slice_steps": 1, "max_running": 1, "straggler_slices": 1, "straggler_attempts": 0, "max_queued": 0}
         for name, lowest in least.items():
@@ -66,13 +66,13 @@ class Rules:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether replicas run in rounds: always without `ahead`, where a batch is one round."""
+        """Whether replicas run in rounds. Without `ahead` they always do, and a batch is one round."""
         return self.deterministic or self.ahead == 0
 
     @property
     def versions_late(self) -> int:
-        """In rounds, version v is taken once batch v + this is complete: 1 where `ahead` allows it, so that replicas
-        draw while step v is trained; else 0.
+        """In rounds, replicas take version v once batch v + versions_late is complete: 1 if `ahead` allows it, so that
+        replicas draw while step v is trained; else 0.
         """
         return 0 if self.colocated else min(1, self.ahead + 1 - self.sync_every)
 
@@ -85,11 +85,11 @@ class Rules:
         return range((batch - 1) * self.batch_rows, batch * self.batch_rows)
 
     def last_batch(self, version: int) -> int:
-        """The last batch of which requests may be started under `version`."""
+        """The last batch whose requests may start under `version`."""
         return min(version + 1 + self.ahead, self.num_steps_total)
 
     def needed_version(self, batch: int) -> int:
-        """The lowest version, of those that rollouts get, under which `batch` may be started."""
+        """The lowest version that rollouts get under which `batch` may start."""
         lowest = max(batch - 1 - self.ahead, 0)
         return -(-lowest // self.sync_every) * self.sync_every
 
@@ -100,10 +100,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Order:
-    """One slice: drop `drops`, hold the weights of `version`, begin `starts`, then `num_steps` engine steps at most.
+    """One slice: drop `drops`, take the weights of `version`, begin `starts`, then run at most `num_steps` engine
+    steps.
 
-    num_steps None: until nothing is left to generate. A request in both `drops` and `starts` is begun anew with the
-    tokens that its owner has by then. Both are in the order of their numbers.
+    num_steps None: run until nothing is left to generate. A request in both `drops` and `starts` starts again with the
+    tokens that it has so far. Both are in ascending order.
     """
 
     replica: int
@@ -115,21 +116,22 @@ class Order:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the owner of the tokens must do with a request now.
+    """What must be done with the answer of a request. It is also a line of the journal.
 
-    truncate: its tokens so far are the answer, which ends by length. resample: forget its tokens; they are drawn anew
-    as attempt number `attempt`, with other seeds. forget: forget its tokens; the same attempt is drawn once more.
+    truncate: its tokens so far are the answer, which ends by length. resample: forget its tokens; attempt number
+    `attempt` draws new ones with other seeds. forget: forget its tokens; the same attempt draws them again.
     """
 
+    event: ClassVar[str] = "decided"
     kind: Kind
     request: int
     attempt: int
 
 
-class Decides(Protocol):
-    """What an executor needs of whatever decides: a `Scheduler`, a `Recorder` around one, or a `Replay`.
+class Decider(Protocol):
+    """Interface of a `Scheduler`, a `Recorder` around one, and a `Replay`.
 
-    admits: whether waiting requests may be begun; not, to drain the engines.
+    admits: whether waiting requests may start; False drains the engines.
     """
 
     admits: bool
@@ -142,43 +144,45 @@ class Decides(Protocol):
         """Whether every request of the run is finished."""
 
     def next_order(self, replica: int) -> Order | None:
-        """The replica's next slice, which is outstanding from now on. None: nothing for it until another fact comes."""
+        """The replica's next slice, which is outstanding from now on. None: there is none until another fact
+        arrives.
+        """
 
     def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
         """The outstanding order was carried out. drawn: request -> number of new tokens."""
 
     def sending(self, version: int) -> None:
-        """`version` begins to overwrite what replicas have received and do not hold yet. Ask `may_send` before."""
+        """`version` begins to overwrite weights that replicas have received but not taken. Ask `may_send` before."""
 
     def version_ready(self, version: int) -> None:
-        """All living replicas have received the weights of `version` beside those that they hold."""
+        """All living replicas have received the weights of `version`; they take them with a later order."""
 
     def step_taken(self, step: int) -> None:
         """The trainer took batch `step`, which is complete."""
 
     def saved(self, step: int, interrupted: bool = False) -> None:
-        """A checkpoint after `step` was written; or, interrupted, the engines did something else and are empty."""
+        """A checkpoint after `step` was written. interrupted: instead, the engines did something else and are empty."""
 
     def replica_lost(self, replica: int) -> None:
         """The replica died."""
 
     def replica_back(self, replica: int, version: int) -> None:
-        """The replica lives again; its engine is empty and holds `version`."""
+        """The replica has restarted; its engine is empty and has `version`."""
 
     def is_complete(self, step: int) -> bool:
         """Whether all requests of batch `step` are finished."""
 
     def take_decisions(self) -> Sequence[Decision]:
-        """Decisions since the last call, to be acted on before the next order is given. Call after every fact."""
+        """Decisions since the last call. Call after every fact, and apply them before the next order."""
 
     def wanted_version(self, replica: int) -> int | None:
-        """The lowest version that an idle replica must receive before it can get an order; None: it needs none."""
+        """The lowest version that an idle replica must receive before it can get an order; None if it needs none."""
 
     def may_send(self, version: int) -> bool:
-        """Whether weights may be sent now: no replica still has to take an earlier version out of the same buffer."""
+        """Whether weights may be sent now: no replica still has to take an earlier version from the same buffer."""
 
     def may_save(self, step: int) -> bool:
-        """Whether a run that resumes from a checkpoint written now would go on as this one does."""
+        """Whether a run that resumes from a checkpoint written now would continue as this one does."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that future decisions depend on, ready for JSON; outstanding orders count as never given."""
+        """All that future decisions depend on, as JSON values; outstanding orders count as never given."""

@@ -1,4 +1,4 @@
-"""The stream of sampled batches: prompts in their order, answers by the rollout, its weights brought up to date."""
+"""Sample batches: prompts in their order, answers from the rollout, and weights sent to the rollout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_rl.scoring.rewards import Rewards
 from megatron_rl.scoring.scored_answers import ScoredAnswers, join
 
 SALT_STRIDE = 1_000_003
-"""Between the seeds of two batches of one step; more than a run has steps."""
+"""Difference of the salts of two batches of one step; more than a run has steps."""
 
 FIXED_SALT = -1
 """Validation samples, where they are sampled, use the same seeds every time."""
@@ -36,8 +36,8 @@ FIXED_SALT = -1
 class SampledBatch:
     """One step's prompts and answers, B rows.
 
-    scored: where the scores had to be known to choose the answers. greedy: one answer per group, where the estimator
-    needs it. metrics: of the sampling itself.
+    scored: the scores, if they were needed to choose the answers. greedy: one answer per group, if the estimator needs
+    it. metrics: of the sampling itself.
     """
 
     prompts: Prompts
@@ -47,12 +47,12 @@ class SampledBatch:
     metrics: dict[str, float]
 
     def experience(self) -> Experience:
-        """Prompts and answers joined; the other fields are filled as they are computed."""
+        """Prompts and answers joined; the loop fills the other fields as it computes them."""
         return assemble(self.prompts, self.generations)
 
 
 class SamplingLogger(Protocol):
-    """What sampling reports to the logger of its run."""
+    """The part of the run's logger that sampling uses."""
 
     clock: PhaseClock
 
@@ -63,7 +63,7 @@ class SamplingLogger(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """What batches come from. rollout: None where replicas are called one by one."""
+    """What batches are made from. rollout: None if replicas are called one by one."""
 
     config: RunConfig
     train_data: PromptDataset
@@ -74,7 +74,7 @@ class Sources:
 
 
 class Sampler:
-    """Samples batches. sender: the actor, where the rollout has weights of its own, which come from there."""
+    """Samples batches synchronously. sender: the actor, if the rollout has weights of its own, which it receives."""
 
     def __init__(self, sources: Sources, sender: Actor | None = None) -> None:
         self.config = sources.config
@@ -85,18 +85,18 @@ class Sampler:
 
     @property
     def rollout(self) -> Rollout:
-        """All ranks that generate, in one pool. Raises ValueError where replicas have pools of their own."""
+        """The pool of all ranks that generate. Raises ValueError if replicas have pools of their own."""
         if self._rollout is None:
             raise ValueError("the replicas of this rollout are called one by one")
         return self._rollout
 
     def describe(self) -> dict[str, float]:
-        """Metrics of a step, of how its answers came to be."""
+        """Metrics of a step's sampling."""
         return {}
 
     def next(self, step: int) -> SampledBatch:
         """The batch of a step. With `algorithm.filter_groups` batches are drawn until enough groups have scores that
-        differ; after `max_num_gen_batches` the step is filled up with groups that have equal ones.
+        differ; after `max_num_gen_batches` batches groups with equal scores fill up the step.
         """
         if self.config.algorithm.filter_groups.enable:
             batch = self._filtered(step)
@@ -108,7 +108,7 @@ class Sampler:
         return batch
 
     def load_weights(self, step: int) -> None:
-        """Bring the weights after `step` to a rollout elsewhere; one in the actor's own pool reads them there."""
+        """Send the weights after `step` to the rollout, unless it is in the actor's pool and reads them there."""
         if self._sender is not None:
             sending, receiving = self._sender.send_weights(step), self.rollout.receive_weights()
             self.logger.note_transition(receiving.get())
@@ -116,15 +116,15 @@ class Sampler:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Round a checkpoint after `step`: what is drawn for later steps does not change inside."""
+        """Wrap a checkpoint after `step`: answers of later steps do not change inside."""
         yield
 
     def write(self, folder: Path, step: int) -> list[str]:
-        """Write what was drawn for steps after `step` to a checkpoint; names of the files. Inside `saving`."""
+        """Write the answers of steps after `step` to a checkpoint; returns file names. Call inside `saving`."""
         return []
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generations:
-        """Answers to all prompt rows; the ranks are in rollout mode only inside this call."""
+        """Answers to all prompt rows. The ranks are in rollout mode only inside this call."""
         return self._generated(prompts, sampling, with_experts=False)
 
     def _samples(self, prompts: Prompts, sampling: Sampling) -> Generations:
@@ -139,16 +139,16 @@ class Sampler:
         return generations
 
     def sampling(self, salt: int) -> Sampling:
-        """How training samples are drawn."""
+        """Sampling parameters of training."""
         rollout = self.config.actor_rollout_ref.rollout
         return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, self.config.data.max_response_length, salt)
 
     def greedy(self) -> Sampling:
-        """How a baseline answer is drawn: greedily, so its seed means nothing."""
+        """Sampling parameters of greedy baseline answers, where the seed has no effect."""
         return Sampling(0.0, 1.0, -1, self.config.data.max_response_length, FIXED_SALT)
 
     def val_sampling(self) -> Sampling:
-        """How held-out answers are drawn: greedy unless `val_kwargs.do_sample`."""
+        """Sampling parameters of validation: greedy unless `val_kwargs.do_sample`."""
         kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
         if not kwargs.do_sample:
             return self.greedy()
@@ -165,7 +165,7 @@ class Sampler:
         batches: list[tuple[Prompts, Generations, ScoredAnswers]] = []
         while True:
             prompts = self._next_prompts()
-            # Groups are told apart over all batches.
+            # Group numbers are unique over all batches.
             prompts.uid = known(prompts.uid) + sum(len(earlier) for earlier, _, _ in batches)
             generations = self._samples(prompts, self.sampling(salt=step + SALT_STRIDE * len(batches)))
             pending = self.rewards.start(prompts, generations)
@@ -186,7 +186,7 @@ class Sampler:
 
 
 def compared(scored: ScoredAnswers, metric: str) -> torch.Tensor:
-    """float32 [B]: what dynamic sampling compares, score or acc. Raises ConfigError where there is no accuracy."""
+    """float32 [B]: the values that dynamic sampling compares, score or acc. Raises ConfigError if there is no acc."""
     if metric == "score":
         return scored.scores
     values = scored.variables().get(metric)

@@ -1,9 +1,9 @@
-"""Decides which replica draws which requests under which weights. It counts: no tokens, no clock, no processes.
+"""Decide which replica draws which requests with which weights. The scheduler only counts: no tokens, clock, processes.
 
-Facts come in (a slice is done, weights have come, a batch was taken, a replica died), orders go out. A request is open
-from its first hand-out until it is finished. It belongs to one replica, or to none after that died: then it waits in
-front of all requests that were never handed out. In rounds (`Rules.in_rounds`) orders are made for all replicas at
-once when every order of the round before is answered, from nothing but counts that do not depend on the order of facts.
+Facts come in (a slice is done, weights have arrived, a batch was taken, a replica died), orders go out. A request is
+open from its first hand-out until it is finished. It belongs to one replica. If that replica dies the request waits,
+in front of all requests that were never handed out. In rounds (`Rules.in_rounds`) orders are made for all replicas at
+once, when every order of the previous round is answered, from counts that do not depend on the order of facts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ COUNTS = ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")
 
 @dataclass(eq=False)
 class _Replica:
-    """held: its version; ready: the newest it has received. owned: its open requests; inside: requests that its engine
-    still has; renewed: owned ones to be begun anew. straggler: the late request while `order` is outstanding.
+    """One replica. held: its version; ready: the newest version it has received. owned: its open requests; inside: the
+    requests in its engine; renewed: owned requests that must restart. straggler: the late request of `order`.
     """
 
     held: int
     ready: int
-    lives: bool = True
+    is_alive: bool = True
     owned: set[int] = field(default_factory=set)
     inside: set[int] = field(default_factory=set)
     renewed: set[int] = field(default_factory=set)
@@ -36,12 +36,12 @@ class _Replica:
 
 
 class Scheduler:
-    """The state machine. All methods are quick; wrong facts raise ValueError and change nothing."""
+    """The state machine. Wrong facts raise ValueError and change nothing."""
 
     def __init__(self, rules: Rules, num_replicas: int, state: Mapping[str, Any] | None = None) -> None:
-        """All replicas live, with empty engines, and hold version first_step - 1, or what `state` says if newer.
+        """All replicas are alive with empty engines and version first_step - 1, or that of `state` if newer.
 
-        state: of `state_dict`, also of another number of replicas. Look for decisions at once where it is given.
+        state: from `state_dict`, also of another number of replicas. With it, there may be decisions to take at once.
         """
         self.rules = rules
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
@@ -55,14 +55,14 @@ class Scheduler:
         if state is not None:
             self._load(state)
 
-    # What an executor asks
+    # Questions
 
     def next_order(self, replica: int) -> Order | None:
-        """The replica's next slice, outstanding from now on. None: nothing for it until another fact comes, or it is
-        dead, or its last order is outstanding.
+        """The replica's next slice, outstanding from now on. None: there is none until another fact arrives, or the
+        replica is dead, or its last order is outstanding.
         """
         known = self._replicas[replica]
-        if not known.lives or known.order is not None:
+        if not known.is_alive or known.order is not None:
             return None
         if self.rules.in_rounds:
             if not self._is_round_open():
@@ -87,9 +87,9 @@ class Scheduler:
         return decisions
 
     def wanted_version(self, replica: int) -> int | None:
-        """The lowest version that an idle replica must receive before it can get an order; None: it needs none."""
+        """The lowest version that an idle replica must receive before it can get an order; None if it needs none."""
         known = self._replicas[replica]
-        if not known.lives or known.order is not None or self._is_round_open():
+        if not known.is_alive or known.order is not None or self._is_round_open():
             return None
         if self.rules.in_rounds and self._waits_for_due():
             return self._due()
@@ -100,8 +100,8 @@ class Scheduler:
         return None if batch <= self.rules.last_batch(known.ready) else self.rules.needed_version(batch)
 
     def may_send(self, version: int) -> bool:
-        """Whether weights may be sent now. Only in rounds it can be too early: while an earlier version, which all
-        take at a fixed place, has not been taken yet.
+        """Whether weights may be sent now. In rounds it is too early while an earlier version, which all replicas take
+        at a fixed place, has not been taken. Otherwise it is never too early.
         """
         if not self.rules.in_rounds or self.is_drawn:
             return True
@@ -109,17 +109,17 @@ class Scheduler:
         return not self._planned and (due >= version or not self._swappers(due))
 
     def may_save(self, step: int) -> bool:
-        """Whether a run resumed from a checkpoint after `step` that is written now draws the same as this one.
+        """Whether a run that resumes from a checkpoint after `step`, written now, draws the same as this one.
 
-        In rounds: once all replicas wait for the version of `step` or a later one. For that `version_ready(step)` must
-        not be called before `saved(step)`. Without rounds it depends on no place.
+        In rounds this holds once all replicas wait for the version of `step` or a later one, so `version_ready(step)`
+        must not be called before `saved(step)`. Without rounds it always holds.
         """
         if not self.rules.in_rounds or self.is_drawn:
             return True
         return not self._is_round_open() and self._due() >= step and self._waits_for_due()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that future decisions depend on, ready for JSON; outstanding orders count as never given."""
+        """All that future decisions depend on, as JSON values; outstanding orders count as never given."""
         owners = {request: index for index, replica in enumerate(self._replicas) for request in replica.owned}
         return self._requests.state_dict() | {
             "versions": [[replica.held, replica.ready] for replica in self._replicas],
@@ -157,19 +157,19 @@ class Scheduler:
             self._act_on_straggler(known, straggler)
 
     def sending(self, version: int) -> None:
-        """`version` begins to overwrite what replicas have received and do not hold yet: they keep what they hold."""
+        """`version` begins to overwrite weights that replicas have received but not taken. They keep what they hold."""
         for replica in self._replicas:
             replica.ready = replica.held
 
     def version_ready(self, version: int) -> None:
-        """All living replicas have received the weights of `version` beside those that they hold."""
+        """All living replicas have received the weights of `version`; they take them with a later order."""
         self._announced = max(self._announced, version)
         for replica in self._replicas:
-            if replica.lives:
+            if replica.is_alive:
                 replica.ready = max(replica.ready, version)
 
     def step_taken(self, step: int) -> None:
-        """The trainer took batch `step`. Raises ValueError unless it is the next one and complete."""
+        """The trainer took batch `step`. Raises ValueError unless it is the next batch and complete."""
         if step != self._requests.taken + 1 or not self.is_complete(step):
             raise ValueError(
                 f"step {step} cannot be taken: {self._requests.taken} was the last, complete={self.is_complete(step)}"
@@ -177,46 +177,48 @@ class Scheduler:
         self._requests.take(step)
 
     def saved(self, step: int, interrupted: bool = False) -> None:
-        """A checkpoint after `step` was written: what is unfinished is begun anew in its replica's next order.
+        """A checkpoint after `step` was written: unfinished requests restart in their replica's next order.
 
-        interrupted: instead, engines did something else and are empty.
+        interrupted: instead, the engines did something else and are empty.
         """
         for replica in self._replicas:
             replica.renewed |= replica.owned
             self.counts["renewed"] += len(replica.owned)
 
     def replica_lost(self, replica: int) -> None:
-        """The replica died: its requests go to the front of the queue, with their tokens only where `partial`."""
+        """The replica died: its requests go to the front of the queue; they keep their tokens only if `partial`."""
         known = self._replicas[replica]
-        if not known.lives:
+        if not known.is_alive:
             raise ValueError(f"replica {replica} is dead already")
         for request in sorted(known.owned):
             self.counts["moved"] += 1
             self._give_back(request)
         self._planned.pop(replica, None)
-        self._replicas[replica] = _Replica(known.held, known.ready, lives=False)
+        self._replicas[replica] = _Replica(known.held, known.ready, is_alive=False)
 
     def replica_back(self, replica: int, version: int) -> None:
-        """The replica lives again; its engine is empty and holds `version`, which should be the newest announced."""
-        if self._replicas[replica].lives:
+        """The replica has restarted; its engine is empty and has `version`, which should be the newest announced."""
+        if self._replicas[replica].is_alive:
             raise ValueError(f"replica {replica} is not dead")
         self._replicas[replica] = _Replica(version, version)
 
     # Handing out
 
     def _room(self, replica: _Replica) -> int:
-        """How many more requests it takes. Without `ahead` a batch is handed out at once, and the engine queues it."""
+        """How many more requests a replica takes. Without `ahead` a whole batch is handed out, and the engine queues
+        it.
+        """
         if not self.admits and not self.rules.in_rounds:  # in rounds they drain at their own places
             return 0
         most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running + self.rules.max_queued
         return max(0, most - len(replica.owned))
 
     def _free_version(self, replica: _Replica) -> int:
-        """What its next slice holds: the newest there is; without `partial` only once nothing is unfinished."""
+        """The version of its next slice: the newest; without `partial` only once it has no unfinished request."""
         return replica.ready if self.rules.partial or not replica.owned else replica.held
 
     def _takers(self, versions: Mapping[int, int]) -> list[int]:
-        """Those that may start the first waiting request. versions: replica -> what it holds in its next slice."""
+        """Replicas that may start the first waiting request. versions: replica -> version of its next slice."""
         head = self._requests.head()
         if head is None:
             return []
@@ -231,8 +233,8 @@ class Scheduler:
         known = self._replicas[replica]
         version = self._free_version(known)
         if self._room(known):
-            # The one that asks comes first, so that it wins where loads are equal.
-            order = [replica, *(other for other, r in enumerate(self._replicas) if r.lives and other != replica)]
+            # The replica that asks comes first, so that it wins if loads are equal.
+            order = [replica, *(other for other, r in enumerate(self._replicas) if r.is_alive and other != replica)]
             takers = self._takers({other: self._free_version(self._replicas[other]) for other in order})
             if takers[:1] == [replica]:
                 share = self._shares(takers, self._requests.num_waiting(version))[0]
@@ -240,7 +242,7 @@ class Scheduler:
         return self._order(replica, version, self._requests.taken + 1) if known.owned else None
 
     def _order(self, replica: int, version: int, next_batch: int) -> Order:
-        """What `replica` must do so that its engine runs what it owns, under `version`."""
+        """The order after which the engine of `replica` runs what it owns, under `version`."""
         known = self._replicas[replica]
         if version != known.held:
             if self.rules.colocated:
@@ -263,22 +265,24 @@ class Scheduler:
         return bool(self._planned) or any(replica.order is not None for replica in self._replicas)
 
     def _due(self) -> int:
-        """The version that all replicas should hold by now, in rounds: a function of the complete batches alone."""
+        """The version that all replicas should hold by now, in rounds; it depends only on the complete batches."""
         latest = self._requests.frontier - 1 - self.rules.versions_late
         return max(latest // self.rules.sync_every * self.rules.sync_every, self.rules.first_step - 1)
 
     def _swappers(self, due: int) -> list[_Replica]:
-        """Who must still take version `due`; not one that came back with less after it was announced."""
-        return [r for r in self._replicas if r.lives and r.held < due and (r.ready >= due or self._announced < due)]
+        """Replicas that must still take version `due`, without those that came back with less after it was
+        announced.
+        """
+        return [r for r in self._replicas if r.is_alive and r.held < due and (r.ready >= due or self._announced < due)]
 
     def _waits_for_due(self) -> bool:
-        """Whether no round can begin before a version comes."""
+        """Whether no round can begin before a version arrives."""
         swappers = self._swappers(self._due())
         drains = not self.rules.partial and any(replica.owned for replica in swappers)
         return bool(swappers) and not drains and self._announced < self._due()
 
     def _plan_round(self) -> None:
-        """Orders for all living replicas, unless a version must come first."""
+        """Make orders for all living replicas, unless a version must arrive first."""
         if self._waits_for_due():
             return
         due = self._due()
@@ -286,7 +290,7 @@ class Scheduler:
         drains = not self.rules.partial and any(replica.owned for replica in swappers)
         versions, starters = {}, {}
         for index, replica in enumerate(self._replicas):
-            if replica.lives:
+            if replica.is_alive:
                 swaps = replica in swappers and not drains
                 versions[index] = due if swaps else replica.held
                 if swaps or replica not in swappers:
@@ -307,14 +311,14 @@ class Scheduler:
         replica.renewed.discard(request)
 
     def _straggler(self, replica: _Replica, next_batch: int) -> int | None:
-        """The last unfinished request of `next_batch`, where `replica` has it."""
+        """The last unfinished request of `next_batch` if `replica` has it, else None."""
         is_late = next_batch == self._requests.frontier and self._requests.num_missing(next_batch) == 1
         if self.rules.straggler_policy == "wait" or not is_late:
             return None
         return next((request for request in replica.owned if self.rules.batch_of(request) == next_batch), None)
 
     def _act_on_straggler(self, replica: _Replica, request: int) -> None:
-        """One more slice has not finished it: count that, and do what the policy says when it is one too many."""
+        """Count one more slice that has not finished the request, and apply the policy at the limit."""
         known = self._requests.open[request]
         known.late += 1
         if known.late < self.rules.straggler_slices:
@@ -336,7 +340,7 @@ class Scheduler:
         self._decisions.append(Decision(kind, request, known.attempt))
 
     def _give_back(self, request: int) -> None:
-        """An open request has no replica any more."""
+        """Take an open request from its dead replica."""
         if not self.rules.partial and self._requests.open[request].drawn:
             self._forget(request, "forget")
         self._requests.give_back(request)
@@ -344,8 +348,7 @@ class Scheduler:
     # Restoring
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        found = {entry[0]: Request(*entry[2:]) for entry in state["open"]}
-        self._requests.load(state, found)
+        self._requests.load(state, {entry[0]: Request(*entry[2:]) for entry in state["open"]})
         self._announced = max(state["announced"], self._announced)
         self.counts |= state["counts"]
         for replica, (held, ready) in zip(self._replicas, state["versions"], strict=False):
@@ -354,7 +357,7 @@ class Scheduler:
             self._load_owner(request, owner)
 
     def _load_owner(self, request: int, owner: int | None) -> None:
-        """It stays with the replica that had it, where that may go on with it."""
+        """Leave the request with its replica if that may continue it, else give it back."""
         replica = self._replicas[owner] if owner is not None and owner < len(self._replicas) else None
         if replica is None or self.rules.batch_of(request) > self.rules.last_batch(replica.held):
             self._give_back(request)

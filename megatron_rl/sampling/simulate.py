@@ -1,7 +1,7 @@
-"""A run on a simulated clock, decided by the very code that decides real ones: how long would it take, and why?
+"""Simulate a run on a simulated clock with the decider of real runs.
 
-Turns answers' lengths and seconds (`Costs`) into seconds per step, idle shares, staleness and a timeline. It draws no
-tokens and knows no model, so what reward or memory a setting costs is not its subject.
+Lengths of answers and seconds (`Costs`) give seconds per step, idle shares, staleness and a timeline. The simulation
+has no tokens and no model, so it says nothing about rewards or memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from heapq import heappop, heappush
 
 from megatron_rl.sampling.engine_model import Costs, Engine, draw
-from megatron_rl.sampling.rules import Decides, Order, Rules
+from megatron_rl.sampling.rules import Decider, Order, Rules
 
 Lengths = Callable[[int, int], int]
 """(request, attempt) -> tokens of its answer, at least 1."""
@@ -22,7 +22,7 @@ Lengths = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Failure:
-    """A replica dies at `at` seconds and lives again `down` seconds later. None: never."""
+    """A replica dies at `at` seconds and restarts `down` seconds later. None: never."""
 
     replica: int
     at: float
@@ -41,10 +41,10 @@ class SimulatedInterval:
 
 @dataclass
 class SimulatedRun:
-    """What a simulated run came to. Times are seconds since its beginning.
+    """The result of a simulation. Times are seconds since its beginning.
 
-    steps: when each training step ended. staleness: steps -> trained tokens. answers: request -> (version, tokens)
-    runs of its trained answer. orders: replica -> answered orders, in order, with steps taken.
+    steps: end of each training step. staleness: steps -> number of trained tokens. answers: request -> (version, number
+    of tokens) of each part of its trained answer. orders: replica -> its finished orders with their engine steps.
     """
 
     total: float = 0.0
@@ -55,31 +55,25 @@ class SimulatedRun:
     orders: dict[int, list[tuple[Order, int]]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
-    def seconds_per_step(self, skip: int = 0) -> float:
-        """Mean, without the first `skip` steps, in which nothing has been drawn ahead yet."""
-        start = self.steps[skip - 1] if skip else 0.0
-        return (self.steps[-1] - start) / (len(self.steps) - skip)
-
-    def idle_share(self, lane: str, skip: int = 0) -> float:
-        """The share of the time until the last step in which a lane had nothing to do; being dead is not idleness."""
-        start, stop = (self.steps[skip - 1] if skip else 0.0), self.steps[-1]
+    def idle_share(self, lane: str, start: float, stop: float) -> float:
+        """The share of an interval in which a lane had nothing to do; a dead replica does not count as idle."""
         bars = (bar for bar in self.intervals if bar.lane == lane)
         busy = sum(max(0.0, min(bar.stop, stop) - max(bar.start, start)) for bar in bars)
         return 1.0 - busy / (stop - start)
 
 
 class StuckError(RuntimeError):
-    """Nothing can happen any more, and the run is not over."""
+    """The run is not over, but nothing can happen any more."""
 
 
 class Simulation:
-    """The executor on a simulated clock. It owns how many tokens each request has, and under which versions."""
+    """The executor on a simulated clock. It counts the tokens of each request by version."""
 
     def __init__(
-        self, decides: Decides, rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs, saves: Collection[int]
+        self, decider: Decider, rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs, saves: Collection[int]
     ) -> None:
         """saves: steps after which a checkpoint is written."""
-        self.decides, self.rules, self.lengths, self.costs = decides, rules, lengths, costs
+        self.decider, self.rules, self.lengths, self.costs = decider, rules, lengths, costs
         self.saves = saves
         self.engines: list[Engine | None] = [Engine(rules.first_step - 1) for _ in range(num_replicas)]
         self.outcome = SimulatedRun(orders={replica: [] for replica in range(num_replicas)})
@@ -95,23 +89,25 @@ class Simulation:
         self._sending = False
 
     def run(self, failures: Sequence[Failure]) -> SimulatedRun:
-        """Until the last step is trained. Raises StuckError, and ValueError for orders that no engine can follow."""
+        """Run until the last step is trained. Raises StuckError, and ValueError for orders that no engine can
+        follow.
+        """
         for failure in failures:
             self._after(failure.at, partial(self._fail, failure))
         while self.phase != "over":
             self.advance()
         self.outcome.total = self.now
-        self.outcome.counts = dict(self.decides.counts)
+        self.outcome.counts = dict(self.decider.counts)
         return self.outcome
 
     def advance(self) -> None:
-        """Begin whatever can begin now, then let the next thing end. Raises as `run` does."""
+        """Begin all that can begin now, then let the next event happen. Raises as `run` does."""
         self.act_on_decisions()
         self._go_on()
         if self.phase == "over":
             return
         if not self._events:
-            wanted = [self.decides.wanted_version(replica) for replica in range(len(self.engines))]
+            wanted = [self.decider.wanted_version(replica) for replica in range(len(self.engines))]
             raise StuckError(f"after step {self.step}, trainer: {self.phase}, versions wanted: {wanted}")
         self.now, _, happen = heappop(self._events)
         happen()
@@ -124,21 +120,21 @@ class Simulation:
         self.outcome.intervals.append(SimulatedInterval(lane, start, stop, what))
 
     def _go_on(self) -> None:
-        """Whatever can begin now begins: replicas first, then the trainer."""
+        """Begin all that can begin now: replicas first, then the trainer."""
         for replica, engine in enumerate(self.engines):
-            order = self.decides.next_order(replica) if engine is not None else None
+            order = self.decider.next_order(replica) if engine is not None else None
             if engine is not None and order is not None:
                 self._begin_slice(replica, engine, order)
-        if self.phase == "save" and self.decides.may_save(self.step):
-            json.dumps(self.decides.state_dict())
-            self.decides.saved(self.step)
+        if self.phase == "save" and self.decider.may_save(self.step):
+            json.dumps(self.decider.state_dict())
+            self.decider.saved(self.step)
             self._send_or_wait()
-        if self.phase == "send" and not self._sending and self.decides.may_send(self.step):
+        if self.phase == "send" and not self._sending and self.decider.may_send(self.step):
             self._send()
         if self.phase == "wait":
             if self.step == self.rules.num_steps_total:
                 self.phase = "over"
-            elif self.decides.is_complete(self.step + 1):
+            elif self.decider.is_complete(self.step + 1):
                 self._train()
 
     # Replicas
@@ -161,7 +157,7 @@ class Simulation:
                 self._answer(request)
             self._bar(f"replica {replica}", start, self.now, f"version {order.version}")
             self.outcome.orders[replica].append((order, drawing.num_steps))
-            self.decides.slice_done(replica, drawing.num_steps, drawing.drawn, drawing.finished)
+            self.decider.slice_done(replica, drawing.num_steps, drawing.drawn, drawing.finished)
 
         start = self.now
         self._after(seconds, finish)
@@ -176,8 +172,8 @@ class Simulation:
         self.outcome.answers[request] = self.tokens.pop(request)
 
     def act_on_decisions(self) -> None:
-        """Truncate answers and forget tokens as was decided since the last call."""
-        for decision in self.decides.take_decisions():
+        """Truncate answers and drop tokens as decided since the last call."""
+        for decision in self.decider.take_decisions():
             if decision.kind == "truncate":
                 self._answer(decision.request)
             else:
@@ -188,24 +184,24 @@ class Simulation:
         if self.engines[failure.replica] is None or failure.replica in self._returning:
             return
         self.engines[failure.replica] = None
-        self.decides.replica_lost(failure.replica)
+        self.decider.replica_lost(failure.replica)
         if failure.down is not None:
             self._bar(f"replica {failure.replica}", self.now, self.now + failure.down, "down")
             self._after(failure.down, partial(self._return, failure.replica))
 
     def _return(self, replica: int) -> None:
-        """It gets the newest version; one whose transfer is under way is waited for, so that no replica misses it."""
+        """Restart with the newest version, after a running transfer, so that the replica does not miss it."""
         if self._sending:
             self._returning.append(replica)
             return
         self.engines[replica] = Engine(self.version)
-        self.decides.replica_back(replica, self.version)
+        self.decider.replica_back(replica, self.version)
 
     # Trainer
 
     def _train(self) -> None:
         self.step += 1
-        self.decides.step_taken(self.step)
+        self.decider.step_taken(self.step)
         for request in self.rules.requests_of(self.step):
             for version, num in self.outcome.answers[request]:
                 self.outcome.staleness[self.step - 1 - version] += num
@@ -224,10 +220,10 @@ class Simulation:
         self.phase = "send" if self.rules.sends(self.step) else "wait"
 
     def _send(self) -> None:
-        """The trainer stands still for the exposed part; replicas draw on until it is their turn to swap."""
+        """Send weights: the trainer is blocked for the exposed part; replicas draw until their next swap."""
         self._sending = True
         self.phase = "exposed"
-        self.decides.sending(self.step)
+        self.decider.sending(self.step)
         self._fill_buffers(None)
         self._bar("weights", self.now, self.now + self.costs.transfer_seconds, f"version {self.step}")
         self._after(self.costs.exposed_seconds, self._let_train)
@@ -245,14 +241,14 @@ class Simulation:
         self._sending = False
         self.version = version
         self._fill_buffers(version)
-        self.decides.version_ready(version)
+        self.decider.version_ready(version)
         returning, self._returning = self._returning, []
         for replica in returning:
             self._return(replica)
 
 
 def simulate(
-    decides: Decides,
+    decider: Decider,
     rules: Rules,
     num_replicas: int,
     lengths: Lengths,
@@ -261,9 +257,9 @@ def simulate(
     failures: Sequence[Failure] = (),
     saves: Collection[int] = (),
 ) -> SimulatedRun:
-    """A whole run. decides: for example Scheduler(rules, num_replicas). lengths: of answers, at least 1 token.
+    """Simulate a whole run. decider: for example Scheduler(rules, num_replicas). lengths: of answers, at least 1 token.
 
-    saves: steps after which a checkpoint is written, which takes no time here but restarts what is unfinished. Raises
-    StuckError where nothing goes on, as when all replicas are dead for ever.
+    saves: steps after which a checkpoint is written; it takes no time here but restarts unfinished requests. Raises
+    StuckError if the run cannot continue, for example because all replicas are dead.
     """
-    return Simulation(decides, rules, num_replicas, lengths, costs, saves).run(failures)
+    return Simulation(decider, rules, num_replicas, lengths, costs, saves).run(failures)

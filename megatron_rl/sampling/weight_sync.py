@@ -1,4 +1,4 @@
-"""The main thread's side of the weights' way to replicas: send, and build the way anew when replicas come and go."""
+"""Send weights from the actor to the replicas, and connect again when replicas start or fail. For the main thread."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from megatron_rl.sampling.driver import Driver
 from megatron_rl.sampling.replica_states import ReplicaSlot, State
 
 Call = Callable[[ReplicaSlot], Future[Any]]
-MOST_MEETINGS = 3
-"""Tries to meet of which none has lost a replica."""
+MAX_CONNECT_TRIES = 3
+"""Number of tries to connect in which no replica was lost, before the run fails."""
 
 
-class Asked:
+class ReplicaCalls:
     """Calls of some replicas, made in the driver's thread."""
 
     def __init__(self, driver: Driver, slots: Sequence[ReplicaSlot], call: Call) -> None:
         self._driver = driver
         self._answers: dict[int, Any] = {}
-        # The thread takes a moment to answer, and mostly no replica has started again.
-        self._lanes = driver.ask(lambda: self._begin(slots, call)) if slots else []
+        # Asking the thread takes a moment, and there are mostly no slots to call.
+        self._called = driver.ask(lambda: self._begin(slots, call)) if slots else []
 
     def get(self) -> dict[int, Any]:
-        """Wait for all: lane -> answer, of those that are not lost meanwhile."""
+        """Wait for all: replica -> answer, without the replicas that were lost."""
         self._driver.wait_until(self._is_over)
         return self._answers
 
     def _begin(self, slots: Sequence[ReplicaSlot], call: Call) -> list[tuple[ReplicaSlot, int]]:
-        asked = [slot for slot in slots if slot.is_present]
-        before = [(slot, slot.replica.num_restarts) for slot in asked]
-        for slot in asked:
+        called = [slot for slot in slots if slot.is_present]
+        before = [(slot, slot.replica.num_restarts) for slot in called]
+        for slot in called:
             self._driver.call(slot, call, partial(self._note, slot))
         return before
 
@@ -48,93 +48,94 @@ class Asked:
     def _is_over(self) -> bool:
         return all(
             slot.number in self._answers or not slot.is_present or slot.replica.num_restarts > before
-            for slot, before in self._lanes
+            for slot, before in self._called
         )
 
 
-def lives_of(slots: Sequence[ReplicaSlot]) -> dict[int, int]:
-    """Replica -> restarts before its present life."""
+def restarts_of(slots: Sequence[ReplicaSlot]) -> dict[int, int]:
+    """Replica -> number of its restarts so far."""
     return {slot.number: slot.replica.num_restarts for slot in slots}
 
 
 class ReplicaWeights:
-    """version: of the newest weights that all living replicas have received.
+    """version: the newest version that all generating replicas have received.
 
-    beside: replicas have a second buffer, so that slices go on while weights come; they listen by themselves then.
+    second_buffer: replicas have a second buffer, so that slices run while weights arrive. They then receive without
+    being called.
     """
 
-    def __init__(self, actor: Actor, driver: Driver, beside: bool, version: int) -> None:
+    def __init__(self, actor: Actor, driver: Driver, second_buffer: bool, version: int) -> None:
         self.version = version
-        self._actor, self._driver, self._beside = actor, driver, beside
-        self._met: dict[int, int] = {}  # replica -> its restarts until then
+        self._actor, self._driver, self._second_buffer = actor, driver, second_buffer
+        self._connected: dict[int, int] = {}  # replica -> its restarts at that time
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a replica that has started waits for weights."""
+        """Whether a started replica waits for weights."""
         return bool(self._driver.slots.joining)
 
     def open(self) -> None:
-        """Wait for all replicas to have engines, or to be given up, and connect."""
+        """Wait until every replica has an engine or is given up, then connect."""
         driver = self._driver
-        driver.wait_until(lambda: not any(slot.state is State.STARTS for slot in driver.slots.all))
+        driver.wait_until(lambda: not any(slot.state is State.STARTING for slot in driver.slots.all))
         self.connect()
 
     def connect(self) -> None:
-        """Have all ranks meet, whoever is there; replicas keep the weights that they draw with.
+        """Connect the actor and all present replicas; replicas keep the weights that they generate with.
 
-        Raises WorkerFailure where they cannot though none of them is lost.
+        Raises WorkerFailure if they cannot connect although no replica was lost.
         """
         reasons: list[str] = []
-        while len(reasons) < MOST_MEETINGS:
+        while len(reasons) < MAX_CONNECT_TRIES:
             num_lost = self._driver.slots.num_lost
-            broken = self._meet()
-            if not broken:
+            reason = self._connect_once()
+            if not reason:
                 return
-            reasons = [] if self._driver.slots.num_lost > num_lost else [*reasons, broken]
-        raise WorkerFailure(f"actor and replicas cannot meet, tried {MOST_MEETINGS} times: {reasons[-1]}")
+            reasons = [] if self._driver.slots.num_lost > num_lost else [*reasons, reason]
+        raise WorkerFailure(f"actor and replicas cannot meet, tried {MAX_CONNECT_TRIES} times: {reasons[-1]}")
 
-    def _meet(self) -> str:
-        """Try once; why it was not to be, or ""."""
-        self._met = {}
-        with self._idle() as slots:
-            lives, first = lives_of(slots), 0
+    def _connect_once(self) -> str:
+        """Try once; return why it failed, or ""."""
+        self._connected = {}
+        with self._paused() as slots:
+            restarts, first = restarts_of(slots), 0
             address = self._actor.offer_bridge(sum(slot.num_ranks for slot in slots)).get()
             addresses = {}
             for slot in slots:
                 addresses[slot.number] = replace(address, first_receiver=first)
                 first += slot.num_ranks
             joining = self._actor.join_bridge(address)
-            met = self._ask(slots, lambda slot: slot.rollout.join_bridge(addresses[slot.number])).get()
-            answers = [*joining.get(), *(answer for of_ranks in met.values() for answer in of_ranks)]
-        missing = [slot.replica.name for slot in slots if slot.number not in met]
-        broken = [*(answer for answer in answers if answer), *(f"{name} was lost" for name in missing)]
-        if not broken:
-            self._met = lives
-        return broken[0] if broken else ""
+            joined = self._call(slots, lambda slot: slot.rollout.join_bridge(addresses[slot.number])).get()
+            answers = [*joining.get(), *(answer for of_ranks in joined.values() for answer in of_ranks)]
+        missing = [slot.replica.name for slot in slots if slot.number not in joined]
+        reasons = [*(answer for answer in answers if answer), *(f"{name} was lost" for name in missing)]
+        if not reasons:
+            self._connected = restarts
+        return reasons[0] if reasons else ""
 
     @contextmanager
-    def _idle(self) -> Iterator[list[ReplicaSlot]]:
-        """The replicas that are there; no slice of theirs is under way inside."""
+    def _paused(self) -> Iterator[list[ReplicaSlot]]:
+        """Wait until no slice runs and start none inside; yields the present replicas, at least one."""
         driver = self._driver
 
-        def set_meets(meets: bool) -> None:
+        def set_paused(is_paused: bool) -> None:
             with driver.locked():
                 for slot in driver.slots.all:
-                    slot.meets = meets
+                    slot.is_paused = is_paused
 
-        set_meets(True)
+        set_paused(True)
         try:
             driver.wait_until(
-                lambda: bool(driver.slots.present) and not any(slot.is_busy for slot in driver.slots.living)
+                lambda: bool(driver.slots.present) and not any(slot.is_busy for slot in driver.slots.generating)
             )
             yield driver.slots.present
         finally:
-            set_meets(False)
+            set_paused(False)
 
-    def send(self, version: int, work: Backlog) -> Sequence[TransitionReport]:
-        """Bring the actor's present weights, those after step `version`, to all replicas; what it cost each rank.
+    def send(self, version: int, backlog: Backlog) -> Sequence[TransitionReport]:
+        """Send the actor's current weights, those after step `version`, to all replicas; returns the ranks' reports.
 
-        Replicas that have started again are among them and draw from then on.
+        Joining replicas receive them too and generate from then on.
         """
         while True:
             present = self._driver.slots.present
@@ -142,49 +143,50 @@ class ReplicaWeights:
                 self._driver.wait_until(lambda: self.is_wanted)
                 continue
             with self._driver.locked():
-                # Whoever meets anew forgets weights that have come and were not taken.
-                work.decider.sending(version)
-                # Those that a slice under way names must be taken before they are overwritten.
-                holding = {slot.number: slot.named for slot in self._driver.slots.living if slot.named is not None}
-            if lives_of(present) != self._met:
+                # A replica that connects again forgets weights that it has received but not taken.
+                backlog.decider.sending(version)
+                # A running slice must take the weights that it names before they are overwritten.
+                generating = self._driver.slots.generating
+                in_use = {slot.number: slot.last_version for slot in generating if slot.last_version is not None}
+            if restarts_of(present) != self._connected:
                 self.connect()
                 continue
-            reports = self._move(version, present, holding)
+            reports = self._transfer(version, present, in_use)
             if reports is not None:
                 break
         self.version = version
-        self._let_joined_draw(work)
+        self._let_joining_generate(backlog)
         return reports
 
-    def _move(
-        self, version: int, slots: Sequence[ReplicaSlot], holding: dict[int, int]
+    def _transfer(
+        self, version: int, slots: Sequence[ReplicaSlot], in_use: dict[int, int]
     ) -> Sequence[TransitionReport] | None:
-        """One transfer: what it cost each rank; None where a rank was lost and it must be tried again."""
-        if self._beside:
-            first, *others = self._actor.try_send_weights(version, holding).get()
+        """Try one transfer; returns the ranks' reports, or None if a rank was lost and it must be tried again."""
+        if self._second_buffer:
+            first, *others = self._actor.try_send_weights(version, in_use).get()
             reports, is_broken = first.concluded, any(attempt.broken for attempt in (first, *others))
         else:
             with self._driver.holding(version):
-                receiving = self._ask(slots, lambda slot: slot.rollout.try_receive_weights())
+                receiving = self._call(slots, lambda slot: slot.rollout.try_receive_weights())
                 sent = self._actor.try_send_weights(version).get()
-                arrivals = receiving.get()
-            came = [arrival for of_ranks in arrivals.values() for arrival in of_ranks]
-            reports = [arrival.transition for arrival in came if arrival.transition is not None]
-            is_broken = len(arrivals) < len(slots) or any(one.broken for one in (*sent, *came))
+                received = receiving.get()
+            arrivals = [arrival for of_ranks in received.values() for arrival in of_ranks]
+            reports = [arrival.transition for arrival in arrivals if arrival.transition is not None]
+            is_broken = len(received) < len(slots) or any(attempt.broken for attempt in (*sent, *arrivals))
         if is_broken:
-            self._met = {}  # the way is broken: all meet anew
+            self._connected = {}
             return None
         return reports
 
-    def _let_joined_draw(self, work: Backlog) -> None:
-        joined = [slot for slot in self._driver.slots.joining if lives_of([slot]).items() <= self._met.items()]
-        self._ask(joined, lambda slot: slot.rollout.enter()).get()
+    def _let_joining_generate(self, backlog: Backlog) -> None:
+        joined = [slot for slot in self._driver.slots.joining if restarts_of([slot]).items() <= self._connected.items()]
+        self._call(joined, lambda slot: slot.rollout.enter()).get()
         with self._driver.locked():
             for slot in joined:
-                if slot.state is State.JOINS:
-                    slot.state = State.LIVES
-                    if slot.was_lost:
-                        work.decider.replica_back(slot.number, self.version)
+                if slot.state is State.JOINING:
+                    slot.state = State.GENERATING
+                    if slot.replica.num_restarts > 0:
+                        backlog.decider.replica_back(slot.number, self.version)
 
-    def _ask(self, slots: Sequence[ReplicaSlot], call: Call) -> Asked:
-        return Asked(self._driver, slots, call)
+    def _call(self, slots: Sequence[ReplicaSlot], call: Call) -> ReplicaCalls:
+        return ReplicaCalls(self._driver, slots, call)

@@ -136,49 +136,49 @@ def batch(shape: Shape, step: int) -> Prompts:
 
 @dataclass
 class Measured:
-    """One run of an arm. ends: of steps. sending: seconds of the main thread for each transfer. ran: slices."""
+    """One run of an arm. ends: of steps. sending: seconds of the main thread for each transfer. reports: of slices."""
 
     ends: list[float]
     sending: list[float]
-    ran: list[SliceReport]
+    reports: list[SliceReport]
 
 
 def drawn_ahead(cluster: RayCluster, shape: Shape, folder: Path) -> Measured:
-    """Steps as `RolloutsAhead` and the loop around it do them."""
+    """Steps as `AsyncSampler` and the loop around it do them."""
     rules, costs, measured = shape.rules, shape.costs, Measured([], [], [])
     answers = OpenAnswers(rules.batch_rows, lambda *place: 0)
     actor = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
     with ExitStack() as opened:
         journal = Journal(folder / "schedule.jsonl")
         opened.callback(journal.close)
-        work = Backlog(Recorder(Scheduler(rules, REPLICAS), journal), answers, REPLICAS)
+        backlog = Backlog(Recorder(Scheduler(rules, REPLICAS), journal), answers, REPLICAS)
         slots = ReplicaSlots(cluster.replicated[ROLLOUT].replicas[:REPLICAS], 0, print)
-        driver = opened.enter_context(Driver(slots, work, lambda: None))
-        bridge = ReplicaWeights(actor, driver, True, 0)
-        coming = deque(range(1, rules.num_steps_total + 1))
+        driver = opened.enter_context(Driver(slots, backlog, lambda: None))
+        weights = ReplicaWeights(actor, driver, True, 0)
+        not_begun = deque(range(1, rules.num_steps_total + 1))
 
         def announce() -> None:
             with driver.locked():
-                while coming and coming[0] <= rules.last_batch(bridge.version):
-                    step = coming.popleft()
+                while not_begun and not_begun[0] <= rules.last_batch(weights.version):
+                    step = not_begun.popleft()
                     answers.add(step, batch(shape, step), SAMPLING, None, SAMPLING)
-                work.decider.version_ready(bridge.version)
+                backlog.decider.version_ready(weights.version)
 
-        bridge.open()
-        bridge.send(0, work)
+        weights.open()
+        weights.send(0, backlog)
         announce()
         for step in range(1, rules.num_steps_total + 1):
-            driver.wait_until(lambda step=step: work.decider.is_complete(step))
+            driver.wait_until(lambda step=step: backlog.decider.is_complete(step))
             with driver.locked():
-                work.batch(step)
+                backlog.batch(step)
             actor.train(costs.train_seconds).get()
-            driver.wait_until(lambda step=step: work.decider.may_send(step))
+            driver.wait_until(lambda step=step: backlog.decider.may_send(step))
             start = time.monotonic()
-            bridge.send(step, work)
+            weights.send(step, backlog)
             measured.sending.append(time.monotonic() - start)
             announce()
             measured.ends.append(time.monotonic())
-        measured.ran = work.ran
+        measured.reports = backlog.reports
     return measured
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from megatron_rl.sampling.journal import (
     Counted,
-    Decided,
     Interrupted,
     Journal,
     Recorder,
@@ -22,7 +21,7 @@ from megatron_rl.sampling.journal import (
     to_json,
 )
 from megatron_rl.sampling.replay import Replay, ReplayError
-from megatron_rl.sampling.rules import Order, Rules
+from megatron_rl.sampling.rules import Decision, Order, Rules
 from megatron_rl.sampling.scheduler import Scheduler
 
 EVENTS = [
@@ -35,7 +34,7 @@ EVENTS = [
     Saved(1),
     Interrupted(1),
     Resumed(1),
-    Decided("resample", 3, 1),
+    Decision("resample", 3, 1),
 ]
 
 

@@ -20,8 +20,8 @@ seeds = st.integers(0, 2**32)
 
 
 def run(scene: Scene, seed: int = 0, **more: object) -> SimulatedRun:
-    decides = Scheduler(scene.rules, scene.num_replicas)
-    return simulate(decides, scene.rules, scene.num_replicas, scene.lengths, scene.costs(seed), **more)
+    decider = Scheduler(scene.rules, scene.num_replicas)
+    return simulate(decider, scene.rules, scene.num_replicas, scene.lengths, scene.costs(seed), **more)
 
 
 @settings(max_examples=1000, deadline=None)
@@ -85,8 +85,8 @@ class StopsAtSave(Scheduler):
 def resume(scene: Scene, before: Simulation, state: str, step: int) -> Simulation:
     """A new process after `step`: new engines, with the tokens, attempts and answers that the owner had saved."""
     rules = replace(scene.rules, first_step=step + 1)
-    decides = Scheduler(rules, scene.num_replicas, json.loads(state))
-    after = Simulation(decides, rules, scene.num_replicas, scene.lengths, scene.costs(9), scene.saves())
+    decider = Scheduler(rules, scene.num_replicas, json.loads(state))
+    after = Simulation(decider, rules, scene.num_replicas, scene.lengths, scene.costs(9), scene.saves())
     after.tokens = {request: list(runs) for request, runs in before.tokens.items()}
     after.attempts = before.attempts.copy()
     after.outcome.answers = dict(before.outcome.answers)
@@ -154,9 +154,9 @@ def test_a_run_may_be_stopped_at_any_moment(seed, num_events, num_replicas):
 def check_replay(scene: Scene, file) -> None:
     """A recorded run, and its replay at other speeds and without failures."""
     journal = Journal(file)
-    decides = Recorder(Scheduler(scene.rules, scene.num_replicas), journal)
+    decider = Recorder(Scheduler(scene.rules, scene.num_replicas), journal)
     args = (scene.rules, scene.num_replicas, scene.lengths)
-    first = simulate(decides, *args, scene.costs(1), failures=scene.failures(0), saves=scene.saves())
+    first = simulate(decider, *args, scene.costs(1), failures=scene.failures(0), saves=scene.saves())
     journal.close()
     check(scene, first)
     events = read_events(file)

@@ -42,8 +42,8 @@ def test_without_ahead_each_step_waits_for_both():
     outcome = run(rules, 1, lambda request, attempt: 4 + request % 2, replace(SECOND, transfer_seconds=2.0))
     assert outcome.steps == [8.0, 18.0, 28.0]
     assert outcome.staleness == {0: 27}
-    assert outcome.idle_share("trainer") == pytest.approx(1 - 9 / 28)
-    assert outcome.idle_share("replica 0") == pytest.approx(1 - 15 / 28)
+    assert outcome.idle_share("trainer", 0.0, 28.0) == pytest.approx(1 - 9 / 28)
+    assert outcome.idle_share("replica 0", 0.0, 28.0) == pytest.approx(1 - 15 / 28)
     assert synchronous(rules, 1, lambda request, attempt: 4 + request % 2, SECOND) == 8.0
 
 
@@ -132,4 +132,4 @@ def test_the_shares_of_time():
         bars = sorted((bar.start, bar.stop) for bar in outcome.intervals if bar.lane == lane)
         assert all(first[1] <= second[0] for first, second in zip(bars, bars[1:], strict=False))
         assert bars[0][0] >= 0 and bars[-1][1] <= outcome.total
-        assert 0 <= outcome.idle_share(lane) < 1
+        assert 0 <= outcome.idle_share(lane, 0.0, outcome.steps[-1]) < 1

@@ -86,7 +86,7 @@ class AheadPlan:
         seconds = (stop - start) / (last - first)
         tokens = _staleness(outcome, rules, range(first + 1, last + 1))
         trainer_s = costs.train_seconds + costs.exposed_seconds / rules.sync_every
-        idle = [_idle_share(outcome, f"replica {number}", start, stop) for number in range(num_replicas)]
+        idle = [max(0.0, outcome.idle_share(f"replica {number}", start, stop)) for number in range(num_replicas)]
         alone = replace(costs, train_seconds=0.0, exposed_seconds=0.0)
         return cls(
             ahead=rules.ahead,
@@ -243,12 +243,6 @@ def simulated_costs(
     reshard = time.seconds[RESHARD]
     train = time.total - time.seconds[GEN] - reshard
     return Costs(seconds.__getitem__, train, transfer_seconds=reshard, exposed_seconds=reshard)
-
-
-def _idle_share(outcome: SimulatedRun, lane: str, start: float, stop: float) -> float:
-    bars = (bar for bar in outcome.intervals if bar.lane == lane)
-    busy = sum(max(0.0, min(bar.stop, stop) - max(bar.start, start)) for bar in bars)
-    return max(0.0, 1.0 - busy / (stop - start))
 
 
 def _staleness(outcome: SimulatedRun, rules: Rules, steps: range) -> dict[int, int]:

@@ -1,4 +1,6 @@
-"""The answers of coming batches: numbers of requests, seeds, versions of tokens, and what a checkpoint keeps."""
+"""The answers of batches that are not trained yet: numbers of requests, seeds, versions of tokens, and what a
+checkpoint keeps.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.records import Prompts, Sampling, non_tensor, ragged
 from megatron_rl.rollout.slices import Drawn
 from megatron_rl.sampling.open_answers import OpenAnswers
-from megatron_rl.sampling.prompt_batches import read_answers, read_schedule, write_rollouts
+from megatron_rl.sampling.saved_answers import read_answers, read_schedule, write_rollouts
 
 SAMPLING, GREEDILY = Sampling(1.0, 1.0, -1, 5, salt=7), Sampling(0.0, 1.0, -1, 5, salt=-1)
 

@@ -13,6 +13,6 @@ from megatron_rl.sampling.scheduler import Scheduler
 
 def test_a_slice_that_was_not_begun_is_not_taken_for_one_that_was() -> None:
     """Its requests would never be drawn. Would not catch weights that are wrong."""
-    work = Backlog(Scheduler(Rules(batch_rows=1, num_steps_total=1), 1), OpenAnswers(1, lambda *_: 0), 1)
+    backlog = Backlog(Scheduler(Rules(batch_rows=1, num_steps_total=1), 1), OpenAnswers(1, lambda *_: 0), 1)
     with pytest.raises(RuntimeError, match="replica 0 lacks announced weights: the sender left"):
-        work.done(SliceReport(0, 0, 0, broken="the sender left"))
+        backlog.done(SliceReport(0, 0, 0, broken="the sender left"))
