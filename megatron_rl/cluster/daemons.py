@@ -1,4 +1,4 @@
-"""Ray's own processes, watched by the driver: without them its calls wait for a minute, and then Ray aborts it."""
+"""The driver's watch over Ray's own processes. Without them its calls wait for a minute, and then Ray aborts it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import psutil
 from megatron_rl.errors import WorkerFailure
 
 SERVER_PATIENCE_S = 40.0
-"""How long a cluster's server may be away, as when it is started again. Ray aborts the driver after 60 s."""
+"""Seconds that a cluster's server may be unreachable, as while it restarts. Ray aborts the driver after 60 s."""
 
 LOOK_S = 2.0
 LAST_RESORT_S = 15.0
-"""Seconds that the driver has to clean up; a call into Ray may never return."""
+"""Seconds that the driver has to clean up, because a call into Ray may never return."""
 
 _SIGNAL = signal.SIGRTMIN + 3
 
 
-class DaemonWatch:
+class DaemonMonitor:
     """A thread that ends the run when one of Ray's processes has ended; the main thread makes and stops it.
 
-    daemons: pid -> name. server: (host, port) of a cluster's server on whichever machine, where it is no pid.
-    on_loss: what the thread does first. Then the main thread leaves its `with` blocks with SystemExit; `lost` says why.
+    daemons: pid -> name. server: (host, port) of the server of a cluster that was joined; None: it is a daemon here.
+    on_loss: called first. Then the main thread leaves its `with` blocks with SystemExit; `lost` is the reason.
     """
 
     def __init__(self, daemons: Mapping[int, str], server: tuple[str, int] | None, on_loss: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ class DaemonWatch:
         self._thread.start()
 
     def stop(self) -> str:
-        """Watch no longer; what was lost, if something was. Call it before Ray is shut down."""
+        """Stop the thread; return the loss, "" if nothing was lost. Call it before Ray is shut down."""
         self._stopped.set()
         os.close(self._woken)
         self._thread.join()
@@ -74,7 +74,7 @@ class DaemonWatch:
             os._exit(WorkerFailure.exit_code)
 
     def _await_loss(self) -> str:
-        """What was lost; empty when the watch was stopped."""
+        """Wait for a loss and return it; "" when the monitor was stopped."""
         answered = time.monotonic()
         while True:
             ready, _, _ = select.select([self._wake, *self._ends], [], [], None if self._server is None else LOOK_S)
@@ -95,13 +95,13 @@ class DaemonWatch:
 
 
 def children() -> dict[int, str]:
-    """Ray's processes that this one has started and cannot do without."""
-    found = {child.pid: child.name() for child in psutil.Process().children()}
-    return {pid: name for pid, name in found.items() if name in ("gcs_server", "raylet")}
+    """Return pid -> name of the necessary Ray processes that this process has started."""
+    names = {child.pid: child.name() for child in psutil.Process().children()}
+    return {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
 
 
 def owner(path: str) -> int:
-    """The pid of the process that listens on a Unix socket; 0 where it is in another container."""
+    """Return the pid of the process that listens on a Unix socket; 0 where it is in another container."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.connect(path)
         pid: int
@@ -110,7 +110,7 @@ def owner(path: str) -> int:
 
 
 def _how(descriptor: int) -> str:
-    """How the process of a pidfd has ended, as far as its parent is told."""
+    """Say how the process of a pidfd has ended; only its parent learns the details."""
     with suppress(ChildProcessError):
         ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:

@@ -1,4 +1,4 @@
-"""What the failure of one pool does to others, and to threads that wait for any of them."""
+"""Pools that fail together, and the threads that wait for any of them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from megatron_rl.errors import MegatronRLError
 
 
 class PoolInDomain(Protocol):
-    """What `FailureDomain` asks of a pool."""
+    """The methods of a pool that `FailureDomain` calls."""
 
     name: str
 
     def raise_if_failed(self) -> None:
-        """Raise where a rank of this pool has failed in a call that nobody has waited for yet."""
+        """Raise, and end the domain, where a rank has failed in a call that nobody has waited for yet."""
 
     def failures_now(self) -> list[RankFailure]:
-        """What its ranks have failed with until now."""
+        """Return the failures of its ranks so far."""
 
-    def shutdown(self) -> None:
-        """End its processes."""
+    def shutdown(self, reason: MegatronRLError | None = None) -> None:
+        """End its processes; reason: what later calls raise."""
 
 
 class FailureDomain:
-    """What ended the pools that share it: the failure of any rank ends all of them, with one message.
+    """Pools that fail together: the failure of any rank ends all of them, with one message.
 
-    All pools of a cluster share one, except that every start of a replica has its own. on_end: called with the error
-    once a failure has ended the pools, to end what depends on them. named: messages say which pool a rank belongs to,
-    as they also do where several pools share this.
+    All pools of a cluster share a domain, except that every start of a replica has its own. on_end: functions to call
+    with the error once a failure has ended the pools. named: messages name the pool of a rank, as they also do where
+    several pools share the domain.
 
-    `decide`, `inside`, its two ends and `wait_until_left` may be called from any thread, all else from the thread that
-    calls the pools.
+    Any thread may call `decide`, `inside` and `wait_until_left`; the rest is for the thread that calls the pools.
     """
 
     def __init__(self, named: bool = False) -> None:
@@ -46,7 +45,7 @@ class FailureDomain:
         self._changed = threading.Condition()
 
     def share(self, pool: PoolInDomain) -> None:
-        """Make a pool end with the others."""
+        """Add a pool."""
         self._pools.append(pool)
 
     def look(self) -> None:
@@ -56,7 +55,7 @@ class FailureDomain:
             pool.raise_if_failed()
 
     def end(self, pool: PoolInDomain, failures: Sequence[RankFailure]) -> NoReturn:
-        """End all pools for what the ranks of one failed with, and raise it; the others may have seen its cause."""
+        """End all pools and raise the failure of this pool's ranks; ranks of other pools may report its cause."""
         if self.error is None:
             seen = [failure for other in self._pools if other is not pool for failure in other.failures_now()]
             error = to_error([*failures, *seen], name_pools=self._named or len(self._pools) > 1)
@@ -69,7 +68,7 @@ class FailureDomain:
         raise AssertionError("unreachable: an error was just set")
 
     def decide(self, error: MegatronRLError) -> bool:
-        """Make this what ended the pools, unless something has before; whether it is."""
+        """Set the error that ended the pools, unless another is set; return whether this error is it."""
         with self._changed:
             is_first = self.error is None
             if is_first:
@@ -77,32 +76,24 @@ class FailureDomain:
         return is_first
 
     def raise_if_ended(self) -> None:
-        """Raise what ended the pools, if they have ended."""
+        """Raise the error that ended the pools, if they have ended."""
         if self.error is not None:
             raise self.error.with_traceback(None)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Round every call of Ray for one of the pools. Raises like `raise_if_ended`."""
-        self.enter()
-        try:
-            yield
-        finally:
-            self.leave()
-
-    def enter(self) -> None:
-        """The beginning of `inside`."""
+        """Enclose every call of Ray for one of the pools. Raises like `raise_if_ended`."""
         with self._changed:
             self.raise_if_ended()
             self._num_inside += 1
-
-    def leave(self) -> None:
-        """The end of `inside`."""
-        with self._changed:
-            self._num_inside -= 1
-            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
 
     def wait_until_left(self, timeout_s: float) -> bool:
-        """Once it is decided: whether every thread has left `inside` after `timeout_s` at most."""
+        """After `decide`: wait until no thread is `inside`; False where one is still inside after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_inside, timeout_s)

@@ -1,10 +1,10 @@
-"""The rank's side of the heartbeat: a thread that tells the driver what the rank does, whatever its main thread does.
+"""The rank's side of the heartbeat: a thread that reports to the driver what the rank's main thread does.
 
-One JSON object a line over one TCP connection, which the rank opens and the token proves to be the run's own:
+One JSON object a line over one TCP connection, which the rank opens; the token proves that the rank is the run's own:
 
     rank -> driver   {"rank": 3, "token": ...}, then every INTERVAL_S {"role": .., "method": .., "idle_s": ..}
     driver -> rank   any line asks for {"stacks": "..."}
-    rank -> driver   {"failure": {...}} at once, where the rank's answer goes to another rank first
+    rank -> driver   {"failure": {...}} at once, as the rank's answer may go to another rank first
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import NamedTuple
 from megatron_rl.observe.liveness import progress_count
 
 INTERVAL_S = 2.0
-"""Between two signs of life."""
+"""Seconds between two signs of life."""
 
 CONNECT_TIMEOUT_S = 10.0
 
 
 class MonitorAddress(NamedTuple):
-    """Where the driver listens, and the token that it expects."""
+    """The address where the driver listens, and the token that it expects."""
 
     host: str
     port: int
@@ -37,9 +37,9 @@ class MonitorAddress(NamedTuple):
 
 
 class Heartbeat:
-    """Sends this rank's signs of life to the driver until the process ends; connects again when the connection breaks.
+    """Sends this rank's signs of life to the driver until the process ends; reconnects when the connection breaks.
 
-    idle_s is 0 between methods, otherwise the seconds since the method began or last made progress
+    The sign's idle_s is 0 between methods, otherwise the seconds since the method began or last made progress
     (`observe.liveness.made_progress`), to within INTERVAL_S.
     """
 
@@ -52,12 +52,12 @@ class Heartbeat:
         self._changed_at = time.monotonic()
         self._failure: dict[str, object] | None = None
         self._woken, self._waking = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     @contextmanager
     def during(self, role: str, method: str) -> Iterator[None]:
-        """What the signs of life name while the block runs."""
+        """Name this role and method in the signs of life while the block runs."""
         self._num_methods += 1
         self._doing = (role, method)
         try:
@@ -65,8 +65,8 @@ class Heartbeat:
         finally:
             self._doing = None
 
-    def tell_failure(self, failure: dict[str, object]) -> None:
-        """Tell the driver now why this rank has failed."""
+    def report_failure(self, failure: dict[str, object]) -> None:
+        """Send the driver this rank's failure now."""
         self._failure = failure
         self._waking.send(b"!")
 
@@ -83,7 +83,7 @@ class Heartbeat:
             time.sleep(INTERVAL_S)
 
     def _beat(self, connection: socket.socket) -> bool:
-        """One sign of life, then answer what the driver asks meanwhile; False when it has closed the connection."""
+        """Send one sign of life, then answer the driver until the next; False when it has closed the connection."""
         _send(connection, self._sign())
         until = time.monotonic() + INTERVAL_S
         while (left := until - time.monotonic()) > 0:
@@ -106,7 +106,7 @@ class Heartbeat:
 
 
 def stacks_of_threads(leave_out: threading.Thread) -> str:
-    """Python stacks of all other threads of this process, the main thread's first."""
+    """Return the Python stacks of all other threads of this process, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != leave_out.ident}

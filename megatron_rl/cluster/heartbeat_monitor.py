@@ -1,7 +1,7 @@
-"""The driver's side of the heartbeat: which ranks no longer answer, and which no longer get on with their method.
+"""The driver's side of the heartbeat: find ranks that no longer answer and ranks whose method makes no progress.
 
-A rank that is waiting for another one answers, so it is the silent rank that is reported where there is one. Where all
-answer and some make no progress, the one to look at first is a rank that does not wait for its peers.
+A rank that waits for another rank still answers. So a silent rank is reported first. Where all ranks answer and some
+make no progress, the rank to look at first is one that does not wait for its peers.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from megatron_rl.cluster.failures import RankFailure
 from megatron_rl.cluster.heartbeat import INTERVAL_S, MonitorAddress
 
 RECONNECT_S = 10.0
-"""A rank whose connection broke, and that has not connected again after this time, is gone."""
+"""A rank is gone that has not connected again within these seconds after its connection broke."""
 
 MISSED_SIGNS_S = 3 * INTERVAL_S
-"""A rank that was not heard for so long has missed two signs of life at least."""
+"""A rank that was silent for so long has missed at least two signs of life."""
 
 LONG_PAUSE_S = 3 * INTERVAL_S
-"""Between two looks; after a longer one it was the driver that did not listen, and no rank is blamed for it."""
+"""Seconds between two looks; after a longer pause the driver did not listen, and no rank is blamed."""
 
 COLLECTIVE_SLACK_S, LONGEST_STALL_S = 30.0, 1e6
 
 STACKS_FILE = "stacks.txt"
-"""In the run's folder: where every rank was when one of them failed without a word."""
+"""File in the run's folder with the stacks of all ranks at the time when one of them hung."""
 
 LONGEST_LINE, LONGEST_HELLO = 1 << 20, 1 << 10
-"""Bytes; the stacks of all threads of a rank are some ten thousand."""
+"""Bytes; the stacks of all threads of a rank have some ten thousand."""
 
 
 @dataclass(frozen=True)
 class HeartbeatLimits:
-    """When a rank has failed that has neither raised nor died.
+    """When a rank hangs, which has neither raised nor died.
 
-    stall_timeout_s: in a method without progress. heartbeat_timeout_s: without a sign of life. stacks_file: where the
-    stacks of all ranks are written when one of them has failed so; None: nowhere.
+    stall_timeout_s: seconds in a method without progress. heartbeat_timeout_s: seconds without a sign of life.
+    stacks_file: receives the stacks of all ranks when one of them hangs; None: they are not written.
     """
 
     stall_timeout_s: float = math.inf
@@ -57,12 +57,12 @@ class HeartbeatLimits:
 
     @property
     def collective_timeout(self) -> timedelta:
-        """When a collective gives up: later than the watch, which says more."""
+        """The time-out of collectives: later than the monitor's, whose message is better."""
         return timedelta(seconds=min(self.stall_timeout_s, LONGEST_STALL_S) + COLLECTIVE_SLACK_S)
 
 
 class Connection(enum.Enum):
-    """Of a rank to the driver."""
+    """The state of a rank's connection to the driver."""
 
     AWAITED = enum.auto()
     OPEN = enum.auto()
@@ -71,7 +71,7 @@ class Connection(enum.Enum):
 
 @dataclass(frozen=True)
 class Sign:
-    """The last sign of life of a rank. heard_at: of the driver's monotonic clock, or when the connection broke."""
+    """The last sign of life of a rank. heard_at: the driver's monotonic time, or when the connection broke."""
 
     heard_at: float
     connection: Connection = Connection.AWAITED
@@ -81,7 +81,7 @@ class Sign:
 
 
 class Hang(enum.Enum):
-    """What is wrong with a rank; the first of these that any rank has is what its peers wait for."""
+    """How a rank hangs. Where several kinds occur, the first kind is the cause and the others wait for it."""
 
     GONE = enum.auto()
     SILENT = enum.auto()
@@ -89,29 +89,29 @@ class Hang(enum.Enum):
 
 
 def judge(signs: Mapping[int, Sign], now: float, limits: HeartbeatLimits) -> dict[int, Hang]:
-    """The ranks that have failed, all with the same trouble; empty while all is well.
+    """Return the ranks that hang, all in the same way; empty while none hangs.
 
-    GONE: its connection broke and did not come back. SILENT: no sign of life in time, perhaps because it never
-    connected. STALLED: it answers and its method makes no progress. Once a rank has stalled, it probably waits for one
-    that has missed several signs of life, which is then SILENT already.
+    GONE: the connection broke and did not come back. SILENT: no sign of life in time, perhaps because the rank never
+    connected. STALLED: the rank answers and its method makes no progress. Once a rank has stalled, it probably waits
+    for a rank that has missed several signs of life, so fewer missed signs already count as SILENT.
     """
     silences = {rank: now - sign.heard_at for rank, sign in signs.items()}
     idle = {rank: sign.idle_s + silences[rank] for rank, sign in signs.items() if sign.method}
     stalled = {rank for rank, seconds in idle.items() if seconds > limits.stall_timeout_s}
     if stalled:
-        # Ranks that entered the method together are judged together: the first to be late may only wait for another.
+        # Judge ranks that entered the method together at the same time: the first to be late may wait for another.
         stalled = {rank for rank, seconds in idle.items() if seconds > limits.stall_timeout_s - INTERVAL_S}
     longest_silence = MISSED_SIGNS_S if stalled else limits.heartbeat_timeout_s
-    found: dict[int, Hang] = {}
+    hangs: dict[int, Hang] = {}
     for rank, silence in silences.items():
         if signs[rank].connection is Connection.BROKEN and silence > RECONNECT_S:
-            found[rank] = Hang.GONE
+            hangs[rank] = Hang.GONE
         elif silence > longest_silence:
-            found[rank] = Hang.SILENT
+            hangs[rank] = Hang.SILENT
         elif rank in stalled:
-            found[rank] = Hang.STALLED
-    worst = min(found.values(), key=lambda trouble: trouble.value, default=None)
-    return {rank: trouble for rank, trouble in found.items() if trouble is worst}
+            hangs[rank] = Hang.STALLED
+    first = min(hangs.values(), key=lambda hang: hang.value, default=None)
+    return {rank: hang for rank, hang in hangs.items() if hang is first}
 
 
 _WAITING = (
@@ -120,11 +120,11 @@ _WAITING = (
     "megatron_rl/hybrid_engine/exchange.py",
     "megatron_rl/hybrid_engine/transport.py",
 )
-"""Files whose functions wait for other ranks."""
+"""Files with functions that wait for other ranks."""
 
 
 def waits_for_peers(stacks: str) -> bool:
-    """Whether the main thread of a rank, the first one in `stacks`, is in a collective or a message."""
+    """Whether the main thread of a rank, the first in `stacks`, is in a collective or a message."""
     main = stacks.split("\nthread ")[0]
     innermost = [line for line in main.splitlines() if line.lstrip().startswith("File ")][-3:]
     return any(file in line for file in _WAITING for line in innermost)
@@ -133,12 +133,12 @@ def waits_for_peers(stacks: str) -> bool:
 class HeartbeatMonitor:
     """Listens on `host` for the signs of life of `num_ranks` ranks, in a thread, until `close`.
 
-    trouble: what `judge` found last, a second ago at most. failures: what ranks said that they failed with.
+    hangs: the last result of `judge`, at most a second old. failures: those that ranks have reported.
     """
 
     def __init__(self, host: str, num_ranks: int, limits: HeartbeatLimits) -> None:
         self.limits = limits
-        self.trouble: dict[int, Hang] = {}
+        self.hangs: dict[int, Hang] = {}
         self.failures: list[RankFailure] = []
         self.token = secrets.token_hex(16)
         now = time.monotonic()
@@ -147,12 +147,12 @@ class HeartbeatMonitor:
         self._stacks: dict[int, str] = {}
         self._listener = socket.create_server((host, 0), backlog=num_ranks)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat monitor", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> MonitorAddress:
-        """What a rank needs to connect."""
+        """The address that ranks connect to."""
         host, port, *_ = self._listener.getsockname()
         return MonitorAddress(host, port, self.token)
 
@@ -162,7 +162,7 @@ class HeartbeatMonitor:
         return dict(self._signs)
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        """Ask every connected rank for the stacks of its threads; those that have answered after `timeout_s`."""
+        """Ask every connected rank for the stacks of its threads; return the answers after `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         self._stacks = {}
         asked = list(self._connections.values())
@@ -174,24 +174,24 @@ class HeartbeatMonitor:
         return dict(sorted(self._stacks.items()))
 
     def close(self) -> None:
-        """Stop listening. Repeating it is free."""
+        """Stop listening; a second call does nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
     def connected(self, rank: int, connection: RankConnection) -> None:
-        """A rank has proved who it is."""
+        """Accept the connection of a rank that has sent the token."""
         self._connections[rank] = connection
         self._signs[rank] = Sign(time.monotonic(), Connection.OPEN)
 
     def disconnected(self, rank: int, connection: RankConnection) -> None:
-        """The connection has ended; the rank may have made another one before."""
+        """Note the end of a connection, unless the rank has opened another."""
         if self._connections.get(rank) is connection:
             del self._connections[rank]
             self._signs[rank] = replace(self._signs[rank], connection=Connection.BROKEN, heard_at=time.monotonic())
 
     def heard(self, rank: int, content: dict[str, Any]) -> None:
-        """A rank said something."""
+        """Process a message of a rank."""
         if "stacks" in content:
             self._stacks[rank] = str(content["stacks"])
         elif "failure" in content:
@@ -214,20 +214,20 @@ class HeartbeatMonitor:
         self._loop.close()
 
     def _look(self, before: float) -> None:
-        """Judge, and again in a second; a pause of this process itself is nobody's silence."""
+        """Judge every second; a pause of this process does not count as silence of ranks."""
         now = time.monotonic()
         if (pause := now - before) > LONG_PAUSE_S:
             self._signs = {rank: replace(sign, heard_at=sign.heard_at + pause) for rank, sign in self._signs.items()}
-        self.trouble = judge(self._signs, now, self.limits)
+        self.hangs = judge(self._signs, now, self.limits)
         self._loop.call_later(1.0, self._look, now)
 
 
 class RankConnection(asyncio.Protocol):
-    """The driver's end of one rank's connection; closed where the other side does not know the token."""
+    """The driver's end of one rank's connection; it closes the connection of a peer without the token."""
 
-    def __init__(self, watch: HeartbeatMonitor) -> None:
+    def __init__(self, monitor: HeartbeatMonitor) -> None:
         self.transport: asyncio.Transport
-        self._watch = watch
+        self._monitor = monitor
         self._rank: int | None = None
         self._unread = b""
 
@@ -239,14 +239,14 @@ class RankConnection(asyncio.Protocol):
         try:
             for line in lines:
                 self._take(json.loads(line))
-        except (ValueError, KeyError, TypeError):  # somebody else
+        except (ValueError, KeyError, TypeError):  # the peer is no rank
             self.transport.abort()
         if len(self._unread) > (LONGEST_LINE if self._rank is not None else LONGEST_HELLO):
             self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._rank is not None:
-            self._watch.disconnected(self._rank, self)
+            self._monitor.disconnected(self._rank, self)
 
     def ask_for_stacks(self) -> None:
         """Have the rank send the stacks of its threads."""
@@ -254,9 +254,9 @@ class RankConnection(asyncio.Protocol):
 
     def _take(self, content: dict[str, Any]) -> None:
         if self._rank is not None:
-            self._watch.heard(self._rank, content)
-        elif hmac.compare_digest(str(content["token"]), self._watch.token):
+            self._monitor.heard(self._rank, content)
+        elif hmac.compare_digest(str(content["token"]), self._monitor.token):
             self._rank = int(content["rank"])
-            self._watch.connected(self._rank, self)
+            self._monitor.connected(self._rank, self)
         else:
             self.transport.abort()

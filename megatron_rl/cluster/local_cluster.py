@@ -1,4 +1,4 @@
-"""One rank, with all roles, in this very process: calls run where they are made, and a debugger sees everything."""
+"""One rank with all roles in this process: calls run where they are made, and a debugger sees everything."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from megatron_rl.cluster.cluster import Hosting, phases_of
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
-from megatron_rl.cluster.nodes import LOOPBACK
+from megatron_rl.cluster.hosting import Hosting, phases_of
+from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.cluster.routing import Split, join_answers
 from megatron_rl.config.roles import PoolSpec
 from megatron_rl.dispatch import CallInterval, Dispatch, Future
@@ -22,7 +22,7 @@ Kind = TypeVar("Kind")
 
 
 class LocalPool:
-    """The only rank of the only pool. A method has returned before its `Future` is there; what it raises is raised."""
+    """The only rank of the only pool. Calls return when the method has returned, and raise what it raises."""
 
     def __init__(self, spec: PoolSpec, hosting: Hosting) -> None:
         self.name = spec.name
@@ -31,15 +31,13 @@ class LocalPool:
         self._targets = all_targets(hosting.host_class, hosting.kinds_in(spec), phases_of(spec))
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
-        """As `RayPool` does."""
         return cast(Kind, Handle(kind, self._targets[role], self._call))
 
     def host(self, kind: type[Kind]) -> Kind:
-        """As `RayPool` does."""
         return self.handle(HOST, kind)
 
     def raise_if_failed(self) -> None:
-        """No-op: whatever fails is raised where it is called."""
+        """Do nothing: a failing call raises."""
 
     def _call(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         observer = self._hosting.observer
@@ -64,7 +62,7 @@ class LocalPool:
 
 
 class LocalCluster:
-    """A cluster of one pool of one rank, which is this process and no replica. Raises ValueError for any other."""
+    """A cluster of one pool of one rank: this process. Raises ValueError for more ranks, pools or replicas."""
 
     def __init__(self, specs: Mapping[str, PoolSpec], hosting: Hosting) -> None:
         if [spec.world_size for spec in specs.values()] != [1]:
@@ -78,7 +76,7 @@ class LocalCluster:
         self.replicated: dict[str, ReplicatedPool] = {}
 
     def __enter__(self) -> Self:
-        # vLLM asks for these even where torch.distributed has begun without them.
+        # vLLM reads these even where torch.distributed was initialised without them.
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
         place |= {"NODE_ADDRESS": LOOPBACK, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
         os.environ |= {**self._hosting.env, **place}
@@ -88,4 +86,4 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """No-op: the process ends with the run."""
+        """Do nothing: the process ends with the run."""

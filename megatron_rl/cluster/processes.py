@@ -1,11 +1,10 @@
-"""The processes of one pool: spawned without waiting, described once they are up, and killed."""
+"""Start, describe and kill the processes of one pool."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 import psutil
@@ -22,10 +21,9 @@ _EXIT_TIMEOUT_S = 10.0
 
 
 class Processes:
-    """One process of Ray's on every rank. handles, infos: in rank order, once there are any.
+    """One Ray process on every rank. handles, infos: in rank order, once there are any.
 
-    env: variables of each, beside its place in its world. preload: modules that a node imports once for all of its
-    ranks (see `fork_server`); where there are none, each process is started by itself.
+    env: variables of every process, in addition to its place in the world. preload: as in `PoolOptions`.
     """
 
     def __init__(self, ranks: Ranks, env: Mapping[str, str], preload: Sequence[str] = ()) -> None:
@@ -36,18 +34,18 @@ class Processes:
         self._to_end: list[psutil.Process] = []
 
     def spawn(self, process_class: type) -> None:
-        """Begin to start `process_class(rank)` on every rank; do not wait."""
+        """Start `process_class(rank)` on every rank and do not wait."""
         for rank in range(self._ranks.world_size):
             self.handles.append(self._spawn(process_class, rank))
         self._descriptions = [handle.describe_process.remote() for handle in self.handles]
 
     @property
     def descriptions(self) -> list[ObjectRef]:
-        """What is there once the processes are up."""
+        """Answers that are ready once the processes are up."""
         return list(self._descriptions)
 
     def describe(self) -> list[ProcessInfo]:
-        """Where they run; all must be up. Raises RayError for one that is not any more."""
+        """Return where the processes run; all must be up. Raises RayError for a process that has died."""
         if not self.infos:
             self.infos = ray.get(self._descriptions)
             for info in self.infos:
@@ -57,18 +55,29 @@ class Processes:
         return self.infos
 
     def kill(self) -> None:
-        """Kill all, and do not wait. Repeating it is free."""
+        """Kill all processes and do not wait; a second call does nothing."""
         handles, self.handles = self.handles, []
-        # Without Ray they are gone, and ray.kill would start it again, or wait for a server that is gone.
+        # Without Ray they are gone, and ray.kill would start Ray again, or wait for a server that is gone.
         if ray.is_initialized() and not self._ranks.is_lost:
             for handle in handles:
                 ray.kill(handle)
 
     def wait_until_gone(self) -> None:
-        """After `kill`: until those on this node are gone. Repeating it is free."""
+        """After `kill`: wait until the processes on this node are gone; kill those that are not within 10 s.
+
+        Stopped processes are killed at once, as they cannot end by themselves. A second call does nothing.
+        """
         processes, self._to_end = self._to_end, []
-        if ray.is_initialized() and not self._ranks.is_lost:
-            wait_until_gone(processes)
+        if not ray.is_initialized() or self._ranks.is_lost:
+            return
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
+        _, left = psutil.wait_procs(processes, _EXIT_TIMEOUT_S)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _spawn(self, process_class: type, rank: int) -> ActorHandle:
         ranks = self._ranks
@@ -87,20 +96,3 @@ class Processes:
             mark = {MARK: ranks.variables.get(MARK, "")}
             runtime["py_executable"] = fork_command(self._preload, shared | mark)
         return ray.remote(process_class).options(**options, runtime_env=runtime).remote(rank)
-
-
-def wait_until_gone(processes: Sequence[psutil.Process]) -> None:
-    """Return when these processes of this node have ended; those that outlive the time-out are killed.
-
-    So are those that are stopped, at once: they cannot end by themselves.
-    """
-    deadline = time.monotonic() + _EXIT_TIMEOUT_S
-    while processes := [process for process in processes if process.is_running()]:
-        is_late = time.monotonic() > deadline
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if is_late or process.status() == psutil.STATUS_STOPPED:
-                    process.kill()
-        if is_late:
-            return
-        time.sleep(0.02)

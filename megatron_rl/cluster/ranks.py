@@ -1,84 +1,88 @@
-"""Ranks that a pool may run on: a whole reservation, or the consecutive ones of it that are one replica's."""
+"""Ranks that a pool runs on: all ranks of a reservation, or the consecutive ones of one replica; and their places."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 from megatron_rl.cluster.leftovers import FATE
+from megatron_rl.cluster.worker_process import ProcessInfo
+
+LOOPBACK = "127.0.0.1"
 
 
-class Ranks(Protocol):
-    """What a pool asks of the ranks that it runs on; they are numbered from 0 in its own world.
+class Ranks(ABC):
+    """Reserved ranks, numbered from 0 in the world that they form.
 
-    num_ranks_per_node: consecutive ranks that are sure to be on one node.
+    num_ranks_per_node: consecutive ranks that are sure to be on one node. first: number of rank 0 in the reservation,
+    which has `node_size` ranks on each node.
     """
 
-    num_ranks_per_node: int
-    world_size: int
+    def __init__(self, world_size: int, num_ranks_per_node: int, first: int, node_size: int) -> None:
+        self.world_size, self.num_ranks_per_node = world_size, num_ranks_per_node
+        self.first, self._node_size = first, node_size
 
     def local_rank(self, rank: int) -> int:
-        """Index of a rank among those of its world on its node."""
+        """Index of a rank among the ranks of this world on its node."""
+        return rank - self._on_node(rank).start
 
     def local_world_size(self, rank: int) -> int:
-        """Ranks of its world on its node."""
+        """Number of ranks of this world on the node of `rank`."""
+        return len(self._on_node(rank))
 
+    @abstractmethod
     def device_index(self, rank: int) -> int:
-        """Index of a rank's device among those its process sees."""
+        """Index of a rank's device among the devices that its process sees."""
 
+    @abstractmethod
     def actor_options(self, rank: int) -> dict[str, Any]:
-        """Ray actor options that place an actor on the reservation of `rank`."""
+        """Ray actor options that place an actor on the reserved place of `rank`."""
 
     @property
+    @abstractmethod
     def is_lost(self) -> bool:
         """Whether Ray itself is gone, so that no call into it would return."""
 
     @property
+    @abstractmethod
     def variables(self) -> dict[str, str]:
-        """What every rank's environment must hold, on whichever machine it is."""
+        """Environment variables of every rank, on every machine."""
+
+    def _on_node(self, rank: int) -> range:
+        start = (self.first + rank) // self._node_size * self._node_size - self.first
+        return range(max(0, start), min(self.world_size, start + self._node_size))
 
 
-class ReplicaRanks:
+class ReplicaRanks(Ranks):
     """Ranks [number * size, (number + 1) * size) of a reservation, as a world of their own.
 
-    Their processes also find POOL_REPLICA (the number), POOL_REPLICAS (how many the reservation is cut into) and
-    POOL_FIRST_RANK (its rank 0 among all ranks of the reservation) in their environment, and the replica's name under
-    `leftovers.FATE`. Raises ValueError where the reservation has no such ranks.
+    Their environment also has POOL_REPLICA (the number), POOL_REPLICAS (the number of replicas in the reservation),
+    POOL_FIRST_RANK (`first`) and the replica's name under `leftovers.FATE`. Raises ValueError where the reservation has
+    no such ranks.
     """
 
     def __init__(self, name: str, whole: Ranks, number: int, size: int) -> None:
         if size < 1 or whole.world_size % size or not 0 <= number < whole.world_size // size:
             raise ValueError(f"{whole.world_size} ranks have no replica {number} of {size} ranks each")
-        self.world_size = size
-        self.first = number * size
         self._name, self._whole, self._number = name, whole, number
         per_node = whole.num_ranks_per_node
         fits = per_node % size == 0 or size % per_node == 0
-        self.num_ranks_per_node = min(size, per_node) if fits else 1
-
-    def local_rank(self, rank: int) -> int:
-        """As of `Ranks`."""
-        return rank - self._on_node(rank).start
-
-    def local_world_size(self, rank: int) -> int:
-        """As of `Ranks`."""
-        return len(self._on_node(rank))
+        super().__init__(size, min(size, per_node) if fits else 1, number * size, per_node)
 
     def device_index(self, rank: int) -> int:
-        """As of `Ranks`: the reservation's where it gives each process its own device, else the `local_rank`."""
+        """The reservation's index where each process sees its own device only, else the `local_rank`."""
         return min(self._whole.device_index(self.first + rank), self.local_rank(rank))
 
     def actor_options(self, rank: int) -> dict[str, Any]:
-        """As of `Ranks`."""
         return self._whole.actor_options(self.first + rank)
 
     @property
     def is_lost(self) -> bool:
-        """As of `Ranks`."""
         return self._whole.is_lost
 
     @property
     def variables(self) -> dict[str, str]:
-        """As of `Ranks`."""
         return self._whole.variables | {
             FATE: self._name,
             "POOL_REPLICA": str(self._number),
@@ -86,8 +90,45 @@ class ReplicaRanks:
             "POOL_FIRST_RANK": str(self.first),
         }
 
-    def _on_node(self, rank: int) -> range:
-        """The ranks of this world that are on the node of `rank`."""
-        per_node = self._whole.num_ranks_per_node
-        start = (self.first + rank) // per_node * per_node - self.first
-        return range(max(0, start), min(self.world_size, start + per_node))
+
+def node_addresses(processes: Sequence[ProcessInfo], everybody: Sequence[ProcessInfo] | None = None) -> list[str]:
+    """Return the address of each rank's node, in rank order; the loopback address where all ranks are on one node.
+
+    everybody: the processes of all pools, which reach each other; None: there is one pool.
+    """
+    is_one = len({process.node_id for process in everybody or processes}) == 1
+    return [LOOPBACK if is_one else process.host for process in processes]
+
+
+def gpu_variables(processes: Sequence[ProcessInfo]) -> list[dict[str, str]]:
+    """Return variables that show each rank of a world the GPUs of all its ranks on the same node, in rank order.
+
+    processes: of the world, in rank order; Ray shows each process its own GPU. LOCAL_RANK is the index of the rank's
+    own GPU. Set the variables before anything asks for CUDA.
+    """
+    mates = [[mate for mate in processes if mate.node_id == process.node_id] for process in processes]
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(mate.gpus for mate in here), "LOCAL_RANK": str(here.index(process))}
+        for process, here in zip(processes, mates, strict=True)
+    ]
+
+
+def place_variables(
+    processes: Sequence[ProcessInfo], master_port: int, everybody: Sequence[ProcessInfo] | None = None
+) -> list[dict[str, str]]:
+    """Return the variables that tell each rank of a pool its place, in rank order; everybody: as in `node_addresses`.
+
+    NODE_RANK: the number of its node, in the order of the nodes' first ranks. Nodes are Ray's, so ranks on one machine
+    have one number. NODE_ADDRESS: its entry of `node_addresses`. MASTER_ADDR, MASTER_PORT: where rank 0 listens.
+    """
+    addresses = node_addresses(processes, everybody)
+    nodes = list(dict.fromkeys(process.node_id for process in everybody or processes))
+    return [
+        {
+            "NODE_RANK": str(nodes.index(process.node_id)),
+            "NODE_ADDRESS": address,
+            "MASTER_ADDR": addresses[0],
+            "MASTER_PORT": str(master_port),
+        }
+        for process, address in zip(processes, addresses, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""Pools as processes that Ray starts, on one machine or many; the failure of one rank ends all but replicas."""
+"""Pools of processes that Ray starts, on one machine or many. The failure of a rank ends all pools or its replica."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron_rl.cluster.cluster import Hosting, phases_of
 from megatron_rl.cluster.failure_domain import FailureDomain
+from megatron_rl.cluster.hosting import Hosting, phases_of
 from megatron_rl.cluster.ranks import Ranks
-from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.ray_pool import RayPool
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.cluster.resource_pool import ResourcePool
@@ -22,13 +22,13 @@ from megatron_rl.config.roles import PoolSpec
 
 
 class RayCluster:
-    """Every pool of a run, started together. Raises as `RaySession`, `ResourcePool` and `RayPool` do.
+    """All pools of a run, started together. Raises the errors of `RaySession`, `ResourcePool` and `RayPool`.
 
-    pools, replicated: by name. A failure in one of `pools` ends everything; one of a replica ends that replica.
+    pools, replicated: by name. A failure in one of `pools` ends all pools; a failure in a replica ends that replica.
     """
 
     def __init__(self, specs: Sequence[PoolSpec], hosting: Hosting) -> None:
-        """Raises ValueError for a pool to replicate that is not there."""
+        """Raises ValueError when a pool to replicate does not exist."""
         if unknown := hosting.replicated.keys() - {spec.name for spec in specs}:
             raise ValueError(f"there are no pools {sorted(unknown)} to replicate")
         self.pools: dict[str, RayPool] = {}
@@ -40,7 +40,7 @@ class RayCluster:
         with ExitStack() as opened:
             session = opened.enter_context(RaySession(sum(spec.world_size for spec in self._specs)))
             failure_domain, numbered = FailureDomain(named=len(self._specs) > 1), list[ProcessInfo]()
-            # The cluster must have room for all of them before a process starts.
+            # The cluster must have room for all pools before a process starts.
             ranks = {spec.name: opened.enter_context(self._reserved(spec, session)) for spec in self._specs}
             for spec in self._specs:
                 if spec.name in self._hosting.replicated:
@@ -65,7 +65,7 @@ class RayCluster:
             self._open.__exit__(kind, error, trace)
             return
         with self._open:
-            for pool in self.pools.values():  # before any of them is shut down
+            for pool in self.pools.values():  # before any pool is shut down
                 pool.settle()
 
     def _reserved(self, spec: PoolSpec, session: RaySession) -> ResourcePool:
@@ -77,7 +77,7 @@ class RayCluster:
             session=session,
             nodes_key=size.nodes_key,
             ranks_key=size.ranks_key,
-            beside=[other.size for other in self._specs if other is not spec],
+            others=[other.size for other in self._specs if other is not spec],
         )
 
     def _replicate(
@@ -104,15 +104,6 @@ class RayCluster:
         if limits.stacks_file is not None and (len(self._specs) > 1 or name != spec.name):
             limits = replace(limits, stacks_file=stacks_file(limits.stacks_file, name))
         observer = hosting.observer if name == spec.name else hosting.replica_observer
-        options = PoolOptions(
-            env=hosting.env,
-            work=hosting.work,
-            limits=limits,
-            phases=phases_of(spec),
-            observer=observer,
-            sees_node=hosting.sees_node,
-            preload=hosting.preload,
-        )
         return RayPool(
             name,
             ranks,
@@ -120,11 +111,11 @@ class RayCluster:
             *hosting.args,
             spec.name,
             roles=hosting.kinds_in(spec),
-            options=options,
+            options=replace(hosting, limits=limits, phases=phases_of(spec), observer=observer),
             failure_domain=failure_domain,
         )
 
 
 def stacks_file(file: Path, pool: str) -> Path:
-    """Where the stacks of one of several pools go: each pool, and each replica, is watched, and written, by itself."""
+    """Return the stacks file of one of several pools: each pool and each replica writes its own."""
     return file.with_name(f"{file.stem}_{pool.replace('/', '_')}{file.suffix}")

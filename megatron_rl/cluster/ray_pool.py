@@ -7,12 +7,11 @@
         log_probs.get()                         # waits; raises what went wrong on any rank
 
 A call splits its records into chunks and stores each once, sends every rank one message, waits for one answer of each
-and joins those of the collectors (the others are empty). A failure on one rank ends the pool, because the other ranks
-would wait for that one in their next collective; so does a rank that stops answering or getting on (`watch`); and a
-pool that ends takes those with it that share its `FailureDomain`.
+rank and joins the answers of the collectors (the others are empty). A failure on one rank ends the pool, because the
+other ranks would wait for that rank in their next collective. A rank that stops answering or makes no progress
+(`HeartbeatMonitor`) also ends the pool. A pool that ends takes the pools of its `FailureDomain` with it.
 
-One thread calls a pool, its handles and its futures; it need not be the one that calls another pool. Any thread may
-`shutdown`.
+One thread calls a pool, its handles and its futures; another thread may call another pool. Any thread may `shutdown`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
 import ray
@@ -34,55 +33,31 @@ from megatron_rl.cluster.calls import LOOK_S, CallsFailed, RankCalls
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.failures import RankFailure
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
-from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits, HeartbeatMonitor
-from megatron_rl.cluster.nodes import LOOPBACK, gpu_variables, node_addresses, place_variables
+from megatron_rl.cluster.heartbeat_monitor import HeartbeatMonitor
+from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.processes import Processes
-from megatron_rl.cluster.ranks import Ranks
+from megatron_rl.cluster.ranks import LOOPBACK, Ranks, gpu_variables, node_addresses, place_variables
 from megatron_rl.cluster.routing import Route, Split, join_answers, route_call, split_call
 from megatron_rl.cluster.waiting import CallFuture, StartFuture, WaitStep
 from megatron_rl.cluster.worker_process import Answered, ProcessInfo, with_methods
-from megatron_rl.dispatch import CallInterval, Coordinates, Dispatch, Future, Nobody, Observer
+from megatron_rl.dispatch import CallInterval, Coordinates, Dispatch, Future
 from megatron_rl.errors import MegatronRLError, WorkerFailure
-from megatron_rl.parallel.balance import SequenceWork
 
 START_TIMEOUT_S = 300.0
-"""Generous: only ranks that another pool occupies, or whose node is gone, are waited for in vain."""
+"""Generous: ranks come up in time unless another pool occupies them or their node is gone."""
 
 Kind = TypeVar("Kind")
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """How a pool runs beside its ranks and roles.
-
-    env: variables of every rank. work: evens out what data-parallel ranks get of the rows of balanced methods; without
-    it rows keep their order. limits: when a rank that neither raises nor dies has failed. phases: role -> what "score"
-    and "update" stand for in the phases of its methods. After a rank failed, its peers get `grace_s` seconds to report
-    what they saw before all processes are killed. direct_ranks: a larger world is called through one rank of each node.
-    sees_node: ranks see the GPUs of their world's other ranks on their node (`nodes.gpu_variables`). preload: as in
-    `Processes`.
-    """
-
-    env: Mapping[str, str] = field(default_factory=dict)
-    work: SequenceWork | None = None
-    limits: HeartbeatLimits = HeartbeatLimits()
-    phases: Mapping[str, dict[str, str]] = field(default_factory=dict)
-    observer: Observer = Nobody()
-    grace_s: float = 3.0
-    direct_ranks: int = 128
-    sees_node: bool = False
-    preload: Sequence[str] = ()
 
 
 class RayPool:
     """One `host_class(*args)` on every rank; call `start` or use it as a context manager.
 
-    ranks: where they run, entered. host_class must have the ONE_TO_ALL method `coordinates()`, which returns
-    `dispatch.Coordinates`, and where there are `roles` (name -> class) `run(role, method, args, kwargs)`. Hosts find
-    RANK, WORLD_SIZE, LOCAL_RANK (the index of their device among those they see), LOCAL_WORLD_SIZE and
-    `nodes.place_variables` in their environment, before their class is imported, and import from where the driver does.
-    Rank 0 also finds MASTER_LISTEN_FD, a socket that listens at MASTER_ADDR and MASTER_PORT and that it must take
-    (`roles/rendezvous.py` does).
+    ranks: where the processes run; it must have been entered. host_class must have the ONE_TO_ALL method
+    `coordinates()`, which returns `dispatch.Coordinates`, and, with `roles` (name -> class), the method
+    `run(role, method, args, kwargs)`. Before their class is imported, hosts have RANK, WORLD_SIZE, LOCAL_RANK (the
+    index of their device among those they see), LOCAL_WORLD_SIZE and `ranks.place_variables` in their environment, and
+    the driver's import path. Rank 0 also has MASTER_LISTEN_FD, a socket that listens at MASTER_ADDR and MASTER_PORT and
+    that it must take over (`roles/rendezvous.py`).
 
     Raises TypeError for a host class without `coordinates`.
     """
@@ -106,7 +81,7 @@ class RayPool:
         if coordinates is None or coordinates.mark.dispatch is not Dispatch.ONE_TO_ALL:
             raise TypeError(f"{host_class.__name__} must have a ONE_TO_ALL method `coordinates`")
         self._processes = Processes(ranks, self._options.env, self._options.preload)
-        self._watch: HeartbeatMonitor | None = None
+        self._monitor: HeartbeatMonitor | None = None
         self._routes: dict[Dispatch, Route] = {}
         self._calls: RankCalls | None = None  # once the processes are up
         self._is_begun = False
@@ -122,7 +97,7 @@ class RayPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        """Shut down; when leaving without an error, calls still running are waited for and may raise first."""
+        """Shut down. When the block ends without an error, first wait for running calls, which may raise."""
         try:
             if kind is None:
                 self.settle()
@@ -135,19 +110,19 @@ class RayPool:
         return [process.pid for process in self._processes.infos]
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
-        """A role's handle, which looks like the role's class to a type checker; HOST: the host's own methods."""
+        """Return a role's handle, which a type checker takes for the role's class; HOST: the host's own methods."""
         return cast(Kind, Handle(kind, self.targets(role), self.submit))
 
     def host(self, kind: type[Kind]) -> Kind:
-        """The handle of the methods that the hosts themselves have."""
+        """Return the handle of the hosts' own methods."""
         return self.handle(HOST, kind)
 
     def targets(self, role: str) -> dict[str, Target]:
-        """What a handle of the role calls, by the names of its methods."""
+        """Return the methods that a handle of the role calls, by name."""
         return self._targets[role]
 
     def start(self) -> None:
-        """`begin`, and wait; on any error nothing is left running. Raises as its future does."""
+        """Call `begin` and wait; on any error no process is left running. Raises the errors of the future."""
         future = self.begin()
         try:
             with self._options.observer.waiting("init"):
@@ -157,12 +132,12 @@ class RayPool:
             raise
 
     def begin(self, numbered: list[ProcessInfo] | None = None, timeout_s: float = START_TIMEOUT_S) -> StartFuture:
-        """Begin to start the processes, construct the hosts and read their coordinates. A pool starts once.
+        """Start the processes, construct the hosts and read their coordinates; do not wait. A pool starts once.
 
-        numbered: processes of all pools, where there are several: their nodes are numbered in this order, and this
-        pool adds its own processes on other nodes. The start gets on while its future is waited for, which raises
-        WorkerFailure when processes do not come up or not all hosts are there after `timeout_s`, else what a host's
-        constructor raised, as `Future.get`.
+        numbered: processes of all pools, where there are several; their nodes are numbered in this order, and this pool
+        appends its processes on other nodes. The start proceeds while its future is waited for. The future raises
+        WorkerFailure when processes do not come up or hosts are missing after `timeout_s`, and the error of a host's
+        constructor.
         """
         if self._is_begun:
             raise RuntimeError(f"the pool {self.name} was started before")
@@ -172,7 +147,7 @@ class RayPool:
         return StartFuture(self, self._starting([] if numbered is None else numbered), timeout_s)
 
     def spawn(self) -> None:
-        """Begin to start the processes, and do not wait for them; `start` does."""
+        """Start the processes and do not wait for them."""
         methods = {target.ray_method: target for methods in self._targets.values() for target in methods.values()}
         process_class = with_methods(self._host_class.__name__, methods)
         try:
@@ -183,7 +158,7 @@ class RayPool:
             raise
 
     def wait_for_processes(self) -> list[ProcessInfo]:
-        """Where the spawned processes run, once all are up. Raises WorkerFailure when they do not come up."""
+        """Wait until all spawned processes are up; return where they run. Raises WorkerFailure when they fail to."""
         StartFuture(self, self._coming_up(), START_TIMEOUT_S).get()
         return self._processes.infos
 
@@ -201,7 +176,7 @@ class RayPool:
             raise WorkerFailure(f"the processes of pool {self.name} did not come up: {why}") from error
 
     def _starting(self, numbered: list[ProcessInfo]) -> Iterator[WaitStep]:
-        """The steps of a start after `spawn`."""
+        """Run the start after `spawn`, one step after the other."""
         yield from self._coming_up()
         handles, processes = self._processes.handles, self._processes.infos
         options, world_size = self._options, self._ranks.world_size
@@ -216,20 +191,20 @@ class RayPool:
         only_here = all(process.is_local for process in processes)
         with self._ending:
             self.failure_domain.raise_if_ended()
-            self._watch = HeartbeatMonitor(
+            self._monitor = HeartbeatMonitor(
                 LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, options.limits
             )
         node_size = self._ranks.num_ranks_per_node if world_size > options.direct_ranks else 1
         with self._needing_processes():
-            self._calls = calls = RankCalls(handles, processes, self._watch, node_size, options.grace_s)
+            self._calls = calls = RankCalls(handles, processes, self._monitor, node_size, options.grace_s)
         pickled = ray.put(cloudpickle.dumps((self._host_class, self._args)))
-        answers = calls.construct(self._host_class.__name__, variables, pickled, self._watch.address)
+        answers = calls.construct(self._host_class.__name__, variables, pickled, self._monitor.address)
         yield WaitStep("hosts", "were constructed", answers)
         coordinates: list[Coordinates] = self._collect(calls, "__init__", answers)
         self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
 
     def settle(self) -> None:
-        """Wait for all calls that still run. Raises as `Future.get`."""
+        """Wait for all running calls. Raises the errors of `Future.get`."""
         if self.failure_domain.error is None and self._calls is not None:
             try:
                 self._calls.wait_for_all(self.failure_domain.look)
@@ -237,24 +212,24 @@ class RayPool:
                 self._end(error.failures)
 
     def shutdown(self, reason: MegatronRLError | None = None) -> None:
-        """Kill all processes and wait until those on this node are gone. Repeating it is free.
+        """Kill all processes and wait until those on this node are gone; a second call does nothing.
 
-        reason: what later calls raise, and those that another thread waits for, unless the pool has ended before.
+        reason: raised by later calls and by calls that another thread waits for, unless the pool has ended before.
         """
         self.kill(reason)
         with self._ending:
             self._processes.wait_until_gone()
 
     def kill(self, reason: MegatronRLError | None = None) -> None:
-        """`shutdown` without waiting."""
+        """Shut down without waiting."""
         self.failure_domain.decide(reason or WorkerFailure("the pool was shut down"))
         with self._ending:
-            if self._watch is not None:
-                self._watch.close()
+            if self._monitor is not None:
+                self._monitor.close()
             self._processes.kill()
 
     def raise_if_failed(self) -> None:
-        """Raise, and end all pools, where a rank has failed in a call that nobody may ever wait for."""
+        """Raise, and end all pools of the domain, where a rank has failed in a call that nobody may ever wait for."""
         self._looked_at = time.monotonic()
         if self._calls is not None:
             try:
@@ -264,17 +239,17 @@ class RayPool:
                 self._end(error.failures)
 
     def look_if_due(self) -> None:
-        """`raise_if_failed`, unless that was less than LOOK_S ago."""
+        """Call `raise_if_failed`, unless the last call was less than LOOK_S ago."""
         if time.monotonic() - self._looked_at >= LOOK_S:
             self.raise_if_failed()
 
     def failures_now(self) -> list[RankFailure]:
-        """What the ranks have failed with until now."""
+        """Return the failures of the ranks so far."""
         calls = self._calls
         return [] if calls is None else [replace(failure, pool=self.name) for failure in calls.failures(0.0)]
 
     def submit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        """Have the ranks run a method; what handles do."""
+        """Have the ranks run a method, for a handle."""
         self.failure_domain.raise_if_ended()
         if self._calls is None or not self._routes:
             raise RuntimeError(f"start the pool {self.name} before calling {target.method}")
@@ -289,9 +264,9 @@ class RayPool:
         route = self._routes[mark.dispatch]
         work = self._options.work if mark.balanced else None
         split = split_call(args, kwargs, len(route.collectors), work) if splits else Split([(args, kwargs)])
-        # Chunks of a call without records are one and the same payload.
-        different = {id(payload): payload for payload in split.payloads}
-        packed = {key: pack(payload, split.sizes is not None) for key, payload in different.items()}
+        # Without records, all chunks are one payload, which is packed once.
+        distinct = {id(payload): payload for payload in split.payloads}
+        packed = {key: pack(payload, split.sizes is not None) for key, payload in distinct.items()}
         chunks = [packed[id(payload)] for payload in split.payloads]
         ranks = sorted(route.chunk_of_rank)
         messages = {rank: chunks[route.chunk_of_rank[rank]] for rank in ranks}
@@ -300,10 +275,10 @@ class RayPool:
         def fetch(timeout: float | None) -> Any:
             with self._options.observer.waiting(target.phase):
                 collected = self._collect(calls, target.method, answers, timeout)
-            got = dict(zip(ranks, collected, strict=True))
-            answered: list[Answered] = [got[rank] for rank in route.collectors]
+            answer_of_rank = dict(zip(ranks, collected, strict=True))
+            answered: list[Answered] = [answer_of_rank[rank] for rank in route.collectors]
             self._note(target, answered)
-            values = [one.value for one in answered]
+            values = [answer.value for answer in answered]
             if splits:
                 return join_answers(values, split)
             return values[0] if mark.dispatch is Dispatch.RANK_ZERO else values
@@ -311,15 +286,15 @@ class RayPool:
         return CallFuture(fetch, self, answers)
 
     def _note(self, target: Target, answered: Sequence[Answered]) -> None:
-        start, stop = min(one.start for one in answered), max(one.stop for one in answered)
-        seconds = max(one.stop - one.start for one in answered)
+        start, stop = min(answer.start for answer in answered), max(answer.stop for answer in answered)
+        seconds = max(answer.stop - answer.start for answer in answered)
         interval = CallInterval(self.name, target.role, target.method, target.phase, start, stop, seconds)
         self._options.observer.ran(interval)
 
     def _collect(
         self, calls: RankCalls, method: str, answers: Sequence[ObjectRef], timeout: float | None = None
     ) -> list[Any]:
-        """`RankCalls.wait`, where a failure or an interrupt ends all pools."""
+        """Call `RankCalls.wait`; a failure or an interrupt ends all pools of the domain."""
         try:
             with self.failure_domain.inside():
                 return calls.wait(method, answers, timeout, self.failure_domain.look)

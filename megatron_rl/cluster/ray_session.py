@@ -3,37 +3,71 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import logging
 import os
+import platform
+import secrets
+import socket
 import sys
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, Queue
 from types import TracebackType
 from typing import Self
 
 import ray
+from ray._common.usage.usage_lib import get_cluster_metadata
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.services import find_node_ids
+from ray._private.worker import BaseContext
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]  # its stub lacks both
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray.exceptions import AuthenticationError, RayError
 
-from megatron_rl.cluster import ray_server
-from megatron_rl.cluster.daemons import DaemonWatch
+from megatron_rl.cluster import ray_address
+from megatron_rl.cluster.daemons import DaemonMonitor, owner
 from megatron_rl.cluster.daemons import children as daemon_children
 from megatron_rl.cluster.leftovers import MARK, end, marked
 from megatron_rl.cluster.reaper import Reaper
+from megatron_rl.cluster.signals import keeping_sigterm_handler
 from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep, WorkerFailure
+from third_party_patches import PatchError, apply_patches
+
+CONNECT_LIMIT_S = 5.0
+ANSWER_LIMIT_S = 15.0
+JOIN_LIMIT_S = 5.0
+"""Seconds. Nodes may still be joining when a run starts."""
+
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",  # a run does not use metrics, and their port asks for no token
+    "RAY_worker_niceness": "0",  # ranks are the machine's main work
+    "RAY_enable_worker_prestart": "0",  # ranks have environments of their own, for which no worker waits
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about this setting
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of a failed call that nobody reads
+}
 
 _NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep)
-"""Errors after which nobody looks for the reason in the logs of Ray's processes."""
+"""Errors whose reason is not in the logs of Ray's processes."""
 
 
 class RaySession:
-    """Ray inside a `with` block; on leaving it is shut down, unless it was initialised in this process before, and its
-    variables in the environment are as they were.
+    """Ray inside a `with` block. Leaving it shuts Ray down, unless this process had initialised Ray before, and
+    restores Ray's environment variables.
 
-    num_ranks: of all pools; a Ray that is started here has a CPU for each of them.
+    num_ranks: of all pools; a Ray started here has a CPU for each rank.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._reaper: Reaper | None = None  # present when Ray was started or joined here, and so is the watch
-        self._watch: DaemonWatch | None = None
-        self._variables: dict[str, str] = {}  # Ray's, as they were before
+        self._reaper: Reaper | None = None  # None, like the monitor, where this process had initialised Ray before
+        self._monitor: DaemonMonitor | None = None
+        self._variables: dict[str, str] = {}  # Ray's variables before the start
 
     def __enter__(self) -> Self:
         """Raises ConfigError when Ray cannot be started or joined."""
@@ -53,25 +87,25 @@ class RaySession:
     @property
     def is_lost(self) -> bool:
         """Whether Ray itself is gone, so that no call into it would return."""
-        return self._watch is not None and self._watch.lost != ""
+        return self._monitor is not None and self._monitor.lost != ""
 
     @property
     def variables(self) -> dict[str, str]:
-        """What every rank's environment must hold, on whichever machine it is."""
+        """Environment variables of every rank, on every machine."""
         return {MARK: self._reaper.scratch.mark} if self._reaper is not None else {}
 
     def _start(self) -> None:
         address = os.environ.get("RAY_ADDRESS") or "local"
-        self._variables = ray_server.variables()
+        self._variables = variables()
         self._reaper = Reaper()
         with self._reaper.marking():
             if address == "local":
-                # One CPU per rank, however many there are: ranks on CPU take turns on the cores this machine has.
-                ray_server.start(self._num_ranks, self._reaper.scratch.ray_folder)
+                # One CPU per rank, however many ranks there are: ranks on CPU share the cores of this machine.
+                start(self._num_ranks, self._reaper.scratch.ray_folder)
                 daemons, server = daemon_children(), None
             else:
-                daemons, server = ray_server.join(address)
-        self._watch = DaemonWatch(daemons, server, self._kill_marked)
+                daemons, server = join(address)
+        self._monitor = DaemonMonitor(daemons, server, self._kill_marked)
 
     def _kill_marked(self) -> None:
         reaper = self._reaper
@@ -79,15 +113,15 @@ class RaySession:
             end(lambda: marked(reaper.scratch.mark), patience_s=0.0)
 
     def _release(self, error: BaseException | None) -> None:
-        """Give everything back. Raises WorkerFailure where Ray itself was lost, as nothing else can then be true."""
-        lost = self._watch.stop() if self._watch is not None else ""
-        self._watch = None
+        """Shut Ray down and remove its files. Raises WorkerFailure where Ray itself was lost, whatever `error` says."""
+        lost = self._monitor.stop() if self._monitor is not None else ""
+        self._monitor = None
         if self._reaper is not None:
             if not lost:
                 ray.shutdown()
             self._reaper.stop(clean=not isinstance(error, Exception) or isinstance(error, _NO_FAULT_OF_PROCESSES))
             self._reaper = None
-            ray_server.put_back(self._variables)
+            put_back(self._variables)
         if lost:
             atexit.register(_exit_without_ray)
             raise WorkerFailure(lost) from None
@@ -99,3 +133,155 @@ def _exit_without_ray() -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(WorkerFailure.exit_code)
+
+
+def start(num_cpus: int, folder: Path) -> None:
+    """Start Ray with its session in `folder` and its own token. Raises ConfigError for an unknown version of Ray."""
+    try:
+        apply_patches("driver")
+    except PatchError as error:
+        raise ConfigError(str(error)) from None
+    with _own_token():
+        init(address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=str(folder))
+
+
+def join(address: str) -> tuple[dict[int, str], tuple[str, int] | None]:
+    """Join the cluster at `address`; return the processes that the run needs: pid -> name here, and the server.
+
+    Raises ConfigError, with the remedy, where the cluster cannot be reached, asks for another token, has another
+    version, or has no node on this machine.
+    """
+    server = None if address == "auto" else _reachable(address)
+    if server is not None:
+        _require_usable(address)
+    try:
+        context = init(address=address)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        raise ConfigError(f"{_given(address)}: the cluster cannot be joined: {_last_line(error)}") from error
+    raylet = owner(context.address_info["raylet_socket_name"])
+    return ({raylet: "raylet"} if raylet else {}), server
+
+
+def init(**options: object) -> BaseContext:
+    """Call `ray.init` without its messages and without its signal handler."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    with keeping_sigterm_handler():
+        return ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def variables() -> dict[str, str]:
+    """Return Ray's variables in the environment of this process."""
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+
+
+def put_back(kept: Mapping[str, str]) -> None:
+    """Restore the variables that `variables` returned; Ray sets others, RAY_AUTH_MODE among them."""
+    for name in variables().keys() - kept.keys():
+        del os.environ[name]
+    os.environ |= kept
+
+
+def _reachable(address: str) -> tuple[str, int]:
+    """Return host and port of an address where something listens. Raises ConfigError where nothing does."""
+    server = ray_address.parse(address)
+    try:
+        socket.create_connection(server, timeout=CONNECT_LIMIT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{_given(address)}: nothing can be reached there ({error}); nearest: start the cluster (`ray start "
+            "--head`), correct the address, or unset RAY_ADDRESS to run on this machine alone"
+        ) from None
+    return server
+
+
+def _require_usable(address: str) -> None:
+    """Raise ConfigError unless the cluster accepts this process, has its versions and a node on this machine."""
+    client = _ask(address)
+    metadata = get_cluster_metadata(client) or {}
+    ours = {"ray_version": ray.__version__, "python_version": platform.python_version()}
+    theirs = {name: metadata.get(name, version) for name, version in ours.items()}
+    if ours != theirs:
+        raise ConfigError(
+            f"{_given(address)}: the cluster runs Ray {theirs['ray_version']} on Python {theirs['python_version']}, "
+            f"and this is Ray {ours['ray_version']} on Python {ours['python_version']}; both must be equal; nearest: "
+            "start the cluster from this environment"
+        )
+    deadline = time.monotonic() + JOIN_LIMIT_S
+    while not _living_nodes(client) & find_node_ids():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{_given(address)}: this machine is no node of that cluster, and the run must be started on one; "
+                f"nearest: `ray start --address={address}` here first"
+            )
+        time.sleep(0.5)
+
+
+def _ask(address: str) -> GcsClient:
+    """Return a client of the cluster's server, after its first answer. Raises ConfigError where none comes."""
+    answers: Queue[GcsClient | Exception] = Queue()
+
+    def ask() -> None:
+        try:
+            ensure_token_if_auth_enabled(create_token_if_missing=False)
+            client = GcsClient(address=address)
+            client.internal_kv_get(b"session_name", b"session")
+            answers.put(client)
+        except Exception as error:
+            answers.put(error)
+
+    # In a thread, because the library waits long where something other than a Ray server listens.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=ANSWER_LIMIT_S)
+    except Empty:
+        answer = TimeoutError(f"no answer within {ANSWER_LIMIT_S:g} s")
+    if isinstance(answer, GcsClient):
+        return answer
+    if isinstance(answer, AuthenticationError):
+        refused = "does not accept the one that is offered" if _offers_token() else "none is offered"
+        raise ConfigError(
+            f"{_given(address)}: the cluster asks for a token and {refused}; nearest: RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN_PATH=FILE, with the file that its nodes were started with"
+        ) from None
+    raise ConfigError(
+        f"{_given(address)}: what listens there does not answer as a Ray server ({_last_line(answer)}); nearest: the "
+        "address that `ray start --head` has printed, port 6379 unless told otherwise"
+    ) from None
+
+
+def _living_nodes(client: GcsClient) -> set[str]:
+    nodes = client.get_all_node_info().items()
+    return {node_id.hex() for node_id, node in nodes if node.state == GcsNodeInfo.GcsNodeState.ALIVE}
+
+
+def _given(address: str) -> str:
+    return f"RAY_ADDRESS={address}"
+
+
+def _offers_token() -> bool:
+    is_asked = os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+    return is_asked and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+@contextmanager
+def _own_token() -> Iterator[None]:
+    """Give Ray a token unless the user has set one: Ray would write its own to the home folder, which may not exist."""
+    if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        yield
+        return
+    os.environ["RAY_AUTH_TOKEN"] = _token()
+    try:
+        yield
+    finally:
+        del os.environ["RAY_AUTH_TOKEN"]
+
+
+@functools.cache
+def _token() -> str:
+    """Make one token for this process, as Ray reads it once."""
+    return secrets.token_hex(32)

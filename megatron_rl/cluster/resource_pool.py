@@ -1,9 +1,9 @@
-"""Ranks reserved from Ray: for each a CPU, and a GPU where there are any."""
+"""Reserve ranks from Ray: for each a CPU, and a GPU on CUDA."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -12,23 +12,23 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_rl.cluster.ray_server import JOIN_LIMIT_S, asked, listing, shortage
-from megatron_rl.cluster.ray_session import RaySession
+from megatron_rl.cluster.ranks import Ranks
+from megatron_rl.cluster.ray_session import JOIN_LIMIT_S, RaySession
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 
 OWN_GPU_ONLY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
-"""Where a node has it set to 1, Ray shows every process all GPUs, and each rank would take the first for its own."""
+"""Where a node has it set to 1, Ray shows every process all GPUs, and each rank would use the first."""
 
 
-class ResourcePool:
+class ResourcePool(Ranks):
     """`num_nodes * num_ranks_per_node` reserved ranks, numbered node by node; use it as a context manager.
 
     Each node's ranks are one bundle, kept together on one machine; Ray puts each bundle on a machine of its own while
     there are enough, and two on one that is large enough where there are not. `device_kind` is "cpu" or "cuda".
-    nodes_key, ranks_key: the keys of the configuration that say how many there are. session: an entered one; None: one
-    of its own, which ends with the pool. beside: what else will be reserved there, and must also have room. On leaving,
-    the reservation is given back.
+    nodes_key, ranks_key: the configuration keys of the two numbers. session: an entered session; None: a session of its
+    own, which ends with the pool. others: pools that will be reserved too and must also have room. On leaving, the
+    reservation is given back.
     """
 
     def __init__(
@@ -41,12 +41,11 @@ class ResourcePool:
         session: RaySession | None = None,
         nodes_key: str = "trainer.nnodes",
         ranks_key: str = "trainer.n_gpus_per_node",
-        beside: Sequence[PoolSize] = (),
+        others: Sequence[PoolSize] = (),
     ) -> None:
-        self.num_ranks_per_node = num_ranks_per_node
-        self.world_size = num_nodes * num_ranks_per_node
+        super().__init__(num_nodes * num_ranks_per_node, num_ranks_per_node, 0, num_ranks_per_node)
         self._size = PoolSize(num_nodes, num_ranks_per_node, nodes_key, ranks_key)
-        self._beside = list(beside)
+        self._others = list(others)
         self._bundle = {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
         self._ready_timeout_s = ready_timeout_s
         self._group: PlacementGroup | None = None
@@ -69,16 +68,8 @@ class ResourcePool:
     ) -> None:
         self._open.__exit__(kind, error, trace)
 
-    def local_rank(self, rank: int) -> int:
-        """Index of a rank on its node."""
-        return rank % self.num_ranks_per_node
-
-    def local_world_size(self, rank: int) -> int:
-        """Ranks on the node of `rank`."""
-        return self.num_ranks_per_node
-
     def device_index(self, rank: int) -> int:
-        """Index of a rank's device among those its process sees: Ray shows each process its own GPU only."""
+        """0 on CUDA, where Ray shows each process its own GPU only, else the `local_rank`."""
         return 0 if "GPU" in self._bundle else self.local_rank(rank)
 
     def actor_options(self, rank: int) -> dict[str, Any]:
@@ -94,16 +85,14 @@ class ResourcePool:
 
     @property
     def is_lost(self) -> bool:
-        """Whether Ray itself is gone, so that no call into it would return."""
         return self._session.is_lost
 
     @property
     def variables(self) -> dict[str, str]:
-        """What every rank's environment must hold, on whichever machine it is."""
         return self._session.variables | (OWN_GPU_ONLY if "GPU" in self._bundle else {})
 
     def _reserve(self) -> None:
-        """Raises ConfigError: soon where the cluster is too small, and after a longer wait where it is occupied."""
+        """Raises ConfigError: soon where the cluster is too small, after a longer wait where it is occupied."""
         node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
         self._require_enough()
         self._group = placement_group([node] * self._size.num_nodes, strategy="SPREAD")
@@ -115,7 +104,7 @@ class ResourcePool:
             )
 
     def _require_enough(self) -> None:
-        """Wait until the cluster could hold the ranks if nobody else were there; nodes may still be joining."""
+        """Wait until the cluster could hold the ranks if it were empty; nodes may still be joining."""
         deadline = time.monotonic() + min(JOIN_LIMIT_S, self._ready_timeout_s)
         while missing := self._shortage():
             if time.monotonic() > deadline:
@@ -124,9 +113,50 @@ class ResourcePool:
 
     def _shortage(self) -> str:
         living = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return shortage(living, [self._size, *self._beside], self._bundle)
+        return shortage(living, [self._size, *self._others], self._bundle)
 
     def _give_back(self) -> None:
         if self._group is not None and not self.is_lost:
             remove_placement_group(self._group)
         self._group = None
+
+
+def asked(size: PoolSize) -> str:
+    """Name a pool's ranks in a message."""
+    return f"{size.nodes_key}={size.num_nodes} node(s) with {size.ranks_key}={size.num_ranks_per_node}"
+
+
+def shortage(nodes: Iterable[Mapping[str, float]], pools: Sequence[PoolSize], rank: Mapping[str, float]) -> str:
+    """Return the message when living nodes have no room for all pools at once, else "".
+
+    nodes: resource -> total amount, of each node. rank: resource -> amount that one rank needs. Larger groups are
+    placed first, each on the fullest node that still has room.
+    """
+    nodes = list(nodes)
+    room = [min(int(node.get(kind, 0) // count) for kind, count in rank.items()) for node in nodes]
+    placed = [0] * len(pools)
+    for number, pool in sorted(enumerate(pools), key=lambda pair: -pair[1].num_ranks_per_node):
+        for _ in range(pool.num_nodes):
+            fitting = [node for node, free in enumerate(room) if free >= pool.num_ranks_per_node]
+            if not fitting:
+                break
+            room[min(fitting, key=lambda node: room[node])] -= pool.num_ranks_per_node
+            placed[number] += 1
+    lacking = [number for number, pool in enumerate(pools) if placed[number] < pool.num_nodes]
+    if not lacking:
+        return ""
+    have = "; ".join(listing(node) for node in nodes) or "none"
+    places, pool = placed[lacking[0]], pools[lacking[0]]
+    others = [asked(other) for number, other in enumerate(pools) if number != lacking[0]]
+    beside = f" beside {', '.join(others)}" if others else ""
+    nearest = f"{pool.nodes_key}={places}" if places else f"a smaller {pool.ranks_key}"
+    return (
+        f"the cluster cannot give {asked(pool)} x [{listing(rank)}] each{beside}: "
+        f"its {len(nodes)} node(s) have [{have}], which is room for {places}; "
+        f"nearest: {nearest}, or more nodes (`ray start --address=...` on each)"
+    )
+
+
+def listing(resources: Mapping[str, float]) -> str:
+    """Name CPUs and GPUs in a message."""
+    return ", ".join(f"{kind} {resources.get(kind, 0):g}" for kind in ("CPU", "GPU"))

@@ -1,7 +1,7 @@
 """SIGTERM, Ctrl-C and SIGHUP in the driver: a request to stop where the run can save, else an ordinary exit.
 
-Either way `with` blocks close what they opened. Signals reach the main thread only, between two of its instructions
-and also while it waits in a Ray call.
+In both cases `with` blocks close their resources. Only the main thread handles signals, between two instructions and
+also while it waits in a Ray call.
 """
 
 from __future__ import annotations
@@ -18,24 +18,59 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from megatron_rl.cluster.last_resort import CLEANUP_S, LastResort
 from megatron_rl.errors import GraceOver, MegatronRLError
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a process to end, beside Ctrl-C."""
+"""Signals, other than Ctrl-C's, that ask a process to end."""
 _Handler = Callable[[int, FrameType | None], Any] | int | None
-"""What `signal.getsignal` returns."""
+"""The values of `signal.getsignal`."""
 
 STDERR = 2
 SHORTEST_TIMER_S = 1e-6
 """A timer of 0 s would never ring."""
 
+CLEANUP_S = 45.0
+"""Seconds to shut Ray and the ranks down, which normally takes a few; a rank that does not end is killed after 10."""
+
+_LOOK_S = 0.5
+
+
+class LastResort:
+    """A thread that, once armed, ends this process at a deadline even if its main thread hangs in a library.
+
+    Then the companion process (`reaper`) kills the processes that the driver leaves. A signal handler may call both
+    methods: they only set attributes.
+    """
+
+    def __init__(self) -> None:
+        self._deadline, self._exit_code = math.inf, 0
+        self._is_over = False
+        threading.Thread(target=self._run, name="last resort", daemon=True).start()
+
+    def arm(self, seconds: float, exit_code: int) -> None:
+        """End the process with this code after so many seconds; the latest call counts."""
+        self._deadline, self._exit_code = time.monotonic() + seconds, exit_code
+
+    def stand_down(self) -> None:
+        """Never end the process."""
+        self._is_over = True
+
+    def _run(self) -> None:
+        # The system could give this thread a signal that arrives while the main thread handles another, and then the
+        # main thread would not wake.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while not self._is_over:
+            time.sleep(_LOOK_S)
+            if not self._is_over and time.monotonic() > self._deadline:
+                _say(f"cleaning up did not end within {CLEANUP_S:g} s; the run ends now")
+                os._exit(self._exit_code)
+
 
 @dataclass
 class StopRequest:
-    """Whether a signal has asked the run to stop, which one, and when it must have ended.
+    """The signal that has asked the run to stop, if any, and the time by which the run must have ended.
 
-    deadline: of `time.monotonic()`, infinite before the signal.
+    deadline: in `time.monotonic()`, infinite before the signal.
     """
 
     last_resort: LastResort
@@ -52,9 +87,9 @@ class StopRequest:
         return max(0.0, self.deadline - time.monotonic())
 
     def fulfil(self, exit_code: int) -> None:
-        """All is saved: neither the deadline nor a further signal of `ENDING` may interrupt the cleaning up.
+        """Everything is saved: from here neither the deadline nor a signal of `ENDING` interrupts the clean-up.
 
-        exit_code: of a process that does not get through with it.
+        exit_code: of the process if the clean-up hangs.
         """
         self.last_resort.arm(CLEANUP_S, exit_code)
         _ignore_ending()
@@ -63,16 +98,16 @@ class StopRequest:
 
 @contextmanager
 def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
-    """What SIGTERM, SIGHUP and SIGINT do inside this block; the main thread must enter it, outside every other block.
+    """Handle SIGTERM, SIGHUP and SIGINT inside this block; the main thread must enter it, outside every other block.
 
-    grace_s: None: the first SIGTERM raises `SystemExit(143)`, SIGHUP `SystemExit(129)`, and SIGINT KeyboardInterrupt,
-    after a line on stderr. Otherwise the first of them is noted in the request that is yielded, a second SIGTERM or
-    SIGINT raises these, and so many seconds after the first the block is left with GraceOver. Further SIGTERMs are
-    ignored: they would interrupt the cleaning up that the earlier one asked for. A SIGHUP that `nohup` ignores stays
-    ignored, and so does, where nothing is saved, a SIGINT that a shell has ignored in its background.
+    grace_s=None: the first SIGTERM raises `SystemExit(143)`, SIGHUP `SystemExit(129)`, and SIGINT KeyboardInterrupt,
+    after a line on stderr. Otherwise the first signal is noted in the request that is yielded, a second SIGTERM or
+    SIGINT raises these exceptions, and `grace_s` seconds after the first signal the block ends with GraceOver. Further
+    SIGTERMs are ignored: they would interrupt the clean-up. A SIGHUP that `nohup` ignores stays ignored, and so does,
+    where nothing is saved, a SIGINT that a shell has ignored in its background.
 
-    Where the block is not left CLEANUP_S after it should be, because its main thread hangs in a library, the process
-    ends all the same, with the code it would have had.
+    If the main thread hangs in a library and the block does not end within CLEANUP_S, the process ends with the exit
+    code that it would have had.
     """
     request = StopRequest(LastResort())
     signals = {*_heeded(ENDING), *(_heeded((signal.SIGINT,)) if grace_s is None else (signal.SIGINT, signal.SIGALRM))}
@@ -88,7 +123,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
         if signal.SIGINT in previous:
             signal.signal(signal.SIGINT, previous[signal.SIGINT])
         _ignore_ending()
-        # Ray lets these two alone out of its calls, SystemExit with another code; what was meant is in `reason`.
+        # Only these two leave Ray's calls, SystemExit with another code; `reason` keeps the error.
         raise error if isinstance(error, KeyboardInterrupt | SystemExit) else SystemExit
 
     def receive(number: int, frame: object) -> None:
@@ -98,7 +133,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
         first = not request.is_set
         if not first and number == signal.SIGHUP:
             return  # a closing terminal signals twice, by the system and by the shell
-        if not first and request.signal is not signal.SIGHUP:  # a closing login adds a SIGTERM: no second wish either
+        if not first and request.signal is not signal.SIGHUP:  # a closing login adds a SIGTERM: no second request
             leave(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
         request.signal = signal.Signals(number)
         if first:
@@ -134,7 +169,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
 
 
 class _Quit:
-    """A handler that ends this process. previous: the one in whose place it is. code: None: 128 + signal."""
+    """A handler that ends this process. previous: the handler that it replaces. code: None: 128 + signal."""
 
     def __init__(self, previous: _Handler, code: int | None) -> None:
         self.previous, self._code = previous, code
@@ -146,10 +181,10 @@ class _Quit:
 
 
 def quit_on_signals(code: int | None = None) -> None:
-    """Until `restore_signals`, SIGTERM, Ctrl-C and SIGHUP print one line and end this process; ignored ones do not.
+    """Until `restore_signals`, SIGTERM, Ctrl-C and SIGHUP print one line and end this process, unless it ignores them.
 
-    For the time in which libraries are imported, which may catch any exception, and nothing has to be cleaned up.
-    code: what to exit with, for a later call to change; None: 128 + signal.
+    For the time in which libraries are imported: they may catch any exception, and there is nothing to clean up.
+    code: the exit code, which a later call may change; None: 128 + signal.
     """
     for number in _heeded((*ENDING, signal.SIGINT)):
         present = signal.getsignal(number)
@@ -165,7 +200,7 @@ def restore_signals() -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process ends with that this exception ends."""
+    """Return the exit code of a process that this exception ends."""
     match error:
         case MegatronRLError():
             return error.exit_code
@@ -205,7 +240,7 @@ def _say(text: str) -> None:
 
 @contextmanager
 def keeping_sigterm_handler() -> Iterator[None]:
-    """Put the SIGTERM handler back that was there before this block, because `ray.init` installs its own."""
+    """Restore the SIGTERM handler after this block, because `ray.init` installs its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,14 +1,15 @@
-"""Futures of several pools, waited for together: whichever is there first, or has failed.
+"""Wait for futures of several pools: for the first that is ready or has failed.
 
-One thread may so drive many pools that have fates of their own. Ray wakes it when an answer arrives; between answers
-it looks at the heartbeat of each pool once every LOOK_S.
+One thread can so drive many pools that fail separately. Ray wakes it when an answer arrives; between answers it looks
+at the heartbeat of each pool once every LOOK_S.
 """
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,54 +18,48 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 
 from megatron_rl.cluster.calls import LOOK_S
-from megatron_rl.cluster.failure_domain import FailureDomain
+from megatron_rl.cluster.failure_domain import FailureDomain, PoolInDomain
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import MegatronRLError, WorkerFailure
 
 Answer = TypeVar("Answer")
 
 
-class LookedAt(Protocol):
-    """What a future asks of its pool."""
+class PoolOfFuture(PoolInDomain, Protocol):
+    """The pool of a future."""
 
-    name: str
     failure_domain: FailureDomain
 
-    def raise_if_failed(self) -> None:
-        """Raise, and end the pool, where a rank of it has failed."""
-
     def look_if_due(self) -> None:
-        """`raise_if_failed`, unless that was less than LOOK_S ago."""
-
-    def shutdown(self, reason: MegatronRLError | None = None) -> None:
-        """End its processes; reason: what later calls raise."""
+        """Call `raise_if_failed` unless the last call was less than LOOK_S ago."""
 
 
 class PoolFuture(Future[Answer]):
     """A future that `wait_any` can wait for."""
 
-    def __init__(self, fetch: Callable[[float | None], Answer], pool: LookedAt) -> None:
+    def __init__(self, fetch: Callable[[float | None], Answer], pool: PoolOfFuture) -> None:
         super().__init__(fetch)
         self.pool = pool
 
     @abstractmethod
     def missing(self) -> list[ObjectRef]:
-        """What it still waits for, after a look at its pool; empty once `get` returns or raises at once."""
+        """Look at the pool; return the answers that are still missing. Once it is empty, `get` does not wait."""
 
     @abstractmethod
     def arrived(self, answer: ObjectRef) -> None:
-        """One of `missing` is there, or has failed."""
+        """Note that one of `missing` is ready or has failed."""
 
 
 class CallFuture(PoolFuture[Answer]):
-    """Of a method that was sent. answers: one of each called rank, or of each rank that calls others."""
+    """The future of a call. answers: one of each rank that the driver called."""
 
-    def __init__(self, fetch: Callable[[float | None], Answer], pool: LookedAt, answers: Sequence[ObjectRef]) -> None:
+    def __init__(
+        self, fetch: Callable[[float | None], Answer], pool: PoolOfFuture, answers: Sequence[ObjectRef]
+    ) -> None:
         super().__init__(fetch, pool)
         self._missing = list(answers)
 
     def missing(self) -> list[ObjectRef]:
-        """As of `PoolFuture`."""
         try:
             self.pool.look_if_due()
             self.pool.failure_domain.raise_if_ended()
@@ -73,9 +68,8 @@ class CallFuture(PoolFuture[Answer]):
         return self._missing
 
     def arrived(self, answer: ObjectRef) -> None:
-        """As of `PoolFuture`; the first of several may be a failure that the others wait behind."""
-        self._missing = [one for one in self._missing if one != answer]
-        if self._missing and is_failure(answer, self.pool.failure_domain):
+        self._missing = [other for other in self._missing if other != answer]
+        if self._missing and is_failure(answer, self.pool.failure_domain):  # the other answers may never arrive
             try:
                 self.pool.raise_if_failed()
             except MegatronRLError:
@@ -84,7 +78,7 @@ class CallFuture(PoolFuture[Answer]):
 
 @dataclass(frozen=True)
 class WaitStep:
-    """What a start waits for next, in words: so many `things` of the pool were `done`."""
+    """One step of a start, with the words of its message: so many `things` of the pool were `done`."""
 
     things: str
     done: str
@@ -92,13 +86,12 @@ class WaitStep:
 
 
 class StartFuture(PoolFuture[None]):
-    """Of a pool that starts, step by step; `missing` takes the next step once all answers of one are there.
+    """The future of a pool that starts step by step; `missing` takes the next step once a step's answers are ready.
 
-    steps: runs the start; may raise whatever the start fails with, after which the pool is shut down, as it is when
-    `timeout_s` have passed.
+    steps: runs the start and may raise its failure. After a failure, and after `timeout_s`, the pool is shut down.
     """
 
-    def __init__(self, pool: LookedAt, steps: Iterator[WaitStep], timeout_s: float) -> None:
+    def __init__(self, pool: PoolOfFuture, steps: Iterator[WaitStep], timeout_s: float) -> None:
         super().__init__(self._wait, pool)
         self._steps, self._timeout_s = steps, timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -107,7 +100,6 @@ class StartFuture(PoolFuture[None]):
         self._is_over = False
 
     def missing(self) -> list[ObjectRef]:
-        """As of `PoolFuture`."""
         if self._is_over:
             return []
         try:
@@ -129,10 +121,9 @@ class StartFuture(PoolFuture[None]):
         return list(self._missing)
 
     def arrived(self, answer: ObjectRef) -> None:
-        """As of `PoolFuture`. A failure is read, with what its peers say, by the step that waits for it."""
-        self._missing = [one for one in self._missing if one != answer]
+        self._missing = [other for other in self._missing if other != answer]
         if self._missing and is_failure(answer, self.pool.failure_domain):
-            self._missing = []
+            self._missing = []  # the next step reads the failure and those of its peers
 
     def _wait(self, timeout: float | None) -> None:
         if not wait_any([self], timeout):
@@ -150,10 +141,10 @@ class StartFuture(PoolFuture[None]):
 
 
 def wait_any(futures: Sequence[Future[Any]], timeout: float | None = None) -> list[Future[Any]]:
-    """Those of `futures` whose `get` returns or raises at once, as soon as there is one; [] after `timeout` seconds.
+    """Wait until one of `futures` is ready; return all whose `get` does not wait, [] after `timeout` seconds.
 
-    futures: what methods of `RayPool` and `Replica` handles return, and starts; at least one. Raises TypeError for
-    others. A pool whose ranks fail or hang meanwhile is ended, and its futures are among those returned.
+    futures: at least one start or answer of a `RayPool` or `Replica`. Raises TypeError for others. A pool whose ranks
+    fail or hang meanwhile is ended, and its futures are among those returned.
     """
     ours = [future for future in futures if isinstance(future, PoolFuture)]
     if len(ours) != len(futures) or not ours:
@@ -166,15 +157,15 @@ def wait_any(futures: Sequence[Future[Any]], timeout: float | None = None) -> li
             return ready
         left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         owners = {answer: future for future, answers in missing for answer in answers}
-        there = first_there(list(owners), {future.pool.failure_domain for future in ours}, left)
-        for answer in there:
+        arrived = first_arrived(list(owners), {future.pool.failure_domain for future in ours}, left)
+        for answer in arrived:
             owners[answer].arrived(answer)
-        if not there and deadline is not None and time.monotonic() >= deadline:
+        if not arrived and deadline is not None and time.monotonic() >= deadline:
             return []
 
 
 def get_all(futures: Sequence[Future[Any]]) -> None:
-    """Wait for all; raises for the first that fails, whichever it is."""
+    """Wait for all futures; raise as soon as one of them fails."""
     waiting = list(futures)
     while waiting:
         for future in wait_any(waiting):
@@ -182,26 +173,22 @@ def get_all(futures: Sequence[Future[Any]]) -> None:
             waiting.remove(future)
 
 
-def first_there(answers: list[ObjectRef], fates: set[FailureDomain], timeout_s: float) -> list[ObjectRef]:
-    """Those of `answers` that are there as soon as one is; [] after `timeout_s`, or where one of `fates` has ended."""
-    entered = []
+def first_arrived(answers: list[ObjectRef], domains: Iterable[FailureDomain], timeout_s: float) -> list[ObjectRef]:
+    """Wait until one of `answers` is ready; return all that are, [] after `timeout_s` or where a domain has ended."""
     try:
-        for failure_domain in fates:
-            failure_domain.enter()
-            entered.append(failure_domain)
-        there, _ = ray.wait(answers, num_returns=1, timeout=timeout_s, fetch_local=False)
-        if there and len(answers) > 1:
-            there, _ = ray.wait(answers, num_returns=len(answers), timeout=0, fetch_local=False)
-        return list(there)
+        with ExitStack() as entered:
+            for failure_domain in domains:
+                entered.enter_context(failure_domain.inside())
+            arrived, _ = ray.wait(answers, num_returns=1, timeout=timeout_s, fetch_local=False)
+            if arrived and len(answers) > 1:
+                arrived, _ = ray.wait(answers, num_returns=len(answers), timeout=0, fetch_local=False)
+            return list(arrived)
     except MegatronRLError:
         return []
-    finally:
-        for failure_domain in entered:
-            failure_domain.leave()
 
 
 def is_failure(answer: ObjectRef, failure_domain: FailureDomain) -> bool:
-    """Whether an answer that is there is none, or its pool has ended."""
+    """Whether a ready answer is a failure, or its pool has ended."""
     try:
         with failure_domain.inside():
             ray.get(answer)

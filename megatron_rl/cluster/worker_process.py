@@ -103,7 +103,7 @@ class WorkerProcess:
         self._rank = rank
         self._settled = settle_in()
         self._host: Any = None
-        self._pulse: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._place: Coordinates | None = None
         self._failure: RankFailure | None = None
         self._peers: list[ActorHandle] = []
@@ -120,7 +120,7 @@ class WorkerProcess:
         os.environ["MASTER_LISTEN_FD"] = str(listener.detach())
         return port
 
-    def construct(self, role: str, env: dict[str, str], pickled: bytes, watch: MonitorAddress) -> Coordinates:
+    def construct(self, role: str, env: dict[str, str], pickled: bytes, monitor: MonitorAddress) -> Coordinates:
         """Build the host from `cloudpickle.dumps((host_class, args))`, with `env` in the environment; its place."""
 
         def build() -> Coordinates:
@@ -131,7 +131,7 @@ class WorkerProcess:
             return coordinates
 
         os.environ.update(env)
-        self._pulse = Heartbeat(self._rank, watch)
+        self._heartbeat = Heartbeat(self._rank, monitor)
         self._place = self._attempt(role, "__init__", build)
         return self._place
 
@@ -170,16 +170,16 @@ class WorkerProcess:
         return Answered(answer, start, time.time()) if counts else None
 
     def _attempt(self, role: str, method: str, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        pulse = self._pulse
-        if pulse is None:
+        heartbeat = self._heartbeat
+        if heartbeat is None:
             raise RuntimeError(f"{method} before the rank is constructed")
         if self._failure is None:
             try:
-                with pulse.during(role, method):
+                with heartbeat.during(role, method):
                     return body(*args, **kwargs)
             except (Exception, SystemExit) as error:
                 self._failure = describe(error, rank=self._rank, role=role, method=method)
-                pulse.tell_failure(self._failure.as_json())
+                heartbeat.report_failure(self._failure.as_json())
         raise RankFailed(self._failure) from None
 
 

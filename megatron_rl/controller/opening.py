@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_rl.cluster.cluster import Cluster, Hosting
+from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
+from megatron_rl.cluster.hosting import Hosting
 from megatron_rl.config.roles import ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import TrainerConfig

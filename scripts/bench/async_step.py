@@ -31,7 +31,7 @@ from types import SimpleNamespace
 import torch
 from sleeping_roles import SleepingActor, SleepingHost, SleepingRollout, Sleeps
 
-from megatron_rl.cluster.cluster import Hosting
+from megatron_rl.cluster.hosting import Hosting
 from megatron_rl.cluster.ray_cluster import RayCluster
 from megatron_rl.cluster.waiting import get_all
 from megatron_rl.config.roles import ACTOR, ROLLOUT, PoolSize, PoolSpec
@@ -119,7 +119,7 @@ def sleeping_cluster() -> Iterator[RayCluster]:
         return SimpleNamespace(name=role, phases={})
 
     kinds = {ACTOR: SleepingActor, ROLLOUT: SleepingRollout}
-    hosting = Hosting(SleepingHost, (SLEEPS,), kinds, "cpu", {"OMP_NUM_THREADS": "1"}, replicated={ROLLOUT: 1})
+    hosting = Hosting(SleepingHost, (SLEEPS,), kinds, "cpu", {ROLLOUT: 1}, env={"OMP_NUM_THREADS": "1"})
     specs = [spec(ROLLOUT, SleepingRollout, 2 * REPLICAS), spec(ACTOR, SleepingActor, 1)]
     with RayCluster(specs, hosting) as cluster:
         yield cluster

@@ -22,7 +22,8 @@ import ray
 import torch
 from tensordict import TensorClass
 
-from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.hosting import PoolOptions
+from megatron_rl.cluster.ray_pool import RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 

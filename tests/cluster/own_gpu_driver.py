@@ -10,8 +10,9 @@ from contextlib import ExitStack
 
 import ray
 
+from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.ranks import ReplicaRanks
-from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.ray_pool import RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import psutil
 from replica_worker import ROLE, ReplicaHost, Sampler
 
-from megatron_rl.cluster.cluster import Hosting
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
+from megatron_rl.cluster.hosting import Hosting
 from megatron_rl.cluster.leftovers import MARK, living, marked
 from megatron_rl.cluster.ray_cluster import RayCluster
 from megatron_rl.cluster.replicas import Replica

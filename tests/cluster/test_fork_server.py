@@ -21,8 +21,9 @@ from toy_worker import ToyWorker
 
 from megatron_rl.cluster import fork_server
 from megatron_rl.cluster.fork_server import fork_command
+from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.leftovers import FATE, MARK, end, marked
-from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.ray_pool import RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.roles.preloaded import preloaded

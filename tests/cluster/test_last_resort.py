@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import time
-from megatron_rl.cluster.last_resort import LastResort
+from megatron_rl.cluster.signals import LastResort
 resort = LastResort()
 resort.arm(600, 1)
 resort.arm({seconds}, 22)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.cluster.nodes import place_variables
+from megatron_rl.cluster.ranks import place_variables
 from megatron_rl.cluster.worker_process import ProcessInfo
 
 

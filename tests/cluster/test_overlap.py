@@ -13,7 +13,8 @@ import torch
 from sleepers import SleepingActor, SleepingCritic, SleepingHost, SleepingReference
 
 from megatron_rl.cluster.failure_domain import FailureDomain
-from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.hosting import PoolOptions
+from megatron_rl.cluster.ray_pool import RayPool
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.config.schema import RunConfig

@@ -19,7 +19,8 @@ import torch
 from fragile_worker import FragileWorker
 from toy_worker import Toy, ToyWorker
 
-from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.hosting import PoolOptions
+from megatron_rl.cluster.ray_pool import RayPool
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.errors import ConfigError, WorkerFailure

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.cluster.cluster import Hosting
 from megatron_rl.cluster.failure_domain import FailureDomain
+from megatron_rl.cluster.hosting import Hosting
 from megatron_rl.cluster.leftovers import FATE
 from megatron_rl.cluster.local_cluster import LocalCluster
 from megatron_rl.cluster.ranks import ReplicaRanks
@@ -98,7 +98,7 @@ def test_clusters_refuse_what_they_cannot_replicate() -> None:
         LocalCluster({"train": pool}, hosting)
 
 
-def test_who_ends_a_fate_waits_for_those_inside_and_lets_nobody_in() -> None:
+def test_who_ends_a_failure_domain_waits_for_those_inside_and_lets_nobody_in() -> None:
     """Would not catch a thread that calls Ray without being inside."""
     failure_domain, left = FailureDomain(), threading.Event()
     first, second = WorkerFailure("first"), WorkerFailure("second")
@@ -113,7 +113,7 @@ def test_who_ends_a_fate_waits_for_those_inside_and_lets_nobody_in() -> None:
     assert failure_domain.decide(first) and not failure_domain.decide(second) and failure_domain.error is first
     assert not failure_domain.wait_until_left(0.1)
     with pytest.raises(WorkerFailure, match="first"), failure_domain.inside():
-        raise AssertionError("inside an ended fate")
+        raise AssertionError("inside an ended failure domain")
     left.set()
     assert failure_domain.wait_until_left(60)
     thread.join(60)

@@ -18,7 +18,8 @@ import pytest
 from fragile_worker import FailsToUnpickle, FragileWorker
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
-from megatron_rl.cluster.ray_pool import PoolOptions, RayPool
+from megatron_rl.cluster.hosting import PoolOptions
+from megatron_rl.cluster.ray_pool import RayPool
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.errors import ConfigError, WorkerFailure, WorkerStall
@@ -120,7 +121,7 @@ def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: Resource
     """One sleeps, the other is in a barrier. Would not catch two ranks that wait for each other."""
     limits = HeartbeatLimits(stall_timeout_s=10, stacks_file=tmp_path / "stacks.txt")
     with RayPool("toys", pair, FragileWorker, -1, True, options=FORKED) as group:
-        group._watch.limits = limits  # not before: to import torch may take longer
+        group._monitor.limits = limits  # not before: to import torch may take longer
         pids = group.pids
         with pytest.raises(WorkerStall) as raised:
             group.host(FragileWorker).barrier_all_but(1).get(timeout=60)

@@ -14,8 +14,7 @@ from rich.console import Console
 from megatron_rl.checkpoint.contents import RUN_FILE, write_role_file
 from megatron_rl.checkpoint.folders import commit, unfinished_folder
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, digest_files
-from megatron_rl.cluster.last_resort import LastResort
-from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.cluster.signals import LastResort, StopRequest
 from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import load_config
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy

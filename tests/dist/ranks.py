@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.cluster.nodes import LOOPBACK
+from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.cluster.reaper import Reaper
 from megatron_rl.cluster.worker_process import listen
 from megatron_rl.roles.environment import worker_environment

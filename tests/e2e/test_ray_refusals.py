@@ -15,8 +15,8 @@ import pytest
 from forked_run import without_ray
 from raylets import Raylets, free_port
 
-from megatron_rl.cluster import ray_server
-from megatron_rl.cluster.ray_server import asked, shortage
+from megatron_rl.cluster import ray_session
+from megatron_rl.cluster.resource_pool import asked, shortage
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 
@@ -63,7 +63,7 @@ def test_what_a_cluster_lacks_for_several_pools() -> None:
 def test_what_is_no_address() -> None:
     """Before anything is asked for it: see test_ray_address.py. Would not catch a name that only Ray knows."""
     with pytest.raises(ConfigError, match=r"node0\.\.cluster:6379 is no HOST:PORT of a Ray cluster: .*nearest"):
-        ray_server.join("node0..cluster:6379")
+        ray_session.join("node0..cluster:6379")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
@@ -71,18 +71,18 @@ def test_nothing_listens_there(host: str) -> None:
     """Would not catch a firewall that drops packets: that takes CONNECT_LIMIT_S."""
     begun = time.monotonic()
     with pytest.raises(ConfigError, match="nothing can be reached there .*nearest: start the cluster"):
-        ray_server.join(f"{host}:{free_port()}")
+        ray_session.join(f"{host}:{free_port()}")
     assert time.monotonic() - begun < 15
 
 
 @pytest.mark.timeout(60)
 def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that accepts and says nothing. Would not catch a Ray server that is slower than the limit."""
-    monkeypatch.setattr(ray_server, "ANSWER_LIMIT_S", 2.0)
+    monkeypatch.setattr(ray_session, "ANSWER_LIMIT_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(ConfigError, match="does not answer as a Ray server .*port 6379 unless told otherwise"):
-            ray_server.join(address)
+            ray_session.join(address)
 
 
 JOIN = """

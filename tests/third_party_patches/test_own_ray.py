@@ -9,8 +9,7 @@ import psutil
 import pytest
 from listeners import listening, open_to_others
 
-from megatron_rl.cluster.ray_server import variables
-from megatron_rl.cluster.ray_session import RaySession
+from megatron_rl.cluster.ray_session import RaySession, variables
 from third_party_patches.ray.workers import setup_worker
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]

@@ -76,11 +76,11 @@ def test_a_rank_in_a_collective_waits_for_its_peers() -> None:
 
 
 @pytest.fixture
-def watch() -> Iterator[HeartbeatMonitor]:
-    watch = HeartbeatMonitor("127.0.0.1", 2, HeartbeatLimits(stall_timeout_s=3, heartbeat_timeout_s=30))
-    yield watch
-    watch.close()
-    watch.close()
+def monitor() -> Iterator[HeartbeatMonitor]:
+    monitor = HeartbeatMonitor("127.0.0.1", 2, HeartbeatLimits(stall_timeout_s=3, heartbeat_timeout_s=30))
+    yield monitor
+    monitor.close()
+    monitor.close()
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -90,46 +90,46 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_pulse_tells_what_its_rank_does_and_where_it_is(watch: HeartbeatMonitor) -> None:
+def test_a_heartbeat_reports_what_its_rank_does_and_where(monitor: HeartbeatMonitor) -> None:
     """A method without progress is stalled. Would not catch a main thread that keeps the interpreter."""
-    pulse, _ = Heartbeat(0, watch.address), Heartbeat(1, watch.address)
-    with pulse.during("actor", "update"):
-        wait_until(lambda: watch.signs[0].method == "update")
+    heartbeat, _ = Heartbeat(0, monitor.address), Heartbeat(1, monitor.address)
+    with heartbeat.during("actor", "update"):
+        wait_until(lambda: monitor.signs[0].method == "update")
         for _ in range(8):
             made_progress()
             time.sleep(0.5)
-            assert watch.trouble == {}
-        wait_until(lambda: watch.trouble == {0: Hang.STALLED})
-        stacks = watch.stacks(timeout_s=60)
-        assert list(stacks) == [0, 1] and "in test_a_pulse_tells_what" in stacks[0]
+            assert monitor.hangs == {}
+        wait_until(lambda: monitor.hangs == {0: Hang.STALLED})
+        stacks = monitor.stacks(timeout_s=60)
+        assert list(stacks) == [0, 1] and "in test_a_heartbeat_reports" in stacks[0]
         assert stacks[0].startswith("thread MainThread")
-    wait_until(lambda: watch.trouble == {})
+    wait_until(lambda: monitor.hangs == {})
 
 
-def test_strangers_are_sent_away_and_change_nothing(watch: HeartbeatMonitor) -> None:
+def test_strangers_are_sent_away_and_change_nothing(monitor: HeartbeatMonitor) -> None:
     """A wrong token, no JSON, no end of a line. Would not catch one that connects thousands of times."""
-    before = watch.signs
+    before = monitor.signs
     hello = {"rank": 0, "token": "0" * 32}
     for said in (json.dumps(hello).encode() + b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * (LONGEST_HELLO + 1)):
-        with socket.create_connection(watch.address[:2], timeout=60) as stranger:
+        with socket.create_connection(monitor.address[:2], timeout=60) as stranger:
             stranger.sendall(said)
             with suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
-    assert watch.signs == before and watch.stacks(timeout_s=0.2) == {}
+    assert monitor.signs == before and monitor.stacks(timeout_s=0.2) == {}
 
 
-def test_a_pause_of_the_driver_is_nobodys_silence(watch: HeartbeatMonitor) -> None:
-    """The watch's own thread was not scheduled for a minute. Would not catch a clock that jumps."""
-    Heartbeat(0, watch.address)
-    Heartbeat(1, watch.address)
-    wait_until(lambda: all(sign.connection is Connection.OPEN for sign in watch.signs.values()))
-    before = {rank: sign.heard_at for rank, sign in watch.signs.items()}
+def test_a_pause_of_the_driver_is_nobodys_silence(monitor: HeartbeatMonitor) -> None:
+    """The monitor's own thread was not scheduled for a minute. Would not catch a clock that jumps."""
+    Heartbeat(0, monitor.address)
+    Heartbeat(1, monitor.address)
+    wait_until(lambda: all(sign.connection is Connection.OPEN for sign in monitor.signs.values()))
+    before = {rank: sign.heard_at for rank, sign in monitor.signs.items()}
     done = threading.Event()
 
     def look() -> None:
-        watch._look(time.monotonic() - 60)
+        monitor._look(time.monotonic() - 60)
         done.set()
 
-    watch._loop.call_soon_threadsafe(look)
+    monitor._loop.call_soon_threadsafe(look)
     assert done.wait(60)
-    assert all(watch.signs[rank].heard_at >= before[rank] + 59 for rank in before) and watch.trouble == {}
+    assert all(monitor.signs[rank].heard_at >= before[rank] + 59 for rank in before) and monitor.hangs == {}
