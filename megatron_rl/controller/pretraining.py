@@ -24,13 +24,14 @@ from megatron_rl.ledger.planner.foreign_models import model_facts
 from megatron_rl.records import TokenBatch
 
 SHARED = {field.name for field in fields(ReadingOptions)} & {field.name for field in fields(PretrainingConfig)}
-"""Keys that are under `ptx` here and under `data` in the stages that own the readers."""
+"""Keys of `ptx` that the tasks have under `data`."""
 OTHER_NAMES = {"train_files": "files", "train_file_weights": "file_weights"}
 
 
 class Pretraining:
-    """One batch for each optimizer step of the actor; none where `ptx.coef` is 0. notes: what there is to say of the
-    files. Raises ConfigError as `data.reading.read_examples`, with the keys that are meant here.
+    """A batch of examples for each optimizer step of the actor; none if `ptx.coef` is 0. notes: sentences about files.
+
+    Raises ConfigError as `data.reading.read_examples`, with the keys of `ptx`.
     """
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -40,52 +41,57 @@ class Pretraining:
         keys, data = config.ptx, config.data
         if not keys.coef:
             return
-        with named_here():
+        with errors_of_ptx():
             self._examples, report = read_examples(as_list(keys.files), tokenizer, pretraining_options(config))
             self._cursor = MixtureCursor(
                 report.prompt_files(), keys.file_weights, keys.mini_batch_size, data.shuffle, data.seed
             )
-        self.notes = [f"pretraining: {renamed(line)}" for line in report.lines()]
+        self.notes = [f"pretraining: {in_ptx(line)}" for line in report.lines()]
 
     def next(self) -> Beside[TokenBatch] | None:
-        """The next batch, which is shared out beside the samples."""
+        """The next batch, of which every data-parallel rank gets its share besides the samples."""
         if self._cursor is None:
             return None
         return Beside(token_batch([self._examples[index] for index in self._cursor.next_indices()]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands, and of what; JSON-ready."""
+        """Where the order stands, and of which examples; JSON-ready."""
         return {} if self._cursor is None else {"pretraining": self._cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; from the beginning where there were no examples then. Raises ConfigError
-        when they or their order are others."""
+        """Go on where `state_dict` was taken; a checkpoint without examples starts at the beginning.
+
+        Raises ConfigError when examples or their order differ.
+        """
         if self._cursor is not None and "pretraining" in state:
-            with named_here():
+            with errors_of_ptx():
                 self._cursor.load_state_dict(state["pretraining"])
 
 
 def pretraining_options(config: RunConfig) -> ReadingOptions:
     """How the files are read. Raises ConfigError."""
-    found: dict[str, Any] = {name: getattr(config.ptx, name) for name in SHARED}
-    found["max_length"] = pretraining_length(config)
-    found["apply_chat_template_kwargs"] = config.data.apply_chat_template_kwargs
-    if config.ptx.bad_rows == "skip" and config.ptx.bad_rows_file is None:
-        found["bad_rows_file"] = str(Path(config.trainer.default_local_dir) / "bad_pretraining_rows.jsonl")
-    found["vocab_size"] = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
-    return ReadingOptions(**found)
+    keys, others = config.ptx, dict[str, Any]()
+    if keys.bad_rows == "skip" and keys.bad_rows_file is None:
+        others["bad_rows_file"] = str(Path(config.trainer.default_local_dir) / "bad_pretraining_rows.jsonl")
+    return ReadingOptions.of(
+        keys,
+        max_length=pretraining_length(config),
+        apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
+        vocab_size=model_facts(config.actor_rollout_ref.model.path).get("vocab_size"),
+        **others,
+    )
 
 
 @contextmanager
-def named_here() -> Iterator[None]:
-    """Round what reads files: its errors name the keys that are meant."""
+def errors_of_ptx() -> Iterator[None]:
+    """Let errors of the body name keys of `ptx`."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(renamed(str(error))) from error
+        raise ConfigError(in_ptx(str(error))) from error
 
 
-def renamed(text: str) -> str:
-    """A reader's sentence, which speaks of keys under `data`, with those under `ptx`."""
+def in_ptx(text: str) -> str:
+    """Replace keys of `data` in a reader's sentence by those of `ptx`."""
     names = "|".join(sorted({*SHARED, *OTHER_NAMES}, key=len, reverse=True))
-    return re.sub(rf"\bdata\.({names})\b", lambda found: f"ptx.{OTHER_NAMES.get(found[1], found[1])}", text)
+    return re.sub(rf"\bdata\.({names})\b", lambda key: f"ptx.{OTHER_NAMES.get(key[1], key[1])}", text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_rl.config.problems import nearest_name
@@ -37,6 +37,15 @@ class ReadingOptions(StageDataConfig):
     truncation: str = "error"
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
+
+    @classmethod
+    def of(cls, keys: Any, **others: Any) -> ReadingOptions:
+        """Take the options from a group of keys, a dataclass with some fields of the same names, and from `others`.
+
+        Raises ConfigError.
+        """
+        names = {option.name for option in fields(cls)} & {key.name for key in fields(keys)}
+        return cls(**{name: getattr(keys, name) for name in names} | others)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that has no meaning, with the nearest that has one."""

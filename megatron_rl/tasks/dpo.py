@@ -24,7 +24,7 @@ def dpo(config: RunConfig, local: bool = False) -> dict[str, Any]:
         preferences.store_reference()
         run.held_out.begin(preferences.measured, run.life.is_resumed)
         for step in run.life.steps():
-            numbers = run.data.next_indices()
+            numbers = run.data.cursor.next_indices()
             batch, baseline = preferences.batch(TRAIN, numbers), preferences.baseline(TRAIN, numbers)
             updated = policy.update_preferences(batch, len(batch), baseline)
             metrics = run.logger.update_metrics(ACTOR, [updated])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ Reader = Callable[[Sequence[str], PreTrainedTokenizerBase, ReadingOptions], tupl
 def reader_of(config: RunConfig) -> Reader:
     """The function that reads the files of a task. Raises ValueError for PPO."""
     match config.trainer.stage:
-        case stage if stage == SFT:
+        case task if task == SFT:
             return read_examples
-        case stage if stage == REWARD:
+        case task if task == REWARD:
             return read_scored if config.reward_training.loss == "regression" else read_rankings
-        case stage if stage == DPO:
+        case task if task == DPO:
             return read_labelled if config.dpo.loss == "kto" else read_rankings
     raise ValueError(f"{config.trainer.stage} reads no examples")
 
@@ -41,14 +40,13 @@ def reading_options(config: RunConfig, kind: str, vocab_size: int | None) -> Rea
     has, if known. Raises ConfigError.
     """
     data = config.data
-    names = {field.name for field in fields(ReadingOptions)} & {field.name for field in fields(data)}
-    found = {name: getattr(data, name) for name in names}
-    if found["prompt_key"] == UNSET_PROMPT_KEY:
-        found["prompt_key"] = None
+    others: dict[str, Any] = {"vocab_size": vocab_size}
+    if data.prompt_key == UNSET_PROMPT_KEY:
+        others["prompt_key"] = None
     if data.bad_rows == "skip":
         listed = Path(data.bad_rows_file or Path(config.trainer.default_local_dir) / "bad_rows.jsonl")
-        found["bad_rows_file"] = str(listed if kind == "train" else listed.with_stem(f"{listed.stem}_{kind}"))
-    return ReadingOptions(**found | {"vocab_size": vocab_size})
+        others["bad_rows_file"] = str(listed if kind == "train" else listed.with_stem(f"{listed.stem}_{kind}"))
+    return ReadingOptions.of(data, **others)
 
 
 class TaskData:
@@ -68,25 +66,21 @@ class TaskData:
         )
         check_lengths(config, [*self.train, *self.val])
 
-    def next_indices(self) -> list[int]:
-        """Numbers in `train` of the next batch."""
-        return self.cursor.next_indices()
-
     def next(self) -> list[Any]:
         """The next batch."""
-        return [self.train[index] for index in self.next_indices()]
+        return [self.train[index] for index in self.cursor.next_indices()]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands; JSON-ready."""
         return {"cursor": self.cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ConfigError when examples or their order are others."""
+        """Go on where `state_dict` was taken. Raises ConfigError when examples or their order differ."""
         self.cursor.load_state_dict(state["cursor"])
 
 
 def check_lengths(config: RunConfig, records: Sequence[Example | Ranking | Labelled | ScoredExample]) -> None:
-    """Raise ConfigError where answers that share a micro-batch have more tokens than one may have."""
+    """Raise ConfigError if answers that share a micro-batch have more tokens than a micro-batch may have."""
     role = Placement.of(config).leader
     if role.update is None or role.update.max_tokens is None:
         return
