@@ -9,7 +9,6 @@ Phase 3: rank 0 writes index, config and tokenizer, and renames the folder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,55 +19,15 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.hf_folder import (
     MAX_SHARD_BYTES,
     Description,
-    file_names,
-    finish_folder,
-    plan_files,
-    save_tensors,
-    start_folder,
-    unfinished_folder,
+    ExportFile,
+    plan_export,
+    write_files,
 )
 from megatron_rl.checkpoint.hf_tensors import HFTensor, TensorPiece, hf_tensors, pieces, put_together
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import Place
-
-
-@dataclass(frozen=True)
-class ExportFile:
-    """One file of weights: its tensors, the ranks that hold shards of each, and the rank that writes it."""
-
-    name: str
-    holders: dict[str, tuple[int, ...]]
-    writer: int
-
-    @property
-    def tensors(self) -> list[str]:
-        """Names in the order in which they are gathered."""
-        return list(self.holders)
-
-    @property
-    def ranks(self) -> set[int]:
-        """All that have something to do for this file."""
-        return {self.writer}.union(*self.holders.values())
-
-
-def plan_export(sizes: dict[str, int], holders: dict[str, tuple[int, ...]], max_shard_bytes: int) -> list[ExportFile]:
-    """The files of an export: one that rank 0 writes where all fits, else each stage's own, written by its first rank.
-
-    sizes: tensor -> bytes. holders: tensor -> the ranks of one stage that together hold it.
-    """
-    if sum(sizes.values()) <= max_shard_bytes:
-        (only,) = file_names(1)
-        return [ExportFile(only, holders, writer=0)]
-    stages: dict[int, dict[str, int]] = {}
-    for name, size in sizes.items():
-        stages.setdefault(min(holders[name]), {})[name] = size
-    groups = [(first, names) for first, stage in stages.items() for names in plan_files(stage, max_shard_bytes)]
-    return [
-        ExportFile(file, {name: holders[name] for name in names}, writer)
-        for file, (writer, names) in zip(file_names(len(groups)), groups, strict=True)
-    ]
 
 
 @torch.no_grad()
@@ -90,7 +49,6 @@ def export_hf(
     constants: whole tensors that lie beside those of the model, the same on all ranks; rank 0 writes them.
     """
     # Phase 1
-    rank = dist.get_rank()
     places = {other: grid.place(other, vocab_multiple) for other in range(grid.world_size)}
     held: list[Any] = [None] * grid.world_size
     dist.all_gather_object(held, {name: parameter.dtype for name, parameter in named_parameters.items()})
@@ -103,25 +61,14 @@ def export_hf(
     sizes |= {name: tensor.nbytes for name, tensor in constants.items()}
     holders |= dict.fromkeys(constants, (0,))
     files = plan_export(sizes, holders, max_shard_bytes)
-    # Phase 2
-    unfinished = unfinished_folder(target)
-    if rank == 0:
-        start_folder(target)
-    dist.barrier()
-    for file in files:
-        if rank == file.writer:
-            beside = {name: tensor for name, tensor in constants.items() if name in file.holders}
-            gathered = gather_file(file, tensors, places, named_parameters, dtypes)
-            save_tensors(gathered | beside, unfinished / file.name)
-            del gathered  # the next file is gathered when this one is gone
-        elif rank in file.ranks:
-            gather_file(file, tensors, places, named_parameters, dtypes)
-    dist.barrier()
-    # Phase 3
-    if rank == 0:
-        description = Description(source, architecture, next(iter(dtypes.values())))
-        finish_folder(target, {file.name: file.tensors for file in files}, sum(sizes.values()), description)
-    dist.barrier()
+
+    def gather(file: ExportFile) -> dict[str, torch.Tensor]:
+        beside = {name: tensor for name, tensor in constants.items() if name in file.holders}
+        return gather_file(file, tensors, places, named_parameters, dtypes) | beside
+
+    # Phases 2 and 3
+    description = Description(source, architecture, next(iter(dtypes.values())))
+    write_files(target, files, gather, sum(sizes.values()), description, dist.get_rank(), dist.barrier)
 
 
 def holders_of(

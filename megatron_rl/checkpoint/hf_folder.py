@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder file by file: which tensor goes where, and what lies beside the weights.
+"""Write a Hugging Face folder file by file, from one process or from many ranks; config and tokenizer come last.
 
 A folder is written under a temporary name and renamed when it is complete, so that no reader sees half of one.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,12 +56,41 @@ def file_names(num_files: int) -> list[str]:
     return [f"model-{number:05}-of-{num_files:05}.safetensors" for number in range(1, num_files + 1)]
 
 
-def start_folder(target: Path) -> Path:
-    """An empty folder beside `target` to write into; what an earlier attempt left there is removed."""
-    unfinished = unfinished_folder(target)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    return unfinished
+@dataclass(frozen=True)
+class ExportFile:
+    """One file of weights: its tensors, the ranks that hold shards of each, and the rank that writes it."""
+
+    name: str
+    holders: dict[str, tuple[int, ...]]
+    writer: int
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names in the order in which they are gathered."""
+        return list(self.holders)
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks that take part in writing this file."""
+        return {self.writer}.union(*self.holders.values())
+
+
+def plan_export(sizes: dict[str, int], holders: dict[str, tuple[int, ...]], max_shard_bytes: int) -> list[ExportFile]:
+    """Plan the files of an export: one by rank 0 if everything fits, else each stage's own, by its first rank.
+
+    sizes: tensor -> bytes. holders: tensor -> the ranks of one stage that together hold it.
+    """
+    if sum(sizes.values()) <= max_shard_bytes:
+        (only,) = file_names(1)
+        return [ExportFile(only, holders, writer=0)]
+    stages: dict[int, dict[str, int]] = {}
+    for name, size in sizes.items():
+        stages.setdefault(min(holders[name]), {})[name] = size
+    groups = [(first, names) for first, stage in stages.items() for names in plan_files(stage, max_shard_bytes)]
+    return [
+        ExportFile(file, {name: holders[name] for name in names}, writer)
+        for file, (writer, names) in zip(file_names(len(groups)), groups, strict=True)
+    ]
 
 
 def unfinished_folder(target: Path) -> Path:
@@ -126,6 +155,37 @@ def finish_folder(target: Path, files: dict[str, list[str]], num_bytes: int, des
     unfinished.rename(target)
 
 
+def write_files(
+    target: Path,
+    files: Sequence[ExportFile],
+    gather: Callable[[ExportFile], dict[str, torch.Tensor]],
+    num_bytes: int,
+    description: Description,
+    rank: int = 0,
+    meet: Callable[[], object] = lambda: None,
+) -> None:
+    """Write a whole folder in place of `target`; all ranks that hold tensors must call, one file in memory at a time.
+
+    gather: returns the whole tensors of a file on its writer; the file's ranks call it together. num_bytes: of all
+    tensors. meet: a barrier of all ranks.
+    """
+    unfinished = unfinished_folder(target)
+    if rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by an earlier attempt
+        unfinished.mkdir(parents=True)
+    meet()
+    for file in files:
+        if rank in file.ranks:
+            tensors = gather(file)
+            if rank == file.writer:
+                save_tensors(tensors, unfinished / file.name)
+            del tensors  # before the next file is gathered
+    meet()
+    if rank == 0:
+        finish_folder(target, {file.name: file.tensors for file in files}, num_bytes, description)
+    meet()
+
+
 def write_hf_folder(
     target: Path,
     sizes: dict[str, int],
@@ -133,14 +193,11 @@ def write_hf_folder(
     description: Description,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a whole folder from one process that can read each whole tensor, one file in memory at a time.
+    """Write a whole folder from one process that can read every whole tensor.
 
-    sizes: tensor -> bytes, in the order of the files; read: a tensor by name, asked for once. An existing `target` is
-    replaced.
+    sizes: tensor -> bytes, in the order of the files. read: returns a tensor by name; called once for each.
     """
-    groups = plan_files(sizes, max_shard_bytes)
-    files = dict(zip(file_names(len(groups)), groups, strict=True))
-    unfinished = start_folder(target)
-    for file, names in files.items():
-        save_tensors({name: read(name) for name in names}, unfinished / file)
-    finish_folder(target, files, sum(sizes.values()), description)
+    files = plan_export(sizes, dict.fromkeys(sizes, (0,)), max_shard_bytes)
+    write_files(
+        target, files, lambda file: {name: read(name) for name in file.tensors}, sum(sizes.values()), description
+    )

@@ -54,7 +54,7 @@ def average_command(
 ) -> None:
     """Write the average of several checkpoints of one model as a Hugging Face folder. One process, no GPU."""
     quiet_libraries()
-    from megatron_rl.checkpoint.averaging import Averaging
+    from megatron_rl.checkpoint.average import Averaging
 
     if len(checkpoints) > 1 and further:
         raise ConfigError("name all checkpoints after one --checkpoints, or each after one of its own, in one order")

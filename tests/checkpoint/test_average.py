@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.checkpoint.average import moving, shares_of, uniform
-from megatron_rl.checkpoint.averaging import Averaging
+from megatron_rl.checkpoint.average import Averaging, moving, shares_of, uniform
 from megatron_rl.errors import ConfigError
 
 SIZES = {

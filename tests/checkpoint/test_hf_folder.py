@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import save_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_rl.checkpoint.hf_export import plan_export
-from megatron_rl.checkpoint.hf_folder import Description, file_names, plan_files, write_hf_folder
+from megatron_rl.checkpoint.hf_folder import Description, file_names, plan_export, plan_files, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, TensorPiece, put_together
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
