@@ -5,14 +5,6 @@ from __future__ import annotations
 from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorNeeds
 from megatron_rl.config.schema import ActorConfig, RunConfig
 
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-"""How the terms of tokens become one loss."""
-
-KL_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-KL_TYPES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
-"""Estimators of a KL from one sample; kl and k1, mse and k2, low_var_kl and k3 are two names of one. With a + the
-value is the same and the gradient k2's."""
-
 
 def policy_agg_mode(actor: ActorConfig) -> str:
     """How the policy loss's own terms become one loss; a name of LOSS_AGG_MODES."""

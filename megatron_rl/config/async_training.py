@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from megatron_rl.config.constraints import Count, OneOf, Size
 
 KV_CACHE_CHOICES = ("keep", "recompute")
 STRAGGLER_POLICIES = ("wait", "truncate", "resample")
@@ -15,25 +18,25 @@ class AsyncTrainingConfig:
     How far it runs ahead is `trainer.rollout_ahead`.
     """
 
-    trigger_parameter_sync_step: int = 1
+    trigger_parameter_sync_step: Size = 1
     """Training steps from one transfer of weights to the rollout to the next."""
     partial_rollout: bool = False
     """Go on with unfinished answers under new weights; false: every answer is drawn from one version of the weights."""
-    kv_cache: str = "keep"
+    kv_cache: Annotated[str, OneOf(KV_CACHE_CHOICES)] = "keep"
     """Keys and values of an unfinished answer when weights change: keep | recompute, under the new weights."""
-    slice_steps: int = 16
+    slice_steps: Size = 16
     """Engine steps of a replica between two looks at what is new: weights, finished and waiting requests."""
     deterministic: bool = False
     """Compute who generates what with which weights from the configuration and the answers' lengths alone; false: as
     replicas and weights become ready, recorded in schedule.jsonl for `train --replay`."""
     second_buffer: bool = True
     """Receive new weights beside the ones in use, while slices go on; false: between two slices."""
-    straggler_policy: str = "wait"
+    straggler_policy: Annotated[str, OneOf(STRAGGLER_POLICIES)] = "wait"
     """What to do with the last answers of a batch once they keep the trainer waiting for more than straggler_slices:
     wait | truncate: take the tokens that are there | resample: draw the answer again with another seed."""
-    straggler_slices: int = 64
+    straggler_slices: Size = 64
     """Slices that the trainer waits for an answer when all others of its batch are finished."""
-    straggler_attempts: int = 1
+    straggler_attempts: Count = 1
     """Times that resample draws an answer again, before it is truncated."""
-    max_replica_restarts: int = 3
+    max_replica_restarts: Count = 3
     """Restarts of each rollout replica; one that fails again stays away, and the pool goes on without it."""

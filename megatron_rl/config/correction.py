@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Gt, Le
+
+from megatron_rl.config.constraints import Nearest, OneOf, UnitInterval
 
 IS_LEVELS = ("token", "sequence")
 LOSS_TYPES = ("ppo_clip", "reinforce")
@@ -33,7 +37,7 @@ CRITERIA = (*K1_CRITERIA, *DIVERGENCE_CRITERIA, *RATIO_CRITERIA)
 class RolloutCorrectionConfig:
     """What corrects for the difference between the rollout's probabilities and the trainer's. Names are verl's."""
 
-    rollout_is: str | None = None
+    rollout_is: Annotated[str | None, OneOf(IS_LEVELS)] = None
     """Weigh the policy loss by p_trainer / p_rollout: token | sequence; null: not."""
     rollout_is_threshold: Any = 2.0
     """A number: the largest such weight. LOWER_UPPER, such as 0.5_5.0: weights outside are 0 (IcePop)."""
@@ -47,14 +51,14 @@ class RolloutCorrectionConfig:
     """One threshold for all criteria, or one each with commas between them. Of k1 LOWER_UPPER, or UPPER with 1 / UPPER
     as the other bound; of k2, k3 and binary_kl the largest value. null, only for token, sequence and geometric:
     rollout_is_threshold."""
-    rollout_rs_threshold_lower: float | None = None
+    rollout_rs_threshold_lower: UnitInterval | None = None
     """Smallest ratio of token, sequence and geometric; null: 1 / the largest."""
-    rollout_token_veto_threshold: float | None = None
+    rollout_token_veto_threshold: Annotated[float | None, Gt(0), Le(1), Nearest(0.0001)] = None
     """Leave out answers with a token whose ratio is below; null: none."""
     bypass_mode: bool = False
     """Take the rollout's log-probs for the old ones, without a pass of the trainer; weights and criteria are then those
     of the policy as it is updated."""
-    loss_type: str = "ppo_clip"
+    loss_type: Annotated[str, OneOf(LOSS_TYPES)] = "ppo_clip"
     """The policy loss of bypass_mode: ppo_clip | reinforce: the log-prob weighed as rollout_is says, without a clip."""
 
 

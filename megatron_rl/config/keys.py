@@ -1,29 +1,143 @@
-"""Read and write a configuration by dotted keys, of groups that the user names too."""
+"""Every dotted key of the schema with its type and constraints, and the values of a configuration by key.
+
+The user names groups of their own below `pools` and `reward_models`: the elements of the schema's dicts of dataclasses.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
-from megatron_rl.config.load import ELEMENT_GROUPS, INTERPOLATION, follows
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.constraints import Constraints, constraints_of
+from megatron_rl.config.schema import MISSING, RunConfig
+
+ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
+CORRECTION = "algorithm.rollout_correction"
+"""Dotted names of groups."""
+
+INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+@cache
+def _fields(group: type) -> dict[str, type | Constraints]:
+    """Name of each field of a dataclass -> the group below it, or the constraints of its value."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    return {name: hint if _is_group(hint) else constraints_of(hint) for name, hint in hints.items()}
+
+
+def _leaves(group: type, prefix: str = "") -> Iterator[tuple[str, Constraints]]:
+    for name, field in _fields(group).items():
+        if isinstance(field, Constraints):
+            yield prefix + name, field
+        else:
+            yield from _leaves(field, f"{prefix}{name}.")
+
+
+def _element_group(kind: Any) -> type | None:
+    """The class of the groups in a `dict[str, GROUP]`; None for any other type."""
+    element = typing.get_args(kind)[-1] if typing.get_origin(kind) is dict else None
+    return element if _is_group(element) else None
+
+
+_ALL = dict(_leaves(RunConfig))
+ELEMENT_GROUPS = {key: group for key, leaf in _ALL.items() if (group := _element_group(leaf.kind)) is not None}
+"""Top-level keys below which the user names groups -> the class of such a group."""
+
+LEAVES = {key: leaf for key, leaf in _ALL.items() if key not in ELEMENT_GROUPS}
+KEYS = {key: leaf.kind for key, leaf in LEAVES.items()}
+"""Every dotted key of the schema, with its constraints and with its type; of named groups see `NAMED_GROUPS`."""
+
+NAMED_GROUPS = {top: dict(_leaves(group)) for top, group in ELEMENT_GROUPS.items()}
+"""Top-level keys below which the user names groups -> the keys of such a group, with their constraints."""
+
+OPEN_KEYS = {key for key, kind in KEYS.items() if typing.get_origin(kind) is dict}
+"""Keys under which the user may put names of their own."""
+
+GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}
+"""Every dotted name that has keys below it."""
+
+
+def is_key(key: str) -> bool:
+    """Whether the schema has a key, or lets the user name it."""
+    return leaf_of(key) is not None or key in GROUPS or any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS)
+
+
+def leaf_of(key: str) -> Constraints | None:
+    """Type and constraints of a dotted key; None for one that the schema does not have."""
+    top, _, below = key.partition(".")
+    return NAMED_GROUPS[top].get(below.partition(".")[2]) if top in NAMED_GROUPS else LEAVES.get(key)
+
+
+def type_of(key: str) -> Any:
+    """The type of a dotted key, without constraints; None for one that the schema does not have."""
+    leaf = leaf_of(key)
+    return None if leaf is None else leaf.kind
+
+
+def leaves_of(config: RunConfig) -> Iterator[tuple[str, Constraints]]:
+    """Every key of a configuration, with those of the groups that the user named."""
+    yield from LEAVES.items()
+    for top, leaves in NAMED_GROUPS.items():
+        for name in value_of(config, top):
+            yield from ((f"{top}.{name}.{key}", leaf) for key, leaf in leaves.items())
 
 
 def value_of(config: RunConfig, key: str) -> Any:
     """The value of a dotted key. Raises AttributeError or KeyError where there is none."""
-    found: Any = config
+    value: Any = config
     for part in key.split("."):
-        found = found[part] if isinstance(found, dict) else getattr(found, part)
-    return found
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Key -> its default, which may be an interpolation; of named groups below `TOP.*`."""
+    config: Any = RunConfig()
+    for top, group in ELEMENT_GROUPS.items():
+        getattr(config, top)["*"] = group()
+    return {key: value_of(config, key) for key, _ in leaves_of(config)}
+
+
+def default_of(key: str) -> Any:
+    """The default of a key, with the defaults of the keys it follows put in; None for a mandatory key."""
+    top, _, below = key.partition(".")
+    default = _defaults()[f"{top}.*.{below.partition('.')[2]}" if top in NAMED_GROUPS else key]
+    if not isinstance(default, str) or default == MISSING:
+        return None if default == MISSING else default
+    leader = INTERPOLATION.fullmatch(default)
+    return default_of(leader[1]) if leader else INTERPOLATION.sub(lambda match: str(default_of(match[1])), default)
+
+
+@cache
+def _leaders() -> dict[str, str]:
+    """Every key whose default is another key's value -> that key; of named groups below `TOP.*`."""
+    leaders = {key: INTERPOLATION.fullmatch(value) for key, value in _defaults().items() if isinstance(value, str)}
+    return {key: match[1] for key, match in leaders.items() if match is not None}
+
+
+@cache
+def follows() -> dict[str, str]:
+    """Every key whose default is another key's value -> that key; without those of named groups."""
+    return {key: leader for key, leader in _leaders().items() if key in KEYS}
 
 
 def followed_keys(config: RunConfig) -> dict[str, str]:
-    """Every key whose default is another key's value -> that key; with those of the groups that the user named."""
-    found = dict(follows())
-    for top, leaders in _element_leaders().items():
-        for name in value_of(config, top):
-            found |= {f"{top}.{name}.{key}": leader for key, leader in leaders.items()}
-    return found
+    """Every key whose default is another key's value -> that key, with those of the groups that the user named."""
+    keys = dict(follows())
+    for key, leader in _leaders().items():
+        top, star, below = key.partition(".*.")
+        if star:
+            keys |= {f"{top}.{name}.{below}": leader for name in value_of(config, top)}
+    return keys
 
 
 def put(config: RunConfig, key: str, value: Any) -> None:
@@ -38,19 +152,3 @@ def _put(config: RunConfig, key: str, value: Any, followed: dict[str, str]) -> N
     for follower, leader in followed.items():
         if leader == key and value_of(config, follower) == old:
             _put(config, follower, value, followed)
-
-
-def _element_leaders() -> dict[str, dict[str, str]]:
-    """Top-level key of named groups -> key inside of such a group -> the key that it follows."""
-    return {top: dict(_leaders(ELEMENT_GROUPS[top]())) for top in ELEMENT_GROUPS}
-
-
-def _leaders(group: Any, prefix: str = "") -> list[tuple[str, str]]:
-    found = []
-    for field in dataclasses.fields(group):
-        value = getattr(group, field.name)
-        if dataclasses.is_dataclass(value):
-            found += _leaders(value, f"{prefix}{field.name}.")
-        elif isinstance(value, str) and (match := INTERPOLATION.fullmatch(value)):
-            found.append((f"{prefix}{field.name}", match[1]))
-    return found

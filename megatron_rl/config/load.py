@@ -5,11 +5,9 @@ file, overrides -> settings (dotted key, value, origin) -> checked one by one ag
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import pickle
-import re
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,50 +22,22 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.config.foreign.translate import Kind, Note, translate
+from megatron_rl.config.keys import (
+    ELEMENT_GROUPS,
+    GROUPS,
+    INTERPOLATION,
+    KEYS,
+    NAMED_GROUPS,
+    default_of,
+    is_key,
+    type_of,
+)
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import TAKEN_AWAY, Setting
 from megatron_rl.config.tasks import REWARD
 from megatron_rl.config.yaml_text import YAML_PROBLEMS, read_yaml, refuse_depth
 from megatron_rl.errors import ConfigError, Violation
-
-
-def _leaf_types(group: type, prefix: str = "") -> dict[str, Any]:
-    types: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(group).items():
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            types |= _leaf_types(kind, f"{prefix}{name}.")
-        elif _element_group(kind) is not None:
-            continue
-        else:
-            types[prefix + name] = kind
-    return types
-
-
-def _element_group(kind: Any) -> type | None:
-    """The class of the groups in a `dict[str, GROUP]`; None for any other type."""
-    _, *elements = typing.get_args(kind) or (None,)
-    element = elements[0] if elements else None
-    return element if isinstance(element, type) and dataclasses.is_dataclass(element) else None
-
-
-KEYS: dict[str, Any] = _leaf_types(RunConfig)
-"""Every dotted key of the schema, with its type; of named groups see `NAMED_GROUPS`."""
-
-ELEMENT_GROUPS: dict[str, type] = {
-    name: group
-    for name, kind in typing.get_type_hints(RunConfig).items()
-    if (group := _element_group(kind)) is not None
-}
-"""Top-level keys below which the user names groups -> the class of such a group."""
-
-NAMED_GROUPS: dict[str, dict[str, Any]] = {name: _leaf_types(group) for name, group in ELEMENT_GROUPS.items()}
-"""The same -> the keys of such a group, with their types."""
-
-OPEN_KEYS = {key for key, kind in KEYS.items() if typing.get_origin(kind) is dict}
-"""Keys under which the user may put names of their own."""
-
-INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 HYDRA_PREFIXES = ("++", "+", "~")
 """What Hydra's overrides may begin with: set or add, add, take away."""
@@ -93,9 +63,6 @@ PATH_NAMES |= {"rollout_data_dir", "validation_data_dir", "bad_rows_file"}
 
 LARGEST_WHOLE = 2**63 - 1
 """The largest integer of torch and numpy."""
-
-GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}
-"""Every dotted name that has keys below it."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +149,6 @@ def _schema() -> bytes:
     return pickle.dumps(OmegaConf.structured(RunConfig))
 
 
-def default_of(key: str) -> Any:
-    """Return the default of a key, or None for a key without one."""
-    return OmegaConf.select(pickle.loads(_schema()), key)
-
-
 def _fill_in(config: Any, given: set[str]) -> None:
     """Defaults that depend on other keys, where nobody has set them: verl's on GPUs, and bounds by the dtype."""
     defaults: dict[str, Any] = CUDA_DEFAULTS if _raw(config, "trainer.device") == "cuda" else {}
@@ -204,14 +166,6 @@ def _name_one_model(config: Any, given: set[str], stage: str | None) -> None:
     is_alone = ACTOR_MODEL not in given and isinstance(own, str) and INTERPOLATION.search(own) is None
     if is_alone and (stage or _raw(config, "trainer.stage")) == REWARD:
         OmegaConf.update(config, ACTOR_MODEL, own)
-
-
-@cache
-def follows() -> dict[str, str]:
-    """Every key whose default is another key's value -> that key."""
-    flat = flat_settings(OmegaConf.to_container(pickle.loads(_schema()), resolve=False))
-    found = {key: INTERPOLATION.fullmatch(value) for key, value in flat.items() if isinstance(value, str)}
-    return {key: match[1] for key, match in found.items() if match is not None}
 
 
 def flat_settings(tree: dict[str, Any]) -> dict[str, Any]:
@@ -282,22 +236,6 @@ def settings_of(tree: dict[str, Any], origin: str) -> Iterator[Setting]:
 def like_name_of(key: str) -> str | None:
     """The key that an unknown one is a slip of, where there is such a key."""
     return like_name(key, KEYS)
-
-
-def is_key(key: str) -> bool:
-    """Whether the schema has a key, or lets the user name it."""
-    top, _, below = key.partition(".")
-    if top in NAMED_GROUPS:
-        return below.partition(".")[2] in NAMED_GROUPS[top]
-    return key in KEYS or key in GROUPS or any(key.startswith(f"{open_key}.") for open_key in OPEN_KEYS)
-
-
-def type_of(key: str) -> Any:
-    """The type of a dotted key of the schema; None for one that it does not have."""
-    top, _, below = key.partition(".")
-    if top in NAMED_GROUPS:
-        return NAMED_GROUPS[top].get(below.partition(".")[2])
-    return KEYS.get(key)
 
 
 def unknown_key(key: str, value: Any, where: str) -> Violation | None:

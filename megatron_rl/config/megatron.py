@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
+
+from megatron_rl.config.constraints import AtMost, Count, Nearest, NotNegative, OneOf, Or, Positive, Size, UnitInterval
+
+StageShare = Annotated[int | None, Ge(1), Nearest(None)]
+"""How layers are shared out among stages. The nearest is an equal share: one layer more or less may not come out even.
+"""
 
 
 @dataclass
@@ -13,7 +21,7 @@ class OverrideOptimizerConfig:
     optimizer_cpu_offload: bool = False
     """Keep moments and masters in host memory and compute Adam there: gradients go there and weights come back in every
     update. Less memory on the device, slower."""
-    optimizer_offload_fraction: float = 1.0
+    optimizer_offload_fraction: UnitInterval = 1.0
     """The share of the parameters of which that is so, where optimizer_cpu_offload."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Copy the next parameter while one is computed, where optimizer_cpu_offload."""
@@ -21,29 +29,29 @@ class OverrideOptimizerConfig:
 
 @dataclass
 class OptimConfig:
-    lr: float = 1e-6
+    lr: NotNegative = 1e-6
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: Count = 0
     """Training steps of linear warm-up, each with all of its optimizer steps."""
-    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_steps_ratio: UnitInterval = 0.0
     """The same as a share of the whole run, where lr_warmup_steps is 0."""
-    lr_decay_style: str = "constant"
+    lr_decay_style: Annotated[str, OneOf(("constant", "linear", "cosine", "WSD"))] = "constant"
     """constant | linear | cosine | WSD: constant, and only the last lr_wsd_decay_steps of lr_decay_steps go down."""
-    lr_decay_steps: int = 0
+    lr_decay_steps: Count = 0
     """Training steps until min_lr is reached; 0: those of the whole run. Not used when constant."""
-    lr_wsd_decay_style: str = "exponential"
+    lr_wsd_decay_style: Annotated[str, OneOf(("exponential", "linear", "cosine", "minus_sqrt"))] = "exponential"
     """How they go down, where WSD: exponential | linear | cosine | minus_sqrt."""
-    lr_wsd_decay_steps: int = 0
+    lr_wsd_decay_steps: Count = 0
     """Training steps of going down; where WSD, at least 1."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's moment decay rates."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Adam's epsilon."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Decoupled weight decay of matrices; biases and norms have none."""
-    clip_grad: float = 1.0
+    clip_grad: NotNegative = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     override_optimizer_config: OverrideOptimizerConfig = field(default_factory=OverrideOptimizerConfig)
 
@@ -69,14 +77,14 @@ class OverrideTransformerConfig:
     moe_router_load_balancing_type: str = "none"
     """What keeps the load of the actor's experts even: none | seq_aux_loss, a loss of every layer's router over the
     tokens of each row, whose gradient does not depend on how a mini-batch is cut."""
-    moe_aux_loss_coeff: float = 0.0
+    moe_aux_loss_coeff: NotNegative = 0.0
     """What that loss is multiplied with, where seq_aux_loss."""
-    moe_z_loss_coeff: float | None = None
+    moe_z_loss_coeff: NotNegative | None = None
     """What the mean square of the logarithm of a router's sum of exponentials is multiplied with; null: no loss."""
     moe_router_enable_expert_bias: bool = False
     """After every update of the actor move the biases by which its experts are chosen against their load; of models
     that have such biases."""
-    moe_router_bias_update_rate: float = 0.001
+    moe_router_bias_update_rate: Positive = 0.001
     """How far each of them is moved."""
 
 
@@ -86,7 +94,7 @@ class OverrideDDPConfig:
 
     overlap_grad_reduce: bool = False
     """Reduce gradients in buckets, each while the backward pass computes the next, instead of all at its end."""
-    bucket_size: int | None = None
+    bucket_size: Annotated[int | None, Or(None, "Megatron's choice"), Ge(1), AtMost(2**50)] = None
     """Parameters of a bucket, on the first pipeline stage; others have one. null: 40 million, or a million for each
     data-parallel rank where that is more. Needs overlap_grad_reduce."""
     overlap_param_gather: bool = False
@@ -96,34 +104,34 @@ class OverrideDDPConfig:
 
 @dataclass
 class MegatronConfig:
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Size = 1
     """TP: ranks that share every layer."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Size = 1
     """PP: consecutive stages of layers."""
-    virtual_pipeline_model_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: StageShare = None
     """VPP: model chunks per stage, for a smaller pipeline bubble; null: one."""
-    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_first_pipeline_stage: StageShare = None
     """Layers of the first stage; null: an equal share."""
-    num_layers_in_last_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: StageShare = None
     """Layers of the last stage; null: an equal share."""
-    context_parallel_size: int = 1
+    context_parallel_size: Size = 1
     """CP: ranks that share every sequence, each with an equal part of its tokens. Their number goes off that of
     data-parallel ranks. Limits of tokens per GPU count a rank's part."""
     dynamic_context_parallel: bool = False
     """Cut each sequence over as few ranks as its tokens need, 1, 2, 4 ... context_parallel_size of them, instead of all
     over as many; ranks that do not share one work on others. Needs passes by tokens (use_dynamic_bsz), packed
     (use_remove_padding)."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: Size = 1
     """EP: ranks of one stage among which experts are dealt out."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: Annotated[int | None, Or(None, "as TP"), Ge(1)] = None
     """ETP: ranks that share every expert; null: TP."""
     sequence_parallel: bool = False
     """Split activations between the TP regions over TP ranks; training experts with TP > 1 needs it. On
     trainer.device=cuda the default is true; of no effect where TP is 1."""
-    make_vocab_size_divisible_by: int = 64
+    make_vocab_size_divisible_by: Annotated[int, Ge(1), AtMost(2**20)] = 64
     """Vocabulary rows are padded to a multiple of it, and of TP. Padded otherwise than vLLM does, to a multiple of 64,
     those matrices cannot be shared."""
-    dtype: str = "float32"
+    dtype: Annotated[str, OneOf(("float32", "bfloat16", "float16"))] = "float32"
     """Parameter and compute type: float32 | bfloat16 | float16, with which the loss is scaled while gradients are
     computed, as much as they can be without an overflow. On trainer.device=cuda the default is bfloat16."""
     param_offload: bool = False

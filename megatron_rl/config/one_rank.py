@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 from megatron_rl.config.megatron import LAYOUT_KEYS, MegatronConfig
-from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.trainer import GLOBAL_POOL
 
 ALONE = {
     "tensor_model_parallel_size": 1,

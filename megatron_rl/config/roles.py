@@ -13,8 +13,9 @@ from megatron_rl.config.algorithms import uses_critic, uses_reference
 from megatron_rl.config.as_stage import holds_reference
 from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES, AnswerLossTraits
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import DPO, REWARD, SFT, WITHOUT_ROLLOUT
+from megatron_rl.config.trainer import GLOBAL_POOL
 
 ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
 """Kinds of roles; a kind is also the name of its only role, except that there may be further reward models."""

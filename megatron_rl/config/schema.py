@@ -9,43 +9,57 @@ user's own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le
 
 from megatron_rl.config.async_training import AsyncTrainingConfig
 from megatron_rl.config.batch_sizes import BatchSizes
+from megatron_rl.config.constraints import (
+    AtMost,
+    Count,
+    Nearest,
+    NotNegative,
+    NumPrompts,
+    OneOf,
+    Or,
+    PassTokens,
+    Positive,
+    Size,
+    UnitInterval,
+)
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.pretraining import PretrainingConfig
+from megatron_rl.config.reward_keys import CustomRewardFunctionConfig, RewardModelConfig, ScoringModelConfig
 from megatron_rl.config.tasks import DPOConfig, RewardStageConfig, StageDataConfig
-from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS, RANKS, TrainerConfig
 
 MISSING = "???"
 
-GLOBAL_POOL = "global_pool"
-"""The pool of `trainer.nnodes` x `trainer.n_gpus_per_node` ranks, where a role lives unless told otherwise."""
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+"""How the terms of tokens become one loss."""
+
+KL_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_TYPES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
+"""Estimators of a KL from one sample; kl and k1, mse and k2, low_var_kl and k3 are two names of one. With a + the
+value is the same and the gradient k2's."""
+
+
+def mini_batch(config: RunConfig) -> int:
+    """Prompts of an optimizer step, at least one: the batch that is suggested in place of an empty one."""
+    return max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size)
+
+
+BatchPrompts = Annotated[int, Ge(1), AtMost(10**6), Nearest(mini_batch)]
 
 
 @dataclass
 class PoolConfig:
-    nnodes: int = 1
+    nnodes: Annotated[int, RANKS] = 1
     """Machines of this pool."""
-    n_gpus_per_node: int = 1
+    n_gpus_per_node: Annotated[int, RANKS] = 1
     """Its ranks per machine: GPUs, or processes when trainer.device=cpu."""
-
-
-@dataclass
-class CustomRewardFunctionConfig:
-    path: str | None = None
-    """Python file of the rule reward; null: a built-in one."""
-    name: str | None = "compute_score"
-    """Function in that file: (data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with the
-    float under "score" and further numbers to log. Built-in ones: exact_match | math | compute_score, which chooses by
-    data source. null, with a reward model: no rule; then prompts need no ground truth."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of every call."""
-    validation_only: bool = False
-    """Ask the rule about held-out answers alone, for their accuracy: rewards, there too, are the reward models', and
-    training prompts need no ground truth."""
 
 
 @dataclass
@@ -62,28 +76,28 @@ class DataConfig(StageDataConfig):
     """Column with the name under which the reward function and the validation metrics know a row's kind."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the tokenizer's chat template, such as enable_thinking."""
-    train_batch_size: int = 64
+    train_batch_size: BatchPrompts = 64
     """Prompts per training step."""
-    gen_batch_size: int = follows("data.train_batch_size")
+    gen_batch_size: BatchPrompts = follows("data.train_batch_size")
     """Prompts per batch of generation; other than train_batch_size only with algorithm.filter_groups."""
-    max_prompt_length: int = 512
+    max_prompt_length: Size = 512
     """Longest prompt, in tokens."""
-    max_response_length: int = 512
+    max_response_length: Size = 512
     """Longest response, in tokens."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than max_prompt_length; when false, truncation says what becomes of them."""
-    truncation: str = "error"
+    truncation: Annotated[str, OneOf(("error", "left", "right", "middle", "drop"))] = "error"
     """Prompts longer than max_prompt_length: error | left, right: cut that side off | middle: keep both ends. In stages
     that do not generate rows longer than max_length: error | left | right | drop: leave them out."""
     shuffle: bool = True
     """Visit the training prompts in a new seeded order every epoch."""
-    seed: int = follows("trainer.seed")
+    seed: Annotated[int, AtMost(2**63 - 1)] = follows("trainer.seed")
     """Seed of that order."""
 
 
 @dataclass
 class ModelOverrideConfig:
-    max_position_embeddings: int | None = None
+    max_position_embeddings: Size | None = None
     """Longest sequence, prompt and answer, in place of config.json's: for models that are trained beyond it."""
 
 
@@ -119,26 +133,26 @@ class PolicyLossConfig:
     """vanilla: PPO's clipped surrogate | gpg | clip_cov | kl_cov | gspo | geo_mean | cispo | sapo | dppo_kl | dppo_tv |
     dro | bypass_mode: that of algorithm.rollout_correction.loss_type | the name of a function in custom.path."""
     custom: UserFileConfig = field(default_factory=UserFileConfig)
-    clip_cov_ratio: float = 0.0002
+    clip_cov_ratio: Annotated[float, Gt(0), Le(1)] = 0.0002
     """clip_cov: share of a micro-batch's tokens that lose their gradient; at least one of those it may choose from."""
     clip_cov_lb: float = 1.0
     """clip_cov: tokens are chosen from those whose covariance is above,"""
     clip_cov_ub: float = 5.0
     """and below."""
-    kl_cov_ratio: float = 0.0002
+    kl_cov_ratio: Annotated[float, Gt(0), Le(1)] = 0.0002
     """kl_cov: share of a micro-batch's tokens, those of the largest covariance, that are penalised; at least one."""
-    ppo_kl_coef: float = 0.1
+    ppo_kl_coef: NotNegative = 0.1
     """kl_cov: weight of that penalty, |log-ratio|."""
-    dro_beta: float | None = None
+    dro_beta: Annotated[float | None, Gt(0), Nearest(0.1)] = None
     """dro: weight of the squared log-ratio; it has no default."""
 
 
 @dataclass
 class RouterReplayConfig:
-    mode: str = "disabled"
+    mode: Annotated[str, OneOf(("disabled", "R2", "R3"))] = "disabled"
     """Of a model with experts. disabled: routers choose anew in every pass | R2: updates send each token to the experts
     of the pass for old log-probs | R3: that pass and updates send it to those of the rollout engine."""
-    compare_freq: int = 0
+    compare_freq: Count = 0
     """R3: at every so many steps make one more pass without replay, and report how far its log-probs are from the
     rollout's; 0: never."""
 
@@ -147,45 +161,45 @@ class RouterReplayConfig:
 class ActorConfig:
     pool: str = GLOBAL_POOL
     """The pool whose ranks train the actor."""
-    ppo_mini_batch_size: int = 32
+    ppo_mini_batch_size: NumPrompts = 32
     """Prompts per optimizer step (times rollout.n samples)."""
-    ppo_micro_batch_size_per_gpu: int = 64
+    ppo_micro_batch_size_per_gpu: Size = 64
     """Samples per forward/backward pass, where use_dynamic_bsz is false."""
     use_dynamic_bsz: bool = False
     """Join samples by their tokens instead: as few passes as ppo_max_token_len_per_gpu allows, of equal work."""
-    ppo_max_token_len_per_gpu: int = 16384
+    ppo_max_token_len_per_gpu: PassTokens = 16384
     """Tokens per forward/backward pass, where use_dynamic_bsz is true."""
-    ppo_epochs: int = 1
+    ppo_epochs: Annotated[int, Ge(1), AtMost(1000)] = 1
     """Passes over each step's samples."""
     shuffle: bool = False
     """Draw a new seeded split into mini-batches every epoch; false: in the order of the samples."""
-    clip_ratio: float = 0.2
+    clip_ratio: Positive = 0.2
     """PPO's epsilon: how far the probability ratio may leave 1 before the clip decides."""
-    clip_ratio_low: float = follows("actor_rollout_ref.actor.clip_ratio")
+    clip_ratio_low: Positive = follows("actor_rollout_ref.actor.clip_ratio")
     """The same below 1."""
-    clip_ratio_high: float = follows("actor_rollout_ref.actor.clip_ratio")
+    clip_ratio_high: Positive = follows("actor_rollout_ref.actor.clip_ratio")
     """The same above 1; larger than clip_ratio_low it is DAPO's clip-higher."""
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: Annotated[float, Gt(1)] = 3.0
     """Dual clip: where the advantage is negative, the ratio counts at most this much. Of dppo_kl and dppo_tv the
     largest ratio of any token. Not used by the other losses but vanilla."""
-    tau_pos: float = 1.0
+    tau_pos: Positive = 1.0
     """sapo: temperature of the gate where the advantage is positive;"""
-    tau_neg: float = 1.05
+    tau_neg: Positive = 1.05
     """and elsewhere: the larger, the sooner a token stops counting."""
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: Annotated[str, OneOf(LOSS_AGG_MODES)] = "token-mean"
     """How the terms of tokens become the loss of a mini-batch: token-mean | token-sum | seq-mean-token-sum |
     seq-mean-token-mean | seq-mean-token-sum-norm. Of geo_mean and sapo, which are means over answers of means over
     tokens, the mode of KL and entropy alone."""
-    loss_scale_factor: int | None = None
+    loss_scale_factor: Size | None = None
     """What seq-mean-token-sum-norm divides the sum over an answer by; null: data.max_response_length."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL to the reference policy to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: NotNegative = 0.001
     """Weight of that KL."""
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: Annotated[str, OneOf(KL_TYPES)] = "low_var_kl"
     """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); with a + after it, such as k3+, with the
     gradient of k2."""
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
@@ -196,54 +210,54 @@ class ActorConfig:
 
 @dataclass
 class ValKwargsConfig:
-    n: int = 1
+    n: Annotated[int, Ge(1), AtMost(10**5)] = 1
     """Answers to each held-out prompt; more than one need do_sample."""
     do_sample: bool = False
     """Sample the validation answers; greedy when false."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Temperature of those samples."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Their nucleus sampling mass."""
-    top_k: int = -1
+    top_k: Annotated[int, Or(-1, "all tokens"), Ge(1)] = -1
     """Sample them among the k likeliest tokens; -1 means all."""
 
 
 @dataclass
 class RolloutConfig:
-    name: str = "vllm"
+    name: Annotated[str, OneOf(("vllm",))] = "vllm"
     """Generation engine; vllm is the only one."""
     pool: str = "${actor_rollout_ref.actor.pool}"
     """The pool whose ranks generate. In the actor's vLLM reads the actor's memory; to another one weights are sent."""
-    nnodes: int = 0
+    nnodes: Annotated[int, Ge(0), Le(MOST_RANKS)] = 0
     """Machines of a pool for generation alone, rollout_pool; only with hybrid_engine=false."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
     """Ranks per machine of that pool."""
-    n: int = 1
+    n: Annotated[int, Ge(1), AtMost(10**5)] = 1
     """Samples per prompt."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Ge(0.01)] = 1.0
     """Sampling temperature, also applied to the trainer's log-probabilities; at least 0.01, the engine's coldest."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Nucleus sampling mass. Below 1 the sampled distribution is no longer the trained one."""
-    top_k: int = -1
+    top_k: Annotated[int, Or(-1, "all tokens"), Ge(1)] = -1
     """Sample among the k likeliest tokens; -1 means all."""
-    tensor_model_parallel_size: int = follows("actor_rollout_ref.actor.megatron.tensor_model_parallel_size")
+    tensor_model_parallel_size: Size = follows("actor_rollout_ref.actor.megatron.tensor_model_parallel_size")
     """TP of generation."""
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, Ge(1), AtMost(2**20)] = 256
     """Sequences decoded together in one replica."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Annotated[int, Ge(1), AtMost(2**24)] = 8192
     """Tokens of one engine step."""
-    kv_cache_memory_bytes: int = 1 << 30
+    kv_cache_memory_bytes: Annotated[int, Ge(1), AtMost(2**50)] = 1 << 30
     """KV cache of each rank; held only while generating."""
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1), Nearest(0.5)] = None
     """Share of a GPU that weights, cache and passes of generation may have: the cache is what the planner finds that
     they leave, in place of kv_cache_memory_bytes. Of no effect on CPUs."""
     drop_train_weights: bool = False
     """Give the training copy's memory back while generating, where generation holds all of its elements elsewhere
     (rollout TP below training TP); it is sliced back out, bit for bit, afterwards."""
-    verify_weights_every: int = 1
+    verify_weights_every: Count = 1
     """Compare checksums of all moved weights with their owners' at every so many transitions; 0: at the first only,
     which is always compared."""
-    update_weights_bucket_megabytes: int = 32
+    update_weights_bucket_megabytes: Size = 32
     """Scratch memory of a transition, and the bound on one message."""
     enforce_eager: bool = True
     """false: vLLM compiles the model and captures CUDA graphs over weights and KV cache, which keep their addresses.
@@ -252,20 +266,20 @@ class RolloutConfig:
     """false: ranks see the GPUs of all ranks of their world on their node, and vLLM adds up small tensors over NVLink
     with a kernel of its own, in groups of 2, 4, 6 or 8 on one node. Freed memory is then kept in pieces that do not
     grow, because that kernel cannot share those that do. Of no effect on CPUs."""
-    log_prob_micro_batch_size_per_gpu: int = 128
+    log_prob_micro_batch_size_per_gpu: Size = 128
     """Samples per forward pass when the trainer recomputes log-probabilities, where not dynamic."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Join those samples by their tokens."""
-    log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Tokens per such pass."""
     enable_rollout_routing_replay: bool = False
     """Have the engine return the experts of every token, so that metrics compare them with the trainer's. Models with
     experts only; actor.router_replay.mode=R3 always does."""
-    logprob_diff_bound: float = 1e-3
+    logprob_diff_bound: Positive = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| of 99% of a step's sampled tokens; beyond it
     the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
     and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16."""
-    logprob_diff_mean_bound: float = 1e-4
+    logprob_diff_mean_bound: Positive = 1e-4
     """The same in the mean over those tokens. Where it is not set: 1e-4 for float32, 0.05 for bfloat16, 0.005 for
     float16."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
@@ -275,10 +289,10 @@ class RolloutConfig:
 class RefConfig:
     pool: str = "${actor_rollout_ref.actor.pool}"
     """The pool whose ranks hold the frozen reference."""
-    log_prob_micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
+    log_prob_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
     """Samples per forward pass of the frozen reference, where not dynamic."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz")
-    log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
     megatron: MegatronConfig = field(default_factory=follow_actor)
 
 
@@ -307,19 +321,19 @@ class CriticConfig:
     pool: str = GLOBAL_POOL
     """The pool whose ranks train the critic."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    ppo_mini_batch_size: int = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
-    ppo_micro_batch_size_per_gpu: int = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
-    forward_micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
+    ppo_mini_batch_size: NumPrompts = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
+    ppo_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    forward_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
     use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
-    ppo_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    forward_max_token_len_per_gpu: int = follows("critic.ppo_max_token_len_per_gpu")
+    ppo_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    forward_max_token_len_per_gpu: PassTokens = follows("critic.ppo_max_token_len_per_gpu")
     """Tokens per pass that computes values."""
-    ppo_epochs: int = follows("actor_rollout_ref.actor.ppo_epochs")
+    ppo_epochs: Annotated[int, Ge(1), AtMost(1000)] = follows("actor_rollout_ref.actor.ppo_epochs")
     shuffle: bool = follows("actor_rollout_ref.actor.shuffle")
-    cliprange_value: float = 0.5
+    cliprange_value: Positive = 0.5
     """How far a value may move from its old one before its loss is clipped."""
-    loss_agg_mode: str = "${actor_rollout_ref.actor.loss_agg_mode}"
-    loss_scale_factor: int | None = follows("actor_rollout_ref.actor.loss_scale_factor")
+    loss_agg_mode: Annotated[str, OneOf(LOSS_AGG_MODES)] = "${actor_rollout_ref.actor.loss_agg_mode}"
+    loss_scale_factor: Size | None = follows("actor_rollout_ref.actor.loss_scale_factor")
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     megatron: MegatronConfig = field(default_factory=follow_actor)
     checkpoint: CheckpointConfig = field(
@@ -328,94 +342,14 @@ class CriticConfig:
 
 
 @dataclass
-class OverlongBufferConfig:
-    enable: bool = False
-    """Take up to penalty_factor off the score of an answer whose last `len` allowed tokens are used."""
-    len: int = 0
-    """Length of that stretch, in tokens."""
-    penalty_factor: float = 1.0
-    """What an answer of data.max_response_length tokens loses."""
-
-
-@dataclass
-class RewardModelModelConfig:
-    path: str | None = None
-    """Hugging Face folder of a ...ForSequenceClassification model with one label."""
-    input_tokenizer: str | None = None
-    """null: the reward model reads the actor's tokens. The actor's folder: it reads the conversation as text, which is
-    rendered with the chat template of its own folder and tokenised with the tokenizer there."""
-    use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
-
-
-@dataclass
-class RewardModelConfig:
-    enable: bool = False
-    """Score every answer with a reward model, too: score = rule_weight * rule + weight * model."""
-    pool: str = GLOBAL_POOL
-    """The pool whose ranks hold the reward model."""
-    enable_resource_pool: bool = False
-    """Give the reward model a pool of its own, reward_pool, of nnodes x n_gpus_per_node ranks."""
-    nnodes: int = 0
-    """Machines of that pool."""
-    n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
-    """Ranks per machine of that pool."""
-    model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    rule_weight: float = 1.0
-    """Weight of the rule's score, also without a reward model; not used with custom_reward_function.validation_only."""
-    weight: float = 1.0
-    """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
-    data_sources: list[str] | None = None
-    """Whose answers it scores: those to prompts with one of these names in column data.reward_fn_key; null: all."""
-    normalize_reward: str | None = None
-    """How training takes that score. null: as it is | held_out: less the mean of the model's own held-out scores, over
-    their spread, both from its folder | running: the same with those of all training scores until now."""
-    reward_clip_range: list[float] | None = None
-    """[lowest, highest] that training takes of the score, once it is normalised; null: any."""
-    max_length: int | None = None
-    """With model.input_tokenizer: tokens that the reward model reads of a conversation at most; the end of a longer one
-    is cut off. null: data.max_prompt_length + data.max_response_length."""
-    micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
-    """Samples per forward pass of the reward model, where not dynamic."""
-    use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
-    forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
-    megatron: MegatronConfig = field(default_factory=follow_actor)
-    num_workers: int = 4
-    """Processes that call the reward function, beside the ranks."""
-    timeout_s: float = 10.0
-    """Seconds that the reward function may take for one sample; then its process is killed and replaced."""
-    failed_score: float = 0.0
-    """Score of a sample whose rule raises, takes too long, ends its process, or returns no finite number."""
-    stop_if_all_failed: bool = True
-    """End the run (exit code 4) when that happens to every sample of a step or of a validation."""
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-
-
-@dataclass
-class FurtherRewardModelConfig:
-    """A reward model beside `reward_model`; its keys mean the same."""
-
-    model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    pool: str = GLOBAL_POOL
-    weight: float = 1.0
-    data_sources: list[str] | None = None
-    normalize_reward: str | None = None
-    reward_clip_range: list[float] | None = None
-    max_length: int | None = None
-    micro_batch_size_per_gpu: int = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
-    use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
-    forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
-    megatron: MegatronConfig = field(default_factory=follow_actor)
-
-
-@dataclass
 class KlCtrlConfig:
-    type: str = "fixed"
+    type: Annotated[str, OneOf(("fixed", "adaptive"))] = "fixed"
     """fixed | adaptive: the weight follows the measured KL towards target_kl."""
-    kl_coef: float = 0.001
+    kl_coef: NotNegative = 0.001
     """Weight of the KL penalty; of the adaptive one the first."""
-    target_kl: float = 0.1
+    target_kl: Positive = 0.1
     """KL per token that the adaptive weight aims at."""
-    horizon: int = 10000
+    horizon: Size = 10000
     """Samples over which the adaptive weight changes; the larger the slower."""
 
 
@@ -424,9 +358,9 @@ class FilterGroupsConfig:
     enable: bool = False
     """Dynamic sampling: draw batches of data.gen_batch_size prompts until data.train_batch_size of them have samples
     with different scores, and train on those."""
-    metric: str = "score"
+    metric: Annotated[str, OneOf(("score", "acc"))] = "score"
     """What must differ: score | acc, the accuracy that the rule reports (its score, where it reports none)."""
-    max_num_gen_batches: int = 10
+    max_num_gen_batches: Count = 10
     """Batches per step at most, then it is filled up with prompts whose samples have equal scores; 0: no limit."""
 
 
@@ -443,13 +377,13 @@ class AlgorithmConfig:
     """gdpo: which numbers of the reward function's dict are normalised apart."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: what each of them counts; null: 1."""
-    gamma: float = 1.0
+    gamma: UnitInterval = 1.0
     """Discount per token, of gae and reinforce_plus_plus."""
-    lam: float = 1.0
+    lam: UnitInterval = 1.0
     """GAE's lambda."""
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL to the reference policy from every token's reward."""
-    kl_penalty: str = "kl"
+    kl_penalty: Annotated[str, OneOf(KL_TYPES)] = "kl"
     """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); a + after it changes no reward."""
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
@@ -462,7 +396,7 @@ class RunConfig:
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    reward_models: dict[str, FurtherRewardModelConfig] = field(default_factory=dict)
+    reward_models: dict[str, ScoringModelConfig] = field(default_factory=dict)
     """Further reward models by names of the user's own; each adds weight * its score."""
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     """Pools of ranks beside global_pool, by names of the user's own; each role's `pool` key says where it lives."""

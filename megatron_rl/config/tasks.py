@@ -8,6 +8,12 @@ under `critic`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from megatron_rl.config.constraints import NotNegative, OneOf, Positive
+from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 
 PPO, SFT, REWARD, DPO = "ppo", "sft", "reward", "dpo"
 STAGES = (PPO, SFT, REWARD, DPO)
@@ -20,19 +26,40 @@ REFERENCES = ("stored", "on_the_fly")
 
 
 @dataclass
-class StageDataConfig:
-    """What sft, reward and dpo read; PPO reads none of these keys."""
+class ExampleKeys:
+    """How examples with answers are read: for sft, reward and dpo in `data`, for PPO's pretraining loss in `ptx`."""
 
-    max_length: int | None = None
-    """Tokens of prompt and answer at most, in stages that do not generate; null: max_prompt_length +
-    max_response_length. truncation says what becomes of longer rows."""
+    max_length: Annotated[int | None, Ge(2)] = None
+    """Tokens of prompt and answer at most; null: data.max_prompt_length + data.max_response_length. truncation says
+    what becomes of longer rows."""
     messages_key: str | None = None
-    """Column with whole conversations, lists of {role, content}. This and the following columns: null: found by the
+    """Column with whole conversations, lists of {role, content}. null, here and for all columns below: found by the
     columns' names, and said. Fields of structs are named with a dot."""
     response_key: str | None = None
     """Column with the answer to prompt_key."""
     text_key: str | None = None
     """Column with plain text."""
+    tools_key: str | None = None
+    """Column with the tools of a conversation, for the chat template."""
+    prompt_as_chat: bool | None = None
+    """Whether a prompt that is text becomes a user's message of the chat template; null: as the columns suggest."""
+    append_eos: bool = True
+    """End an answer with the end token where nothing else ends it."""
+    loss_on: Annotated[str, OneOf(LOSS_ON)] = "answers"
+    """sft and ptx: which tokens are learned. answers: every turn of the assistant | last: the last answer | all: the
+    prompt, too. Of plain text all are."""
+    bad_rows: Annotated[str, OneOf(BAD_ROWS)] = "error"
+    """Rows that cannot be used. error: refuse the files, naming the rows | skip: leave them out and list them in
+    bad_rows_file."""
+    bad_rows_file: str | None = None
+    """Where bad_rows=skip writes its list; null: bad_rows.jsonl, of ptx bad_pretraining_rows.jsonl, in
+    trainer.default_local_dir."""
+
+
+@dataclass
+class StageDataConfig(ExampleKeys):
+    """Keys of `data` for sft, reward and dpo; PPO reads none of them."""
+
     chosen_key: str | None = None
     """Column with the preferred answer, or conversation."""
     rejected_key: str | None = None
@@ -49,25 +76,11 @@ class StageDataConfig:
     """Regression: column with an answer's score."""
     margin_key: str | None = None
     """Column with how much better the chosen answer is, or with the scores whose differences say so."""
-    tools_key: str | None = None
-    """Column with the tools of a conversation, for the chat template."""
-    prompt_as_chat: bool | None = None
-    """Whether a prompt that is text becomes a user's message of the chat template; null: as the columns suggest."""
-    append_eos: bool = True
-    """End an answer with the end token where nothing else ends it."""
-    loss_on: str = "answers"
-    """sft: which tokens are learned. answers: every turn of the assistant | last: the last answer | all: the prompt,
-    too."""
-    bad_rows: str = "error"
-    """Rows that cannot be used. error: refuse the files, naming the rows | skip: leave them out and list them in
-    bad_rows_file."""
-    bad_rows_file: str | None = None
-    """Where bad_rows=skip writes its list; null: bad_rows.jsonl in trainer.default_local_dir."""
 
 
 @dataclass
 class RewardStageConfig:
-    loss: str = "all_pairs"
+    loss: Annotated[str, OneOf(REWARD_MODEL_LOSSES)] = "all_pairs"
     """all_pairs: of every two answers to a prompt the better one should score higher (Bradley and Terry), and each
     prompt counts once | plackett_luce: the likelihood of the whole order | regression: squared error to the scores of
     the file."""
@@ -77,19 +90,19 @@ class RewardStageConfig:
 
 @dataclass
 class DPOConfig:
-    loss: str = "dpo"
+    loss: Annotated[str, OneOf(PREFERENCE_LOSSES)] = "dpo"
     """dpo | ipo | kto | simpo | orpo."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """How strongly the policy is held to the reference; of ipo the regularisation tau, of simpo the scale of
     rewards, of orpo the weight of the odds ratio."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = 0.0
     """dpo: the share of preferences that is taken to be the wrong way round."""
-    simpo_gamma: float = 0.5
+    simpo_gamma: NotNegative = 0.5
     """simpo: the margin of rewards that is aimed at."""
-    desirable_weight: float = 1.0
+    desirable_weight: NotNegative = 1.0
     """kto: weight of desirable answers,"""
-    undesirable_weight: float = 1.0
+    undesirable_weight: NotNegative = 1.0
     """and of the others."""
-    reference: str = "stored"
+    reference: Annotated[str, OneOf(REFERENCES)] = "stored"
     """Log-probs of the reference, which is the policy as it starts. stored: computed once before the first step, and
     kept in checkpoints | on_the_fly: a frozen copy on the same ranks scores every batch."""

@@ -3,73 +3,95 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+
+from megatron_rl.config.constraints import AtMost, Bounds, Count, Nearest, NotNegative, OneOf, Or, Size
+from megatron_rl.config.tasks import STAGES
+
+GLOBAL_POOL = "global_pool"
+"""The pool of `trainer.nnodes` x `trainer.n_gpus_per_node` ranks, where a role lives unless told otherwise."""
+
+RESUME_MODES = ("auto", "disable", "resume_path")
+
+MOST_RANKS = 100_000
+"""Machines, ranks of one, and ranks of a pool: more are a slip of the finger, and plans go through them."""
+
+RANKS = Bounds(1, MOST_RANKS)
+"""Sizes of a pool."""
+
+LARGEST_SEED = 2**32 - 1
+"""numpy's, with which vLLM seeds every rank; torch's are larger."""
 
 
 @dataclass
 class TrainerConfig:
-    stage: str = "ppo"
+    stage: Annotated[str, OneOf(STAGES)] = "ppo"
     """ppo | sft | reward | dpo: set by the commands that train; `plan` reads it."""
     project_name: str = "megatron_rl"
     experiment_name: str = "run"
-    device: str = "cuda"
+    device: Annotated[str, OneOf(("cpu", "cuda"))] = "cuda"
     """cpu | cuda. On cpu one process stands for one GPU."""
-    nnodes: int = 1
+    nnodes: Annotated[int, RANKS] = 1
     """Machines of global_pool."""
-    n_gpus_per_node: int = 8
+    n_gpus_per_node: Annotated[int, RANKS] = 8
     """Its ranks per machine: GPUs, or processes when device=cpu."""
-    total_training_steps: int | None = None
+    total_training_steps: Size | None = None
     """Steps: one batch of prompts each; null: as many as total_epochs have."""
-    total_epochs: int | None = None
+    total_epochs: Size | None = None
     """Passes over the training prompts, each of as many steps as full batches; the run ends with the first of both
     limits. null: 30, or 1 where nothing is generated, or with total_training_steps no limit."""
-    rollout_ahead: int = 0
+    rollout_ahead: Annotated[int, Ge(0), AtMost(1000)] = 0
     """Steps that generation may run ahead of training: no token is older when it is trained. 0: they take turns."""
-    critic_warmup: int = 0
+    critic_warmup: Count = 0
     """Steps before this one train the critic alone."""
-    test_freq: int = 10
+    test_freq: Count = 10
     """Validate every so many steps; always after the last one; 0 or -1: only then."""
     val_before_train: bool = True
     """Validate before the first step."""
     default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
     """Folder for metrics, summary, curves, the exported model and the checkpoints."""
-    save_freq: int = -1
+    save_freq: Annotated[int, Or(-1, "never"), Ge(1)] = -1
     """Write a checkpoint, `global_step_N`, every so many steps and after the last; -1: never."""
-    max_ckpt_to_keep: int | None = None
+    max_ckpt_to_keep: Size | None = None
     """Checkpoints to keep, the newest ones; null: all."""
     save_best: bool = True
     """sft, reward, dpo: where checkpoints are written, write one after every validation with the lowest loss so far,
     and keep it beside the newest ones."""
-    resume_mode: str = "auto"
+    resume_mode: Annotated[str, OneOf(RESUME_MODES)] = "auto"
     """auto: from the newest complete checkpoint in default_local_dir, where there is one | disable: from the start |
     resume_path: from resume_from_path."""
     resume_from_path: str | None = None
     """The `global_step_N` folder that resume_mode=resume_path goes on from."""
-    stop_grace_s: float = 300.0
+    stop_grace_s: NotNegative = 300.0
     """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM,
     Ctrl-C or SIGHUP; a second signal ends it at once."""
-    stall_timeout_s: float | None = None
+    stall_timeout_s: Annotated[float | None, Gt(0), Nearest(1800.0)] = None
     """Seconds after which a method of a rank that makes no progress (no micro-batch, no step of the engine, no message)
     ends the run (exit code 3). null: ten times the longest phase that the planner expects, at least 1800."""
     hardware_file: str | None = None
     """A file that `megatron-rl profile` wrote on such machines: plans count with it, and the run says when a phase
     departs from its plan by more than the file's error. null: plans count with data sheets, and nothing is said."""
-    heartbeat_timeout_s: float = 30.0
+    heartbeat_timeout_s: Annotated[float, Ge(10)] = 30.0
     """Seconds after which a rank whose process gives no sign of life ends the run (exit code 3)."""
     rollout_data_dir: str | None = None
     """Folder for a table of the samples of every step, STEP.jsonl; null: none."""
-    log_val_generations: int = 0
+    log_val_generations: Count = 0
     """Answers of every validation, the same rows each time, that go to val_generations/STEP.jsonl in the run's folder
     and to the loggers that show tables."""
     validation_data_dir: str | None = None
     """Folder for a table of the answers of every validation, STEP.jsonl; null: none."""
     balance_batch: bool = True
     """Give data-parallel ranks the same number of samples, chosen so that they have about equal work."""
-    max_skipped_updates: int = 5
+    max_skipped_updates: Count = 5
     """Updates of a role in a row that may be skipped because their gradient or loss is not finite; one more ends the
     run (exit code 6). 0: the first one does."""
-    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    logger: Annotated[list[str], OneOf(("console", "jsonl", "tensorboard", "wandb", "mlflow"))] = field(
+        default_factory=lambda: ["console", "jsonl", "tensorboard"]
+    )
     """Where metrics go: console, jsonl, tensorboard, and where they are installed wandb and mlflow."""
-    seed: int = 1
+    seed: Annotated[int, Ge(0), Le(LARGEST_SEED)] = 1
     """Seed of sampling, prompt order, mini-batch splits and the fresh value head."""
     export_hf: bool = True
     """Write the trained actor as a Hugging Face folder at the end."""

@@ -4,66 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.declarations import REWARDS
-from megatron_rl.config.load import default_of
-from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.keys import ACTOR, CRITIC, ROLLOUT
 from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
-from megatron_rl.config.roles import roles_of
-from megatron_rl.config.schema import FurtherRewardModelConfig, RewardModelConfig, RunConfig, as_list
+from megatron_rl.config.reward_keys import ScoringModelConfig
+from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.config.single_values import constraint_problems
 from megatron_rl.config.tasks import WITHOUT_ROLLOUT
-from megatron_rl.config.value_tables import (
-    ACTOR,
-    CHOICES,
-    CHOICES_OR_NULL,
-    CRITIC,
-    FINITE,
-    LAYOUT_RANGES,
-    NORMALISATIONS,
-    RANGES,
-    RANGES_OR_NULL,
-    REWARD_ARGUMENTS,
-    ROLLOUT,
-    STAGE_SHARES,
-)
 from megatron_rl.errors import Violation, shown
+
+REWARD_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
+"""What every call of a reward function is given."""
 
 
 def value_problems(config: RunConfig) -> Iterable[Violation]:
     """Every value that breaks its own rule."""
-    yield from _choice_problems(config)
-    for key, interval in (RANGES | RANGES_OR_NULL).items():
-        value = attrgetter(key)(config)
-        if value is None and key in RANGES_OR_NULL:
-            continue
-        if not interval.holds(value):
-            nearest: float | None = interval.nearest(value, default_of(key))
-            if key in STAGE_SHARES:
-                nearest = None  # an equal share, where one layer more or less may not come out even
-            elif key in ("data.train_batch_size", "data.gen_batch_size"):
-                nearest = max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size)
-            elif key.endswith("max_token_len_per_gpu"):  # the longest sequence must fit into one pass
-                nearest = max(1, config.data.max_prompt_length + config.data.max_response_length)
-            yield Violation({key: value}, interval.rule(value), {key: nearest})
-    for key, finite in FINITE.items():
-        if not math.isfinite(attrgetter(key)(config)):
-            yield Violation({key: attrgetter(key)(config)}, "must be a finite number", {key: finite})
+    yield from constraint_problems(config)
     weights, key = config.algorithm.gdpo_reward_weights, "algorithm.gdpo_reward_weights"
     if weights is not None and not all(map(math.isfinite, weights)):
         yield Violation({key: weights}, "must be finite", {key: None})
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    for key, top_k in ((f"{ROLLOUT}.top_k", rollout.top_k), (f"{ROLLOUT}.val_kwargs.top_k", rollout.val_kwargs.top_k)):
-        if top_k != -1 and top_k < 1:
-            yield Violation({key: top_k}, "must be -1 (all tokens) or >= 1", {key: -1})
-    if trainer.save_freq != -1 and trainer.save_freq < 1:
-        yield Violation(
-            {"trainer.save_freq": trainer.save_freq}, "must be -1 (never) or >= 1", {"trainer.save_freq": -1}
-        )
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         path = trainer.resume_from_path
         remedy: dict[str, Any] = {"trainer.resume_mode": "auto" if path is None else "resume_path"}
@@ -74,60 +38,13 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
             "do not go together: the path is for resume_path, which needs it",
             remedy,
         )
-    yield from etp_problems(ACTOR, config.actor_rollout_ref.actor.megatron)
     if trainer.device == "cpu" and not rollout.enforce_eager:
         key = f"{ROLLOUT}.enforce_eager"
         rule = "must be true on trainer.device=cpu: there are no graphs to capture on a CPU"
         yield Violation({key: False}, rule, {key: True})
     yield from _optimizer_problems(config)
-    yield from _leader_problems(config)
     yield from reward_problems(config)
     yield from data_problems(config)
-
-
-def _choice_problems(config: RunConfig) -> Iterable[Violation]:
-    for key, choices in (CHOICES | CHOICES_OR_NULL).items():
-        given = attrgetter(key)(config)
-        names = given if isinstance(given, list) else [given]
-        wrong = [name for name in names if name not in choices and not (name is None and key in CHOICES_OR_NULL)]
-        if not wrong:
-            continue
-        nearest: Any = [nearest_name(name, choices) if name in wrong else name for name in names]
-        rule = f"must be one of {', '.join(choices)}"
-        if isinstance(given, list):
-            yield Violation({key: given}, f"{rule}, each", {key: list(dict.fromkeys(nearest))})
-        else:
-            yield Violation({key: given}, rule, {key: nearest[0]})
-
-
-def etp_problems(role: str, megatron: MegatronConfig) -> Iterable[Violation]:
-    """Expert tensor parallelism by itself. role: the group of the layout's owner."""
-    etp_size = megatron.expert_tensor_parallel_size
-    if etp_size is not None and etp_size < 1:
-        key = f"{role}.megatron.expert_tensor_parallel_size"
-        yield Violation({key: etp_size}, "must be null (as TP) or >= 1", {key: None})
-
-
-def _leader_problems(config: RunConfig) -> Iterable[Violation]:
-    """The layout's values of roles whose pool has its layout from them, as far as no table names their keys.
-
-    In the actor's pool, and beside a role that comes first, a layout must equal that one's, which is enough.
-    """
-    led = {config.actor_rollout_ref.actor.pool}
-    for role in roles_of(config):
-        if role.kind == ROLLOUT_ROLE or role.pool in led:
-            continue
-        led.add(role.pool)
-        for name, interval in LAYOUT_RANGES.items():
-            value, key = getattr(role.megatron, name), f"{role.key}.megatron.{name}"
-            if key not in RANGES | RANGES_OR_NULL and value is not None and not interval.holds(value):
-                is_open = f"{ACTOR}.megatron.{name}" in STAGE_SHARES
-                yield Violation({key: value}, interval.rule(value), {key: None if is_open else 1})
-        dtypes, key = CHOICES[f"{ACTOR}.megatron.dtype"], f"{role.key}.megatron.dtype"
-        if role.megatron.dtype not in dtypes:
-            rule = f"must be one of {', '.join(dtypes)}"
-            yield Violation({key: role.megatron.dtype}, rule, {key: nearest_name(role.megatron.dtype, dtypes)})
-        yield from etp_problems(role.key, role.megatron)
 
 
 def _optimizer_problems(config: RunConfig) -> Iterable[Violation]:
@@ -199,9 +116,7 @@ def _validation_only_problems(config: RunConfig, has_model: bool) -> Iterable[Vi
         yield Violation({key: True}, rule, {key: False})
 
 
-def _folder_problems(
-    group: str, reward: RewardModelConfig | FurtherRewardModelConfig, reason: str
-) -> Iterable[Violation]:
+def _folder_problems(group: str, reward: ScoringModelConfig, reason: str) -> Iterable[Violation]:
     if reward.model.path is None:
         yield Violation({f"{group}.model.path": None}, f"must be a model folder, as {reason}")
     if reward.max_length is not None and reward.model.input_tokenizer is None:
@@ -210,7 +125,7 @@ def _folder_problems(
         yield Violation({key: reward.max_length}, rule, {key: None})
 
 
-def _shaping_problems(group: str, reward: RewardModelConfig | FurtherRewardModelConfig) -> Iterable[Violation]:
+def _shaping_problems(group: str, reward: ScoringModelConfig) -> Iterable[Violation]:
     """Of the answers that a reward model scores, and of the limits of what training takes of its scores."""
     if reward.data_sources is not None and not reward.data_sources:
         key = f"{group}.data_sources"
@@ -229,17 +144,6 @@ def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
     for name, further in config.reward_models.items():
         group = f"reward_models.{name}"
         yield from _folder_problems(group, further, f"{group} is a reward model")
-        for size in ("micro_batch_size_per_gpu", "forward_max_token_len_per_gpu", "max_length"):
-            interval = (RANGES | RANGES_OR_NULL)[f"reward_model.{size}"]
-            key, value = f"{group}.{size}", getattr(further, size)
-            if value is not None and not interval.holds(value):
-                yield Violation({key: value}, interval.rule(value), {key: interval.nearest(value)})
-        if not math.isfinite(further.weight):
-            yield Violation({f"{group}.weight": further.weight}, "must be a finite number", {f"{group}.weight": 1.0})
-        if further.normalize_reward not in (None, *NORMALISATIONS):
-            key, rule = f"{group}.normalize_reward", f"must be one of {', '.join(NORMALISATIONS)}"
-            nearest = nearest_name(further.normalize_reward, NORMALISATIONS)
-            yield Violation({key: further.normalize_reward}, rule, {key: nearest})
         yield from _shaping_problems(group, further)
 
 

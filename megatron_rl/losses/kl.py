@@ -75,7 +75,7 @@ PLAIN_ESTIMATORS: dict[str, KlEstimator] = {
 KL_ESTIMATORS: dict[str, KlEstimator] = PLAIN_ESTIMATORS | {
     f"{name}+": straight_through(estimate) for name, estimate in PLAIN_ESTIMATORS.items()
 }
-"""verl's names -> estimators; `config.algorithms.KL_TYPES` has the same names."""
+"""verl's names -> estimators; `config.schema.KL_TYPES` has the same names."""
 
 
 @dataclass

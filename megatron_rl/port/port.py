@@ -11,7 +11,8 @@ import yaml
 
 from megatron_rl.config.foreign.meanings import meanings
 from megatron_rl.config.foreign.translate import Kind, Note, Noted, translate
-from megatron_rl.config.load import is_key, like_name_of, read_override, settings_of
+from megatron_rl.config.keys import is_key
+from megatron_rl.config.load import like_name_of, read_override, settings_of
 from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings
 from megatron_rl.config.yaml_text import read_yaml
 from megatron_rl.errors import ConfigError

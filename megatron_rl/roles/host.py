@@ -14,7 +14,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from megatron_rl.checkpoint.manifest import FileRecord
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec
-from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.trainer import GLOBAL_POOL
 from megatron_rl.device import Device, synchronize
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.observe.memory_ledger import MemoryLedger, PhaseMemory

@@ -13,9 +13,9 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.config.algorithms import needs_of
+from megatron_rl.config.reward_keys import HELD_OUT, RUNNING
 from megatron_rl.config.roles import REWARD_MODEL, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import HELD_OUT, RUNNING
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.load import GROUPS, KEYS, read_override, read_tree, unknown_key
+from megatron_rl.config.keys import GROUPS, KEYS
+from megatron_rl.config.load import read_override, read_tree, unknown_key
 from megatron_rl.config.problems import nearest_name, raise_problems, violations_of
 from megatron_rl.errors import ConfigError, Violation
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron_rl.config.foreign.conversions import CONVERSIONS
 from megatron_rl.config.foreign.key_rows import ANY, MACROS, alike, compiled, table
 from megatron_rl.config.foreign.translate import Kind, translate
-from megatron_rl.config.keys import value_of
-from megatron_rl.config.load import KEYS, follows, is_key, read_override, read_settings
+from megatron_rl.config.keys import KEYS, follows, is_key, value_of
+from megatron_rl.config.load import read_override, read_settings
 from megatron_rl.config.problems import like_name
 from megatron_rl.config.setting import Setting, final_settings
 

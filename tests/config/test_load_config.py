@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.load import KEYS, load_config
+from megatron_rl.config.keys import KEYS
+from megatron_rl.config.load import load_config
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config.foreign.defaults import differences, verl_defaults
-from megatron_rl.config.load import KEYS, read_run
+from megatron_rl.config.keys import KEYS
+from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.config.steps import num_steps, with_steps
 from megatron_rl.config.trainer import TrainerConfig

@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 
-from megatron_rl.config.load import KEYS, follows, read_config
+from megatron_rl.config.keys import KEYS, follows
+from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems, refused, violations_of, without_echoes
 from megatron_rl.errors import ConfigError, Violation
 

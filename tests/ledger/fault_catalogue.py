@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 from random import Random
+from typing import get_args
 
 import ahead_faults  # noqa: F401 - puts its faults into the catalogue
 import model_faults  # noqa: F401 - as well
@@ -39,8 +40,8 @@ from fault import (
 )
 from model_folders import REWARD, write_prompts
 
-from megatron_rl.config.load import follows
-from megatron_rl.config.value_tables import CHOICES, CHOICES_OR_NULL, RANGES, RANGES_OR_NULL
+from megatron_rl.config.keys import LEAVES, REF, follows
+from megatron_rl.config.megatron import LAYOUT_KEYS
 
 # Layout: 6 ranks TP2 x PP3, 12 heads, 6 key/value heads, 192 columns, 128 rows, 6 layers
 values("ranks", "layout", {GPUS: 7}, (TP, "must divide the 7 ranks"), experts=False)
@@ -431,40 +432,37 @@ RULED_ELSEWHERE = {
     "trainer.nnodes",
     "trainer.device",
     "trainer.resume_mode",
-    "data.train_batch_size",
-    "data.gen_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    f"{ROLLOUT}.n",
-    f"{ROLLOUT}.val_kwargs.n",
-    f"{ROLLOUT}.max_num_seqs",
-    f"{ROLLOUT}.max_num_batched_tokens",
-    f"{ROLLOUT}.kv_cache_memory_bytes",
     "reward_model.overlong_buffer.len",
     "algorithm.filter_groups.max_num_gen_batches",
     f"{MEGATRON}.make_vocab_size_divisible_by",
     f"{MEGATRON}.dtype",
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
     "trainer.logger",
     f"{ACTOR}.loss_agg_mode",
-    *(key for key in (*RANGES, *RANGES_OR_NULL, *CHOICES_OR_NULL) if key.startswith((CORRECTION, "critic.megatron"))),
+    *(
+        f"{ROLLOUT}.{name}"
+        for name in "n val_kwargs.n max_num_seqs max_num_batched_tokens kv_cache_memory_bytes".split()
+    ),
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    *(f"data.{name}" for name in "train_batch_size gen_batch_size max_prompt_length max_response_length".split()),
+    *(key for key in LEAVES if key.startswith("critic.megatron")),
+    *(f"{role}.megatron.{name}" for role in (REF, "reward_model") for name in LAYOUT_KEYS),
     *(f"{role}.optim.{name}" for role in (ACTOR, "critic") for name in ("lr", "min_lr")),
 }
 """Keys of which other rules make use, so that they have entries of their own."""
 
 
-def _table_fault(key: str, too_small: bool) -> None:
-    """A value outside of its table's row."""
+def _constrained_fault(key: str) -> None:
+    """A value that is none of the key's choices, or below its bounds."""
 
     def breaks(case: Case, rng: Random) -> list[Said]:
-        if key in CHOICES:
+        if LEAVES[key].choices is not None:
             case.set({key: rng.choice(["", "vlm", "nul"])})
         else:
             kind = type(attrgetter(key)(case.config))
             case.set({key: rng.choice([-1, -2, -1000]) if kind is int else rng.choice([-0.5, -7.0, float("nan")])})
         return [(key, "must be")]
 
-    CATALOGUE.append(Fault(f"{key} {too_small}", frozenset(_with_leaders(key)), breaks, True, None))
+    CATALOGUE.append(Fault(key, frozenset(_with_leaders(key)), breaks, True, None))
 
 
 def _with_leaders(key: str) -> Iterator[str]:
@@ -474,8 +472,14 @@ def _with_leaders(key: str) -> Iterator[str]:
         key = follows().get(key)
 
 
-for _key in sorted((set(RANGES) | set(CHOICES)) - RULED_ELSEWHERE):
-    _table_fault(_key, _key in RANGES)
+for _key, _leaf in sorted(LEAVES.items()):
+    _is_bounded = _leaf.bounds is not None and _leaf.bounds.low >= 0 and _leaf.other is None
+    if (
+        (_leaf.choices is not None or _is_bounded)
+        and type(None) not in get_args(_leaf.kind)
+        and _key not in RULED_ELSEWHERE
+    ):
+        _constrained_fault(_key)
 
 
 OF_EACH_NUMBER = 72

@@ -8,7 +8,7 @@ import json
 import pytest
 from model_folders import EXPERTS, problems, set_experts, write_model
 
-from megatron_rl.config.schema import FurtherRewardModelConfig, RewardModelModelConfig
+from megatron_rl.config.reward_keys import RewardModelModelConfig, ScoringModelConfig
 from megatron_rl.ledger.planner.model_folder import read_model_folder
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 
@@ -233,7 +233,7 @@ def test_every_reward_model_is_checked(config, tmp_path):
     """
     paths = [write_model(tmp_path / name, **REWARD) for name in ("reward", "helpful")]
     with_reward_model(config, paths[0])
-    further = FurtherRewardModelConfig(RewardModelModelConfig(paths[1], None, True), micro_batch_size_per_gpu=128)
+    further = ScoringModelConfig(RewardModelModelConfig(paths[1], None, True), micro_batch_size_per_gpu=128)
     further.use_dynamic_bsz, further.forward_max_token_len_per_gpu = False, 16384
     further.megatron = copy.deepcopy(config.reward_model.megatron)
     config.reward_models["helpful"] = further

@@ -210,8 +210,8 @@ def test_expert_layouts_that_fit(moe_config, ep, etp):
         ),
         (
             {"expert_tensor_parallel_size": 0},
-            "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=0 must be null (as TP) or >= 1; "
-            "nearest: null",
+            f"{ETP}=0 and critic.megatron.expert_tensor_parallel_size=0 must be null (as TP) or >= 1; "
+            f"nearest: {ETP}=null critic.megatron.expert_tensor_parallel_size=null",
         ),
     ],
 )
@@ -428,7 +428,13 @@ def test_all_violations_come_in_one_numbered_error(config):
     lines = str(error.value).splitlines()
     assert lines[0] == f"this run cannot start: {len(lines) - 1} problems"
     assert [line.split(".")[0].strip() for line in lines[1:]] == [str(n) for n in range(1, len(lines))]
-    assert "trainer.device=tpu" in lines[1]
+    keys = (
+        "data.train_batch_size=0",
+        "actor_rollout_ref.actor.megatron.tensor_",
+        "trainer.device=tpu",
+        "trainer.nnodes=0",
+    )
+    assert all(f"{number}. {key}" in line for (number, key), line in zip(enumerate(keys, 1), lines[1:], strict=True))
 
 
 @given(

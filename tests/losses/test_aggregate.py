@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.algorithms import LOSS_AGG_MODES
+from megatron_rl.config.schema import LOSS_AGG_MODES
 from megatron_rl.losses.aggregate import BatchTotals, counted, token_weights
 
 # Rows 1, 2 | 3 (its second token left out) | nothing

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.algorithms import KL_TYPES
+from megatron_rl.config.schema import KL_TYPES
 from megatron_rl.losses.kl import KL_ESTIMATORS
 
 P, Q = torch.tensor([0.5, 0.25, 0.125, 0.125]), torch.tensor([0.25, 0.25, 0.25, 0.25])

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.algorithms import LOSS_AGG_MODES, policy_agg_mode
+from megatron_rl.config.algorithms import policy_agg_mode
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import POLICY_LOSSES
-from megatron_rl.config.schema import ActorConfig, PolicyLossConfig
+from megatron_rl.config.schema import LOSS_AGG_MODES, ActorConfig, PolicyLossConfig
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.covariance import covariances
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss

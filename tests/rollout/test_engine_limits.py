@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_rl.config.value_tables import LARGEST_SEED
+from megatron_rl.config.trainer import LARGEST_SEED
 from megatron_rl.ledger.planner.cache_rules import BLOCK_SIZES
 from megatron_rl.ledger.planner.engine_rules import CPU_HEAD_SIZES, CPU_TP_SIZES, CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD
 from megatron_rl.rollout.arguments import CPU_BLOCK_SIZE

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_rl.config.foreign.conversions import CONVERSIONS
 from megatron_rl.config.foreign.key_rows import Differs, KeyRow, alike, filled, rows_for
+from megatron_rl.config.keys import leaf_of
 from megatron_rl.config.setting import Setting, final_settings
-from megatron_rl.config.value_tables import CHOICES
 from megatron_rl.errors import Violation, shown
 
 
@@ -100,18 +100,13 @@ def _note(setting: Setting, given: Mapping[str, Any], is_known: Callable[[str], 
     for row, match in rows_for(setting.key, setting.value):
         if row.keeps_known and is_known(setting.key):
             continue
-        if row.unless_choice and setting.value in CHOICES.get(setting.key, CHOICES.get(_as_actor(setting.key), ())):
+        leaf = leaf_of(setting.key)
+        if row.unless_choice and leaf is not None and setting.value in (leaf.choices or ()):
             continue
         note = _by_row(row, match, setting, given)
         if note is not None:
             return note
     return None
-
-
-def _as_actor(key: str) -> str:
-    """The actor's key in place of another role's: the choices are listed for the actor."""
-    head, group, tail = key.rpartition(".megatron.")
-    return f"actor_rollout_ref.actor{group}{tail}" if head else key
 
 
 def _by_row(row: KeyRow, match: re.Match[str], setting: Setting, given: Mapping[str, Any]) -> Note | None:

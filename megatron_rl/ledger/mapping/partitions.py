@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
-from megatron_rl.config.schema import GLOBAL_POOL
+from megatron_rl.config.trainer import GLOBAL_POOL
 from megatron_rl.ledger.mapping.map_work import ClusterSize, MapWork
 
 Block = tuple[str, ...]

@@ -12,7 +12,8 @@ from megatron_rl.config.keys import put
 from megatron_rl.config.load import read_run
 from megatron_rl.config.problems import raise_problems, refused
 from megatron_rl.config.roles import REWARD_POOL, ROLLOUT_POOL
-from megatron_rl.config.schema import GLOBAL_POOL, PoolConfig, RunConfig
+from megatron_rl.config.schema import PoolConfig, RunConfig
+from megatron_rl.config.trainer import GLOBAL_POOL
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.ledger.mapping.keeps import Keeps
 from megatron_rl.ledger.mapping.map_work import ClusterSize, MapWork

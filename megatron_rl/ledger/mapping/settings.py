@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megatron_rl.config.keys import put
+from megatron_rl.config.keys import REF, put
+from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.config.roles import ACTOR, REFERENCE, ROLLOUT
-from megatron_rl.config.schema import GLOBAL_POOL, PoolConfig, RunConfig
-from megatron_rl.config.value_tables import REF
-from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
+from megatron_rl.config.schema import PoolConfig, RunConfig
+from megatron_rl.config.trainer import GLOBAL_POOL
 from megatron_rl.ledger.mapping.map_work import MapWork
 from megatron_rl.ledger.mapping.partitions import HYBRID, PoolNames
 from megatron_rl.ledger.mapping.pass_cuts import RECOMPUTE

@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_rl.config.algorithms import needs_of, uses_critic
 from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorNeeds
+from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.problems import nearest_name, violations_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import functions_in
-from megatron_rl.config.value_tables import ACTOR, ROLLOUT
 from megatron_rl.errors import ConfigError, Violation, shown
 from megatron_rl.ledger.planner.correction_rules import correction_problems
 

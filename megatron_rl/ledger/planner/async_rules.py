@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_rl.config.keys import CORRECTION
 from megatron_rl.config.roles import ACTOR, ROLLOUT, roles_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import CORRECTION
 from megatron_rl.errors import Violation
 
 AHEAD = "trainer.rollout_ahead"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.config.keys import ROLLOUT
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import ACTOR, CHOICES, ROLLOUT
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES
@@ -15,7 +15,6 @@ BLOCK_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of one block of vLLM's cache, by device."""
 LATENT_BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 """The same for latent attention. On CUDA its kernels take 16 to 128, by the GPU: 64 is that of most."""
-DTYPE = f"{ACTOR}.megatron.dtype"
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ def cache_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[
     model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
     numbers = (rollout.tensor_model_parallel_size, data.max_prompt_length, data.max_response_length)
     given = rollout.kv_cache_memory_bytes
-    names = {"trainer.device": config.trainer.device, DTYPE: config.actor_rollout_ref.actor.megatron.dtype}
+    is_known = config.trainer.device in BLOCK_SIZES and config.actor_rollout_ref.actor.megatron.dtype in ELEMENT_BYTES
     if rollout.gpu_memory_utilization is not None and config.trainer.device == "cuda":
         return  # it is made large enough
-    if model is None or min(*numbers, given) < 1 or any(name not in CHOICES[key] for key, name in names.items()):
+    if model is None or min(*numbers, given) < 1 or not is_known:
         return
     length = data.max_prompt_length + data.max_response_length
     if any(length > limit for limit in model.longest.values()):

@@ -16,9 +16,9 @@ from megatron_rl.config.correction import (
     importance_bounds,
 )
 from megatron_rl.config.declarations import POLICY_LOSSES
+from megatron_rl.config.keys import ACTOR, CORRECTION
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import ACTOR, CORRECTION
 from megatron_rl.errors import Violation
 
 EXAMPLES = {**dict.fromkeys(CRITERIA, "0.5_2.0"), **dict.fromkeys(DIVERGENCE_CRITERIA, "0.01")}

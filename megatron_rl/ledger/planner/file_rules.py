@@ -13,13 +13,12 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.targets import beside, checkpoint_round
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
-from megatron_rl.config.keys import value_of
-from megatron_rl.config.load import default_of, type_of
+from megatron_rl.config.keys import default_of, type_of, value_of
 from megatron_rl.config.problems import missing_file, nearest_name, refused
-from megatron_rl.config.schema import CustomRewardFunctionConfig, DataConfig, RunConfig, as_list
+from megatron_rl.config.reward_keys import CustomRewardFunctionConfig
+from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.config.trainer import TrainerConfig
-from megatron_rl.config.validate import is_path_or_paths
-from megatron_rl.config.value_tables import REWARD_ARGUMENTS
+from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
 from megatron_rl.data.row_files import column_forms, count_rows
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.observe.services import absent_services

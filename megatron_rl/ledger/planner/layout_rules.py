@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_rl.config.keys import ACTOR, REF, ROLLOUT
 from megatron_rl.config.megatron import LAYOUT_KEYS, MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number
 from megatron_rl.config.roles import ACTOR as ACTOR_ROLE
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.config.roles import PoolSpec, RoleSpec, rollout_pool
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import ACTOR, REF, ROLLOUT
 from megatron_rl.errors import Violation, shown
 from megatron_rl.ledger.planner.engine_rules import CPU_TP_SIZES, engine_tp_sizes
 from megatron_rl.ledger.planner.expert_layout import expert_problems

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.keys import followed_keys, put, value_of
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, ROLLOUT, SCORER, TUNED, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.errors import shown
 from megatron_rl.ledger.planner.hardware import Hardware
 from megatron_rl.ledger.planner.memory import StageMemory, plan_pools

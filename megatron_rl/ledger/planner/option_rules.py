@@ -33,9 +33,7 @@ def _hardware_problems(file: str | None) -> Iterable[Violation]:
 
 def _ddp_problems(group: str, ddp: OverrideDDPConfig) -> Iterable[Violation]:
     key = f"{group}.{BUCKET}"
-    if ddp.bucket_size is not None and ddp.bucket_size < 1:
-        yield Violation({key: ddp.bucket_size}, "must be >= 1, or null: Megatron's choice", {key: None})
-    elif ddp.bucket_size is not None and not ddp.overlap_grad_reduce:
+    if ddp.bucket_size is not None and ddp.bucket_size >= 1 and not ddp.overlap_grad_reduce:
         rule = f"needs {OVERLAP}: gradients that are reduced at the end are one bucket"
         yield Violation({key: ddp.bucket_size, f"{group}.{OVERLAP}": False}, rule, {f"{group}.{OVERLAP}": True})
     if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_rl.config.keys import ACTOR
+from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import ACTOR as ACTOR_ROLE
 from megatron_rl.config.roles import (
@@ -20,9 +22,8 @@ from megatron_rl.config.roles import (
     roles_of,
     rollout_pool,
 )
-from megatron_rl.config.schema import GLOBAL_POOL, RunConfig
-from megatron_rl.config.value_tables import ACTOR, MOST_RANKS, RANKS
-from megatron_rl.config.value_tables import ROLLOUT as ROLLOUT_KEY
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS, RANKS
 from megatron_rl.errors import Violation, shown
 
 OWN_POOLS = {
@@ -63,10 +64,8 @@ def pool_problems(config: RunConfig) -> Iterable[Violation]:
             rule = f"must be a pool that is defined: {', '.join(sizes)}"
             yield Violation({f"{role.key}.pool": role.pool}, rule, {f"{role.key}.pool": nearest})
     for name in config.pools:
-        if name not in OWN_POOLS:
-            yield from _size_problems(sizes[name])
-            if name not in offered and not any(role.pool == name for role in roles):
-                yield _without_role(name, sizes[name])
+        if name not in {*OWN_POOLS, *offered} and not any(role.pool == name for role in roles):
+            yield _without_role(name, sizes[name])
     yield from _rollout_problems(config, roles)
     yield from _reward_pool_problems(config, roles)
 
@@ -90,13 +89,6 @@ def _name_problems(config: RunConfig) -> Iterable[Violation]:
 def _identifier(name: str) -> str:
     letters = "".join(letter if letter.isidentifier() or letter.isdigit() else "_" for letter in name)
     return letters if letters.isidentifier() else f"model_{letters}"
-
-
-def _size_problems(size: PoolSize) -> Iterable[Violation]:
-    """As the ranges of trainer.nnodes and trainer.n_gpus_per_node, for sizes that are the user's own or another's."""
-    for key, number in ((size.nodes_key, size.num_nodes), (size.ranks_key, size.num_ranks_per_node)):
-        if not RANKS.holds(number):
-            yield Violation({key: number}, f"must be {RANKS}", {key: RANKS.nearest(number)})
 
 
 def _product_problems(sizes: dict[str, PoolSize]) -> Iterable[Violation]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_rl.config.keys import followed_keys, value_of
-from megatron_rl.config.magnitudes import magnitude_problems
+from megatron_rl.config.keys import ROLLOUT, followed_keys, value_of
 from megatron_rl.config.problems import raise_problems, without_echoes
 from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, SCORER, PoolSpec, roles_of
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.single_values import magnitude_problems
 from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.config.validate import value_problems
-from megatron_rl.config.value_tables import ROLLOUT
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.algorithm_rules import algorithm_problems
 from megatron_rl.ledger.planner.async_rules import async_problems

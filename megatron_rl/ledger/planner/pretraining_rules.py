@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.roles import pretraining_length, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import is_path_or_paths
-from megatron_rl.config.value_tables import ACTOR, ROLLOUT
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.file_rules import pretraining_file_problems
 from megatron_rl.ledger.planner.model_folder import ModelSizes

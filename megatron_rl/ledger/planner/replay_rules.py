@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_rl.config.algorithms import bypasses
+from megatron_rl.config.keys import ACTOR, CORRECTION, ROLLOUT
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import ACTOR, CORRECTION, ROLLOUT
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.async_rules import AHEAD, PARTIAL
 from megatron_rl.ledger.planner.model_folder import ModelSizes

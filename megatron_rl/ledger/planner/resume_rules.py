@@ -12,7 +12,7 @@ from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.problems import violations_of
 from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import CHOICES
+from megatron_rl.config.trainer import RESUME_MODES
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.ledger.planner.config_json import read_config_json
 from megatron_rl.ledger.planner.model_folder import STARTING_POINTS, read_model_folder
@@ -39,7 +39,7 @@ def resume_problems(config: RunConfig) -> Iterable[Violation]:
     """Why the run cannot go on from where it is asked to. Contents are left to the run itself, which reads them all."""
     trainer = config.trainer
     lacks_path = trainer.resume_mode == "resume_path" and trainer.resume_from_path is None
-    if lacks_path or trainer.resume_mode not in CHOICES["trainer.resume_mode"]:
+    if lacks_path or trainer.resume_mode not in RESUME_MODES:
         return  # the rules of single values report it
     try:
         select(trainer, configured_models(config), checksums=False)

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
+from megatron_rl.config.reward_keys import HELD_OUT, RUNNING
 from megatron_rl.config.roles import REWARD_MODEL, roles_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.value_tables import HELD_OUT, RUNNING
 from megatron_rl.errors import Violation
 
 

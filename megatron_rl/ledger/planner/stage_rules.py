@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.config.keys import ACTOR
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number
-from megatron_rl.config.value_tables import ACTOR
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.parallel.stages import StagePlan
