@@ -20,7 +20,7 @@ from megatron_rl.data.reading import read_examples
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.dispatch import Beside
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.foreign_models import model_facts
+from megatron_rl.ledger.planner.config_json import model_facts
 from megatron_rl.records import TokenBatch
 
 SHARED = {field.name for field in fields(ReadingOptions)} & {field.name for field in fields(PretrainingConfig)}

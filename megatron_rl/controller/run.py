@@ -33,7 +33,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Dispatch, RemoteMethod, Stop
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.ledger.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
-from megatron_rl.ledger.planner.foreign_models import model_facts
+from megatron_rl.ledger.planner.config_json import model_facts
 from megatron_rl.ledger.planner.hardware import Hardware, planned_hardware
 from megatron_rl.ledger.planner.memory import planned_memory
 from megatron_rl.ledger.planner.memory_report import with_kv_cache

@@ -9,8 +9,7 @@ from megatron_rl.config.foreign.key_rows import alike
 from megatron_rl.config.foreign.translate import Kind, Note
 from megatron_rl.config.megatron import LAYOUT_KEYS
 from megatron_rl.config.setting import Setting
-from megatron_rl.ledger.planner.config_json import is_size
-from megatron_rl.ledger.planner.foreign_models import feature_of, model_facts
+from megatron_rl.ledger.planner.config_json import feature_of, is_size, model_facts
 from megatron_rl.ledger.planner.hub_cache import model_folder
 from megatron_rl.ledger.planner.model_folder import STARTING_POINTS
 from megatron_rl.ledger.planner.preflight import OVERRIDE

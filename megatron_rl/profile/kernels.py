@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.device import Device, settled_seconds
 from megatron_rl.profile.samples import (
+    ALL_REDUCE,
     ATTENTION,
     COPY,
     HEAD_SIZE,
@@ -70,3 +71,26 @@ def small_operations(device: torch.device) -> None:
     values = torch.ones(64, 64, device=device)
     for _ in range(1000):
         values = values * 0.5 + 1.0
+
+
+BYTES = {"cpu": (4, 1 << 16, 1 << 22), "cuda": (4, 1 << 20, 1 << 28)}
+SMALL_ROUNDS = 50
+"""Of the smallest message, which one call is too short to time."""
+
+
+def collective_samples(device: Device, group_sizes: Sequence[int], repeats: int) -> Iterator[MeasuredSample]:
+    """Seconds of one all-reduce, while all groups of that size do the same; every rank of the world must call."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for size in group_sizes:
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+        mine = groups[rank // size]
+        for num_bytes in BYTES[device.kind]:
+            values = torch.ones(num_bytes // 4, device=device.torch_device)
+            rounds = SMALL_ROUNDS if num_bytes == 4 else 1
+
+            def reduce(values: torch.Tensor = values, rounds: int = rounds, mine: dist.ProcessGroup = mine) -> None:
+                for _ in range(rounds):
+                    dist.all_reduce(values, group=mine)
+
+            seconds = timed(reduce, device.torch_device, repeats) / rounds
+            yield MeasuredSample(ALL_REDUCE, seconds, size=num_bytes, group=size)

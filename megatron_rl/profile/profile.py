@@ -23,8 +23,7 @@ from megatron_rl.ledger.planner.run_plan import RunPlan
 from megatron_rl.ledger.planner.step_time import calls, step_load
 from megatron_rl.ledger.planner.time import ModelCost
 from megatron_rl.profile import probe as probes
-from megatron_rl.profile.fit import Probe, errors, fit_collectives, fit_context, fit_overheads, quantile
-from megatron_rl.profile.machine import base_hardware
+from megatron_rl.profile.fit import Probe, base_hardware, errors, fit_collectives, fit_context, fit_overheads, quantile
 from megatron_rl.profile.samples import Case, MeasuringTask, World
 from megatron_rl.profile.world_launch import Worlds
 from megatron_rl.trials.trial import Patience, Trial

@@ -19,8 +19,7 @@ TIMEOUT = timedelta(seconds=120)
 def measure(task: MeasuringTask, config: Path) -> Iterator[MeasuredSample]:
     """Everything that the task asks for; all ranks of its world must call."""
     with without_collections():
-        from megatron_rl.profile.collectives import collective_samples
-        from megatron_rl.profile.kernels import kernel_samples
+        from megatron_rl.profile.kernels import collective_samples, kernel_samples
         from megatron_rl.profile.measured_passes import build, generation_samples, pass_samples
         from megatron_rl.roles.host import RankHost
 

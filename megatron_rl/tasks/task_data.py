@@ -18,7 +18,7 @@ from megatron_rl.data.reading import read_examples, read_labelled, read_rankings
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.reading_report import ReadingReport
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.foreign_models import model_facts
+from megatron_rl.ledger.planner.config_json import model_facts
 
 Reader = Callable[[Sequence[str], PreTrainedTokenizerBase, ReadingOptions], tuple[list[Any], ReadingReport]]
 

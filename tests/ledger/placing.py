@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megatron_rl.config.roles import ACTOR as ACTOR_ROLE
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
-from megatron_rl.ledger.mapping.keeps import Keeps
-from megatron_rl.ledger.mapping.map_work import ClusterSize, MapWork
+from megatron_rl.ledger.mapping.map_work import ClusterSize, Keeps, MapWork
 from megatron_rl.ledger.mapping.partitions import partitions
 from megatron_rl.ledger.mapping.pools import PoolChoice, Pools
 from megatron_rl.ledger.mapping.request import MapRequest, read_base

@@ -213,7 +213,7 @@ def test_lines_after_a_byte_order_mark_and_of_paired_surrogates(config, tmp_path
         ("critic.model.path", "\0", "null"),
     ],
 )
-def test_paths_that_cannot_be_looked_at(config, tmp_path, key, path, said):
+def test_paths_that_cannot_be_sampled_stages(config, tmp_path, key, path, said):
     """Nothing else is looked at. Would not catch a folder of another user's, which root may read."""
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     group, _, name = key.rpartition(".")

@@ -390,7 +390,7 @@ def test_absent_files_are_named_with_a_neighbour(config, tmp_path):
     assert model.endswith(f"nearest: {tmp_path / 'model'}")
 
 
-def test_every_prompt_file_of_a_list_is_looked_at(config, tmp_path):
+def test_every_prompt_file_of_a_list_is_sampled_stages(config, tmp_path):
     """A missing one, and one whose name says another format. Would not catch the same file given twice."""
     write_prompts(tmp_path / "more.jsonl")
     (tmp_path / "table.csv").touch()

@@ -10,7 +10,7 @@ from model_folders import problems
 
 from megatron_rl.config.load import load_config
 from megatron_rl.ledger.planner.cache_rules import KVCacheSize
-from megatron_rl.ledger.planner.foreign_models import feature_of
+from megatron_rl.ledger.planner.config_json import feature_of
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.hub_cache import is_hub_id, with_local_models
 from megatron_rl.ledger.planner.memory_report import with_kv_cache

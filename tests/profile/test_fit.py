@@ -14,6 +14,7 @@ from published.points import cost
 from megatron_rl.ledger.planner.hardware import Overheads, load_hardware, read_hardware
 from megatron_rl.profile.fit import (
     Probe,
+    base_hardware,
     errors,
     fit_collectives,
     fit_context,
@@ -25,7 +26,6 @@ from megatron_rl.profile.fit import (
     turns_share,
 )
 from megatron_rl.profile.hardware_file import hardware_text, sentences, tables
-from megatron_rl.profile.machine import base_hardware
 from megatron_rl.profile.profile import (
     CONTEXT_PASSES,
     CUT_GENERATIONS,

@@ -12,7 +12,7 @@ from megatron_rl.config.problems import divisors, nearest_name
 from megatron_rl.errors import ConfigError, shown
 from megatron_rl.ledger.mapping.finalists import Candidate, Finalists
 from megatron_rl.ledger.mapping.grids import CHUNKS, MOST_CONTEXT_RANKS
-from megatron_rl.ledger.mapping.keeps import Keeps
+from megatron_rl.ledger.mapping.map_work import Keeps
 from megatron_rl.ledger.mapping.mapped import Mapped
 from megatron_rl.ledger.mapping.request import MapRequest
 from megatron_rl.ledger.mapping.search import Search

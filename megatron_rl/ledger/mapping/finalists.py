@@ -17,7 +17,7 @@ from megatron_rl.ledger.mapping.partitions import PoolNames
 from megatron_rl.ledger.mapping.pools import PoolChoice
 from megatron_rl.ledger.mapping.search import Placed
 from megatron_rl.ledger.mapping.settings import configured, settings_of_placement
-from megatron_rl.ledger.mapping.shards import looked_at
+from megatron_rl.ledger.mapping.shards import sampled_stages
 from megatron_rl.ledger.planner.ahead import ahead_plan
 from megatron_rl.ledger.planner.memory import MemoryOfStage, StageMemory
 from megatron_rl.ledger.planner.preflight import preflight
@@ -122,7 +122,7 @@ class Finalists:
         key = (id(choice), placed.ahead)  # choices live as long as the placements
         if key not in self._stages:
             name = self.names.name(choice.block)
-            ranks = looked_at(models.pools[name].grid.pp_size)
+            ranks = sampled_stages(models.pools[name].grid.pp_size)
             stages = [MemoryOfStage(models, name, pp_rank).planned() for pp_rank in ranks]
             self._stages[key] = max(stages, key=lambda stage: stage.peak)
         return self._stages[key]

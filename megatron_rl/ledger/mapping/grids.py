@@ -1,4 +1,4 @@
-"""Megatron layouts that the roles of a pool can share, axis by axis. A further axis is one more function in `AXES`."""
+"""Megatron layouts that the roles of a pool can share, axis by axis. A new axis is one more function in `AXES`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.stage_rules import spreads
 
 CHUNKS = (2, 3, 4, 5, 8)
-"""Model chunks of a stage that are tried, beside one."""
+"""Numbers of model chunks of a stage that are tried, besides 1."""
 MOST_EXPERT_RANKS = 64
 MOST_CONTEXT_RANKS = 16
 
 
 @dataclass(frozen=True)
 class GridShape:
-    """Ranks of a pool: machines, and ranks of each."""
+    """Size of a pool: machines, and ranks of each."""
 
     num_nodes: int
     per_node: int
@@ -33,7 +33,7 @@ class GridShape:
 
 @dataclass(frozen=True)
 class Grid:
-    """One layout of training. first, last: layers of these stages; None: an even share. etp: None is TP."""
+    """One training layout. first, last: layers of these stages; None: an even share. etp: TP of experts; None: tp."""
 
     tp: int = 1
     pp: int = 1
@@ -47,7 +47,7 @@ class Grid:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Names of `MegatronConfig` -> values."""
+        """Names of `MegatronConfig` -> values of this layout."""
         return {
             "tensor_model_parallel_size": self.tp,
             "context_parallel_size": self.cp,
@@ -63,7 +63,7 @@ class Grid:
 
     @cached_property
     def megatron(self) -> MegatronConfig:
-        """The same as a configuration of which nothing else counts."""
+        """A configuration with this layout; its other values have no meaning."""
         return MegatronConfig(**self.settings)
 
     @property
@@ -81,7 +81,7 @@ class Grid:
 class Room:
     """What a layout must fit: the models of a pool, its ranks, and whether activations are split over TP ranks.
 
-    a2a_heads: of the models whose context-parallel ranks change tokens for heads.
+    a2a_heads: attention heads of the models whose context parallelism exchanges tokens for heads.
     """
 
     models: tuple[ModelSizes, ...]
@@ -91,7 +91,7 @@ class Room:
 
 
 def tensor_axis(grid: Grid, room: Room) -> Iterator[Grid]:
-    """TP that cuts all models evenly, inside of a node."""
+    """Yield the TP sizes inside of a node that divide all models evenly."""
     common = math.gcd(*(model.max_tp for model in room.models))
     has_experts = any(model.num_experts for model in room.models)
     for tp in divisors(math.gcd(common, room.shape.num_ranks)):
@@ -100,7 +100,7 @@ def tensor_axis(grid: Grid, room: Room) -> Iterator[Grid]:
 
 
 def pipeline_axis(grid: Grid, room: Room) -> Iterator[Grid]:
-    """PP with even stages, in chunks or not, and with a shorter last stage or shorter ends."""
+    """Yield the PP sizes: even stages with 1 or more chunks, a shorter last stage, shorter first and last stages."""
     num_layers = {model.num_hidden_layers for model in room.models}
     for pp in divisors(room.shape.num_ranks // grid.tp):
         if pp > max(num_layers):
@@ -113,8 +113,8 @@ def pipeline_axis(grid: Grid, room: Room) -> Iterator[Grid]:
 
 
 def shorter_ends(num_layers: int, pp: int) -> Iterator[tuple[int | None, int]]:
-    """The longest last stage, and the longest ends, that are shorter than an even share and leave even ones: layers of
-    the first, where it is not even, and of the last.
+    """Yield the layers of the first stage (None: an even share) and of the last one: the longest last stage, and the
+    longest ends, that are shorter than an even share and leave the other stages even.
     """
     for num_ends in (1, 2):
         if pp <= num_ends:
@@ -126,7 +126,7 @@ def shorter_ends(num_layers: int, pp: int) -> Iterator[tuple[int | None, int]]:
 
 
 def expert_axis(grid: Grid, room: Room) -> Iterator[Grid]:
-    """EP, with experts that are cut like all else or whole."""
+    """Yield the EP sizes, with experts sharded by TP like all else or whole."""
     with_experts = [model for model in room.models if model.num_experts]
     if not with_experts:
         yield grid
@@ -142,8 +142,9 @@ def expert_axis(grid: Grid, room: Room) -> Iterator[Grid]:
 
 
 def context_axis(grid: Grid, room: Room) -> Iterator[Grid]:
-    """CP 1 first, then those that divide the copies of the model, whose ranks share a node or fill whole ones; latent
-    attention is not cut.
+    """Yield CP 1 first, then the sizes that divide the copies of the model and whose ranks share a node or fill nodes.
+
+    Latent attention has no context parallelism here.
     """
     yield grid
     if any(model.latent is not None for model in room.models):
@@ -157,12 +158,12 @@ def context_axis(grid: Grid, room: Room) -> Iterator[Grid]:
 
 Axis = Callable[[Grid, Room], Iterable[Grid]]
 AXES: Sequence[Axis] = (tensor_axis, pipeline_axis, expert_axis, context_axis)
-"""Each takes a layout as far as the axes before it have made it, and gives those that go on from it."""
+"""Each axis takes a layout that the axes before it have set, and yields the layouts that extend it."""
 
 
 def grids(room: Room) -> list[Grid]:
-    """Every layout that fits."""
-    found = [Grid()]
+    """Return every layout that fits."""
+    layouts = [Grid()]
     for axis in AXES:
-        found = [one for grid in found for one in axis(grid, room)]
-    return found
+        layouts = [extended for grid in layouts for extended in axis(grid, room)]
+    return layouts

@@ -1,17 +1,22 @@
-"""What there is to place: roles with their models and passes, the ranks of the cluster, and what one step asks for."""
+"""The problem that `map` solves: roles with their models and passes, kept values, the cluster, and the load of a
+step.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 from megatron_rl.config.algorithms import scores_old_log_probs
+from megatron_rl.config.keys import value_of
+from megatron_rl.config.load import read_override
 from megatron_rl.config.problems import divisors
 from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.mapping.grids import Grid, GridShape
-from megatron_rl.ledger.mapping.keeps import Keeps
 from megatron_rl.ledger.planner.cache_rules import KVCacheSize
 from megatron_rl.ledger.planner.engine_rules import engine_tp_sizes
 from megatron_rl.ledger.planner.hardware import Hardware
@@ -24,25 +29,52 @@ from megatron_rl.ledger.planner.step_time import scored_load, step_load, updated
 from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
 from megatron_rl.parallel.stages import StagePlan
 
+
+@dataclass(frozen=True)
+class Keeps:
+    """Values of `--keep key=value`, which every choice of the search must have. values: dotted key -> value."""
+
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: RunConfig, texts: Sequence[str]) -> Keeps:
+        """Take the values from `config`, which was read with `texts` as overrides. Raises ConfigError for a text
+        without `=`.
+        """
+        keys = [setting.key for text in texts for setting in read_override(text)]
+        return cls({key: value_of(config, key) for key in keys})
+
+    def allow(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether settings agree with every kept value whose key they contain."""
+        if not self.values:
+            return True
+        return all(settings[key] == value for key, value in self.values.items() if key in settings)
+
+    @cached_property
+    def pools(self) -> dict[str, str]:
+        """Key of a role -> the pool that it must be in."""
+        return {key.removesuffix(".pool"): str(pool) for key, pool in self.values.items() if key.endswith(".pool")}
+
+
 LEVELS = (
     (),
     ("grad_offload",),
     ("grad_offload", "optimizer_offload"),
     ("grad_offload", "optimizer_offload", "param_offload"),
 )
-"""What rests while generating, from the cheapest on."""
+"""Offload keys that are set together, from the cheapest combination on."""
 
 
 @cache
 def chunks_of(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[tuple[int, ...], ...]:
-    """Layers of each chunk of each stage."""
+    """Return the number of layers of each chunk of each stage."""
     plan = StagePlan(num_layers, pp, vpp, first, last)
     return tuple(tuple(map(len, plan.layers(pp_rank))) for pp_rank in range(pp))
 
 
 @dataclass(frozen=True, eq=False)
 class RoleWork:
-    """One role on Megatron's grid, and its model."""
+    """One role on Megatron's grid, its model and its cost. element: bytes of a parameter."""
 
     spec: RoleSpec
     model: PlannedModel
@@ -56,16 +88,18 @@ class RoleWork:
 
     @property
     def group(self) -> str:
-        """The keys of its layout."""
+        """Key of its layout settings."""
         return f"{self.spec.key}.megatron"
 
     def chunks(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
-        """Layers of each chunk of each stage, on a grid that they spread over."""
+        """Return the number of layers of each chunk of each stage on a grid."""
         return chunks_of(self.sizes.num_hidden_layers, grid.pp, grid.vpp or 1, grid.first, grid.last)
 
     @cached_property
-    def resting(self) -> dict[tuple[str, ...], dict[str, bool]]:
-        """What rests -> its keys: only trained roles have gradients and moments; the actor's parameters are read."""
+    def offloads(self) -> dict[tuple[str, ...], dict[str, bool]]:
+        """Level of `LEVELS` -> settings of this role. Only trained roles have gradients and moments, and generation
+        reads the actor's parameters.
+        """
         allowed = {"param_offload"} if self.name != ACTOR else set()
         allowed |= {"grad_offload", "optimizer_offload"} if self.spec.is_trained else set()
         return {
@@ -75,7 +109,7 @@ class RoleWork:
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """So many alike machines with GPUs. Pools get whole ones, or one half of one."""
+    """A number of equal machines with GPUs. A pool gets whole machines, or half of one."""
 
     num_nodes: int
     per_node: int
@@ -86,7 +120,7 @@ class ClusterSize:
 
     @property
     def unit(self) -> int:
-        """Ranks of the smallest pool."""
+        """Ranks of the smallest pool; sizes of pools are counted in units of it."""
         return self.per_node // 2 if self.per_node % 2 == 0 else self.per_node
 
     @property
@@ -95,23 +129,23 @@ class ClusterSize:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Units that a pool can have."""
+        """Sizes in units that a pool can have."""
         step = self.per_node // self.unit
         return [1, *range(step, self.num_units + 1, step)] if step > 1 else list(range(1, self.num_units + 1))
 
     def shape(self, units: int) -> GridShape:
-        """Machines and ranks of each, of a pool of so many units."""
+        """Return machines and ranks of each for a pool of `units` units."""
         ranks = units * self.unit
         return GridShape(1, ranks) if ranks < self.per_node else GridShape(ranks // self.per_node, self.per_node)
 
 
 class MapWork:
-    """A configuration of which everything but placement and layout stays."""
+    """A configuration of which everything but placement and layout is fixed, with costs that are computed once."""
 
     def __init__(
         self, config: RunConfig, hardware: Hardware, cluster: ClusterSize, lengths: tuple[float, float], keeps: Keeps
     ) -> None:
-        """config: without violations that no placement can mend. lengths: mean tokens of prompt and answer."""
+        """config: breaks no rule that is independent of placement. lengths: mean tokens of prompt and answer."""
         self.config, self.hardware, self.cluster, self.lengths, self.keeps = config, hardware, cluster, lengths, keeps
         self.usable = usable_bytes(hardware)
         self.device = config.trainer.device
@@ -138,17 +172,17 @@ class MapWork:
 
     @property
     def names(self) -> list[str]:
-        """Of all roles, as they are built."""
+        """Names of all roles, in the order in which they are built."""
         return [*self.roles, ROLLOUT]
 
     @cached_property
     def load(self) -> Load:
-        """Of one step, with a cache for all."""
+        """Load of one step, with a cache that holds all sequences."""
         return step_load(self.config, 1 << 50, self.lengths)
 
     @cached_property
     def may_run_ahead(self) -> bool:
-        """Whether generation may run ahead of training on ranks of its own: stale tokens are corrected."""
+        """Whether generation may run ahead of training on ranks of its own: only if stale tokens are corrected."""
         config, correction = self.config, self.config.algorithm.rollout_correction
         corrects = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
         is_often = config.async_training.trigger_parameter_sync_step <= 2
@@ -156,29 +190,29 @@ class MapWork:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with the longest answer."""
+        """Tokens of the longest prompt and answer together."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
-    # Passes with other micro-batches, each made once
+    # Passes with other micro-batches, each created once
 
     def cut(self, one: PassSpec, value: int) -> PassSpec:
-        """A pass with so many rows, or tokens, in a micro-batch."""
+        """Return a pass with `value` rows, or tokens, in a micro-batch."""
         key = (one, value)
         if key not in self._cuts:
             self._cuts[key] = replace(one, num_rows=value) if one.max_tokens is None else replace(one, max_tokens=value)
         return self._cuts[key]
 
     def with_update(self, role: RoleWork, one: PassSpec) -> RoleSpec:
-        """A role's row of the table with another update."""
+        """Return the spec of a role with another update."""
         key = (role.name, one)
         if key not in self._specs:
             self._specs[key] = replace(role.spec, update=one)
         return self._specs[key]
 
     def pass_load(self, role: RoleWork, one: PassSpec, recompute: float | None, cp: int = 1) -> Load:
-        """What a pass asks for. recompute: share of a forward pass that an update runs twice; None: a score.
+        """Return the load of a pass. recompute: share of a forward pass that an update runs twice; None: a score.
 
-        cp: ranks that share a sequence; 0: all of a rank's samples are one micro-batch.
+        cp: ranks that share a sequence; 0: all samples of a rank are one micro-batch.
         """
         key = (role.name, one, recompute, cp)
         if key not in self._loads:
@@ -191,11 +225,11 @@ class MapWork:
         return self._loads[key]
 
     def times(self, role: RoleWork, kind: str) -> bool:
-        """Whether a step runs a pass that the role has: memory is there for the actor's score in any case."""
+        """Return whether a step runs a pass. The actor's score may be skipped, but memory is planned for it."""
         return kind == "update" or role.name != ACTOR or scores_old_log_probs(self.config)
 
     def estimator(self, role: RoleWork, grid: Grid, shape: GridShape, rollout_tp: int = 1) -> Estimator:
-        """The clock of one role on one layout."""
+        """Return the time estimator of one role on one layout."""
         stage_layers = None
         if (grid.first, grid.last) != (None, None):
             stage_layers = tuple(map(sum, role.chunks(grid)))
@@ -215,14 +249,14 @@ class MapWork:
         return Estimator(role.cost, layout, self.hardware, role.spec.megatron.dtype)
 
     def cache(self, rollout_tp: int) -> KVCacheSize:
-        """Of generation at a TP size."""
+        """Return the KV cache of a rank of generation at a TP size."""
         return KVCacheSize.at(self.actor.sizes, rollout_tp, self.actor.element, self.device)
 
     # Lower bounds of any layout: FLOPs at the rate of the clock, on ranks that never wait
 
     @cached_property
     def least_work(self) -> dict[str, tuple[float, float]]:
-        """Role -> rank-seconds of scores and of updates at least."""
+        """Role -> lower bound of rank-seconds of its scores and of its updates."""
         found = {}
         for role in self.roles.values():
             rate = self.hardware.flops(role.spec.megatron.dtype) * self.hardware.matmul_efficiency
@@ -242,7 +276,7 @@ class MapWork:
         return {}
 
     def least_generation(self, units: int) -> float:
-        """Seconds of generation on so many units at least: the best TP with a cache for all."""
+        """Return a lower bound of the seconds of generation: the best TP with a cache that holds all sequences."""
         if units not in self._least_generation:
             shape = self.cluster.shape(units)
             self._least_generation[units] = min(
@@ -256,7 +290,7 @@ class MapWork:
         return {}
 
     def generation(self, shape: GridShape, rollout_tp: int, max_seqs: int) -> float:
-        """Seconds of generation where so many sequences fit a replica's cache."""
+        """Return the seconds of generation where a replica decodes at most `max_seqs` sequences at once."""
         replicas = shape.num_ranks // rollout_tp
         key = (shape, rollout_tp, min(max_seqs, -(-self.load.num_samples // replicas)))
         if key not in self._generation:
@@ -265,7 +299,9 @@ class MapWork:
         return self._generation[key]
 
     def steady_generation(self, shape: GridShape, rollout_tp: int, max_seqs: int) -> float:
-        """Seconds of a batch at least where the next one fills up what ends: all tokens at the best rate."""
+        """Return a lower bound of the seconds of a batch where the next batch fills free slots: all tokens at the best
+        rate.
+        """
         replicas = shape.num_ranks // rollout_tp
         together = min(2 * math.ceil(self.load.num_samples / replicas), max_seqs)
         seconds = self.estimator(self.actor, Grid(), shape, rollout_tp).token_seconds(self.load, together)
@@ -273,7 +309,7 @@ class MapWork:
 
 
 def rollout_sizes(work: MapWork, shape: GridShape) -> list[int]:
-    """TP sizes at which these ranks can generate, inside of a node."""
+    """Return the TP sizes, inside of a node, at which these ranks can generate."""
     sizes = [size for size in divisors(shape.num_ranks) if size <= shape.per_node]
     sizes = [size for size in sizes if not rollout_misfits(work.actor.sizes, size)]
     return engine_tp_sizes(work.device, sizes)

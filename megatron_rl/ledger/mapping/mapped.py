@@ -107,7 +107,7 @@ def least_bytes(search: Search, block: tuple[str, ...], units: int) -> float:
 
 def least_of_passes(role: OnGrid) -> list[float]:
     """Of each pass the bytes of its smallest option, on the worst stage; infinity where kept values leave none."""
-    found = ((float(max(role.bytes_of(option))) for option in role.options(kind)) for kind in role.kinds)
+    found = ((float(max(role.bytes_of(option))) for option in role.options[kind]) for kind in role.kinds)
     return [min(sizes, default=math.inf) for sizes in found]
 
 

@@ -1,4 +1,4 @@
-"""Which roles may share a pool: set partitions, less those that kept pools rule out."""
+"""Which roles may share a pool: set partitions without those that kept values rule out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HYBRID = "actor_rollout_ref.hybrid_engine"
 
 
 def partitions(names: Sequence[str]) -> Iterator[tuple[Block, ...]]:
-    """Every set partition once; blocks and their names in the given order."""
+    """Yield every set partition once; blocks and their names keep the given order."""
     if not names:
         yield ()
         return
@@ -26,7 +26,7 @@ def partitions(names: Sequence[str]) -> Iterator[tuple[Block, ...]]:
 
 
 class PoolNames:
-    """Names of pools by their roles, and whether kept values let them be."""
+    """Names and sizes of pools by their roles, and whether kept values allow them."""
 
     def __init__(self, work: MapWork) -> None:
         self.work = work
@@ -36,13 +36,13 @@ class PoolNames:
         self.kept = {name: kept[key] for name, key in self.keys.items() if key in kept}
 
     def name(self, block: Block) -> str:
-        """The actor's pool is global_pool; another has a kept name, or that of its first role."""
+        """Return the name of a pool: global_pool with the actor, else a kept name, else that of its first role."""
         if ACTOR in block:
             return GLOBAL_POOL
         return next((self.kept[role] for role in block if role in self.kept), block[0])
 
     def allows(self, partition: Sequence[Block]) -> bool:
-        """Whether every kept pool is where it must be, and hybrid_engine as it must."""
+        """Return whether a partition agrees with every kept pool and a kept hybrid_engine."""
         names = [self.name(block) for block in partition]
         if len(set(names)) < len(names):
             return False
@@ -57,11 +57,11 @@ class PoolNames:
         )
 
     def sizes(self, block: Block, cluster: ClusterSize) -> list[int]:
-        """Units that a pool of these roles may have."""
+        """Return the sizes in units that a pool of these roles may have."""
         return [units for units in cluster.sizes if self.work.keeps.allow(self.size_settings(block, units))]
 
     def size_settings(self, block: Block, units: int) -> dict[str, int]:
-        """The keys of a pool's size."""
+        """Return the settings (key -> value) of a pool's size."""
         shape, name = self.work.cluster.shape(units), self.name(block)
         group = "trainer" if name == GLOBAL_POOL else f"pools.{name}"
         return {f"{group}.nnodes": shape.num_nodes, f"{group}.n_gpus_per_node": shape.per_node}

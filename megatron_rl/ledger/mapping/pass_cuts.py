@@ -1,4 +1,4 @@
-"""How a role's passes can be cut on one layout: micro-batches and recomputed layers, with seconds and bytes of each."""
+"""Options of a role's passes on one layout: micro-batches and recomputed layers, with seconds and bytes of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from megatron_rl.config.megatron import MegatronConfig, OverrideTransformerConfi
 from megatron_rl.config.roles import PassSpec
 from megatron_rl.ledger.mapping.grids import Grid, GridShape
 from megatron_rl.ledger.mapping.map_work import MapWork, RoleWork
-from megatron_rl.ledger.mapping.shards import ModelShards, StageHeld, held, looked_at, stage_counts
-from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, LayerSizes, in_flight
-from megatron_rl.ledger.planner.hardware import Hardware
+from megatron_rl.ledger.mapping.shards import ModelShards, StageHeld, held, sampled_stages, stage_counts
+from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, LayerSizes, Recompute, in_flight
 from megatron_rl.ledger.planner.memory import (
     Held,
     Passes,
@@ -25,19 +24,20 @@ from megatron_rl.ledger.planner.memory import (
     passes_of,
     update_held,
 )
-from megatron_rl.ledger.planner.recompute import Recompute
-from megatron_rl.ledger.planner.step_time import MOST_DIRECT
-from megatron_rl.ledger.planner.time import Busy
+from megatron_rl.ledger.planner.step_time import dispatch_seconds
 from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
-"""Samples of the longest length that a micro-batch has room for."""
+"""Numbers of samples of the longest length in a micro-batch that are tried."""
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run one pass of a role on one layout. work: rank-seconds of all ranks, where they share cores."""
+    """One way to run one pass of a role on one layout.
+
+    kind: score or update. recompute: None for a score. work: rank-seconds of all ranks where they share cores, else 0.
+    """
 
     kind: str
     one: PassSpec
@@ -48,10 +48,11 @@ class Option:
 
 
 class OnGrid:
-    """One role on one layout and pool: what it holds, and its passes from the fastest to the slowest."""
+    """One role on one layout of a pool: the bytes it holds, and the options of its passes."""
 
     def __init__(self, work: MapWork, role: RoleWork, grid: Grid, shape: GridShape, shards: ModelShards) -> None:
         self.work, self.role, self.grid, self.shape, self.shards = work, role, grid, shape, shards
+        self.call_seconds = dispatch_seconds(shape.num_nodes, shape.per_node, work.hardware)
         self.dp = shape.num_ranks // (grid.tp * grid.pp * grid.cp)
         self.held: list[StageHeld] = held(role, stage_counts(shards, role, grid), grid, shape, work.device)
         self._bytes: dict[int, list[int]] = {}
@@ -59,23 +60,20 @@ class OnGrid:
 
     @property
     def kinds(self) -> list[str]:
-        """Of passes that the role has."""
+        """Kinds of passes that the role has."""
         return [kind for kind in ("score", "update") if getattr(self.role.spec, kind) is not None]
 
     def first_fit(self, kind: str, room: list[int]) -> Option | None:
-        """The fastest option that leaves no stage with less than nothing. room: bytes of each stage looked at."""
-        for option in self._options[kind]:
+        """Return the fastest option that fits on every stage. room: free bytes of each sampled stage."""
+        for option in self.options[kind]:
             if all(size <= free for size, free in zip(self.bytes_of(option), room, strict=True)):
                 return option
         return None
 
-    def options(self, kind: str) -> list[Option]:
-        """All of a pass, the fastest first."""
-        return self._options[kind]
-
     @cached_property
-    def _options(self) -> dict[str, list[Option]]:
-        # Of equally fast ones the largest micro-batch comes first: fewer passes are never slower.
+    def options(self) -> dict[str, list[Option]]:
+        """Kind of pass -> all of its options, the fastest first."""
+        # Of equally fast options the largest micro-batch comes first: fewer passes are never slower.
         return {kind: sorted(self._of_kind(kind), key=_order) for kind in self.kinds}
 
     def _of_kind(self, kind: str) -> Iterator[Option]:
@@ -88,32 +86,17 @@ class OnGrid:
                 continue
             if kind == "score":
                 load = work.pass_load(role, one, None, self.grid.cp)
-                seconds = (
-                    estimator.forward(load) + dispatch(work.hardware, self.shape) if work.times(role, kind) else 0.0
-                )
+                seconds = estimator.forward(load) + self.call_seconds if work.times(role, kind) else 0.0
                 yield Option(kind, one, None, seconds, cut)
             for recompute, settings, share in recomputes:
                 load = work.pass_load(role, one, share, self.grid.cp)
                 busy = estimator.trained(load)
-                seconds = estimator.seconds(busy)
-                yield self._option(kind, one, recompute, seconds, busy, load.num_updates, cut | settings)
-
-    def _option(
-        self,
-        kind: str,
-        one: PassSpec,
-        recompute: OverrideTransformerConfig | None,
-        seconds: float,
-        busy: Busy,
-        calls: int,
-        settings: dict[str, Any],
-    ) -> Option:
-        hardware = self.work.hardware
-        rank_seconds = busy.work * self.shape.num_ranks if hardware.parallel_ranks else 0.0
-        return Option(kind, one, recompute, seconds + calls * dispatch(hardware, self.shape), settings, rank_seconds)
+                seconds = estimator.seconds(busy) + load.num_updates * self.call_seconds
+                rank_seconds = busy.work * self.shape.num_ranks if work.hardware.parallel_ranks else 0.0
+                yield Option(kind, one, recompute, seconds, cut | settings, rank_seconds)
 
     def _cuts(self, one: PassSpec) -> Iterator[tuple[PassSpec, dict[str, Any]]]:
-        """The pass with other micro-batches, and the key that says so; no larger ones than a rank has samples."""
+        """Yield the pass with other micro-batches and their settings; none larger than all samples of a rank."""
         work, cp = self.work, self.grid.cp
         longest = (work.longest if one.longest is None else one.longest) + one.extra_tokens
         if cp > 1:  # a rank's part of a sequence that is filled up to equal chunks
@@ -131,7 +114,7 @@ class OnGrid:
                 yield cut, {one.key: value}
 
     def passes(self, one: PassSpec, configured: PassSpec) -> Passes:
-        """Blocks of a pass. configured: the role's own, which says whether it is an update."""
+        """Return the micro-batches of a pass. configured: the role's own pass, which tells whether it is an update."""
         spec = self.role.spec
         if configured is spec.update:
             spec = self.work.with_update(self.role, one)
@@ -140,7 +123,9 @@ class OnGrid:
 
     @cached_property
     def _recomputes(self) -> list[tuple[OverrideTransformerConfig, dict[str, Any]]]:
-        """Nothing, half of the layers, or all; without what is not kept."""
+        """Recompute nothing, half of the layers or all, each with its settings; without those that kept values rule
+        out.
+        """
         chunk = max(map(max, self.role.chunks(self.grid)))
         tried = [OverrideTransformerConfig(), OverrideTransformerConfig("full", "uniform", 1)]
         if chunk > 1:
@@ -162,11 +147,11 @@ class OnGrid:
         )
 
     def least_cut(self, kind: str, cp: int) -> float:
-        """Seconds that no CP from `cp` on beats on this layout, which has CP 1, with any micro-batches.
+        """Return a lower bound of the seconds of a pass on this layout with CP of `cp` or more, for all micro-batches.
 
-        One micro-batch, without filling and draining: that takes at most p - 1 times the slowest stage, or
-        (p - 1) / (v p) of it with chunks, as there are p micro-batches at least. Samples of which some ranks have more
-        than others are taken to spread evenly. More context-parallel ranks send more.
+        It is the time of one micro-batch without filling and draining the pipeline. Filling and draining takes at most
+        p - 1 times the slowest stage, or (p - 1) / (v p) of it with v chunks, as there are at least p micro-batches.
+        Samples are taken to spread evenly over the ranks. Larger CP only adds traffic.
         """
         if (kind, cp) not in self._least_cut:
             self._least_cut[kind, cp] = self._least(kind, cp) if self.work.times(self.role, kind) else 0.0
@@ -181,23 +166,23 @@ class OnGrid:
         share = samples * cp / (self.shape.num_ranks // (grid.tp * grid.pp))
         seconds = estimator.forward(load) if is_score else estimator.train(load)
         calls = 1 if is_score else load.num_updates
-        return seconds / filling * share / math.ceil(share - 1e-9) + calls * dispatch(self.work.hardware, self.shape)
+        return seconds / filling * share / math.ceil(share - 1e-9) + calls * self.call_seconds
 
     @cached_property
     def layer(self) -> LayerSizes:
-        """One layer on a rank."""
+        """Sizes of one layer on a rank."""
         model, grid = self.role.model, self.grid
         sizes = (grid.tp, grid.expert_tp, grid.sequence_parallel, self.role.element)
         return LayerSizes.of(model.family, model.shape, model.routing, *sizes)
 
-    # Bytes of a pass beside what is held
+    # Bytes of a pass in addition to permanent bytes
 
     def bytes_of(self, option: Option) -> list[int]:
-        """On each stage that is looked at."""
+        """Return the bytes that a pass needs in addition, on each sampled stage."""
         if id(option) not in self._bytes:
             self._bytes[id(option)] = [
                 sum(self._stage(option, pp_rank, held).values())
-                for pp_rank, held in zip(looked_at(self.grid.pp), self.held, strict=True)
+                for pp_rank, held in zip(sampled_stages(self.grid.pp), self.held, strict=True)
             ]
         return self._bytes[id(option)]
 
@@ -230,9 +215,3 @@ class OnGrid:
 
 def _order(option: Option) -> tuple[float, int]:
     return (option.seconds, -(option.one.max_tokens or option.one.num_rows))
-
-
-def dispatch(hardware: Hardware, shape: GridShape) -> float:
-    """Seconds of one call, as `step_time.dispatch_seconds`."""
-    direct = shape.num_ranks if shape.num_ranks <= MOST_DIRECT else shape.num_nodes + shape.per_node
-    return hardware.overheads.call * direct

@@ -1,7 +1,7 @@
-"""The best layouts of one pool: for each set of roles on so many ranks those that no other one beats in everything.
+"""The best layouts of one pool: for each set of roles and number of ranks the Pareto front of layouts.
 
-A pool is judged by its seconds of scores, of updates, of generation and of the transition: a step takes the longest of
-all pools' scores and updates, and the sum of the others.
+The objectives are seconds of scores, of updates, of generation and of the transition. A step takes the longest scores
+and the longest updates of all pools, plus generation and transition.
 """
 
 from __future__ import annotations
@@ -13,34 +13,50 @@ from functools import cached_property
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.ledger.mapping.grids import Grid, GridShape, Room, grids
 from megatron_rl.ledger.mapping.map_work import LEVELS, MapWork, rollout_sizes
-from megatron_rl.ledger.mapping.pass_cuts import OnGrid, Option, dispatch
-from megatron_rl.ledger.mapping.shards import SLACK, ActorBytes, ModelShards, StageHeld, looked_at, rollout_shard
-from megatron_rl.ledger.mapping.transition_seconds import in_place_seconds, received_seconds, sent_seconds
+from megatron_rl.ledger.mapping.pass_cuts import OnGrid, Option
+from megatron_rl.ledger.mapping.shards import (
+    SLACK,
+    ActorBytes,
+    ModelShards,
+    StageHeld,
+    in_place_seconds,
+    received_seconds,
+    rollout_shard,
+    sampled_stages,
+    sent_seconds,
+)
 from megatron_rl.ledger.planner.memory import engine_bytes
+from megatron_rl.ledger.planner.step_time import dispatch_seconds
 
 MOST_CUT = 512
-"""GPUs up to which CP is tried of every layout; of more only where passes do not fit without it."""
+"""Up to this many GPUs CP is tried for every layout; above, only where passes do not fit without it."""
 NO_WORK = (0.0, 0.0)
-"""Of ranks that share no cores, `PoolChoice.work`."""
+"""`PoolChoice.work` where ranks share no cores."""
 DROP = "actor_rollout_ref.rollout.drop_train_weights"
-"""The key of a choice that is not tried, but may be kept."""
+"""A key whose values are not searched, but may be kept."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How a pool generates. seconds: without the transition; offload: of what rests."""
+    """How a pool generates. seconds: of a batch, without the transition. steady: of a batch when running ahead.
+
+    offloaded: the entry of `LEVELS`. offload: seconds of moving that to the host and back.
+    """
 
     tp: int
     kv_bytes: int
     seconds: float
     steady: float
-    resting: tuple[str, ...]
+    offloaded: tuple[str, ...]
     offload: float
 
 
 @dataclass(frozen=True)
 class PoolChoice:
-    """One layout of a pool. reshard: of a transition in place all, else this side's part."""
+    """One layout of a pool. options: role -> kind of pass -> how it is cut into micro-batches.
+
+    score, update, gen, reshard: seconds. Between two pools reshard is this pool's side of the transition.
+    """
 
     block: tuple[str, ...]
     units: int
@@ -55,21 +71,21 @@ class PoolChoice:
 
     @cached_property
     def work(self) -> tuple[float, float]:
-        """Rank-seconds of scores and of updates, where ranks share cores; else 0."""
-        found = {"score": 0.0, "update": 0.0}
+        """Rank-seconds of scores and of updates where ranks share cores, else 0."""
+        total = {"score": 0.0, "update": 0.0}
         for options in self.options.values():
             for kind, option in options.items():
-                found[kind] += option.work
-        return (found["score"], found["update"])
+                total[kind] += option.work
+        return (total["score"], total["update"])
 
     @cached_property
     def vector(self) -> tuple[float, ...]:
-        """What it is judged by."""
+        """The objectives of the Pareto front."""
         return (self.score, self.update, self.gen, self.reshard, *self.work)
 
 
 class Pools:
-    """Layouts of every set of roles, made when they are asked for and kept."""
+    """Layouts of every set of roles, computed when first needed and cached."""
 
     def __init__(self, work: MapWork) -> None:
         self.work = work
@@ -82,18 +98,18 @@ class Pools:
         self._engines: dict[int, int] = {}
 
     def front(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
-        """Layouts of the roles `block` on so many units, none of which is beaten by another; empty: nothing fits."""
+        """Return the Pareto front of the layouts of `block` on `units` units; empty where nothing fits."""
         key = (block, units)
         if key not in self._fronts:
             self._fronts[key] = self._made(block, units)
         return self._fronts[key]
 
     def layouts(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
-        """All of them, also those that others beat, each with its fastest passes that fit."""
+        """Return all layouts, each with the fastest passes that fit."""
         return list(self._choices(block, units))
 
     def _made(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
-        """Layouts without CP first, then those with it of which a bound says that they may add something."""
+        """Compute the front: layouts without CP first, then those with CP that a lower bound does not rule out."""
         shape, names = self.work.cluster.shape(units), tuple(name for name in block if name != ROLLOUT)
         if not names:
             return undominated(self._choices(block, units), [])
@@ -123,10 +139,10 @@ class Pools:
         return kept
 
     def _ways(self, block: tuple[str, ...], units: int, grid: Grid, found: list[PoolChoice]) -> list[PoolChoice]:
-        """How `grid`, and with it every layout that cuts its sequences, can generate and change over.
+        """Return how `grid`, and every layout that adds CP to it, can generate and make its transition.
 
-        found: its choices. Where there are none, or a rollout's weights take room from passes, some passes may have
-        been too large, and every way counts.
+        found: the choices of `grid`. Without any, or where a rollout's weights take room from passes, some passes may
+        have been too large, so that every way to generate counts.
         """
         if found and (ACTOR in block or ROLLOUT not in block):
             return found
@@ -141,7 +157,9 @@ class Pools:
         return [PoolChoice(block, units, shape, grid, {}, None, 0.0, 0.0, 0.0, reshard)]
 
     def _is_beaten(self, grid: Grid, cp: int, ways: Sequence[PoolChoice], kept: Sequence[PoolChoice]) -> bool:
-        """Whether none of these ways can add anything with sequences of `grid` cut over so many ranks, or more."""
+        """Return whether layouts that add CP of `cp` or more to `grid` cannot enter the front, whichever way they
+        generate.
+        """
         roles = [self.on_grid(name, grid, ways[0].shape) for name in ways[0].block if name != ROLLOUT]
         score, update = (
             sum(role.least_cut(kind, cp) for role in roles if kind in role.kinds) for kind in ("score", "update")
@@ -150,7 +168,7 @@ class Pools:
         return all(any(beats(one.vector, (score, update, *other, *NO_WORK)) for one in kept) for other in others)
 
     def _cut(self, block: tuple[str, ...], units: int, grid: Grid, found: Sequence[PoolChoice]) -> Iterator[PoolChoice]:
-        """As `_on`, of a layout that cuts sequences. found: those of the one that does not, which generate the same."""
+        """Yield the choices of a layout with CP. found: those of the same layout without it, which generate equally."""
         if not found or (ACTOR not in block and ROLLOUT in block):
             yield from self._on(block, units, grid)
             return
@@ -164,7 +182,7 @@ class Pools:
                 yield replace(choice, grid=grid, options=options, score=score, update=update)
 
     def _choices(self, block: tuple[str, ...], units: int) -> Iterator[PoolChoice]:
-        """All that there are."""
+        """Yield every choice of every layout."""
         shape = self.work.cluster.shape(units)
         names = tuple(name for name in block if name != ROLLOUT)
         if not names:
@@ -181,7 +199,7 @@ class Pools:
         if ACTOR in block or ROLLOUT not in block:
             yield from self._with_passes(block, units, grid, roles, total, sizes)
             return
-        for tp in sizes:  # its weights stay beside the other roles of its pool
+        for tp in sizes:  # the rollout's weights stay on the device together with the other roles
             more = [size + self._own(tp) for size in total]
             yield from self._with_passes(block, units, grid, roles, more, [tp])
 
@@ -194,7 +212,9 @@ class Pools:
         total: Sequence[int],
         rollout_tps: Sequence[int],
     ) -> Iterator[PoolChoice]:
-        """One layout with the fastest passes that fit. total: bytes that are always there, of each stage looked at."""
+        """Yield the choices of one layout, with the fastest passes that fit. total: permanent bytes of each sampled
+        stage.
+        """
         shape = self.work.cluster.shape(units)
         room = [int(self.work.usable / SLACK) - size for size in total]
         if min(room) < 0:
@@ -214,7 +234,7 @@ class Pools:
         yield PoolChoice(block, units, shape, grid, options, None, score, update, 0.0, reshard)
 
     def _fastest(self, roles: Sequence[OnGrid], room: list[int]) -> dict[str, dict[str, Option]] | None:
-        """Role -> kind of pass -> the fastest that fits; None: some pass has none."""
+        """Return role -> kind of pass -> the fastest option that fits; None where a pass has none."""
         options: dict[str, dict[str, Option]] = {}
         for role in roles:
             picked = {kind: role.first_fit(kind, room) for kind in role.kinds}
@@ -224,7 +244,7 @@ class Pools:
         return options
 
     def grids(self, names: tuple[str, ...], shape: GridShape) -> list[Grid]:
-        """Layouts of these roles; none where their dtype or vocabulary padding differ."""
+        """Return the layouts that these roles can share; none where dtype or vocabulary padding differ."""
         key = (names, shape)
         if key not in self._grids:
             roles = [self.work.roles[name] for name in names]
@@ -247,7 +267,7 @@ class Pools:
         return self._grids[key]
 
     def on_grid(self, name: str, grid: Grid, shape: GridShape) -> OnGrid:
-        """One role on one layout."""
+        """Return one role on one layout."""
         key = (name, grid, shape)
         if key not in self._on_grid:
             role = self.work.roles[name]
@@ -262,7 +282,7 @@ class Pools:
         return self.work.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
 
     def _saves(self, roles: Sequence[OnGrid], room: Sequence[int]) -> bool:
-        """Whether a save's copies fit, which are in the ranks' own memory on CPUs alone."""
+        """Return whether the copies of a checkpoint save fit. Only on CPUs they are in the memory of the ranks."""
         if self.work.device != "cpu":
             return True
         copied = [0] * len(room)
@@ -283,7 +303,7 @@ class Pools:
         training: tuple[float, float],
         rollout_tps: Sequence[int],
     ) -> Iterator[PoolChoice]:
-        """Every way to generate. training: seconds of the pool's scores and updates."""
+        """Yield every way to generate. training: seconds of the pool's scores and updates."""
         in_place, shape = ACTOR in block, self.work.cluster.shape(units)
         for tp in rollout_tps:
             if not self.work.keeps.allow({"actor_rollout_ref.rollout.tensor_model_parallel_size": tp}):
@@ -297,11 +317,12 @@ class Pools:
                     reshard = in_place_seconds(self.work, self.actor_bytes, grid, shape, tp)
                 else:
                     reshard = received_seconds(self.work, self.shard(tp))
-                gen = generation.seconds + generation.offload + dispatch(self.work.hardware, shape)
+                gen = generation.seconds + generation.offload
+                gen += dispatch_seconds(shape.num_nodes, shape.per_node, self.work.hardware)
                 yield PoolChoice(block, units, shape, grid, options, generation, *training, gen, reshard)
 
     def shard(self, tp: int) -> int:
-        """Bytes of the policy on each rank of a rollout."""
+        """Return the bytes of the policy on each rank of a rollout."""
         return self._rollout_shards[tp]
 
     @cached_property
@@ -316,12 +337,12 @@ class Pools:
     def _generations(
         self, tp: int, shape: GridShape, grid: Grid | None, roles: Sequence[OnGrid], in_place: bool
     ) -> Iterator[Generation]:
-        """The levels of what rests, as far as each gives room that those before it do not."""
+        """Yield one way to generate for each offload level that makes room for a larger cache than those before it."""
         work, best = self.work, -1
-        for resting in LEVELS if roles else LEVELS[:1]:
-            if not self._may_rest(roles, resting):
+        for offloaded in LEVELS if roles else LEVELS[:1]:
+            if not self._may_offload(roles, offloaded):
                 continue
-            kv_bytes = self._cache_bytes(tp, shape, self._room(tp, grid, roles, resting, in_place))
+            kv_bytes = self._cache_bytes(tp, shape, self._room(tp, grid, roles, offloaded, in_place))
             if kv_bytes is None or kv_bytes <= best:
                 continue
             best = kv_bytes
@@ -330,16 +351,16 @@ class Pools:
             max_seqs = max(1, min(work.load.max_seqs, fitting))
             seconds = work.generation(shape, tp, max_seqs)
             steady = work.steady_generation(shape, tp, max_seqs) if not in_place and work.may_run_ahead else seconds
-            yield Generation(tp, kv_bytes, seconds, steady, resting, self._offload_seconds(roles, resting))
+            yield Generation(tp, kv_bytes, seconds, steady, offloaded, self._offload_seconds(roles, offloaded))
 
-    def _may_rest(self, roles: Sequence[OnGrid], resting: tuple[str, ...]) -> bool:
+    def _may_offload(self, roles: Sequence[OnGrid], offloaded: tuple[str, ...]) -> bool:
         keeps = self.work.keeps
-        return not keeps.values or all(keeps.allow(role.role.resting[resting]) for role in roles)
+        return not keeps.values or all(keeps.allow(role.role.offloads[offloaded]) for role in roles)
 
     def _room(
-        self, tp: int, grid: Grid | None, roles: Sequence[OnGrid], resting: tuple[str, ...], in_place: bool
+        self, tp: int, grid: Grid | None, roles: Sequence[OnGrid], offloaded: tuple[str, ...], in_place: bool
     ) -> int:
-        """Bytes that are left for the cache on the worst stage, at the start and while generating; below 0: too few."""
+        """Return the bytes left for the cache on the worst stage, at the start and during generation; below 0: none."""
         work = self.work
         engine = self._engine(tp)
         own = 0 if in_place else self._own(tp)
@@ -347,7 +368,7 @@ class Pools:
         for number in range(len(roles[0].held) if roles else 1):
             on_stage = [role.held[number] for role in roles]
             start = sum(one.total - one.moments for one in on_stage)
-            staying = sum(stays(role.role.name, one, resting) for role, one in zip(roles, on_stage, strict=True))
+            staying = sum(stays(role.role.name, one, offloaded) for role, one in zip(roles, on_stage, strict=True))
             foreign = self._foreign(tp, grid, roles, number) if in_place and grid is not None else 0
             if staying + own + foreign + self._bucket > work.usable:
                 return -1
@@ -355,7 +376,7 @@ class Pools:
         return min(rooms)
 
     def _own(self, tp: int) -> int:
-        """Weights of a rollout apart from the actor, with those that arrive beside them where it may run ahead."""
+        """Return the bytes of a separate rollout's weights, with the second buffer where generation may run ahead."""
         config = self.work.config.async_training
         in_slices = config.partial_rollout or self.work.may_run_ahead
         return self.shard(tp) * (2 if in_slices and config.second_buffer else 1)
@@ -367,7 +388,7 @@ class Pools:
         return self._engines[tp]
 
     def _foreign(self, tp: int, grid: Grid, roles: Sequence[OnGrid], number: int) -> int:
-        """What a rank needs for generation and does not read in training's own memory."""
+        """Return the bytes that a rank needs for generation besides its training weights."""
         whole = self.shard(tp)
         if (
             self.work.keeps.values.get(DROP)
@@ -376,11 +397,14 @@ class Pools:
         ):
             return whole
         actor = next(role for role in roles if role.role.name == ACTOR)
-        layers = sum(actor.role.chunks(grid)[looked_at(grid.pp)[number]])
+        layers = sum(actor.role.chunks(grid)[sampled_stages(grid.pp)[number]])
         return max(0, whole - layers * self.actor_bytes.layer // tp)
 
     def _cache_bytes(self, tp: int, shape: GridShape, room: int) -> int | None:
-        """As much as all sequences of a replica need, or as there is room for, in steps of a sixteenth."""
+        """Return the bytes of the cache: for all sequences of a replica, or as many as fit in steps of a sixteenth.
+
+        None where not even the longest sequence fits, or a kept value does not.
+        """
         work, key = self.work, "actor_rollout_ref.rollout.kv_cache_memory_bytes"
         cache, load = work.cache(tp), work.load
         least = cache.needed_bytes(work.longest)
@@ -400,32 +424,32 @@ class Pools:
         tokens = (sequences >> shift << shift) * mean
         return min(room, max(least, (int(-(-tokens // cache.block_size)) + 1) * cache.block_bytes))
 
-    def _offload_seconds(self, roles: Sequence[OnGrid], resting: tuple[str, ...]) -> float:
-        """As `step_time.offload_seconds`."""
+    def _offload_seconds(self, roles: Sequence[OnGrid], offloaded: tuple[str, ...]) -> float:
+        """Return the seconds of moving what is offloaded to the host and back, as `step_time.offload_seconds` does."""
         moved = 0
         for role in roles:
             moved += max(
-                (one.params if "param_offload" in resting and role.role.name != ACTOR else 0)
-                + (one.moments + one.masters if "optimizer_offload" in resting else 0)
+                (one.params if "param_offload" in offloaded and role.role.name != ACTOR else 0)
+                + (one.moments + one.masters if "optimizer_offload" in offloaded else 0)
                 for one in role.held
             )
         return 2 * moved / self.work.hardware.host_bandwidth
 
 
-def stays(name: str, one: StageHeld, resting: tuple[str, ...]) -> int:
-    """What of a role is there while its pool generates."""
+def stays(name: str, one: StageHeld, offloaded: tuple[str, ...]) -> int:
+    """Return the bytes of a role that stay on the device while its pool generates."""
     size = one.total
-    if "grad_offload" in resting:
+    if "grad_offload" in offloaded:
         size -= one.grads
-    if "optimizer_offload" in resting:
+    if "optimizer_offload" in offloaded:
         size -= one.moments + one.masters
-    if "param_offload" in resting and name != ACTOR:
+    if "param_offload" in offloaded and name != ACTOR:
         size -= one.params
     return size
 
 
 def seconds_of(options: dict[str, dict[str, Option]]) -> tuple[float, float]:
-    """Of all scores, and of all updates."""
+    """Return the seconds of all scores and of all updates."""
     score, update = (
         sum(found[kind].seconds for found in options.values() if kind in found) for kind in ("score", "update")
     )
@@ -433,12 +457,12 @@ def seconds_of(options: dict[str, dict[str, Option]]) -> tuple[float, float]:
 
 
 def beats(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether it is as good in every number, or better."""
+    """Return whether `one` is at most `other` in every number."""
     return all(a <= b for a, b in zip(one, other, strict=True))
 
 
 def undominated(choices: Iterable[PoolChoice], kept: list[PoolChoice]) -> list[PoolChoice]:
-    """Of these and those that were kept: the ones that no other one equals or beats; of equal ones the first."""
+    """Return the Pareto front of `kept` and `choices`; of equal ones the first."""
     for choice in choices:
         vector = choice.vector
         if not any(beats(one.vector, vector) for one in kept):

@@ -15,8 +15,7 @@ from megatron_rl.config.roles import REWARD_POOL, ROLLOUT_POOL
 from megatron_rl.config.schema import PoolConfig, RunConfig
 from megatron_rl.config.trainer import GLOBAL_POOL
 from megatron_rl.errors import ConfigError, Violation
-from megatron_rl.ledger.mapping.keeps import Keeps
-from megatron_rl.ledger.mapping.map_work import ClusterSize, MapWork
+from megatron_rl.ledger.mapping.map_work import ClusterSize, Keeps, MapWork
 from megatron_rl.ledger.planner.checked import only_ppo
 from megatron_rl.ledger.planner.hardware import Hardware
 from megatron_rl.ledger.planner.hub_cache import with_local_models

@@ -1,4 +1,4 @@
-"""A placement as settings: every key that it decides, explicitly, so that nothing follows another role's."""
+"""A placement as settings: every key that it decides is set, so that no role inherits another role's value."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from megatron_rl.ledger.mapping.search import Placed
 
 
 def settings_of_placement(work: MapWork, names: PoolNames, placed: Placed) -> dict[str, Any]:
-    """Dotted key -> value, for the configuration that `work` was made of."""
-    found: dict[str, Any] = {}
+    """Return dotted key -> value, for the configuration of `work`."""
+    settings: dict[str, Any] = {}
     for choice in placed.choices:
-        found |= names.size_settings(choice.block, choice.units)
-    found |= _old_ways(work, placed)
+        settings |= names.size_settings(choice.block, choice.units)
+    settings |= _verl_pools(work, placed)
     for choice in placed.choices:
-        found |= _of_pool(work, names, choice)
+        settings |= _of_pool(work, names, choice)
     if REFERENCE not in work.roles:
         grid = placed.choices[0].grid
         assert grid is not None  # the actor's
-        found |= {f"{REF}.pool": GLOBAL_POOL} | {f"{REF}.megatron.{key}": value for key, value in grid.settings.items()}
+        settings |= {f"{REF}.pool": GLOBAL_POOL} | {
+            f"{REF}.megatron.{key}": value for key, value in grid.settings.items()
+        }
     generation = next(choice.generation for choice in placed.choices if choice.generation is not None)
     decided = {
         f"{ROLLOUT_KEY}.tensor_model_parallel_size": generation.tp,
@@ -38,45 +40,45 @@ def settings_of_placement(work: MapWork, names: PoolNames, placed: Placed) -> di
         DROP: False,
         "trainer.rollout_ahead": placed.ahead,
     }
-    return found | decided | {key: work.keeps.values[key] for key in decided if key in work.keeps.values}
+    return settings | decided | {key: work.keeps.values[key] for key in decided if key in work.keeps.values}
 
 
-def _old_ways(work: MapWork, placed: Placed) -> dict[str, Any]:
-    """verl's keys that make pools, out of the way where they are set."""
-    shared, reward, found = work.config.actor_rollout_ref, work.config.reward_model, dict[str, Any]()
+def _verl_pools(work: MapWork, placed: Placed) -> dict[str, Any]:
+    """Return settings that reset verl's own keys for pools, where they are set."""
+    shared, reward, settings = work.config.actor_rollout_ref, work.config.reward_model, dict[str, Any]()
     if shared.hybrid_engine is not None:
         together = any(ACTOR in choice.block and ROLLOUT in choice.block for choice in placed.choices)
         keep = HYBRID in work.keeps.values or (shared.hybrid_engine and together)
-        found[HYBRID] = shared.hybrid_engine if keep else None
+        settings[HYBRID] = shared.hybrid_engine if keep else None
     if shared.rollout.nnodes:
-        found[f"{ROLLOUT_KEY}.nnodes"] = 0
+        settings[f"{ROLLOUT_KEY}.nnodes"] = 0
     if reward.enable_resource_pool:
-        found |= {"reward_model.enable_resource_pool": False, "reward_model.nnodes": 0}
-    return found
+        settings |= {"reward_model.enable_resource_pool": False, "reward_model.nnodes": 0}
+    return settings
 
 
 def _of_pool(work: MapWork, names: PoolNames, choice: PoolChoice) -> dict[str, Any]:
-    found: dict[str, Any] = {f"{names.keys[name]}.pool": names.name(choice.block) for name in choice.block}
-    resting = choice.generation.resting if choice.generation is not None else ()
+    settings: dict[str, Any] = {f"{names.keys[name]}.pool": names.name(choice.block) for name in choice.block}
+    level = choice.generation.offloaded if choice.generation is not None else ()
     for name in choice.block:
         if name == ROLLOUT:
             continue
         assert choice.grid is not None  # a pool of roles on Megatron's grid
         role = work.roles[name]
-        found |= {f"{role.group}.{key}": value for key, value in choice.grid.settings.items()}
-        found |= role.resting[resting]
-        if choice.generation is None:  # of no effect where nothing is generated, so that a kept value may stay
-            found |= {key: value for key, value in work.keeps.values.items() if key in role.resting[resting]}
+        settings |= {f"{role.group}.{key}": value for key, value in choice.grid.settings.items()}
+        settings |= role.offloads[level]
+        if choice.generation is None:  # has no effect in a pool that does not generate: a kept value may stay
+            settings |= {key: value for key, value in work.keeps.values.items() if key in role.offloads[level]}
         for option in choice.options[name].values():
-            found |= option.settings
+            settings |= option.settings
         if not role.spec.is_trained and role.spec.megatron.override_transformer_config != OverrideTransformerConfig():
             group = f"{role.group}.override_transformer_config"
-            found |= {f"{group}.{key}": None for key in RECOMPUTE}
-    return found
+            settings |= {f"{group}.{key}": None for key in RECOMPUTE}
+    return settings
 
 
 def configured(base: RunConfig, settings: dict[str, Any]) -> RunConfig:
-    """A copy with these settings. Pools of the base that they do not size are gone."""
+    """Return a copy with these settings. Pools of the base without a size in them are removed."""
     changed = copy.deepcopy(base)
     sized = {key.split(".")[1] for key in settings if key.startswith("pools.")}
     kept = {name: pool for name, pool in changed.pools.items() if name in sized}

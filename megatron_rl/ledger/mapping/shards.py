@@ -1,28 +1,35 @@
-"""What a role holds on the ranks of a stage, in closed form: one layer's shards times the layers of the stage.
+"""Closed forms of `map`: bytes that a role holds on a stage, and seconds of a transition.
 
-`ledger.planner.memory` lays out every buffer of every stage. Here the first, the second and the last stage stand for
-all: of those between the second keeps the most activations. Padding is rounded up, so that this is never less.
+A stage holds one layer's shards times its layers. `ledger.planner.memory` lays out every buffer of every stage. Here
+the first, the second and the last stage stand for all: of those between, the second keeps the most activations.
+Padding is rounded up, so that the closed form is never less. A placement that `map` offers is counted again by the
+exchange plan itself.
+
+in place       a rank receives M / t_g less what it holds; bytes that its node lacks cross the network once for the
+               node's ranks that need the same, and are passed on inside
+between pools  a rollout rank receives M / t_g; training sends each stage once, spread over the stage's ranks
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_rl.ledger.mapping.grids import Grid, GridShape
-from megatron_rl.ledger.mapping.map_work import RoleWork
+from megatron_rl.ledger.mapping.map_work import MapWork, RoleWork
 from megatron_rl.ledger.planner.memory import LargestGradients, trained_held
-from megatron_rl.ledger.planner.weights import BUCKET_MULTIPLE, EMBEDDING, LAYER, is_tied
+from megatron_rl.ledger.planner.time import LINK_EFFICIENCY
+from megatron_rl.ledger.planner.weights import BUCKET_MULTIPLE, EMBEDDING, LAYER, aligned, is_tied
 from megatron_rl.model.families import HEAD, VOCAB_PADDING
 from megatron_rl.parallel.sharding import Place, shard_of, vocab_multiple
 
-ALIGNMENT = 64
 SLACK = 1.002
-"""What buckets, foreign slots and rounding may take beyond the closed form."""
+"""Factor for what buckets, foreign slots and rounding may take beyond the closed form."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Elements of one stage of TP x EP ranks. params: as many as there are; numel: with alignment."""
+    """Elements on one rank of a stage. params: without alignment; numel: with it."""
 
     dense_params: int
     dense_numel: int
@@ -43,14 +50,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class StageHeld:
-    """Bytes that a role holds for good on a rank of one stage."""
+    """Bytes that a role holds permanently on a rank of one stage. share: elements whose optimizer state it keeps."""
 
     params: int
     grads: int = 0
     moments: int = 0
     masters: int = 0
     share: int = 0
-    """Elements of the optimizer's state."""
 
     @property
     def total(self) -> int:
@@ -59,7 +65,7 @@ class StageHeld:
 
 @dataclass(frozen=True)
 class ModelShards:
-    """One model cut by a grid: a layer, the embedding, and what is after the layers."""
+    """One model sharded by a grid: a layer, the embedding, and the parameters after the layers."""
 
     layer: Counts
     embedding: Counts
@@ -70,7 +76,7 @@ class ModelShards:
 
     @classmethod
     def of(cls, role: RoleWork, tp: int, ep: int, expert_tp: int) -> ModelShards:
-        """Of a role's model: one that ends in a value has no vocabulary in its tail."""
+        """Shard a role's model. A value model has no vocabulary matrix in its tail."""
         specs = role.model.value_specs if role.spec.has_value_head else role.model.specs
         place = Place(0, tp, vocab_multiple(role.spec.megatron.make_vocab_size_divisible_by, tp), 0, ep, 0, expert_tp)
         layer, embedding, tail = list[tuple[int, bool]](), list[tuple[int, bool]](), list[tuple[int, bool]]()
@@ -96,19 +102,18 @@ class ModelShards:
 def _counts(tensors: list[tuple[int, bool]]) -> Counts:
     dense = [numel for numel, is_expert in tensors if not is_expert]
     experts = [numel for numel, is_expert in tensors if is_expert]
-    aligned = [sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in group) for group in (dense, experts)]
-    return Counts(sum(dense), aligned[0], sum(experts), aligned[1])
+    return Counts(sum(dense), sum(map(aligned, dense)), sum(experts), sum(map(aligned, experts)))
 
 
-def looked_at(pp_size: int) -> list[int]:
-    """The stages that stand for all."""
+def sampled_stages(pp_size: int) -> list[int]:
+    """Return the pipeline stages that stand for all."""
     return sorted({0, min(1, pp_size - 1), pp_size - 1})
 
 
 def stage_counts(shards: ModelShards, role: RoleWork, grid: Grid) -> list[Counts]:
-    """Of the stages that are looked at."""
-    chunks, found = role.chunks(grid), []
-    for pp_rank in looked_at(grid.pp):
+    """Return the elements on each sampled stage."""
+    chunks, stages = role.chunks(grid), []
+    for pp_rank in sampled_stages(grid.pp):
         counts = shards.layer.times(sum(chunks[pp_rank]))
         if pp_rank == 0:
             counts += shards.embedding
@@ -116,12 +121,12 @@ def stage_counts(shards: ModelShards, role: RoleWork, grid: Grid) -> list[Counts
             counts += shards.tail
             if shards.is_tied and grid.pp == 1:
                 counts += Counts(-shards.head_numel, -shards.head_numel, 0, 0)
-        found.append(counts)
-    return found
+        stages.append(counts)
+    return stages
 
 
 def held(role: RoleWork, counts: list[Counts], grid: Grid, shape: GridShape, device: str) -> list[StageHeld]:
-    """Bytes on the stages that are looked at."""
+    """Return the permanent bytes on each sampled stage."""
     if not role.spec.is_trained:
         return [StageHeld((one.dense_params + one.expert_params) * role.element) for one in counts]
     dp = shape.num_ranks // (grid.tp * grid.pp)
@@ -141,7 +146,7 @@ def held(role: RoleWork, counts: list[Counts], grid: Grid, shape: GridShape, dev
 
 @dataclass(frozen=True)
 class ActorBytes:
-    """The policy between pools and stages, in bytes. shard: what a rollout rank of `tp` holds; padding included."""
+    """Bytes of the policy: of the whole model, the embedding, one layer, and the parameters after the layers."""
 
     model: int
     embedding: int
@@ -150,7 +155,7 @@ class ActorBytes:
 
     @classmethod
     def of(cls, role: RoleWork) -> ActorBytes:
-        """Without padding; a tied head is the embedding."""
+        """Count without padding; a tied head is the embedding."""
         sizes = {"embedding": 0, "layer": 0, "tail": 0}
         tied = is_tied(role.model.specs)
         for name, spec in role.model.specs.items():
@@ -163,20 +168,48 @@ class ActorBytes:
         return cls(model, sizes["embedding"], sizes["layer"], sizes["tail"])
 
     def stage(self, role: RoleWork, grid: Grid, pp_rank: int) -> int:
-        """Of a whole stage, over all of its TP ranks."""
+        """Return the bytes of a whole stage, over all of its TP ranks."""
         layers = sum(role.chunks(grid)[pp_rank])
         ends = (self.embedding if pp_rank == 0 else 0) + (self.tail if pp_rank == grid.pp - 1 else 0)
         return layers * self.layer + ends
 
 
 def rollout_shard(role: RoleWork, tp: int) -> int:
-    """Bytes that each rank of a rollout at TP `tp` holds of the policy, rows of padding included."""
+    """Return the bytes of the policy on each rank of a rollout at TP `tp`, rows of padding included."""
     place, found = Place(0, tp, VOCAB_PADDING, 0, 1, 0, tp), 0
     tensors = {spec.tensor.name: (name, spec.tensor) for name, spec in role.model.specs.items()}
     for name, tensor in tensors.values():
         layer = LAYER.match(name)
         if layer and int(layer[1]):
             continue
-        numel = -(-shard_of(tensor, place).numel // ALIGNMENT) * ALIGNMENT
+        numel = aligned(shard_of(tensor, place).numel)
         found += numel * (role.sizes.num_hidden_layers if layer else 1)
     return found * role.element
+
+
+def in_place_seconds(work: MapWork, actor: ActorBytes, grid: Grid, shape: GridShape, rollout_tp: int) -> float:
+    """Return the seconds of the rank that lacks most: one of a middle stage, as the ends hold a vocabulary matrix."""
+    stage_size = shape.num_ranks // grid.pp
+    together = math.lcm(grid.tp, rollout_tp) // rollout_tp
+    own = actor.stage(work.actor, grid, min(1, grid.pp - 1))
+    lacking = actor.model / rollout_tp - (own / grid.tp if rollout_tp <= grid.tp else 0.0)
+    on_node = max(1, min(grid.pp, shape.per_node // stage_size))
+    # Stages of a node need different shards where a rollout TP group spans them.
+    different = min(on_node, rollout_tp // math.gcd(rollout_tp, stage_size))
+    shared = together * on_node / different
+    beyond = actor.model - own * on_node if on_node < grid.pp else 0.0
+    far = max(0.0, beyond / rollout_tp / shared)
+    near = max(0.0, lacking - far)
+    gpu = work.hardware
+    return (far / gpu.network_bandwidth + near / gpu.link_bandwidth) / LINK_EFFICIENCY
+
+
+def received_seconds(work: MapWork, shard: int) -> float:
+    """Return the seconds of a rollout rank of a separate pool."""
+    return shard / work.hardware.network_bandwidth / LINK_EFFICIENCY
+
+
+def sent_seconds(work: MapWork, actor: ActorBytes, grid: Grid, shape: GridShape) -> float:
+    """Return the seconds of a training rank that sends to a separate pool."""
+    stages = (actor.stage(work.actor, grid, pp_rank) for pp_rank in sampled_stages(grid.pp))
+    return max(stages) / (shape.num_ranks // grid.pp) / work.hardware.network_bandwidth / LINK_EFFICIENCY

@@ -9,7 +9,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import PoolSize, pool_sizes, roles_of, rollout_pool
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.config.tasks import SFT
-from megatron_rl.ledger.planner.recompute import Recompute
+from megatron_rl.ledger.planner.activations import Recompute
 
 UNDEFINED = "-"
 

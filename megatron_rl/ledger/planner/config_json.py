@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 from collections.abc import Callable
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_rl.config.file_kinds import instead_of_file
+from megatron_rl.ledger.planner.hub_cache import model_folder
 
 LARGEST_FILE = 16 << 20
 """Bytes; real ones have a few thousand."""
@@ -143,3 +149,22 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "model_type": (_is_name, "a name"),
 }
 """Keys that may be left out or null, whether a value is right, and what it must be."""
+
+
+@cache
+def _features() -> dict[str, str]:
+    text = resources.files("megatron_rl.config.foreign").joinpath("architectures.yaml").read_text()
+    return dict(yaml.safe_load(text))
+
+
+def feature_of(architecture: str) -> str:
+    """What a model of an unknown architecture needs."""
+    return next(feature for pattern, feature in _features().items() if fnmatch.fnmatchcase(architecture, pattern))
+
+
+def model_facts(path: str) -> dict[str, Any]:
+    """config.json of a folder, or of the local cache's model of that name; empty where none can be read."""
+    try:
+        return read_config_json(model_folder(path) / "config.json")
+    except (ConfigJsonError, OSError):
+        return {}

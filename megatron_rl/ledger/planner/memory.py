@@ -20,9 +20,9 @@ from megatron_rl.ledger.planner.activations import (
     FP32,
     LayerBlock,
     LayerSizes,
+    Recompute,
     in_flight,
 )
-from megatron_rl.ledger.planner.recompute import Recompute
 from megatron_rl.ledger.planner.run_models import PlannedModel, RunModels
 from megatron_rl.ledger.planner.weights import TrainedWeights
 from megatron_rl.model.chunks import chunk_tokens

@@ -14,6 +14,7 @@ from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.config_json import (
     ConfigJsonError,
+    feature_of,
     is_size,
     not_finite,
     read_config_json,
@@ -22,7 +23,6 @@ from megatron_rl.ledger.planner.config_json import (
 )
 from megatron_rl.ledger.planner.folder_files import FolderFiles, lacking_in
 from megatron_rl.ledger.planner.folder_weights import FolderWeights, unread_weights, weights_problems
-from megatron_rl.ledger.planner.foreign_models import feature_of
 from megatron_rl.ledger.planner.hub_cache import is_hub_id
 from megatron_rl.model.families import (
     FAMILIES,

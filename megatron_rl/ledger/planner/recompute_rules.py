@@ -10,8 +10,8 @@ from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.config.roles import ROLLOUT, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
+from megatron_rl.ledger.planner.activations import SELECTIVE
 from megatron_rl.ledger.planner.model_folder import ModelSizes
-from megatron_rl.ledger.planner.recompute import SELECTIVE
 from megatron_rl.parallel.stages import StagePlan
 
 GROUP = "megatron.override_transformer_config"

@@ -1,4 +1,4 @@
-"""The models and grids of a run as the planner sees them: shapes, weights and places, from config.json alone."""
+"""The models and grids of a run as the planner sees them, from config.json alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, plan_memory
 from megatron_rl.hybrid_engine.schedule import make_schedule
 from megatron_rl.ledger.planner.activations import LayerSizes
-from megatron_rl.ledger.planner.alike_layers import AlikeLayers, one_layer_of_each
-from megatron_rl.ledger.planner.weights import TrainedWeights, bucket_numel, tensors_of
+from megatron_rl.ledger.planner.weights import LAYER, TrainedWeights, aligned, bucket_numel, tensors_of
 from megatron_rl.model.families import (
     VOCAB_PADDING,
     Family,
@@ -32,12 +31,12 @@ from megatron_rl.parallel.stages import StagePlan
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NUM_SCRATCH = 4
-"""Messages under way of a transition, as in `hybrid_engine.exchange`."""
+"""Messages in flight during a transition, as in `hybrid_engine.exchange`."""
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """One model: its family, its sizes and, with experts, its routing."""
+    """One model: its family and shape. routing: None for a dense model."""
 
     family: Family
     shape: ModelShape
@@ -45,7 +44,7 @@ class PlannedModel:
 
     @classmethod
     def read(cls, path: str) -> PlannedModel:
-        """From a folder's config.json, which preflight has accepted; settings it leaves out have their defaults."""
+        """Read a folder's config.json, which preflight has accepted. Missing settings take their defaults."""
         settings: Mapping[str, Any] = json.loads((Path(path).expanduser() / "config.json").read_text())
         family = family_of(settings["architectures"])
         settings = family.given(settings)
@@ -64,12 +63,12 @@ class PlannedModel:
 
     @property
     def num_params(self) -> int:
-        """Parameters of the language model, a tied matrix once and without padding."""
+        """Parameters of the language model without padding; a tied matrix counts once."""
         return sum(tensor.numel for tensor in tensors_of(self.specs).values())
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token passes through: of experts only those it is sent to."""
+        """Parameters that one token uses: of the experts only those that it is routed to."""
         experts = sum(tensor.numel for tensor in tensors_of(self.specs).values() if tensor.is_expert)
         if self.routing is None:
             return self.num_params
@@ -79,11 +78,11 @@ class PlannedModel:
 class PoolModels:
     """One pool's roles on its ranks: the grids of training and of generation, and what each stage holds.
 
-    Where nobody but the rollout lives, the ranks are one stage of TP 1.
+    The ranks of a pool with nothing but the rollout are one stage of TP 1.
     """
 
     def __init__(self, spec: PoolSpec, models: Mapping[str, PlannedModel]) -> None:
-        """models: by the path of their folder."""
+        """models: path of a folder -> model."""
         self.spec = spec
         self.megatron = spec.layout
         self.element = ELEMENT_BYTES[self.megatron.dtype]
@@ -96,21 +95,21 @@ class PoolModels:
         self._weights: dict[tuple[str, bool, int | None], TrainedWeights] = {}
 
     def model(self, role: RoleSpec) -> PlannedModel:
-        """What a role runs."""
+        """Return the model of a role."""
         return self._models[role.model_path]
 
     def stages(self, model: PlannedModel) -> StagePlan:
-        """How the layers of a model are shared out."""
+        """Return the pipeline stages of a model."""
         return StagePlan.from_config(model.shape.num_layers, self.megatron)
 
     def layer(self, model: PlannedModel) -> LayerSizes:
-        """One layer of a model on a rank of this pool."""
+        """Return the sizes of one layer of a model on a rank of this pool."""
         grid, sequence_parallel = self.grid, self.megatron.sequence_parallel
         sizes = (grid.tp_size, grid.expert_tp_size, sequence_parallel, self.element)
         return LayerSizes.of(model.family, model.shape, model.routing, *sizes)
 
     def weights(self, role: RoleSpec) -> TrainedWeights:
-        """A role's parameters; the reference holds the same as the actor, but for the padding of buffers."""
+        """Return the parameters of a role. Roles with the same model and buckets share one object."""
         numel = bucket_numel(role.megatron.override_ddp_config, self.grid.num_replicas) if role.is_trained else None
         key = (role.model_path, role.has_value_head, numel)
         if key not in self._weights:
@@ -120,15 +119,76 @@ class PoolModels:
         return self._weights[key]
 
 
+@dataclass(frozen=True)
+class AlikeLayers:
+    """An exchange plan of one layer of each kind and stage, which stands for all layers of that kind and stage.
+
+    A plan of every tensor of a large model takes seconds. Pieces are planned tensor by tensor, so those of one layer
+    times the number of layers equal those of all layers, to the byte.
+    plan: also holds all tensors that belong to no layer. counts: tensor -> how many layers it stands for.
+    """
+
+    plan: ExchangePlan
+    counts: Mapping[str, int]
+
+    def over_network(self, number: int) -> int:
+        """Return the elements that a member receives from other nodes."""
+        members = self.plan.members
+        node = members[number].node
+        pieces = self.plan.plans[number].received
+        return sum(piece.numel * self.counts[piece.name] for piece in pieces if members[piece.source].node != node)
+
+    def received(self, number: int) -> int:
+        """Return the elements that a member receives."""
+        return sum(piece.numel * self.counts[piece.name] for piece in self.plan.plans[number].received)
+
+    def foreign_numel(self, number: int) -> int:
+        """Return the elements of a member's foreign buffer, alignment included; nothing follows the last slot."""
+        slots = self.plan.plans[number].foreign
+        if not slots:
+            return 0
+        total = sum(aligned(slot.shard.numel) * self.counts[slot.name] for slot in slots)
+        return total - aligned(slots[-1].shard.numel) + slots[-1].shard.numel
+
+
+def one_layer_of_each(specs: Mapping[str, ParamSpec], stages: StagePlan) -> tuple[dict[str, ParamSpec], dict[str, int]]:
+    """Return the parameters outside of layers and of the first layer of every kind of every stage, and how many layers
+    of that kind and stage each tensor stands for. Kinds: with experts, without.
+    """
+    kinds = kinds_of(specs)
+    first: dict[int, int] = {}
+    for rank in range(stages.pp_size):
+        here: dict[tuple[str, ...], list[int]] = {}
+        for layer in sorted(layer for chunk in stages.layers(rank) for layer in chunk):
+            here.setdefault(kinds[layer], []).append(layer)
+        first |= {layers[0]: len(layers) for layers in here.values()}
+    kept, counts = {}, {}
+    for name, spec in specs.items():
+        match = LAYER.match(name)
+        if match is None or int(match[1]) in first:
+            kept[name] = spec
+            counts[spec.tensor.name] = 1 if match is None else first[int(match[1])]
+    return kept, counts
+
+
+def kinds_of(specs: Mapping[str, ParamSpec]) -> dict[int, tuple[str, ...]]:
+    """Return layer -> names of its parameters without its number. Layers with equal names are of one kind."""
+    names: dict[int, list[str]] = {}
+    for name in specs:
+        if layer := LAYER.match(name):
+            names.setdefault(int(layer[1]), []).append(name[layer.end() :])
+    return {layer: tuple(own) for layer, own in names.items()}
+
+
 class RunModels:
     """Every role of a run on the grids of its pool, the actor's pool first.
 
-    grid, megatron, element, vpp_size: of the actor's pool; where nothing is generated "the actor" is the role that is
-    trained. The configuration must have passed preflight.
+    grid, megatron, element, vpp_size: of the actor's pool. In a task without generation "the actor" is the trained
+    role. The configuration must have passed preflight.
     """
 
     def __init__(self, config: RunConfig, alike: RunModels | None = None) -> None:
-        """alike: of a configuration with the same models and layouts, whose exchange plan is taken over."""
+        """alike: of a configuration with the same models and layouts; its exchange plan is reused."""
         self.config = config
         self.placement = Placement.of(config)
         models = {path: PlannedModel.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
@@ -157,32 +217,32 @@ class RunModels:
 
     @property
     def rollout_tp(self) -> int:
-        """TP of generation; 1 where there is none."""
+        """TP of generation; 1 in a task without generation."""
         return self.rollout.tp_size if self.placement.generates else 1
 
     @property
     def actor_weights(self) -> TrainedWeights:
-        """The policy's parameters."""
+        """The parameters of the policy."""
         return self.training.weights(self.actor_role)
 
     @property
     def bucket_bytes(self) -> int:
-        """Scratch memory of a transition at most."""
+        """Most bytes of scratch memory of a transition."""
         return self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
 
     # A rollout on the actor's memory
 
     def members_of_stage(self, pp_rank: int) -> list[int]:
-        """Numbers of a stage's ranks in the exchange group."""
+        """Return the numbers of a stage's ranks in the exchange group."""
         members = self.alike_layers.plan.members
         return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
 
     def foreign_bytes(self, pp_rank: int) -> int:
-        """The largest foreign buffer of a stage's ranks."""
+        """Return the bytes of the largest foreign buffer among a stage's ranks."""
         return max(map(self.alike_layers.foreign_numel, self.members_of_stage(pp_rank))) * self.element
 
     def scratch_bytes(self, pp_rank: int) -> int:
-        """Room for packed messages of a transition; what lies as it travels needs none."""
+        """Return the bytes for packed messages of a transition. Contiguous pieces are sent from where they are."""
         bucket = self.bucket_bytes
         if (pp_rank, bucket) not in self._scratch:
             message_numel = max(1, bucket // self.element // NUM_SCRATCH)
@@ -193,12 +253,14 @@ class RunModels:
 
     @cached_property
     def exchange(self) -> ExchangePlan:
-        """The transition of the first exchange group, as the hybrid engine plans it; all groups' are alike."""
+        """The transition of the first exchange group, as the hybrid engine plans it; those of other groups are
+        alike.
+        """
         return self._alike.exchange if self._alike is not None else self._exchange(self.actor_weights)
 
     @cached_property
     def alike_layers(self) -> AlikeLayers:
-        """The same by one layer of each stage."""
+        """The transition of the first exchange group, planned for one layer of each kind and stage."""
         if self._alike is not None:
             return self._alike.alike_layers
         specs, counts = one_layer_of_each(self.actor.specs, self.training.stages(self.actor))
@@ -215,6 +277,6 @@ class RunModels:
 
     @cached_property
     def rollout_weights_bytes(self) -> int:
-        """The shard that each rank of a rollout in another pool holds for good, rows of padding included."""
+        """Bytes of the shard that each rank of a rollout in its own pool keeps, rows of padding included."""
         place = self.rollout.place(0, VOCAB_PADDING)
         return sum(shard_of(tensor, place).numel for tensor in tensors_of(self.actor.specs).values()) * self.element

@@ -1,8 +1,8 @@
-"""How long one step takes: seconds of each phase on its pool, and the path through the pools that decides.
+"""Seconds of one step: of each phase on its pool, and the critical path through the pools.
 
     reshard -> gen -> scores -> updates -> next step
 The four rounds follow each other: generation needs the weights, scores need the samples, updates need all scores, and
-a step ends when every role is updated. Inside a round the pools work at once, and a pool runs its phases one by one.
+a step ends when every role is updated. Inside a round pools work in parallel, and a pool runs its phases one by one.
 """
 
 from __future__ import annotations
@@ -12,30 +12,33 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_rl.config.algorithms import scores_old_log_probs
-from megatron_rl.config.roles import ACTOR, PassSpec, PoolSize, RoleSpec
+from megatron_rl.config.roles import ACTOR, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.ledger.planner.activations import Recompute
 from megatron_rl.ledger.planner.critical_path import Task, Timeline, simulate_tasks
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads
 from megatron_rl.ledger.planner.memory import GEN, RESHARD, phase_order
-from megatron_rl.ledger.planner.recompute import Recompute
 from megatron_rl.ledger.planner.run_models import PoolModels, RunModels
 from megatron_rl.ledger.planner.time import FP32, Estimator, Layout, Load, ModelCost
 from megatron_rl.ledger.planner.transition import TransitionPlan
 from megatron_rl.parallel.context_packs import needed_size
 
 CALL_SECONDS = Overheads().call
-"""Of the controller for each rank that it calls directly: the slope of docs/architecture.md's table, on two cores."""
+"""Controller time for each rank that it calls directly: the slope of the table in docs/architecture.md, on two
+cores.
+"""
 MOST_DIRECT = 128
-"""Ranks up to which all are called directly, as in `cluster.calls`."""
+"""Up to this many ranks all are called directly, as in `cluster.calls`."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """seconds: phase -> of one step, in the order of a step. pools: phase -> those that work in it.
+    """Planned time of one step.
 
-    rounds: phases that may run at the same time where their pools differ. wants: phase -> ranks that work in it, in the
-    mean, of the parallel_ranks that can work at once where all pools share one machine's cores; 0: none is shared.
-    turns_share: what of them is left while pools take turns.
+    seconds: phase -> seconds, in the order of a step. pools: phase -> pools that work in it. rounds: phases that may
+    run in parallel where their pools differ. wants: phase -> mean number of its ranks that compute at the same time.
+    parallel_ranks: how many ranks can, where all pools share one machine's cores; 0: nothing is shared. turns_share:
+    part of that which is left while more ranks want to.
     """
 
     seconds: dict[str, float]
@@ -47,7 +50,7 @@ class StepTime:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """One step, with a lane for each pool."""
+        """When each phase starts and stops."""
         tasks: list[Task] = []
         before: tuple[str, ...] = ()
         for phases in self.rounds:
@@ -60,7 +63,7 @@ class StepTime:
 
     @property
     def critical_path(self) -> list[str]:
-        """The phases that decide how long a step takes: each waited for the one before it."""
+        """The phases that decide the length of a step; each waited for the one before it."""
         return self.timeline.critical_path
 
     @property
@@ -93,7 +96,7 @@ def step_load(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, floa
 
 
 def step_time(models: RunModels, hardware: Hardware, load: Load, transition: TransitionPlan) -> StepTime:
-    """Of all phases that this run has. load: the step's, as `step_load` gives it."""
+    """Return the time of a step with all phases of a run. load: from `step_load`."""
     placement = models.placement
     seconds = {
         RESHARD: transition.seconds(hardware) + offload_seconds(models, hardware),
@@ -124,7 +127,9 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     for phase, num_calls in calls(models, load).items():
         if phase in seconds:
             sizes = [models.pools[name].spec.size for name in pools[phase]]
-            seconds[phase] += num_calls * max(dispatch_seconds(size, hardware) for size in sizes)
+            seconds[phase] += num_calls * max(
+                dispatch_seconds(size.num_nodes, size.num_ranks_per_node, hardware) for size in sizes
+            )
     rounds = ({RESHARD}, {GEN}, scores, updates)
     return StepTime(
         {phase: seconds[phase] for phase in order},
@@ -136,52 +141,55 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     )
 
 
-def dispatch_seconds(size: PoolSize, hardware: Hardware) -> float:
-    """Of one call of all ranks of a pool, one after the other; of many ranks nodes are called, and pass it on."""
-    num_direct = size.world_size
+def dispatch_seconds(num_nodes: int, per_node: int, hardware: Hardware) -> float:
+    """Return the seconds of one call of all ranks of a pool, one after the other.
+
+    Above MOST_DIRECT ranks the controller calls nodes, and these call their ranks.
+    """
+    num_direct = num_nodes * per_node
     if num_direct > MOST_DIRECT:
-        num_direct = size.num_nodes + size.num_ranks_per_node
+        num_direct = num_nodes + per_node
     return hardware.overheads.call * num_direct
 
 
 def calls(models: RunModels, load: Load) -> dict[str, int]:
-    """Phase -> calls of the controller in one step: one for each mini-batch of an update."""
-    found = dict.fromkeys((RESHARD, GEN), 1)
+    """Return phase -> calls of the controller in one step: one for each mini-batch of an update."""
+    num_calls = dict.fromkeys((RESHARD, GEN), 1)
     for role in models.placement.megatron_roles:
         if role.score is not None:
-            found[role.score.phase] = 1
+            num_calls[role.score.phase] = 1
         if role.update is not None:
-            found[role.update.phase] = updated_load(load, role, models.config).num_updates
-    return found
+            num_calls[role.update.phase] = updated_load(load, role, models.config).num_updates
+    return num_calls
 
 
 def offload_seconds(models: RunModels, hardware: Hardware) -> float:
-    """Of bringing what rests while generating to the host and back, on the rank with most of it."""
-    found = 0.0
+    """Return the seconds of offloading to the host for generation and loading back, on the rank that moves most."""
+    seconds = 0.0
     for role in models.generating.spec.megatron_roles:
         weights, element = models.generating.weights(role), models.generating.element
-        resting = [0] * models.generating.grid.pp_size
-        for pp_rank in range(len(resting)):
+        offloaded = [0] * models.generating.grid.pp_size
+        for pp_rank in range(len(offloaded)):
             if role.megatron.param_offload:
-                resting[pp_rank] += weights.num_params(pp_rank) * element
+                offloaded[pp_rank] += weights.num_params(pp_rank) * element
             if role.megatron.optimizer_offload and role.is_trained:
-                resting[pp_rank] += weights.optimizer_share(pp_rank) * optimizer_bytes(element)
-        found += 2 * max(resting) / hardware.host_bandwidth
-    return found
+                offloaded[pp_rank] += weights.optimizer_share(pp_rank) * optimizer_bytes(element)
+        seconds += 2 * max(offloaded) / hardware.host_bandwidth
+    return seconds
 
 
 def optimizer_bytes(element: int) -> int:
-    """Of one parameter: two moments, and a master where the model's own weight is none."""
+    """Return the optimizer's bytes of one parameter: two moments, and a float32 master unless the weight is one."""
     return 2 * FP32 + (0 if element == FP32 else FP32)
 
 
 def generation(models: RunModels, hardware: Hardware) -> Estimator:
-    """Of the actor's model on the ranks that generate."""
+    """Return the time estimator of the actor's model on the ranks that generate."""
     return estimator_of(models, models.generating, models.actor_role, hardware, models.generating.grid.cp_size)
 
 
 def sharing(pool: PoolModels, one: PassSpec, load: Load) -> int:
-    """Context-parallel ranks that share a sequence; where passes choose, one of mean length."""
+    """Return the context-parallel ranks that share a sequence; with dynamic CP, one of mean length."""
     grid = pool.grid
     if grid.most_sharing is None or one.max_tokens is None:
         return grid.cp_size
@@ -190,7 +198,7 @@ def sharing(pool: PoolModels, one: PassSpec, load: Load) -> int:
 
 
 def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: int) -> Estimator:
-    """Of one role's model on the grid of a pool. cp_size: ranks that share a sequence."""
+    """Return the time estimator of a role's model on the grid of a pool. cp_size: ranks that share a sequence."""
     model, stage_layers = models.pools[role.pool].model(role), None
     ends = (pool.megatron.num_layers_in_first_pipeline_stage, pool.megatron.num_layers_in_last_pipeline_stage)
     if ends != (None, None):
@@ -213,12 +221,12 @@ def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: 
 
 
 def _block_tokens(load: Load, one: PassSpec, cp_size: int) -> int:
-    """Tokens of one pass on a rank: as many as are joined, or its part of so many samples of mean length."""
+    """Return the tokens of one pass on a rank: the token limit, or the rank's part of its rows of mean length."""
     return one.max_tokens or int(one.num_rows * load.length / cp_size)
 
 
 def scored_load(load: Load, one: PassSpec, config: RunConfig, cp_size: int = 1) -> Load:
-    """With what the role reads. Sequences that are tokenised anew are assumed to fill as much of their limit."""
+    """Return the load of a score. Sequences that are tokenised anew are taken to fill the same share of their limit."""
     share = 1.0
     if one.longest is not None:
         share = one.longest / (config.data.max_prompt_length + config.data.max_response_length)
@@ -227,11 +235,14 @@ def scored_load(load: Load, one: PassSpec, config: RunConfig, cp_size: int = 1) 
 
 
 def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float = 0.0, cp_size: int = 1) -> Load:
-    """With the role's own mini-batches, epochs and passes. recompute: share of its forward pass that runs twice."""
+    """Return the load of an update: the role's own mini-batches, epochs and passes.
+
+    recompute: share of its forward pass that runs twice. Raises ValueError for a role that is not trained.
+    """
     if role.update is None:
         raise ValueError(f"{role.name} is not trained")
     mixed = None
-    if role.mixed is not None:  # taken to be half as long as they may be, as prompts and answers are
+    if role.mixed is not None:  # assumed to have half of their longest length, like prompts and answers
         mixed = replace(load, num_samples=role.mixed.num_examples, prompt=role.mixed.longest / 2, response=0.0)
         mixed = replace(mixed, block_tokens=_block_tokens(mixed, role.update, cp_size))
     return replace(
@@ -245,7 +256,7 @@ def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float
 
 
 def recomputed_share(pool: PoolModels, role: RoleSpec) -> float:
-    """Share of a trained model's forward pass that is run twice."""
+    """Return the share of a trained model's forward pass that runs twice."""
     model, recompute = pool.model(role), Recompute.of(role.megatron)
     stages = pool.stages(model)
     sizes = [len(chunk) for pp_rank in range(stages.pp_size) for chunk in stages.layers(pp_rank)]

@@ -53,7 +53,7 @@ def task_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
         pool = models.pools[role.pool]
         estimator = estimator_of(models, pool, role, hardware, pool.grid.cp_size)
         recompute = recomputed_share(pool, role) if role.is_trained else 0.0
-        call = dispatch_seconds(pool.spec.size, hardware)
+        call = dispatch_seconds(pool.spec.size.num_nodes, pool.spec.size.num_ranks_per_node, hardware)
         if role.update is not None:
             units = role.update.num_rows * answers_together(config)
             asked = replace(load, block_tokens=block_tokens(role.update, units, load, pool), recompute=recompute)

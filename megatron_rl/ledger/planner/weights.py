@@ -1,6 +1,6 @@
-"""Which parameters each rank holds in training, and how Megatron's flat buffers lie: arithmetic, no torch.
+"""Parameters of each rank in training, and the layout of Megatron's flat buffers: arithmetic, no torch.
 
-The shapes are those of `model/families`, cut as `parallel/sharding` cuts them; nothing is described a second time.
+Shapes come from `model/families` and shards from `parallel/sharding`; nothing is described a second time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megatron_rl.parallel.stages import StagePlan
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EMBEDDING = "embedding.word_embeddings.weight"
 BUCKET_MULTIPLE = 128
-"""Elements; the end of a bucket is padded to a multiple of it and of the ranks that share the optimizer's state."""
+"""Elements. Buckets are padded to a multiple of it and of the ranks that shard the optimizer's state."""
 
 
 def bucket_numel(override: OverrideDDPConfig, num_replicas: int) -> int | None:
-    """Parameters of a bucket, Megatron's own number where none is set; None: there is one bucket."""
+    """Return the elements of a bucket, Megatron's default where none is set; None: one bucket for all."""
     if not override.overlap_grad_reduce:
         return None
     return override.bucket_size or max(40_000_000, 1_000_000 * num_replicas)
 
 
 def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -> list[list[str]]:
-    """Parameter names of each chunk of a stage, in the order of Megatron's buffers: the model's, last to first.
+    """Return the parameter names of each chunk of a stage, in the order of Megatron's buffers: last to first.
 
     A tied head is a parameter of its own where the last stage is not the first.
     """
@@ -54,20 +54,21 @@ def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -
 
 
 def is_tied(specs: dict[str, ParamSpec]) -> bool:
-    """Whether the head's weight is the embedding's."""
+    """Return whether the head shares the embedding's weight."""
     return specs[EMBEDDING] == specs[HEAD]
 
 
 def tensors_of(specs: dict[str, ParamSpec]) -> dict[str, LogicalTensor]:
-    """Every logical tensor of a model, by name."""
+    """Return name -> logical tensor of a model; a tied matrix once."""
     return {spec.tensor.name: spec.tensor for spec in specs.values()}
 
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """One of DDP's buffers on a rank. names: parameters in order. numel: with padding, and num_params without.
+    """One of DDP's buffers on a rank.
 
-    num_shares: ranks among which the optimizer's state of this buffer is spread.
+    names, offsets: parameters in order, and where they start. numel: elements with padding; num_params: without.
+    num_shares: ranks that shard the optimizer's state of this buffer.
     """
 
     names: tuple[str, ...]
@@ -81,7 +82,8 @@ class FlatBuffer:
 class TrainedWeights:
     """A model's parameters under a training layout. All ranks of one stage hold shards of the same sizes.
 
-    bucket_numel: parameters of a bucket in the buffers that have several; None: every buffer is one.
+    vocab_multiple: to which the vocabulary is padded. bucket_numel: elements of a bucket in the buffers that have
+    several; None: every buffer is one bucket.
     """
 
     specs: dict[str, ParamSpec] = field(hash=False)
@@ -91,46 +93,48 @@ class TrainedWeights:
     bucket_numel: int | None = None
 
     def num_params(self, pp_rank: int) -> int:
-        """Parameters of one rank of a stage, vocabulary padding included, as Megatron counts them."""
+        """Return the parameters of one rank of a stage, vocabulary padding included, as Megatron counts them."""
         return sum(buffer.num_params for buffer in self.buffers[pp_rank])
 
     def numel(self, pp_rank: int) -> int:
-        """Elements of all buffers of one rank of a stage."""
+        """Return the elements of all buffers of one rank of a stage."""
         return sum(buffer.numel for buffer in self.buffers[pp_rank])
 
     def optimizer_share(self, pp_rank: int) -> int:
-        """Elements of which one rank keeps the optimizer's state."""
+        """Return the elements whose optimizer state one rank keeps."""
         return sum(buffer.numel // buffer.num_shares for buffer in self.buffers[pp_rank])
 
     def shard_numels(self, pp_rank: int) -> dict[str, int]:
-        """Parameter -> elements of its shard, on one rank of a stage."""
+        """Return parameter -> elements of its shard on one rank of a stage."""
         place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
         names = [name for buffer in self.buffers[pp_rank] for name in buffer.names]
         return {name: shard_of(self.specs[name].tensor, place).numel for name in names}
 
     @cached_property
     def buffers(self) -> list[list[FlatBuffer]]:
-        """For each stage its buffers in Megatron's order: each chunk's dense parameters, then its experts."""
+        """The buffers of each stage in Megatron's order: of each chunk the dense parameters, then the experts."""
         return [self._stage_buffers(pp_rank) for pp_rank in range(self.stages.pp_size)]
 
     def _stage_buffers(self, pp_rank: int) -> list[FlatBuffer]:
         grid = self.grid
         expert_shares = grid.stage_size // (grid.expert_tp_size * grid.ep_size)
-        found = []
+        buffers = []
         for chunk, names in enumerate(stage_params(self.specs, self.stages, pp_rank)):
-            # Traffic of other stages and chunks is not what the rest waits for, says Megatron.
+            # Megatron makes one bucket for other stages and chunks: the rest does not wait for their traffic.
             bucket_numel = self.bucket_numel if pp_rank == chunk == 0 else None
             experts = [name for name in names if self.specs[name].tensor.is_expert]
             dense = [name for name in names if not self.specs[name].tensor.is_expert]
-            found += [
+            buffers += [
                 self._buffer(group, shares, pp_rank, bucket_numel)
                 for group, shares in ((dense, grid.num_replicas), (experts, expert_shares))
                 if group
             ]
-        return found
+        return buffers
 
     def _buffer(self, names: Sequence[str], num_shares: int, pp_rank: int, bucket_numel: int | None) -> FlatBuffer:
-        """Starts are aligned; a tied matrix on two stages has a bucket of its own on both, and buckets end padded."""
+        """Lay parameters out with aligned starts and padded buckets. A matrix that two stages tie has its own
+        bucket.
+        """
         place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
         is_shared = is_tied(self.specs) and self.stages.pp_size > 1
         multiple = math.lcm(num_shares, BUCKET_MULTIPLE)
@@ -138,7 +142,7 @@ class TrainedWeights:
         for name in names:
             numel = shard_of(self.specs[name].tensor, place).numel
             alone = is_shared and name in (EMBEDDING, HEAD)
-            start = _round_up(end, ALIGNMENT)
+            start = aligned(end)
             if alone and end:
                 start = _round_up(start, multiple)
             offsets.append(start)
@@ -149,11 +153,11 @@ class TrainedWeights:
         return FlatBuffer(tuple(names), tuple(offsets), _round_up(end, multiple), total, num_shares)
 
     def members(self, group: Sequence[int], rollout: RolloutGrid, ranks_per_node: int, padding: int) -> list[Member]:
-        """What the ranks of an exchange group hold in training and want for generation.
+        """Return what the ranks of an exchange group hold in training and need for generation.
 
         padding: multiple to which the rollout engine pads the vocabulary.
         """
-        found = []
+        members = []
         for rank in group:
             place = self.grid.place(rank, self.vocab_multiple)
             held = [
@@ -162,8 +166,13 @@ class TrainedWeights:
                 for name, offset in zip(buffer.names, buffer.offsets, strict=True)
             ]
             wanted = rollout.place(rank, padding)
-            found.append(Member(rank, rank // ranks_per_node, self.grid.tp_rank(rank), tuple(held), wanted))
-        return found
+            members.append(Member(rank, rank // ranks_per_node, self.grid.tp_rank(rank), tuple(held), wanted))
+        return members
+
+
+def aligned(numel: int) -> int:
+    """Round elements up to the alignment of parameters in a flat buffer."""
+    return _round_up(numel, ALIGNMENT)
 
 
 def _round_up(number: int, multiple: int) -> int:
