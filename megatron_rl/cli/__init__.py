@@ -45,7 +45,7 @@ app.command("ablate")(ablate_command)
 
 
 def refuse_hydra_options(arguments: Sequence[str]) -> None:
-    """Hydra's names of configuration files mean something to `port` alone. Raises ConfigError with what to do."""
+    """Raise ConfigError for Hydra's names of configuration files, which `port` alone reads; says what to do."""
     for argument in arguments:
         name = argument.partition("=")[0]
         if name in ("--config-path", "--config-name", "--config-dir") and arguments[0] != "port":

@@ -1,4 +1,4 @@
-"""Commands that make Hugging Face folders of checkpoints: export | average. One process, no GPU."""
+"""megatron-rl export | average: Hugging Face folders from checkpoints. One process, no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.observe.console import quiet_libraries
 
 
 class RoleName(StrEnum):
-    """The roles of a checkpoint."""
+    """The roles that a checkpoint may have."""
 
     ACTOR = "actor"
     CRITIC = "critic"

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their numbers must be."""
+"""Options that several commands share, and the ranges of their numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: t
 
 
 def check_number(option: str, value: float | None, least: float, most: float, of_most: str = "") -> None:
-    """Raise ConfigError unless the number is in the range, or not given. of_most: what the upper bound is."""
+    """Raise ConfigError for a given number out of its range. of_most: the key that the upper bound comes from."""
     if value is None or least <= value <= most:
         return
     nearest = least if math.isnan(value) else min(max(value, least), most)
@@ -26,7 +26,7 @@ def check_number(option: str, value: float | None, least: float, most: float, of
 
 
 def check_lengths(config: RunConfig, prompt: float | None, response: float | None) -> None:
-    """Raise ConfigError for mean lengths of prompts and answers that no run of this configuration has."""
+    """Raise ConfigError for mean lengths of prompts and answers that a configuration does not allow."""
     data = config.data
     if config.trainer.stage in WITHOUT_ROLLOUT:
         longest, key = data.max_prompt_length + data.max_response_length, "data.max_length"

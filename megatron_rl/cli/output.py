@@ -1,4 +1,4 @@
-"""What a command prints or writes as its product."""
+"""The products of commands: lines, JSON and files, and the checks that they can be written."""
 
 from __future__ import annotations
 
@@ -11,33 +11,39 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from megatron_rl.checkpoint.targets import refuse_in_checkpoint
 from megatron_rl.errors import ConfigError, StorageError
 from megatron_rl.observe.console import lost_output
 from megatron_rl.observe.summary import finite_or_null
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""A full disk may have room again when the file is written."""
+"""Errors of a full disk, which may have room again when the file is written."""
+
+
+def say(text: object, console: Console | None = None) -> None:
+    """Print a line as it is, without markup, colours or breaks: names and values may have brackets."""
+    (console or Console()).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def print_json(content: dict[str, Any]) -> None:
-    """To stdout, indented, with null for numbers that JSON does not have."""
+    """Print to stdout, indented, with null for numbers that JSON does not have."""
     sys.stdout.write(json.dumps(finite_or_null(content), indent=2, allow_nan=False) + "\n")
 
 
 def refuse_to_lose_output() -> None:
-    """For a command whose product is what it prints. Raises StorageError where its file could not take it."""
+    """Raise StorageError where output could not be written to its file; for commands whose product is printed."""
     error = lost_output(sys.stdout)
     if error is not None:
         raise StorageError(f"what was to be printed could not be written to stdout: {error.strerror}")
 
 
 def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raise ConfigError where a file cannot be written, or would lie in a checkpoint, before the work whose product it
-    takes: only trying tells.
+    """Raise ConfigError for a file that cannot be written, or would lie in a checkpoint, before the work for it starts.
 
-    Leaves no file or folder behind that was not there. suffixes: how its name must end, the usual one first; any where
-    there are none.
+    Only trying shows that. Leaves no new file or folder. suffixes: allowed endings of its name, the usual one first;
+    without them, all.
     """
     if file is None:
         return
@@ -53,8 +59,8 @@ def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = 
 
 
 def check_output_folder(option: str, folder: Path) -> None:
-    """Raise ConfigError where no file can be written in a folder, or it lies in a checkpoint. It need not be there, and
-    is not made.
+    """Raise ConfigError for a folder in which no file can be written, or that lies in a checkpoint. It need not exist,
+    and is not made.
     """
     refuse_in_checkpoint(option, folder)
     reason = "File exists" if folder.is_file() else _why_unwritable(folder / ".written")

@@ -1,4 +1,4 @@
-"""megatron-rl plan | map | profile: what a run will take, before it is started."""
+"""megatron-rl plan | map | profile: memory, time and layouts of a run before it starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_number
-from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output
+from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.tasks import WITHOUT_ROLLOUT
@@ -64,7 +64,7 @@ def plan_command(
 ) -> None:
     """Print layout, groups, memory, time and transition, and every rule the configuration breaks. Starts nothing.
 
-    Exit code 2 where a rule is broken; a plan that does not fit the GPU's memory is said to, and is no error.
+    Exit code 2 where a rule is broken; a plan that exceeds the GPU's memory is reported, and is no error.
     """
     try:
         run = checked(config, overrides, without_files, change=lambda found: staged(found, stage), stage=stage)
@@ -94,7 +94,7 @@ def plan_command(
         for table in plan.tables():
             console.print(table)
         for note in (*run.lines(), *plan.notes()):
-            console.print(note, soft_wrap=True, highlight=False, markup=False)
+            say(note, console)
     elif run_config is not None:
         is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
         console.print(layout_table(batch_table(run_config) if is_ppo else task_table(run_config)))
@@ -160,9 +160,8 @@ def map_command(
     console = Console(width=max(Console().width, MAP_WIDTH))
     for table in (placement_table(mapped), time_table(mapped)):
         console.print(table)
-    for line in (*placement_sentences(mapped), *explain_lines(others, explain_key or "")):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-    console.print(command, soft_wrap=True, highlight=False, markup=False)
+    for line in (*placement_sentences(mapped), *explain_lines(others, explain_key or ""), command):
+        say(line, console)
     refuse_to_lose_output()
 
 
@@ -181,17 +180,12 @@ def profile_command(
     request = requested(None if device is None else device.value, ranks, number_of_gpus())
     quiet_libraries()
     exit_on_signals()
-    console = Console()
-
-    def say(text: object) -> None:
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
-
     measured = profile(request, say, short_run)
     with writing():
         hardware_file.parent.mkdir(parents=True, exist_ok=True)
         hardware_file.write_text(hardware_text(measured))
     for table in profile_tables(measured):
-        console.print(table)
+        Console().print(table)
     for line in profile_sentences(measured):
         say(line)
     say(f"written to {hardware_file}; try megatron-rl plan --hardware {hardware_file}")

@@ -1,4 +1,4 @@
-"""megatron-rl port: a launch script of verl becomes a file."""
+"""megatron-rl port: a configuration file from a launch script of verl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.cli.output import check_output_file, refuse_to_lose_output
+from megatron_rl.cli.output import check_output_file, refuse_to_lose_output, say
 from megatron_rl.config.foreign.translate import Kind
 from megatron_rl.port.port import SOMETHING_LOST, port
 
@@ -34,15 +34,13 @@ def port_command(
     check_output_file("--out", out)
     first = None if "=" in arguments[0] or arguments[0].startswith("-") else Path(arguments[0])
     result = port(first, arguments if first is None else arguments[1:], os.environ, trust_script)
-    said = Console(stderr=out is None)
+    console = Console(stderr=out is None)
     if out is None:
         sys.stdout.write(result.yaml())
         refuse_to_lose_output()
     else:
         with writing():
             out.write_text(result.yaml())
-    for line in result.lists():
-        said.print(line, soft_wrap=True, highlight=False, markup=False)
-    if out is not None:
-        said.print(f"written to {out}", soft_wrap=True, highlight=False, markup=False)
+    for line in (*result.lists(), *([f"written to {out}"] if out is not None else [])):
+        say(line, console)
     raise typer.Exit(SOMETHING_LOST if result.of(Kind.UNSUPPORTED) else 0)

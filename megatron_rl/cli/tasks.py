@@ -1,4 +1,4 @@
-"""megatron-rl sft | reward | dpo | train: what starts a run."""
+"""megatron-rl sft | reward | dpo | train: the commands that start a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from megatron_rl.cli.options import ConfigPath, Overrides
+from megatron_rl.cli.output import say
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
 from megatron_rl.config.one_rank import collapsed
@@ -84,7 +85,7 @@ def dpo_command(
 
 
 def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse: bool) -> RunConfig:
-    """The configuration of a stage. Raises ConfigError with everything that is wrong; notes go to stderr."""
+    """Read the configuration of a task. Raises ConfigError with everything that is wrong; notes go to stderr."""
 
     def change(config: RunConfig) -> RunConfig:
         return commanded(collapsed(config) if collapse else config, stage)
@@ -93,7 +94,7 @@ def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse:
     raise_problems("this run cannot start", run.violations)
     assert run.config is not None  # a file without a configuration has violations
     for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.unread):
-        Console(stderr=True).print(line, soft_wrap=True, highlight=False, markup=False)
+        say(line, Console(stderr=True))
     return run.config
 
 
@@ -106,7 +107,7 @@ def made_ready(run_config: RunConfig, local: bool) -> RunConfig:
         if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
             del os.environ["PYTHONBREAKPOINT"]  # Ray's own debugger, which a shell inherits from a Ray job
         quiet_engines()
-    # Else tokenizers says at every fork that its threads do not live on in the child, which renders templates alone.
+    # Otherwise tokenizers warns at every fork that its threads end in the child, which only renders templates.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     quiet_libraries()
     return run_config
@@ -114,9 +115,9 @@ def made_ready(run_config: RunConfig, local: bool) -> RunConfig:
 
 @contextmanager
 def imports_of(run_config: RunConfig) -> Iterator[None]:
-    """Round the imports of a run's libraries, which take seconds: a signal ends this process with one line.
+    """Wrap the imports of a run's libraries, which take seconds: a signal ends this process with one line.
 
-    With the code of a run that is stopped before its first step; where it saves no checkpoints, with the signal's.
+    The exit code is that of a run that is stopped before its first step; where it saves no checkpoints, the signal's.
     """
     quit_on_signals(StoppedBeforeStep.exit_code if run_config.trainer.save_freq > 0 else None)
     try:
@@ -127,7 +128,10 @@ def imports_of(run_config: RunConfig) -> Iterator[None]:
 
 
 def check_replay(config: RunConfig, replay: Path) -> None:
-    """Have a run repeat another's schedule: from its beginning, in a folder of its own. Raises ConfigError."""
+    """Set the keys of a replay, which starts anew and saves nothing.
+
+    Raises ConfigError for a configuration without a schedule, and for the folder that is to be repeated.
+    """
     trainer = config.trainer
     if not config.samples_in_slices:
         raise ConfigError(
@@ -141,7 +145,7 @@ def check_replay(config: RunConfig, replay: Path) -> None:
 
 
 def on_one_rank(config: RunConfig) -> RunConfig:
-    """The run in one pool of one rank. Raises ConfigError where a pool has more than one."""
+    """Return the run in one pool of one rank. Raises ConfigError where a pool has more than one rank."""
     sizes = {name: pool.size for name, pool in Placement.of(config).pools.items()}
     larger = [f"{name} has {size.world_size} ({size})" for name, size in sizes.items() if size.world_size > 1]
     if larger:

@@ -1,4 +1,4 @@
-"""megatron-rl ablate | nightly: many runs, and a verdict."""
+"""megatron-rl ablate | nightly: several runs, and a verdict on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides
-from megatron_rl.cli.output import check_output_file, check_output_folder
+from megatron_rl.cli.output import check_output_file, check_output_folder, say
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import Violation
@@ -76,14 +76,9 @@ def ablate_command(
     folder = folder or Path(ablation.folder)
     check_output_folder("--folder", folder)
     planned = plan_points(ablation, folder)
-    console = Console()
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
-
     if dry_run:
         for table in dry_run_tables(Ablation(ablation, folder, planned, say).rows()):
-            console.print(table)
+            Console().print(table)
     if all(point.violations for point in planned):
         raise_problems("no point can run", [Violation({}, f"{one.point.name}: {one.reason}") for one in planned])
     if dry_run:

@@ -1,1 +1,1 @@
-"""From a verl script to a configuration of this program: run the script without its trainer, translate, write."""
+"""From a script of verl to a configuration of this program: run the script with stubs, translate, write."""

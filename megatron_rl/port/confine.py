@@ -4,12 +4,13 @@
 
 in a process group of its own, all of which ends with the process that started this one.
 
-The kernel keeps it so, for the program and all that it starts. Files are kept by Landlock, or where the kernel lacks it
-by a user and a mount namespace, in which a named pipe outside can still be written to. A filter of system calls keeps
-what neither covers: modes, owners, times and attributes of files, sockets, signals, and leaving the process group. Of
-root's capabilities that to read is left. FD gets READY just before PROGRAM starts, or the reason why it does not.
+The kernel enforces this for the program and for all that it starts. Landlock protects files; on a kernel without it, a
+user and a mount namespace do, in which a named pipe outside can still be written to. A filter of system calls (seccomp)
+refuses what neither covers: modes, owners, times and attributes of files, sockets, signals, and leaving the process
+group. Of root's capabilities only that to read is left. FD receives READY just before PROGRAM starts, or the reason why
+it does not start.
 
-A program of its own, without imports of this project: a process that confines itself must have one thread.
+This is a program of its own, without imports of this project: a process that confines itself must have one thread.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from typing import NamedTuple
 READY = b"+"
 MOST_FILE_BYTES = 64 << 20
 MOST_MEMORY_BYTES, MOST_CPU_S = 4 << 30, 60
-"""Of one process."""
+"""Limits of one process."""
 
 Numbers = dict[str, dict[str, int]]
-"""System call -> machine -> its number there."""
+"""System call -> machine -> number."""
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machine -> what the kernel calls it (AUDIT_ARCH)."""
+"""Machine -> the kernel's constant for it (AUDIT_ARCH)."""
 
 
 def _numbers(text: str) -> Numbers:
-    """From NAME=X86_64,AARCH64; "-": the machine has no such call."""
+    """Read NAME=X86_64,AARCH64; "-": the machine has no such call."""
     table: Numbers = {}
     for entry in text.split():
         name, _, numbers = entry.partition("=")
@@ -54,14 +55,14 @@ FILES = _numbers("""
     move_mount=429,429 fsopen=430,430 fsconfig=431,431 fsmount=432,432 fspick=433,433 mount_setattr=442,442
     unshare=272,97 setns=308,268
 """)
-"""Modes, owners, times and attributes of files; links and pipes, which what cleans up would meet; mounts."""
+"""Modes, owners, times and attributes of files; links and pipes, which could harm the clean-up; mounts."""
 TALK = _numbers("""
     socket=41,198 socketpair=53,199 shmget=29,194 shmctl=31,195 shmat=30,196 semget=64,190 semop=65,193
     semctl=66,191 semtimedop=220,192 msgget=68,186 msgsnd=69,189 msgrcv=70,188 msgctl=71,187 mq_open=240,180
     mq_unlink=241,181 add_key=248,217 request_key=249,218 keyctl=250,219 bpf=321,280 perf_event_open=298,241
     userfaultfd=323,282
 """)
-"""Sockets, and what else other processes listen to."""
+"""Sockets, and other ways to send something to other processes."""
 PROCESSES = _numbers("""
     kill=62,129 tkill=200,130 tgkill=234,131 rt_sigqueueinfo=129,138 rt_tgsigqueueinfo=297,240
     pidfd_send_signal=424,424 ptrace=101,117 process_vm_writev=311,271 process_madvise=440,440
@@ -69,25 +70,25 @@ PROCESSES = _numbers("""
     sched_setscheduler=144,119 sched_setaffinity=203,122 sched_setattr=314,274 migrate_pages=256,238
     move_pages=279,239 setsid=112,157 setpgid=109,154
 """)
-"""Signals, and what else reaches other processes; leaving the process group, by which all are ended."""
+"""Signals, and other ways to change processes; leaving the process group, by which all are ended."""
 REFUSED = FILES | TALK | PROCESSES
-"""They fail with EPERM."""
+"""Calls that fail with EPERM."""
 HIDDEN = _numbers("openat2=437,437 clone3=435,435 io_uring_setup=425,425 io_uring_enter=426,426")
-"""Calls whose arguments, or doing, a filter cannot see. They fail as on a kernel without them; C libraries then take
+"""Calls whose arguments or effects a filter cannot see. They fail as on a kernel without them, so that C libraries take
 older ones.
 """
 NEWEST = 450
-"""Calls of larger numbers fail as on a kernel without them: what later kernels add is not judged here."""
+"""Calls of larger numbers, which later kernels added, fail as on a kernel without them."""
 FURTHER = _numbers(
     "open=2,- openat=257,56 clone=56,220 fcntl=72,25 ioctl=16,29 "
     "prlimit64=302,261 capget=125,90 capset=126,91 seccomp=317,277"
 )
-"""Judged by an argument, or called here."""
+"""Calls that are decided by an argument, or used here."""
 
 SET_OWNER, SET_SIGNAL, SET_OWNER_EX = 8, 10, 15
-"""Commands of fcntl, by which a file would send signals."""
+"""Commands of fcntl that make a file send signals."""
 ASKING = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Requests of ioctl that pass: settings, size and group of a terminal, bytes to read, modes of a descriptor."""
+"""Permitted requests of ioctl: settings, size and group of a terminal, bytes to read, modes of a descriptor."""
 NEW_NAMESPACES = 0x7E020000
 """Flags of clone."""
 LANDLOCK = {"create": 444, "add": 445, "restrict": 446}
@@ -95,18 +96,18 @@ WRITE_FILE, TRUNCATE = 1 << 1, 1 << 14
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 """Devices that may be written to."""
 READ_SEARCH = 1 << 2
-"""The capability to read what root may read."""
+"""The capability to read all that root may read."""
 
 
 class Way(Enum):
-    """What keeps files; a filter of system calls keeps the rest."""
+    """The protection of files; a filter of system calls does the rest."""
 
     LANDLOCK = "Landlock"
     NAMESPACE = "a user and a mount namespace"
 
 
 class Kernel(NamedTuple):
-    """What a kernel offers to this process. landlock: its ABI, 0 for none. namespaces: a user's own, with mounts."""
+    """The means of a kernel. landlock: its ABI, 0 for none. namespaces: a user namespace with mounts of its own."""
 
     machine: str
     landlock: int
@@ -115,11 +116,11 @@ class Kernel(NamedTuple):
 
 
 class Refused(Exception):
-    """Nothing would keep the program; the message says why."""
+    """The program cannot be confined; the message says why."""
 
 
 def way_of(kernel: Kernel) -> Way:
-    """How a program is kept. Raises Refused where this kernel offers too little."""
+    """Choose the protection of files. Raises Refused where this kernel offers too little."""
     if kernel.machine not in MACHINES:
         raise Refused(f"the system calls of {kernel.machine} are not known here, only those of {', '.join(MACHINES)}")
     if not kernel.filters:
@@ -132,10 +133,10 @@ def way_of(kernel: Kernel) -> Way:
 
 
 def file_rights(abi: int) -> int:
-    """Rights of Landlock, as bits, to change files: writing, removing and making; by ABI moving and truncating too.
+    """Landlock's rights to change files, as bits: to write, remove and make; from ABI 2 to move, from 3 to truncate.
 
-    Without the right to move, every move to another folder is refused. Without that to truncate, the filter of system
-    calls refuses what opening for writing does not cover.
+    On older ABIs every move to another folder is refused, and the filter of system calls refuses the ways to truncate
+    that opening for writing does not cover.
     """
     made = sum(1 << bit for bit in range(4, 13))
     return WRITE_FILE | made | (1 << 13 if abi >= 2 else 0) | (TRUNCATE if abi >= 3 else 0)
@@ -151,12 +152,12 @@ def _fails(number: int) -> Instruction:
 
 
 def _argument(index: int) -> Instruction:
-    """Load the lower half of an argument: all of those here have 32 bits."""
+    """Load the lower half of an argument; all arguments that are checked have 32 bits."""
     return (LOAD, 0, 0, 16 + 8 * index)
 
 
 def program_of(machine: str) -> list[Instruction]:
-    """The filter as instructions of BPF: code, steps if true, steps if false, operand."""
+    """The filter as BPF instructions: code, jump if true, jump if false, operand."""
     allow, refuse = (RETURN, 0, 0, ALLOW), _fails(errno.EPERM)
     lines: list[Instruction] = [
         (LOAD, 0, 0, 4),
@@ -210,12 +211,12 @@ def _number(name: str) -> int:
 
 
 def _call(what: str, number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    wide = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _checked(LIBC.syscall(ctypes.c_long(number), *wide), what)
 
 
 def this_kernel() -> Kernel:
-    """What is offered here. Tries a namespace, in a child, only where there is no Landlock."""
+    """Find the means of this kernel. Tries a namespace, in a child, only where there is no Landlock."""
     machine = os.uname().machine
     if machine not in MACHINES:
         return Kernel(machine, 0, filters=False, namespaces=False)
@@ -240,7 +241,7 @@ def _has_namespaces() -> bool:
 
 
 def _enter_namespaces(folder: str) -> None:
-    """Mounts of one's own, all read-only and without devices but `folder` and DEVICES. Raises OSError."""
+    """Enter namespaces whose mounts, but `folder` and DEVICES, are read-only and without devices. Raises OSError."""
     user, group, work = os.getuid(), os.getgid(), os.getcwd()
     _checked(LIBC.unshare(NEW_USERS | NEW_MOUNTS), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -263,7 +264,7 @@ def _set_mount(place: str, flags: int, added: int, taken: int) -> None:
 
 
 def _restrict_files(folder: str, abi: int) -> None:
-    """Landlock: changes of files in `folder` alone, and writing to DEVICES. Raises OSError."""
+    """Let Landlock permit changes of files in `folder` alone, and writing to DEVICES. Raises OSError."""
     rights = file_rights(abi)
     rules = _call("Landlock", LANDLOCK["create"], struct.pack("=Q", rights), 8, 0)
     places = {folder: rights, **dict.fromkeys(filter(os.path.exists, DEVICES), rights & (WRITE_FILE | TRUNCATE))}
@@ -276,7 +277,7 @@ def _restrict_files(folder: str, abi: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """All but that to read. What a program of root's would get back, no new privileges keep from it."""
+    """Drop all but the capability to read; no_new_privs keeps a program of root's from getting them back."""
     held, header = ctypes.create_string_buffer(24), struct.pack("=Ii", 0x20080522, 0)
     _call("capget", _number("capget"), header, held)
     effective, permitted, _, *rest = struct.unpack("=6I", held.raw)
@@ -293,7 +294,7 @@ def _filter_calls(machine: str) -> None:
 
 
 def confine(folder: str, kernel: Kernel) -> None:
-    """Keep this process, and all that it will start, from all but `folder`. Raises Refused, and OSError."""
+    """Confine this process, and all that it will start, to `folder`. Raises Refused and OSError."""
     way = way_of(kernel)
     for limit, most in (
         (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
@@ -313,7 +314,7 @@ def confine(folder: str, kernel: Kernel) -> None:
 
 
 def _guard(program: int) -> None:
-    """Wait for the program; where this process's parent ends before it, end the whole process group."""
+    """Wait for the program; if this process's parent ends before it, end the whole process group."""
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     _checked(LIBC.prctl(SIGNAL_OF_PARENTS_END, *map(ctypes.c_ulong, (signal.SIGTERM, 0, 0, 0))), "parent's end")
     os.waitpid(program, 0)

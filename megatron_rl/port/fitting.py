@@ -1,4 +1,4 @@
-"""What a translated script needs beyond its own keys: verl's defaults, and what the keys mean together."""
+"""Settings of a translated script that follow from several keys, from the models, or from verl's defaults."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ LAYOUT_DEFAULTS = {
 
 
 def fitted(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """The settings of a ported file, and what became of those that are changed or left out."""
+    """The settings of a ported file, and notes of those that are changed or left out."""
     notes: list[Note] = []
     for step in (_one_layout, _rewards_of_a_model, _models, _reading, _parts_of_rewards):
-        settings, said = step(settings)
-        notes += said
+        settings, added = step(settings)
+        notes += added
     return settings, notes
 
 
 def _experts_whole(settings: list[Setting]) -> list[Setting]:
-    """verl's Megatron groups cut no expert unless told to; here experts are cut as all else is."""
+    """verl's default of expert_tensor_parallel_size is 1; here it is the tensor parallel size."""
     given = {setting.key for setting in settings}
     ep, etp = (f"{ACTOR}.megatron.expert_{name}_parallel_size" for name in ("model", "tensor"))
     return [Setting(etp, 1, ORIGIN)] if ep in given and etp not in given else []
 
 
 def whole_layers(notes: list[Note], settings: list[Setting]) -> tuple[list[Note], list[Setting]]:
-    """Stages that count embedding and loss as a layer each: the same as fewer layers in the first and the last.
+    """Translate pipeline stages that count embedding or loss as a layer: the first or last stage has one layer less.
 
-    Of a model whose config.json can be read, where they come out even; else the notes stay as they are.
+    This needs a model whose config.json can be read and stages that come out even; otherwise the notes stay.
     """
     given = {setting.key: setting.value for setting in settings}
     stages = given.get(f"{ACTOR}.megatron.pipeline_model_parallel_size", 1)
@@ -58,7 +58,7 @@ def whole_layers(notes: list[Note], settings: list[Setting]) -> tuple[list[Note]
         return notes, settings
     each, rest = divmod(num_layers + len(counted), stages)
     ends = {"embedding": "first", "loss": "last"}
-    became = {f"{ACTOR}.megatron.num_layers_in_{ends[one]}_pipeline_stage": each - 1 for one in sorted(counted)}
+    became = {f"{ACTOR}.megatron.num_layers_in_{ends[part]}_pipeline_stage": each - 1 for part in sorted(counted)}
     if rest or each < 2 or became.keys() & given.keys():
         return notes, settings
     kept = [note for note in notes if note not in counting]
@@ -68,26 +68,26 @@ def whole_layers(notes: list[Note], settings: list[Setting]) -> tuple[list[Note]
 
 
 def defaults(settings: list[Setting]) -> list[Setting]:
-    """verl's defaults of keys that a script leaves alone and that have others here."""
+    """verl's defaults of keys that a script does not set and whose defaults differ here."""
     given = {setting.key: setting.value for setting in settings}
     values = {"trainer.device": "cuda", **given}
-    found = []
+    added = []
     for default in verl_defaults():
         counts = all(alike(values.get(key), value) for key, value in default.counts_if.items())
         if default.is_ported and default.key not in given and counts:
-            found.append(Setting(default.key, default.verl, ORIGIN))
-    return found + _experts_whole(settings)
+            added.append(Setting(default.key, default.verl, ORIGIN))
+    return added + _experts_whole(settings)
 
 
 def _one_layout(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """Models of one pool share the actor's layout; what they compute does not depend on it."""
+    """Leave out layouts of other models than the actor: models of one pool share its layout, with the same results."""
     given = {setting.key: setting.value for setting in settings}
     own_pool = bool(given.get("reward_model.enable_resource_pool"))
     reason = "models that share ranks share the actor's layout; what they compute does not depend on it"
     kept, notes = [], []
     for setting in settings:
         role, _, name = setting.key.partition(".megatron.")
-        others = [one for one in FOLLOWERS if not (one == "reward_model" and own_pool)]
+        others = [other for other in FOLLOWERS if not (other == "reward_model" and own_pool)]
         actors = given.get(f"{ACTOR}.megatron.{name}", LAYOUT_DEFAULTS.get(name))
         if role in others and name in LAYOUT_KEYS and not alike(setting.value, actors):
             notes.append(Note(Kind.IGNORED, setting, reason))
@@ -97,10 +97,10 @@ def _one_layout(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
 
 
 def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """What the models ask for, as far as their config.json can be read, and longer sequences than it allows."""
+    """Note models that are not here, as far as their config.json can be read, and allow longer sequences than it."""
     given = {setting.key: setting for setting in settings}
     actor, reward = given.get("actor_rollout_ref.model.path"), given.get("reward_model.model.path")
-    facts = {one.key: model_facts(str(one.value)) for one in (actor, reward) if one is not None}
+    facts = {model.key: model_facts(str(model.value)) for model in (actor, reward) if model is not None}
     notes = []
     for setting in (actor, reward):
         names = facts[setting.key].get("architectures") or [] if setting is not None else []
@@ -114,9 +114,7 @@ def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
 
 
 def _reading(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """How a reward model reads. verl's has the actor's answers as text unless told otherwise; here one with the actor's
-    tokens reads those.
-    """
+    """Set how a reward model reads. verl's default is text; here a model with the actor's tokens reads tokens."""
     given = {setting.key: setting for setting in settings}
     actor, reward = given.get("actor_rollout_ref.model.path"), given.get("reward_model.model.path")
     enable, text, most = (
@@ -137,7 +135,7 @@ def _reading(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
 
 
 def _other_tokens(actor: str, reward: str) -> bool:
-    """Whether a reward model cannot read the actor's tokens, as far as the folders tell."""
+    """Return True where the folders show that a reward model cannot read the actor's tokens."""
     sizes = {model_facts(path).get("vocab_size") for path in (actor, reward)} - {None}
     return len(sizes) > 1 or any(different_tokens(str(model_folder(actor)), str(model_folder(reward))))
 
@@ -145,7 +143,7 @@ def _other_tokens(actor: str, reward: str) -> bool:
 def _longer(
     settings: list[Setting], given: dict[str, Setting], facts: dict[str, Any]
 ) -> tuple[list[Setting], list[Note]]:
-    """verl's recipes for such models have their users change config.json by hand."""
+    """Allow sequences longer than config.json says: verl's recipes for such models ask users to change it by hand."""
     prompt, response = (given.get(f"data.max_{name}_length") for name in ("prompt", "response"))
     limit, key = facts.get("max_position_embeddings"), OVERRIDE
     if prompt is None or response is None or not is_size(limit) or key in given:
@@ -159,7 +157,7 @@ def _longer(
 
 
 def _rewards_of_a_model(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """In verl a reward model's score takes the place of the built-in rules; here they would be added up."""
+    """Switch the rule off where a reward model judges: in verl it replaces the rule, here their scores would add up."""
     given = {setting.key: setting for setting in settings}
     enable, path = given.get("reward_model.enable"), given.get("custom_reward_function.path")
     if enable is None or enable.value is not True or (path is not None and path.value is not None):
@@ -171,7 +169,7 @@ def _rewards_of_a_model(settings: list[Setting]) -> tuple[list[Setting], list[No
 
 
 def _parts_of_rewards(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """verl's gdpo divides by standard deviations also where a key says that estimators do not; here it obeys."""
+    """Leave out norm_adv_by_std_in_grpo=false for gdpo: verl's gdpo divides by standard deviations all the same."""
     given = {setting.key: setting for setting in settings}
     norm, estimator = (given.get(f"algorithm.{name}") for name in ("norm_adv_by_std_in_grpo", "adv_estimator"))
     if norm is None or norm.value is not False or estimator is None or estimator.value != "gdpo":

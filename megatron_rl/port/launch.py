@@ -1,4 +1,4 @@
-"""Of everything that a script would start: the trainer, and the arguments that it is given."""
+"""The trainer among all programs that a script would start, and its arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ DEFAULT_CONFIGS = tuple(
 
 @dataclass(frozen=True)
 class TrainerCall:
-    """program: the module or file, "" where only arguments are known. overrides: Hydra's. options: its `--` options."""
+    """A call of a trainer. program: its module or file, "" where only arguments are known. overrides: Hydra's. options:
+    its `--` options.
+    """
 
     program: str
     overrides: tuple[str, ...]
@@ -35,13 +37,13 @@ class TrainerCall:
 
     @property
     def feature(self) -> str | None:
-        """What the program is where it is no trainer of verl's that this one stands for."""
+        """The name of a program that is not a trainer that this project replaces; None for such a trainer."""
         entry = self._entry
         return entry if isinstance(entry, str) else None
 
     @property
     def implied(self) -> list[str]:
-        """Overrides that say what the program is."""
+        """Overrides that follow from the program."""
         entry = self._entry
         return entry if isinstance(entry, list) else []
 
@@ -54,7 +56,7 @@ class TrainerCall:
 
     @property
     def config_file(self) -> Path | None:
-        """The file that Hydra's options name, where it is none of verl's own."""
+        """The file that Hydra's options name; None for verl's own files, whose values are defaults."""
         name, folder = self.options.get("config-name"), self.options.get("config-path", "")
         if name is None:
             return None
@@ -65,26 +67,26 @@ class TrainerCall:
 
 @cache
 def entries() -> dict[str, str | list[str] | None]:
-    """Pattern of a program -> the feature that it is, or overrides that say it; None where there is nothing to say."""
+    """Pattern of a program -> the name of a feature that is not here, overrides that follow, or None."""
     return dict(yaml.safe_load((Path(__file__).parent / "entries.yaml").read_text()))
 
 
 def trainer_call(ran: ShellRun, script: Path) -> TrainerCall:
-    """The call with the most Hydra arguments. Raises ConfigError where no call has any."""
-    found = [call for launch in ran.launches for call in _calls_in(launch.arguments)]
-    found = [call for call in found if any("=" in one for one in call.overrides)]
-    if not found:
+    """Return the call with the most Hydra arguments. Raises ConfigError where no call has any."""
+    calls = [call for launch in ran.launches for call in _calls_in(launch.arguments)]
+    calls = [call for call in calls if any("=" in override for override in call.overrides)]
+    if not calls:
         names = ", ".join(dict.fromkeys(launch.name for launch in ran.launches)) or "nothing"
         refused = f"{ran.refused[0]} (--trust-script permits it, where you trust it); " if ran.refused else ""
         raise ConfigError(
             f"{script} starts no trainer with Hydra arguments (it calls {names}); {refused}give them themselves: "
             "megatron-rl port -- KEY=VALUE ..."
         )
-    return max(found, key=lambda call: len(call.overrides))
+    return max(calls, key=lambda call: len(call.overrides))
 
 
 def call_of(arguments: Sequence[str], program: str = "") -> TrainerCall:
-    """Hydra's arguments and options, told apart. Raises ConfigError for one that is neither."""
+    """Separate Hydra's overrides and options. Raises ConfigError for an argument that is neither."""
     overrides, options, place = [], {}, 0
     words = list(arguments)
     while place < len(words):
@@ -107,7 +109,7 @@ def call_of(arguments: Sequence[str], program: str = "") -> TrainerCall:
 
 
 def _calls_in(words: Sequence[str]) -> Iterator[TrainerCall]:
-    """Calls of Python in a command line, also behind a launcher, or in a line of shell within it."""
+    """Find calls of Python in a command line, also after a launcher, or in a line of shell inside it."""
     for place, word in enumerate(words):
         if word == "-m" and place + 1 < len(words):
             yield _lenient(words[place + 2 :], words[place + 1])
@@ -123,7 +125,7 @@ def _calls_in(words: Sequence[str]) -> Iterator[TrainerCall]:
 
 
 def _lenient(words: Sequence[str], program: str) -> TrainerCall:
-    """Without what a shell has left beside the arguments, such as marks of comments."""
+    """Read a call without words that are no arguments, such as marks of comments."""
     kept = []
     for place, word in enumerate(words):
         before = words[place - 1] if place else ""

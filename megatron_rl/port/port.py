@@ -1,4 +1,4 @@
-"""A verl script, its arguments or its YAML file -> settings of this program and what became of each."""
+"""From a verl script, its arguments or its YAML file to settings of this program, with notes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rl.port.shell import launches_of
 
 YAML_SUFFIXES = (".yaml", ".yml")
 SOMETHING_LOST = 3
-"""Exit code where a feature is not here."""
+"""Exit code where a script asks for a feature that is not here."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Ported(Noted):
     refused: list[str] = field(default_factory=list)
 
     def lists(self) -> list[str]:
-        """The lists, as lines, and what was refused to the script where something was."""
+        """Return the lists as lines, then what was refused to the script, if anything was."""
         lines = []
         for kind in Kind:
             notes = self.of(kind)
@@ -49,7 +49,7 @@ class Ported(Noted):
         return lines
 
     def yaml(self) -> str:
-        """The file, with the lists as comments."""
+        """Return the file, with the lists as comments."""
         tree: dict[str, Any] = {}
         own = [setting for setting in self.settings if setting.origin != "verl's default"]
         for setting in own:
@@ -79,9 +79,10 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 def port(
     source: Path | None, arguments: Sequence[str], environment: Mapping[str, str], is_trusted: bool = False
 ) -> Ported:
-    """source: a shell script, a YAML file, or None for arguments alone, which come after the source's own.
+    """Translate a source: a shell script, a YAML file, or None for arguments alone.
 
-    is_trusted: nothing confines the script. Raises ConfigError where the source cannot be read or resolved.
+    arguments: Hydra's, after the source's own. is_trusted: run the script without confinement. Raises ConfigError for a
+    source that cannot be read or resolved.
     """
     if is_trusted and (source is None or source.suffix in YAML_SUFFIXES):
         raise ConfigError(f"--trust-script is for a shell script, and {source or 'arguments'} is none; leave it out")
@@ -93,17 +94,17 @@ def port(
         return ported(str(source), call_of(arguments), _file_settings(source))
     ran = launches_of(source, arguments, environment, is_trusted)
     call = trainer_call(ran, source)
-    further = [one for one in arguments if "=" in one and one not in call.overrides]
+    further = [text for text in arguments if "=" in text and text not in call.overrides]
     call = replace(call, overrides=(*call.overrides, *further))
     return replace(ported(str(source), call, [], source.parent), refused=ran.refused)
 
 
 def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = Path()) -> Ported:
-    """Of what a trainer is called with. base: settings before its arguments. folder: where its files may be."""
+    """Translate a call of a trainer. base: settings before its arguments. folder: where its files may be."""
     notes: list[Note] = []
     file = call.config_file
     if file is not None:
-        places = [one for one in (file, folder / file) if one.is_file()]
+        places = [place for place in (file, folder / file) if place.is_file()]
         if places:
             base = [*base, *_file_settings(places[0])]
         else:
@@ -118,8 +119,8 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
     known = [setting for setting in translation.settings if is_key(setting.key)]
     unknown = [setting for setting in translation.settings if not is_key(setting.key)]
     translated, known = whole_layers(translation.notes, known)
-    known, said = fitted(known)
-    notes = [*translated, *said, *meanings(known), *notes, *(_unknown(setting) for setting in unknown)]
+    known, added = fitted(known)
+    notes = [*translated, *added, *meanings(known), *notes, *(_unknown(setting) for setting in unknown)]
     refused = [note.setting for note in notes if note.kind is Kind.UNSUPPORTED and note.setting.key not in OPTIONS]
     final, _ = final_settings([*known, *refused])
     return Ported(source, [*defaults(final), *final], notes)
@@ -135,7 +136,7 @@ def _unknown(setting: Setting) -> Note:
 
 
 def _file_settings(file: Path) -> list[Setting]:
-    """Of verl's YAML, its interpolations resolved where they can be; Hydra's own groups left out."""
+    """Read verl's YAML with its interpolations resolved where possible, without Hydra's own groups."""
     tree = read_yaml(file, is_resolved=True)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}; it must hold groups of keys")

@@ -1,4 +1,4 @@
-"""Run a script's shell to its end in a folder of its own, within limits, and clean up whatever it did there."""
+"""Run a script's shell to its end in a folder of its own, within limits, and remove the folder."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megatron_rl.port import confine
 
 POLL_S = 0.2
 MOST_PROCESSES, MOST_FILES, MOST_BYTES = 500, 10_000, 256 << 20
-"""What a script may have at once: in its process group, and in its folder."""
+"""Most processes of a script's group, and most files and bytes of its folder, at once."""
 MOST_READ_BYTES = 1 << 20
-"""The end of what it writes to stderr."""
+"""Bytes of stderr that are kept, from the end."""
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """An empty folder, removed at the end with whatever is in it, however deep, without following a link.
+    """An empty folder, removed at the end, and on SIGTERM and SIGHUP, with all that is in it.
 
-    SIGTERM and SIGHUP are an end, too.
+    It may be of any depth; links are not followed.
     """
     folder = Path(tempfile.mkdtemp(prefix="megatron_rl_port_"))
     try:
@@ -42,7 +42,7 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _raised(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Signals raise SystemExit with their exit codes, where this is the main thread: others take none."""
+    """Make signals raise SystemExit with their exit codes; in other threads than the main one, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -99,7 +99,7 @@ def run_script(
 
 
 def read_record(file: Path) -> bytes:
-    """What stubs wrote; empty where the script left no regular file there."""
+    """Read what the stubs wrote; empty where the script left no regular file."""
     try:
         opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -122,10 +122,13 @@ def _refuse_unconfined(script: Path, status: bytes) -> None:
 
 
 def _wait(script: Path, shell: subprocess.Popen[bytes], folder: Path, time_limit_s: float) -> bytes:
-    """Until the shell has ended. It stays a zombie, so that no other process gets its number before its group ends."""
+    """Wait for the shell, and return the end of its stderr. Raises ConfigError where it passes a limit.
+
+    It stays a zombie, so that no other process gets its number before its group is ended.
+    """
     pipe: IO[bytes] | None = shell.stderr
     assert pipe is not None
-    said, ended, limit = b"", os.pidfd_open(shell.pid), time.monotonic() + time_limit_s
+    text, ended, limit = b"", os.pidfd_open(shell.pid), time.monotonic() + time_limit_s
     poll, checked = select.poll(), time.monotonic()
     poll.register(ended, select.POLLIN)
     poll.register(pipe, select.POLLIN)
@@ -134,11 +137,11 @@ def _wait(script: Path, shell: subprocess.Popen[bytes], folder: Path, time_limit
             ready = {descriptor for descriptor, _ in poll.poll(1000 * POLL_S)}
             if pipe.fileno() in ready:
                 chunk = os.read(pipe.fileno(), MOST_READ_BYTES)  # all that a pipe holds
-                said = (said + chunk)[-MOST_READ_BYTES:]
+                text = (text + chunk)[-MOST_READ_BYTES:]
                 if not chunk:
                     poll.unregister(pipe)
             if ended in ready:
-                return said
+                return text
             if time.monotonic() > checked + POLL_S:
                 rule = _passed_limit(folder, shell.pid)
                 if rule is None and time.monotonic() > limit:
@@ -153,7 +156,7 @@ def _wait(script: Path, shell: subprocess.Popen[bytes], folder: Path, time_limit
 
 
 def _passed_limit(folder: Path, group: int) -> str | None:
-    """The limit that a script has passed, as the rest of a sentence; None for none."""
+    """The limit that a script has passed, as the end of a sentence; None for none."""
     processes = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(ProcessLookupError):
@@ -175,7 +178,7 @@ def _passed_limit(folder: Path, group: int) -> str | None:
 
 
 def _remove(folder: Path) -> None:
-    """A folder of any depth: what a folder holds moves up to the first one, so that no path gets long."""
+    """Remove a folder of any depth: inner content moves up to the folder itself, so that no path gets long."""
     number = 0
     while names := os.listdir(folder):
         for name in names:

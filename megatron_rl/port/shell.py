@@ -1,8 +1,8 @@
-"""Run a launch script for its arguments alone: every program that could start, fetch or remove something is a stub.
+"""Run a launch script to learn its arguments: every program that could start, fetch or remove something is a stub.
 
-The shell itself is real, so variables, arithmetic and conditions come out as in a launch. Stubs come as functions of
-the shell and as files, for what programs start; they write down how they were called. They are no wall: what a script
-calls by its path, or does by itself, the kernel keeps within a scratch folder (`confine.py`).
+The shell itself is real, so variables, arithmetic and conditions are those of a launch. Stubs are functions of the
+shell, and files for programs that start others; they record how they were called. They protect nothing: the kernel
+keeps what a script calls by its path, or does by itself, within a scratch folder (`confine.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rl.port.running import read_record, run_script, scratch_folder
 
 TIME_LIMIT_S = 20.0
 NUM_GPUS = 8
-"""What `nvidia-smi` lists."""
+"""GPUs that `nvidia-smi` lists."""
 
 LAUNCHERS = (
     *("python", "python3", *(f"python3.{minor}" for minor in range(8, 15)), "torchrun", "accelerate", "deepspeed"),
@@ -36,16 +36,16 @@ OTHERS = (
 )
 MARK = "__port_missing_{}__"
 NAME = re.compile(r"(?<!\\)\$(?:\{(\w+)\}|(\w+))")
-"""A variable without a default. Of `${X:-d}` and the like nothing is missing."""
+"""A variable without a default; `${X:-d}` and the like need no value."""
 REFUSED = re.compile(
     r"line (\d+): (.* (?:Permission denied|Operation not permitted|Read-only file system|File size limit exceeded))"
 )
-"""How a shell says what the kernel refused."""
+"""A shell's message about what the kernel refused."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a stub was called: its name, its arguments."""
+    """One call of a stub."""
 
     name: str
     arguments: tuple[str, ...]
@@ -53,29 +53,28 @@ class Launch:
 
 @dataclass(frozen=True)
 class ShellRun:
-    """What a script did. launches: every call of a stub, in order. said: the end of its stderr."""
+    """A script that has run. launches: every call of a stub, in order. stderr: its end."""
 
     launches: list[Launch]
-    said: str
+    stderr: str
 
     @property
     def refused(self) -> list[str]:
-        """What the kernel refused to the shell itself, by line; programs put it in their own words."""
-        return list(dict.fromkeys(f"line {line}: {what}" for line, what in REFUSED.findall(self.said)))
+        """What the kernel refused to the shell itself, by line; other programs have messages of their own."""
+        return list(dict.fromkeys(f"line {line}: {what}" for line, what in REFUSED.findall(self.stderr)))
 
 
 def launches_of(
     script: Path, arguments: Sequence[str], environment: Mapping[str, str], is_trusted: bool = False
 ) -> ShellRun:
-    """Run a script for its calls of stubs; paths of the scratch folder in them are the current folder's.
+    """Run a script and return its calls of stubs; the current folder's paths replace those of the scratch folder.
 
-    is_trusted: nothing confines it. Raises ConfigError where it must be confined and cannot be, where it does not end
-    in time, or where a value that a trainer is told would be made of a variable that nobody has set: it names variable
-    and line.
+    is_trusted: run it without confinement. Raises ConfigError where it cannot be confined or does not end in time, and,
+    with variable and line, where a trainer's argument depends on a variable that is not set.
     """
     text = script.read_text(errors="replace")
     ran = _run(script, arguments, environment, {}, is_trusted)
-    _refuse_unset(script, ran.said)
+    _refuse_unset(script, ran.stderr)
     marked = _marked(text, environment)
     if marked:
         again = _run(script, arguments, environment, marked, is_trusted)
@@ -97,15 +96,15 @@ def _run(
             made.mkdir(parents=True)
         record.touch()
         own = {"PATH": f"{stubs}:/usr/bin:/bin", "BASH_ENV": str(_write_stubs(stubs)), "PORT_CALLS": str(record)}
-        own["LANGUAGE"] = "C"  # of a shell's messages, which are read below
+        own["LANGUAGE"] = "C"  # for the shell's messages, which are read below
         here = {} if is_trusted else {"TMPDIR": str(temporary)}  # where shells put what is between EOF and EOF
-        said = run_script(script, arguments, {**environment, **here, **marked, **own}, work, TIME_LIMIT_S, is_trusted)
+        stderr = run_script(script, arguments, {**environment, **here, **marked, **own}, work, TIME_LIMIT_S, is_trusted)
         places = {str(work): str(Path.cwd()), str(temporary): environment.get("TMPDIR", "/tmp")}
         calls = [
             Launch(name, tuple(_replaced(word, places) for word in given))
             for name, *given in _calls(read_record(record))
         ]
-        return ShellRun(calls, said)
+        return ShellRun(calls, stderr)
 
 
 def _replaced(word: str, places: Mapping[str, str]) -> str:
@@ -115,7 +114,7 @@ def _replaced(word: str, places: Mapping[str, str]) -> str:
 
 
 def _write_stubs(stubs: Path) -> Path:
-    """Stub files, and the file that every shell reads first."""
+    """Write the stubs, and return the file that every shell reads first."""
     body = f"""name=$1; shift
 {{ printf '%d\\0%s\\0' "$#" "$name"; [ $# -eq 0 ] || printf '%s\\0' "$@"; }} >> "$PORT_CALLS"
 case $name in
@@ -156,7 +155,7 @@ def _calls(record: bytes) -> Iterator[list[str]]:
 
 
 def _marked(text: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a script uses and neither it nor the environment sets -> marks to find them by."""
+    """Variables that a script uses and that neither it nor the environment sets -> marks to find them by."""
     used = {match[1] or match[2] for line in text.splitlines() for match in NAME.finditer(_code(line))}
     made = set(re.findall(r"(?:^|[\s;(]|export\s|local\s|declare\s|readonly\s)(\w+)\+?=", text, re.MULTILINE))
     made |= {*_loop_names(text), *environment}
@@ -164,21 +163,9 @@ def _marked(text: str, environment: Mapping[str, str]) -> dict[str, str]:
     return {name: MARK.format(name) for name in sorted(names)}
 
 
-SHELL_OWN = {
-    "RANDOM",
-    "SECONDS",
-    "PWD",
-    "OLDPWD",
-    "UID",
-    "EUID",
-    "PPID",
-    "HOSTNAME",
-    "BASH_SOURCE",
-    "LINENO",
-    "_",
-    "IFS",
-}
-SHELL_OWN |= {"SHLVL", "OSTYPE", "HOSTTYPE", "BASH_VERSION", "FUNCNAME", "OPTARG", "OPTIND", "REPLY", "PATH", "BASHPID"}
+SHELL_OWN = {*"_ BASHPID BASH_SOURCE BASH_VERSION EUID FUNCNAME HOSTNAME HOSTTYPE IFS LINENO OLDPWD OPTARG".split()}
+SHELL_OWN |= {*"OPTIND OSTYPE PATH PPID PWD RANDOM REPLY SECONDS SHLVL UID".split()}
+"""Variables that a shell sets by itself."""
 
 
 def _loop_names(text: str) -> list[str]:
@@ -186,13 +173,13 @@ def _loop_names(text: str) -> list[str]:
 
 
 def _code(line: str) -> str:
-    """A line without a comment that is all of it."""
+    """The line, or "" for a comment."""
     return "" if line.lstrip().startswith("#") else line
 
 
-def _refuse_unset(script: Path, said: str) -> None:
-    """What the script's own `set -u` and `${X:?}` say."""
-    for line in said.splitlines():
+def _refuse_unset(script: Path, stderr: str) -> None:
+    """Raise ConfigError for the messages of the script's own `set -u` and `${X:?}`."""
+    for line in stderr.splitlines():
         match = re.search(r"line (\d+): (\w+): (unbound variable|parameter null or not set)", line)
         if match is not None:
             raise ConfigError(

@@ -1,1 +1,1 @@
-"""Keys and values of verl that are others here: read from a table, said in lists."""
+"""verl's keys and values that are others here: tables, and the notes that they give."""

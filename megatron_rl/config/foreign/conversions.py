@@ -1,4 +1,4 @@
-"""How a value of verl becomes one here where it is in another unit."""
+"""Conversions of verl's values into other units or other keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.config.foreign.key_rows import Outcome
 LAYOUT_OF = {"actor_rollout_ref.rollout": "actor_rollout_ref.actor", "actor_rollout_ref.ref": "actor_rollout_ref.actor"}
 
 WITH_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
-"""Parts of a layer that Megatron makes again only in transformer-engine's layers, or after it was imported."""
+"""Parts of a layer that Megatron recomputes only in transformer-engine's layers, or after it was imported."""
 
 Conversion = Callable[[str, str, Any, Mapping[str, Any]], Outcome]
 """(the foreign key, the key here or "", value, all settings) -> what becomes of it."""
@@ -40,7 +40,7 @@ def share_of_lr(key: str, target: str, value: Any, given: Mapping[str, Any]) -> 
 
 def recomputed(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """FSDP's switch -> Megatron's; Megatron scripts have one of their own, and verl's engine does not read this one."""
-    if any(".megatron." in other or alike_megatron(other, said) for other, said in given.items()):
+    if any(".megatron." in other or names_megatron(other, chosen) for other, chosen in given.items()):
         return "Megatron's own switch is megatron.override_transformer_config.recompute_granularity"
     role = "critic" if key.startswith("critic.") else "actor_rollout_ref.actor"
     group = f"{role}.megatron.override_transformer_config"
@@ -52,7 +52,7 @@ def recomputed(key: str, target: str, value: Any, given: Mapping[str, Any]) -> O
 
 
 def known_parts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """Parts of a layer to make again -> those of them that can be; a part that does not exist stays, to be refused."""
+    """Parts of a layer to recompute -> those that can be; a part that does not exist stays, to be refused."""
     if not isinstance(value, list):
         return {key: value}
     kept = [part for part in value if part not in WITH_TRANSFORMER_ENGINE]
@@ -60,13 +60,13 @@ def known_parts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> 
 
 
 def truncated_importance(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """The earlier key of token weights and their threshold in one."""
+    """The earlier key, which is token weights and their threshold in one."""
     group = "algorithm.rollout_correction"
     return {f"{group}.rollout_is": "token", f"{group}.rollout_is_threshold": value}
 
 
 def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """No name of a function: verl takes the rule of the data source, here that is so only without a reward model."""
+    """No name of a function: verl takes the rule of the data source; here that is so only without a reward model."""
     models = ("reward_model.enable", "reward.reward_model.enable")
     if any(given.get(other) is True for other in models) or any(other.startswith("reward_models.") for other in given):
         return {key: None}
@@ -74,14 +74,14 @@ def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) 
 
 
 def graphs_of_gpus(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """Asked for on a CPU, graphs are left out: verl's scripts ask for them wherever they run."""
+    """Leave out graphs on a CPU: verl's scripts ask for them wherever they run."""
     if value is False and given.get("trainer.device") == "cpu":
         return "graphs only make steps faster, and there are none to capture on a CPU"
     return {key: value}
 
 
-def alike_megatron(key: str, value: Any) -> bool:
-    """Whether a setting says that the engine is Megatron's."""
+def names_megatron(key: str, value: Any) -> bool:
+    """Return True for a setting that names Megatron as the engine."""
     return key.endswith(".strategy") and value == "megatron"
 
 

@@ -112,8 +112,8 @@ def alike(left: Any, right: Any) -> bool:
 def filled(text: str, match: re.Match[str]) -> str:
     """Fill in `$1`, `$last` and `$rest` of a row's text."""
     named = {"last": match.string.rpartition(".")[2], "rest": match.groupdict().get("rest") or ""}
-    text = re.sub(r"\$(last|rest)", lambda found: named[found[1]], text)
-    return re.sub(r"\$(\d)", lambda found: match[int(found[1])] or "", text)
+    text = re.sub(r"\$(last|rest)", lambda word: named[word[1]], text)
+    return re.sub(r"\$(\d)", lambda word: match[int(word[1])] or "", text)
 
 
 @cache
