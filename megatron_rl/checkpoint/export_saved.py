@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,9 @@ from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.run_file import read_run_file
-from megatron_rl.checkpoint.saved_tensors import SavedTensors
+from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTensors, checkpoint_key
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.checkpoint.tensor_keys import BIAS, OPTIMIZER_PREFIX, checkpoint_key
 from megatron_rl.errors import StorageError
 from megatron_rl.model.families import ModelShape, constant_map, family_of, param_map, value_param_map
 
@@ -37,16 +37,6 @@ class StoredModel:
     dtypes: dict[str, torch.dtype]
     read: Callable[[str], torch.Tensor]
     files: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def description(self) -> Description:
-        """Of a folder with these tensors, whose dtype is that of the first."""
-        return Description(self.source, self.architecture, next(iter(self.dtypes.values())))
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each tensor."""
-        return {name: torch.Size(shape).numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items()}
 
 
 def saved_model(checkpoint: Path, role: str) -> StoredModel:
@@ -92,12 +82,16 @@ def export_saved(checkpoint: Path, role: str, target: Path) -> None:
 
 
 def write_model(model: StoredModel, target: Path) -> None:
-    """Write a model as a Hugging Face folder in place of `target`. Raises StorageError where that fails, and then
-    nothing of it is left."""
+    """Write a model as a Hugging Face folder in place of `target`; its config names the dtype of the first tensor.
+
+    Raises StorageError where that fails, and then nothing of it is left.
+    """
+    sizes = {name: math.prod(shape) * model.dtypes[name].itemsize for name, shape in model.shapes.items()}
+    description = Description(model.source, model.architecture, next(iter(model.dtypes.values())))
     with removing_unfinished(target):
         try:
             with writing(target):
-                write_hf_folder(target, model.sizes, model.read, model.description)
+                write_hf_folder(target, sizes, model.read, description)
         except StorageError as error:
             raise StorageError(f"{target} could not be written: {error}") from error
 

@@ -1,4 +1,9 @@
-"""The whole tensors of a checkpointed role, read by one process that needs no layout, no Megatron and no other rank."""
+"""The tensors of a saved role: their names, which no layout decides, and a reader for one process without Megatron.
+
+A key is the Hugging Face name of the tensor (of experts: without their number, all of a layer stacked in dim 0); the
+optimizer's keys are prefixed as Megatron prefixes them. Shapes are those of whole tensors, without padding. So a
+checkpoint of one layout is read in any other, and a reader without a layout finds a weight by its name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,19 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_rl.checkpoint.tensor_keys import OPTIMIZER_PREFIX
+from megatron_rl.model.families import ParamSpec
+
+WEIGHT = "weight"
+"""The kind of the parameters themselves; other kinds are the optimizer's names for its state."""
+BIAS = "expert_bias"
+"""The kind of what experts are chosen by beside their scores, where training has moved it."""
+OPTIMIZER_PREFIX = "optimizer.state."
+
+
+def checkpoint_key(spec: ParamSpec, segment: int, kind: str = WEIGHT) -> str:
+    """The name of a segment, or of the optimizer's state for it, in a checkpoint."""
+    name = spec.hf_names[segment].replace("{expert}.", "")
+    return name if kind == WEIGHT else f"{OPTIMIZER_PREFIX}{kind}.{name}"
 
 
 class KeptMetadata(FileSystemReader):

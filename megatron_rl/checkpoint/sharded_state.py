@@ -13,7 +13,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_rl.checkpoint.blocks import Block, blocks_of
-from megatron_rl.checkpoint.tensor_keys import checkpoint_key
+from megatron_rl.checkpoint.saved_tensors import checkpoint_key
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place, box_shape, shard_of
 

@@ -45,7 +45,6 @@ class Actor(TrainedRole):
         self.correction = rank.config.algorithm.rollout_correction
         self.policy_loss = load_policy_loss(self.config, self.correction)
         self.scores_squares = needs_of(rank.config).sum_pi_squared
-        self.score_cut = rank.micro_batching(spec.score)
         temperature = rank.config.actor_rollout_ref.rollout.temperature
         settings = source.hf_config.to_dict()
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature)

@@ -33,7 +33,6 @@ class Critic(TrainedRole):
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.value_model(head_seed=rank.config.trainer.seed))
-        self.score_cut = rank.micro_batching(spec.score)
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def values(self, sequences: Sequences) -> TokenScores | None:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.checkpoint.saved_tensors import BIAS, checkpoint_key
 from megatron_rl.checkpoint.sharded_state import FlatRun
-from megatron_rl.checkpoint.tensor_keys import BIAS, checkpoint_key
 from megatron_rl.model.families import Constant, ParamSpec
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import LogicalTensor, Segment

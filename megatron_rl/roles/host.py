@@ -171,7 +171,7 @@ class RankHost:
 
         states: what `begin_save` returned. Returns whether there was a random state for this layout.
         """
-        from megatron_rl.roles.rank_state import load_rank_state
+        from megatron_rl.roles.saving import load_rank_state
 
         for name, role in self.trained.items():
             role.checkpoint.load(folder / name, states[name])

@@ -13,16 +13,10 @@ class Reference(FrozenRole):
     """Scores tokens as the policy did before training."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
-        from megatron_rl.roles.pipeline import Pipeline
         from megatron_rl.roles.token_scorer import TokenScorer
 
-        super().__init__(spec)
         source = rank.source(spec)
-        model = source.language_model()
-        model.load()
-        chunks = [chunk.requires_grad_(False) for chunk in model.chunks]
-        self.pipeline = Pipeline(chunks, rank.groups, rank.device.torch_device)
-        self.cut = rank.micro_batching(spec.score)
+        super().__init__(spec, rank, source.language_model())
         temperature = rank.config.actor_rollout_ref.rollout.temperature
         self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, source.hf_config.to_dict(), temperature)
 

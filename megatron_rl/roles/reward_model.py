@@ -15,21 +15,14 @@ from megatron_rl.roles.role import FrozenRole
 
 
 class RewardModel(FrozenRole):
-    """Scores of sequences; train mode only, as the model may rest while generating."""
+    """Scores of sequences; in train mode only, because the model may be offloaded during generation."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
         """Load trunk and head. Raises ConfigError for a folder without a learned head."""
-        from megatron_rl.roles.pipeline import Pipeline
-
-        super().__init__(spec)
         source = rank.source(spec)
         if not is_reward_model(source.hf_config.architectures):
             raise ConfigError(f"{source.path} ({source.hf_config.architectures}) has no head that gives a score")
-        model = source.value_model(head_seed=0)
-        model.load()
-        chunks = [chunk.requires_grad_(False) for chunk in model.chunks]
-        self.pipeline = Pipeline(chunks, rank.groups, rank.device.torch_device)
-        self.cut = rank.micro_batching(spec.score)
+        super().__init__(spec, rank, source.value_model(head_seed=0))
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def scores(self, sequences: Sequences) -> SequenceScores | None:

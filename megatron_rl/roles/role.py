@@ -19,7 +19,6 @@ from megatron_rl.roles.rank import Rank
 if TYPE_CHECKING:
     from megatron_rl.model.families import ParamSpec
     from megatron_rl.roles.model_source import ModelSource, UnloadedModel
-    from megatron_rl.roles.pipeline import Pipeline
 
 
 class Role:
@@ -38,9 +37,16 @@ class Role:
 
 
 class FrozenRole(Role):
-    """A model that only scores."""
+    """A model that only scores. Constructing it reads the weights."""
 
-    pipeline: Pipeline
+    def __init__(self, spec: RoleSpec, rank: Rank, model: UnloadedModel) -> None:
+        from megatron_rl.roles.pipeline import Pipeline
+
+        super().__init__(spec)
+        model.load()
+        chunks = [chunk.requires_grad_(False) for chunk in model.chunks]
+        self.pipeline = Pipeline(chunks, rank.groups, rank.device.torch_device)
+        self.cut = rank.micro_batching(spec.score)
 
     def memory(self) -> dict[str, int]:
         """Its parameters."""
@@ -63,7 +69,7 @@ class TrainedRole(Role):
 
         super().__init__(spec)
         self.config = spec.settings
-        self.cut = rank.micro_batching(spec.update)
+        self.cut, self.score_cut = rank.micro_batching(spec.update), rank.micro_batching(spec.score)
         self.loss_scale = rank.loss_scale(spec)
         self.source = source
         self.trainable = TrainableModel(

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.checkpoint.saved_tensors import SavedTensors
+from megatron_rl.checkpoint.saved_tensors import WEIGHT, SavedTensors
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter, read
 from megatron_rl.checkpoint.sharded_state import FlatRun, sharded_state, written_at
-from megatron_rl.checkpoint.tensor_keys import WEIGHT
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place
 from megatron_rl.records import RoleState

@@ -19,7 +19,6 @@ class TrainedScorer(TrainedRole):
 
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.value_model(head_seed=rank.config.trainer.seed))
-        self.score_cut = rank.micro_batching(spec.score)
         objective = reward_objective(rank.config.reward_training)
         self.learner = AnswerLearner(self.trainable, response_values, objective, means=False)
 

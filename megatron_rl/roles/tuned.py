@@ -27,7 +27,6 @@ class TunedPolicy(TrainedRole):
 
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.language_model())
-        self.score_cut = rank.micro_batching(spec.score)
         settings = source.hf_config.to_dict()
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         preferences = rank.config.dpo

@@ -100,9 +100,9 @@ def import_config(folder: str, tp_size: int, pp_size: int, dtype: str) -> RunCon
 def measure_import(config: RunConfig, load_first: bool = False) -> Growth:
     """Import on this rank; all ranks must call. `load_first`: read the weights before DDP has a place for them."""
     from megatron_rl.config.megatron import OverrideDDPConfig
-    from megatron_rl.roles.ddp import in_flat_buffers
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import ModelSource
+    from megatron_rl.roles.training import in_flat_buffers
 
     worker = RankHost(config)
     shared = config.actor_rollout_ref
