@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -103,7 +103,9 @@ class OverrideDDPConfig:
 
 
 @dataclass
-class MegatronConfig:
+class LayoutConfig:
+    """Keys that all roles of one pool share, because they share one grid of processes."""
+
     tensor_model_parallel_size: Size = 1
     """TP: ranks that share every layer."""
     pipeline_model_parallel_size: Size = 1
@@ -134,6 +136,13 @@ class MegatronConfig:
     dtype: Annotated[str, OneOf(("float32", "bfloat16", "float16"))] = "float32"
     """Parameter and compute type: float32 | bfloat16 | float16, with which the loss is scaled while gradients are
     computed, as much as they can be without an overflow. On trainer.device=cuda the default is bfloat16."""
+
+
+LAYOUT_KEYS = tuple(field.name for field in fields(LayoutConfig))
+
+
+@dataclass
+class MegatronConfig(LayoutConfig):
     param_offload: bool = False
     """Keep the parameters in host memory while generating; not the actor's in the pool that generates: it reads them.
     Like the next two of no effect in a pool that does not generate."""
@@ -143,23 +152,6 @@ class MegatronConfig:
     """Keep the optimizer state in host memory while generating."""
     override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
     override_ddp_config: OverrideDDPConfig = field(default_factory=OverrideDDPConfig)
-
-
-LAYOUT_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "dynamic_context_parallel",
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "make_vocab_size_divisible_by",
-    "dtype",
-)
-"""Keys of MegatronConfig that all roles of one pool share, because they share one grid of processes."""
 
 
 def follows(key: str) -> Any:

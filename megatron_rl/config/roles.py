@@ -1,6 +1,6 @@
-"""Which roles a run has, how each runs, and which pool of ranks it lives on: one table of plain data.
+"""The roles of a run, the passes of each, and the pool of ranks that hosts it: one table of plain data.
 
-Preflight, memory plan, time estimate and the ranks themselves read this table; none of them lists roles by hand.
+Preflight, memory plan, time estimate and the ranks read this table; none of them lists roles by hand.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_rl.config.tasks import DPO, REWARD, SFT, WITHOUT_ROLLOUT
 from megatron_rl.config.trainer import GLOBAL_POOL
 
 ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
-"""Kinds of roles; a kind is also the name of its only role, except that there may be further reward models."""
+"""Kinds of roles. A kind is also the name of its only role; only reward models may be several."""
 TUNED, SCORER = "tuned", "scorer"
-"""Kinds of the trained role of a stage that does not generate: a policy, by name the actor, and a reward model, by name
-the critic, as it is saved and exported like one."""
+"""Kinds of the role that a task without generation trains. A policy has the name of the actor. A reward model has the
+name of the critic, because it is saved and exported like one."""
 
 ROLLOUT_POOL, REWARD_POOL = "rollout_pool", "reward_pool"
 """Pools that verl's own keys make: hybrid_engine=false, and reward_model.enable_resource_pool=true."""
@@ -29,13 +29,13 @@ ROLLOUT_POOL, REWARD_POOL = "rollout_pool", "reward_pool"
 
 @dataclass(frozen=True)
 class PassSpec:
-    """One way a role passes over a batch, and how it is cut into micro-batches.
+    """One pass of a role over a batch, and how the batch is cut into micro-batches.
 
-    phase: its name in timings, in memory and in plans. num_rows: samples of a micro-batch, where max_tokens is None.
-    max_tokens: tokens of a micro-batch, where samples are joined by their tokens. key: the key of whichever of the two
-    counts. extra_tokens: what the role reads beyond prompt and response. longest: tokens of the longest sequence
-    without these, where it is not that of prompt and response: of conversations that are tokenised anew, or of answers
-    that stay together. scored: tokens of these whose log-probs are needed; None: those of the longest response.
+    phase: its name in timings, in memory and in plans. num_rows: samples of a micro-batch, if max_tokens is None.
+    max_tokens: tokens of a micro-batch, if samples are joined by their tokens. key: the key of the one that counts.
+    extra_tokens: tokens that the role reads beyond prompt and response. longest: tokens of the longest sequence without
+    these, if it is not prompt and response (conversations that are tokenised anew, answers that stay together).
+    scored: tokens of that sequence whose log-probs are needed; None: those of the longest response.
     """
 
     phase: str
@@ -50,8 +50,7 @@ class PassSpec:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Examples that join the samples of every optimizer step: how many, and tokens of the longest, all of which may
-    count."""
+    """Examples that join the samples of every optimizer step. longest: tokens of the longest one; all may count."""
 
     num_examples: int
     longest: int
@@ -61,8 +60,8 @@ class Mixed:
 class RoleSpec:
     """One role. key: the group of its settings. model_path: the Hugging Face folder it starts from.
 
-    megatron: its training layout; of the rollout the actor's, which names the dtype. score, update: its passes; a role
-    with `update` is trained and saved. settings: the group itself. mixed: what its update reads beside the samples.
+    megatron: its training layout; for the rollout the actor's, which names the dtype. score, update: its passes; a role
+    with `update` is trained and saved. settings: the group itself. mixed: further examples that its update reads.
     """
 
     name: str
@@ -88,24 +87,24 @@ class RoleSpec:
 
     @property
     def reads_text(self) -> bool:
-        """Whether it is a reward model that tokenises conversations with its own tokenizer."""
+        """Whether this is a reward model that tokenises conversations with its own tokenizer."""
         return self.kind == REWARD_MODEL and self.settings.model.input_tokenizer is not None
 
     @property
     def passes(self) -> list[PassSpec]:
-        """Those that it has, scoring first."""
-        return [one for one in (self.score, self.update) if one is not None]
+        """The passes of the role, scoring first."""
+        return [spec for spec in (self.score, self.update) if spec is not None]
 
     @property
     def phases(self) -> dict[str, str]:
-        """What "score" and "update" stand for in the phases of its methods."""
+        """ "score" and "update" -> the phase of that pass, for the passes that the role has."""
         passes = {"score": self.score, "update": self.update}
-        return {label: one.phase for label, one in passes.items() if one is not None}
+        return {label: spec.phase for label, spec in passes.items() if spec is not None}
 
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Machines and ranks per machine of a pool, and the keys that say so."""
+    """Machines and ranks per machine of a pool, and the keys that set them."""
 
     num_nodes: int
     num_ranks_per_node: int
@@ -122,7 +121,7 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """A named set of ranks with one world of their own, and the roles that its processes host."""
+    """A named set of ranks with a world of their own, and the roles that its processes host."""
 
     name: str
     size: PoolSize
@@ -134,29 +133,29 @@ class PoolSpec:
 
     @property
     def megatron_roles(self) -> tuple[RoleSpec, ...]:
-        """Its roles on Megatron's grid, which all have one layout."""
+        """Roles on Megatron's grid, which share one layout."""
         return tuple(role for role in self.roles if role.kind != ROLLOUT)
 
     @property
     def layout(self) -> MegatronConfig:
-        """The layout of its grid; where nobody but the rollout lives, one rank of TP and PP."""
+        """The layout of the grid; TP 1 and PP 1 in a pool that only generates."""
         return self.megatron_roles[0].megatron if self.megatron_roles else MegatronConfig()
 
     def role(self, kind: str) -> RoleSpec | None:
-        """Its only role of a kind, or None."""
+        """The only role of a kind, or None."""
         return next((role for role in self.roles if role.kind == kind), None)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Every role by name, in the order in which they are built, and every pool by name, the actor's first."""
+    """Every role by name, in the order of building, and every pool by name, the actor's first."""
 
     roles: dict[str, RoleSpec]
     pools: dict[str, PoolSpec]
 
     @classmethod
     def of(cls, config: RunConfig) -> Placement:
-        """The configured one, which must have passed preflight. Raises KeyError for a pool that nobody defines."""
+        """Place the roles of a configuration that has passed preflight. Raises KeyError for an undefined pool."""
         roles = {role.name: role for role in roles_of(config)}
         sizes = pool_sizes(config)
         names = dict.fromkeys(role.pool for role in roles.values())
@@ -175,7 +174,7 @@ class Placement:
 
     @property
     def leader(self) -> RoleSpec:
-        """The role that is there in every step: the actor, or the one that a stage trains."""
+        """The role that takes part in every step: the actor, or the role that a task trains."""
         return next(iter(self.roles.values()))
 
     @property
@@ -204,45 +203,39 @@ class Placement:
 
 
 def pool_sizes(config: RunConfig) -> dict[str, PoolSize]:
-    """Every pool that is defined, whether or not a role lives there; the user's own replace those of the same name."""
-    trainer, rollout, reward = config.trainer, config.actor_rollout_ref.rollout, config.reward_model
-    sizes = {
-        GLOBAL_POOL: PoolSize(trainer.nnodes, trainer.n_gpus_per_node, "trainer.nnodes", "trainer.n_gpus_per_node")
-    }
+    """Every defined pool, with or without a role. Pools of the user's own replace those of the same name."""
+    sizes = {GLOBAL_POOL: _size("trainer", config.trainer)}
     if config.actor_rollout_ref.hybrid_engine is False:
-        key = "actor_rollout_ref.rollout"
-        sizes[ROLLOUT_POOL] = PoolSize(
-            rollout.nnodes, rollout.n_gpus_per_node, f"{key}.nnodes", f"{key}.n_gpus_per_node"
-        )
-    if reward.enable_resource_pool:
-        key = "reward_model"
-        sizes[REWARD_POOL] = PoolSize(reward.nnodes, reward.n_gpus_per_node, f"{key}.nnodes", f"{key}.n_gpus_per_node")
-    for name, pool in config.pools.items():
-        key = f"pools.{name}"
-        sizes[name] = PoolSize(pool.nnodes, pool.n_gpus_per_node, f"{key}.nnodes", f"{key}.n_gpus_per_node")
-    return sizes
+        sizes[ROLLOUT_POOL] = _size("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout)
+    if config.reward_model.enable_resource_pool:
+        sizes[REWARD_POOL] = _size("reward_model", config.reward_model)
+    return sizes | {name: _size(f"pools.{name}", pool) for name, pool in config.pools.items()}
+
+
+def _size(group: str, settings: Any) -> PoolSize:
+    return PoolSize(settings.nnodes, settings.n_gpus_per_node, f"{group}.nnodes", f"{group}.n_gpus_per_node")
 
 
 def rollout_pool(config: RunConfig) -> str:
-    """The pool that generates: `rollout.pool`, or verl's where hybrid_engine=false says no more than that."""
+    """The pool that generates: `rollout.pool`, or verl's if hybrid_engine=false and `rollout.pool` is not set."""
     shared = config.actor_rollout_ref
     says_nothing = shared.rollout.pool == shared.actor.pool
     return ROLLOUT_POOL if shared.hybrid_engine is False and says_nothing else shared.rollout.pool
 
 
 def reward_pool(config: RunConfig) -> str:
-    """The pool of `reward_model`: `reward_model.pool`, or verl's where enable_resource_pool=true says no more."""
+    """The pool of `reward_model`: its `pool`, or verl's if enable_resource_pool=true and `pool` is not set."""
     reward = config.reward_model
     return REWARD_POOL if reward.enable_resource_pool and reward.pool == GLOBAL_POOL else reward.pool
 
 
 def trained_roles(config: RunConfig) -> dict[str, str]:
-    """Role that is trained, and saved in a checkpoint -> the Hugging Face folder that it starts from."""
+    """Role that is trained and saved -> the Hugging Face folder that it starts from."""
     return {role.name: role.model_path for role in roles_of(config) if role.is_trained}
 
 
 def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
-    """Every role of a run, in the order in which they are built: a rollout on the actor's memory comes after it."""
+    """Every role of a run, in the order of building: the rollout comes after the actor, whose memory it may read."""
     if config.trainer.stage in WITHOUT_ROLLOUT:
         yield from _stage_roles(config)
         return
@@ -257,24 +250,15 @@ def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
         yield _reward_model(REWARD_MODEL, REWARD_MODEL, reward, reward_pool(config), "rm_scores", longest)
     for name, further in config.reward_models.items():
         yield _reward_model(name, f"reward_models.{name}", further, further.pool, f"rm_scores_{name}", longest)
-    yield RoleSpec(
-        ROLLOUT,
-        ROLLOUT,
-        "actor_rollout_ref.rollout",
-        rollout_pool(config),
-        shared.model.path,
-        "actor_rollout_ref.model.path",
-        shared.actor.megatron,
-        shared.rollout,
-    )
+    yield _policy(config, ROLLOUT, "actor_rollout_ref.rollout", rollout_pool(config), shared.rollout)
 
 
 ANSWERS = {SFT: 1, REWARD: 2, DPO: 2}
-"""Answers that stay together, in plans: preferences are taken to be pairs."""
+"""Answers that stay together, in plans. Preferences are taken to be pairs."""
 
 
 def answers_together(config: RunConfig) -> int:
-    """Answers to one prompt that are never split, as plans take it: of two, where they are compared."""
+    """Answers to one prompt that plans never split: 2 if the loss compares answers, else 1."""
     stage, compares = config.trainer.stage, AnswerLossTraits()
     losses = {
         REWARD: REWARD_MODEL_LOSSES.traits(config.reward_training.loss, compares),
@@ -284,45 +268,60 @@ def answers_together(config: RunConfig) -> int:
 
 
 def _stage_roles(config: RunConfig) -> Iterator[RoleSpec]:
-    """The role that a stage trains, and where it is asked for the reference beside it."""
-    stage, together = config.trainer.stage, answers_together(config)
-    role = replace(_critic(config), kind=SCORER) if stage == REWARD else replace(_actor(config), kind=TUNED)
-    longest = config.data.max_prompt_length + config.data.max_response_length + (stage == REWARD)
+    """The role that a task without generation trains, and the reference where it scores on the same ranks."""
+    task, together = config.trainer.stage, answers_together(config)
+    role = replace(_critic(config), kind=SCORER) if task == REWARD else replace(_actor(config), kind=TUNED)
+    longest = config.data.max_prompt_length + config.data.max_response_length + (task == REWARD)
     if role.update is not None and together > 1:
         update = replace(role.update, longest=together * longest, scored=together * config.data.max_response_length)
         role = replace(role, update=update)
-    if stage == REWARD and role.score is not None:
-        one_row = -(-longest // max(1, role.megatron.context_parallel_size))
-        tokens = role.score.max_tokens and max(role.score.max_tokens, one_row)
-        role = replace(role, score=replace(role.score, longest=longest, max_tokens=tokens))
-    if role.score is not None:
-        role = replace(role, score=replace(role.score, phase="scores" if stage == REWARD else "log_probs"))
+    if task == REWARD and role.score is not None:
+        role = replace(role, score=replace(role.score, phase="scores", longest=longest))
+        role = replace(role, score=_with_room(role, longest))
+    elif role.score is not None:
+        role = replace(role, score=replace(role.score, phase="log_probs"))
     yield role
-    if stage == DPO and holds_reference(config):
+    if task == DPO and holds_reference(config):
         yield _reference(config)
+
+
+LOG_PROB_KEYS = ("log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+VALUE_KEYS = ("use_dynamic_bsz", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+SCORE_KEYS = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+UPDATE_KEYS = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
+"""For each pass: the key that joins samples by their tokens, the key of samples, and the key of tokens."""
+
+
+def _pass(phase: str, packed: bool, group: str, settings: Any, keys: tuple[str, str, str]) -> PassSpec:
+    """settings: the group that has the three keys."""
+    dynamic, rows, tokens = keys
+    is_dynamic = getattr(settings, dynamic)
+    max_tokens = getattr(settings, tokens) if is_dynamic else None
+    return PassSpec(phase, getattr(settings, rows), max_tokens, packed, f"{group}.{tokens if is_dynamic else rows}")
+
+
+def _with_room(role: RoleSpec, longest: int) -> PassSpec | None:
+    """The scoring pass with room for a sequence of `longest` tokens, cut over the context-parallel ranks."""
+    if role.score is None or role.score.max_tokens is None:
+        return role.score
+    one_row = -(-longest // max(1, role.megatron.context_parallel_size))
+    return replace(role.score, max_tokens=max(role.score.max_tokens, one_row))
+
+
+def _policy(config: RunConfig, kind: str, key: str, pool: str, settings: Any) -> RoleSpec:
+    """A role that starts from the actor's model."""
+    shared = config.actor_rollout_ref
+    megatron = shared.actor.megatron if kind == ROLLOUT else settings.megatron
+    return RoleSpec(kind, kind, key, pool, shared.model.path, "actor_rollout_ref.model.path", megatron, settings)
 
 
 def _actor(config: RunConfig) -> RoleSpec:
     shared, key = config.actor_rollout_ref, "actor_rollout_ref.actor"
-    actor, rollout, packed = shared.actor, shared.rollout, shared.model.use_remove_padding
-    return RoleSpec(
-        ACTOR,
-        ACTOR,
-        key,
-        actor.pool,
-        shared.model.path,
-        "actor_rollout_ref.model.path",
-        actor.megatron,
-        actor,
-        score=_pass(
-            "old_log_prob",
-            packed,
-            "actor_rollout_ref.rollout",
-            rollout.log_prob_use_dynamic_bsz,
-            {"log_prob_micro_batch_size_per_gpu": rollout.log_prob_micro_batch_size_per_gpu},
-            {"log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu},
-        ),
-        update=_update_pass("update_actor", packed, key, actor),
+    packed = shared.model.use_remove_padding
+    return replace(
+        _policy(config, ACTOR, key, shared.actor.pool, shared.actor),
+        score=_pass("old_log_prob", packed, "actor_rollout_ref.rollout", shared.rollout, LOG_PROB_KEYS),
+        update=_pass("update_actor", packed, key, shared.actor, UPDATE_KEYS),
         mixed=Mixed(config.ptx.mini_batch_size, pretraining_length(config)) if config.ptx.coef else None,
     )
 
@@ -335,104 +334,31 @@ def pretraining_length(config: RunConfig) -> int:
 
 def _reference(config: RunConfig) -> RoleSpec:
     shared, key = config.actor_rollout_ref, "actor_rollout_ref.ref"
-    ref = shared.ref
-    return RoleSpec(
-        REFERENCE,
-        REFERENCE,
-        key,
-        ref.pool,
-        shared.model.path,
-        "actor_rollout_ref.model.path",
-        ref.megatron,
-        ref,
-        score=_pass(
-            "ref",
-            shared.model.use_remove_padding,
-            key,
-            ref.log_prob_use_dynamic_bsz,
-            {"log_prob_micro_batch_size_per_gpu": ref.log_prob_micro_batch_size_per_gpu},
-            {"log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu},
-        ),
-    )
+    role = _policy(config, REFERENCE, key, shared.ref.pool, shared.ref)
+    return replace(role, score=_pass("ref", shared.model.use_remove_padding, key, shared.ref, LOG_PROB_KEYS))
 
 
 def _critic(config: RunConfig) -> RoleSpec:
     critic = config.critic
     packed = critic.model.use_remove_padding
     return RoleSpec(
-        CRITIC,
-        CRITIC,
-        CRITIC,
-        critic.pool,
-        critic.model.path,
-        "critic.model.path",
-        critic.megatron,
-        critic,
-        score=_pass(
-            "values",
-            packed,
-            CRITIC,
-            critic.use_dynamic_bsz,
-            {"forward_micro_batch_size_per_gpu": critic.forward_micro_batch_size_per_gpu},
-            {"forward_max_token_len_per_gpu": critic.forward_max_token_len_per_gpu},
-        ),
-        update=_update_pass("update_critic", packed, CRITIC, critic),
+        *(CRITIC, CRITIC, CRITIC, critic.pool, critic.model.path, "critic.model.path", critic.megatron, critic),
+        score=_pass("values", packed, CRITIC, critic, VALUE_KEYS),
+        update=_pass("update_critic", packed, CRITIC, critic, UPDATE_KEYS),
     )
 
 
 def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, longest: int) -> RoleSpec:
-    """A frozen classifier, which reads one token more than the sequence has: room for it is always there.
+    """A frozen classifier. It reads one token more than the sequence has, for which its pass always has room.
 
     longest: tokens of the longest prompt with the longest response.
     """
     own = None
     if settings.model.input_tokenizer is not None:
         own = longest if settings.max_length is None else settings.max_length
-    one_row = -(-((own or longest) + 1) // max(1, settings.megatron.context_parallel_size))
-    return RoleSpec(
-        name,
-        REWARD_MODEL,
-        key,
-        pool,
-        settings.model.path,
-        f"{key}.model.path",
-        settings.megatron,
-        settings,
-        score=_pass(
-            phase,
-            settings.model.use_remove_padding,
-            key,
-            settings.use_dynamic_bsz,
-            {"micro_batch_size_per_gpu": settings.micro_batch_size_per_gpu},
-            {"forward_max_token_len_per_gpu": max(settings.forward_max_token_len_per_gpu, one_row)},
-            extra_tokens=1,
-            longest=own,
-        ),
+    score = _pass(phase, settings.model.use_remove_padding, key, settings, SCORE_KEYS)
+    role = RoleSpec(
+        *(name, REWARD_MODEL, key, pool, settings.model.path, f"{key}.model.path", settings.megatron, settings),
+        score=replace(score, extra_tokens=1, longest=own),
     )
-
-
-def _update_pass(phase: str, packed: bool, key: str, settings: Any) -> PassSpec:
-    return _pass(
-        phase,
-        packed,
-        key,
-        settings.use_dynamic_bsz,
-        {"ppo_micro_batch_size_per_gpu": settings.ppo_micro_batch_size_per_gpu},
-        {"ppo_max_token_len_per_gpu": settings.ppo_max_token_len_per_gpu},
-    )
-
-
-def _pass(
-    phase: str,
-    packed: bool,
-    group: str,
-    is_dynamic: bool,
-    rows: dict[str, int],
-    tokens: dict[str, int],
-    extra_tokens: int = 0,
-    longest: int | None = None,
-) -> PassSpec:
-    """rows, tokens: the key in `group` and its value, of which `is_dynamic` chooses one."""
-    (rows_key, num_rows), (tokens_key, max_tokens) = *rows.items(), *tokens.items()
-    key = f"{group}.{tokens_key if is_dynamic else rows_key}"
-    return PassSpec(phase, num_rows, max_tokens if is_dynamic else None, packed, key, extra_tokens, longest)
+    return replace(role, score=_with_room(role, (own or longest) + 1))
