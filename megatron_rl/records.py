@@ -291,6 +291,7 @@ class Experience(TensorClass):
     """Everything the loop knows about one step's samples; fields are filled as it computes them, None until then.
 
     input_ids int64 [B, (L)], response_lengths int64 [B], groups int64 [B] (equal for the samples of one prompt);
+    truncated: bool [B], as of `Generations`;
     scores, greedy_scores: float32 [B], the task reward, and that of the greedy answer to the same prompt;
     components: float32 [B, K], numbers of the reward function that are normalised apart;
     versions int64 [B, (R)], of the weights that drew each token; None where all are the newest;
@@ -304,6 +305,7 @@ class Experience(TensorClass):
     rollout_log_probs: torch.Tensor
     versions: torch.Tensor | None = None
     groups: torch.Tensor | None = None
+    truncated: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     greedy_scores: torch.Tensor | None = None
     components: torch.Tensor | None = None

@@ -130,8 +130,9 @@ class UserFileConfig:
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
-    """vanilla: PPO's clipped surrogate | gpg | clip_cov | kl_cov | gspo | geo_mean | cispo | sapo | dppo_kl | dppo_tv |
-    dro | bypass_mode: that of algorithm.rollout_correction.loss_type | the name of a function in custom.path."""
+    """vanilla: PPO's clipped surrogate | gpg | clip_cov | kl_cov | gspo | gspo_token: the same | luspo | vespo |
+    geo_mean | cispo | sapo | dppo_kl | dppo_tv | dro | bypass_mode: that of algorithm.rollout_correction.loss_type |
+    the name of a function in custom.path."""
     custom: UserFileConfig = field(default_factory=UserFileConfig)
     clip_cov_ratio: Annotated[float, Gt(0), Le(1)] = 0.0002
     """clip_cov: share of a micro-batch's tokens that lose their gradient; at least one of those it may choose from."""
@@ -145,6 +146,17 @@ class PolicyLossConfig:
     """kl_cov: weight of that penalty, |log-ratio|."""
     dro_beta: Annotated[float | None, Gt(0), Nearest(0.1)] = None
     """dro: weight of the squared log-ratio; it has no default."""
+    vespo_k_pos: NotNegative = 2.0
+    """vespo: exponent k of the ratio's weight where the advantage is not negative;"""
+    vespo_lambda_pos: NotNegative = 3.0
+    """its decay lambda there;"""
+    vespo_k_neg: NotNegative = 3.0
+    """k where the advantage is negative;"""
+    vespo_lambda_neg: NotNegative = 2.0
+    """and lambda there."""
+    off_policy_mask_threshold: NotNegative | None = None
+    """With any loss, leave out answers with a negative advantage that the policy has moved away from by more than this,
+    as the mean of log(p_old / p) over their tokens (DeepSeek-V3.2); null: none."""
 
 
 @dataclass
@@ -202,6 +214,8 @@ class ActorConfig:
     kl_loss_type: Annotated[str, OneOf(KL_TYPES)] = "low_var_kl"
     """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); with a + after it, such as k3+, with the
     gradient of k2."""
+    kl_loss_unbiased: bool = False
+    """Multiply each token's estimate by p / p_old, gradient included (DeepSeek-V3.2)."""
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -367,12 +381,14 @@ class FilterGroupsConfig:
 @dataclass
 class AlgorithmConfig:
     adv_estimator: str = "gae"
-    """gae | grpo | grpo_passk | gdpo | gpg | rloo | opo | optimal_token_baseline | tir_optimal_token_baseline |
-    reinforce_plus_plus | reinforce_plus_plus_baseline | remax | the name of a function in custom_adv_estimator.path.
-    Only gae needs a critic."""
+    """gae | grpo | grpo_passk | gdpo | gpg | rloo | opo | max_rl | optimal_token_baseline |
+    tir_optimal_token_baseline | reinforce_plus_plus | reinforce_plus_plus_baseline | remax | grpo_vectorized: grpo |
+    rloo_vectorized: rloo | the name of a function in custom_adv_estimator.path. Only gae needs a critic."""
     custom_adv_estimator: UserFileConfig = field(default_factory=UserFileConfig)
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO. Also grpo_passk's, gdpo's."""
+    scale_rewards: Annotated[str, OneOf(("group", "batch"))] = "group"
+    """grpo: that standard deviation is of the answers of a group | batch: of all answers of the step (LitePPO)."""
     gdpo_reward_keys: list[str] | None = None
     """gdpo: which numbers of the reward function's dict are normalised apart."""
     gdpo_reward_weights: list[float] | None = None
@@ -381,6 +397,12 @@ class AlgorithmConfig:
     """Discount per token, of gae and reinforce_plus_plus."""
     lam: UnitInterval = 1.0
     """GAE's lambda."""
+    adaptive_lam_alpha: Annotated[float | None, Gt(0), Nearest(0.05)] = None
+    """gae: give the advantages of an answer of l tokens lambda = 1 - 1 / (alpha l), and returns lam (VAPO has alpha
+    0.05 and lam 1); null: lam for both."""
+    mask_truncated_completions: bool = False
+    """Leave answers that reached data.max_response_length without an end out of the losses of actor and critic; they
+    still count in advantages."""
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL to the reference policy from every token's reward."""
     kl_penalty: Annotated[str, OneOf(KL_TYPES)] = "kl"

@@ -10,7 +10,12 @@ from torch import Tensor
 from megatron_rl.config.algorithms import bypasses
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RolloutConfig, RunConfig
 from megatron_rl.errors import ParityError
-from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction
+from megatron_rl.experience.assemble import (
+    add_advantages,
+    add_rewards,
+    add_rollout_correction,
+    leave_out_truncated,
+)
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.experience.staleness import is_fresh, staleness_metrics
 from megatron_rl.losses.estimators import load_estimator
@@ -46,6 +51,8 @@ class Algorithm:
             if experience.old_log_probs is None:
                 add_rewards(experience, 0.0)
             add_advantages(experience, self.estimator, self.config.algorithm)
+            if self.config.algorithm.mask_truncated_completions:
+                leave_out_truncated(experience)
         return metrics
 
     def compare(self, experience: Experience, step: int) -> dict[str, float]:

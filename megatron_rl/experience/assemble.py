@@ -10,7 +10,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.losses.estimators import Estimator, Samples
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.rollout_correction import correct_rollout
-from megatron_rl.losses.row_sums import mean_rows
+from megatron_rl.losses.row_sums import mean_rows, spread
 from megatron_rl.records import Experience, Generations, Prompts, known, ragged, ragged_from_lengths, row_lengths
 
 
@@ -24,6 +24,7 @@ def assemble(prompts: Prompts, generations: Generations) -> Experience:
         versions=generations.versions,
         routed_experts=generations.routed_experts,
         groups=prompts.uid,
+        truncated=generations.truncated,
         batch_size=prompts.batch_size,
     )
 
@@ -82,6 +83,17 @@ def add_advantages(experience: Experience, estimator: Estimator, config: Algorit
             )
     experience.advantages = ragged_from_lengths(advantages, lengths)
     experience.returns = ragged_from_lengths(returns, lengths)
+
+
+def leave_out_truncated(experience: Experience) -> None:
+    """Set `kept` to 0 on all tokens of truncated answers.
+
+    DAPO's overlong filtering: Yu et al., arXiv:2503.14476, section 3.4. Needs `truncated`.
+    """
+    lengths = experience.response_lengths
+    whole = spread((~known(experience.truncated)).float(), lengths)
+    kept = whole if experience.kept is None else experience.kept.values() * whole
+    experience.kept = ragged_from_lengths(kept, lengths)
 
 
 def add_rollout_correction(experience: Experience, config: RolloutCorrectionConfig) -> dict[str, float]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_rl.losses.policy import LOG_RATIO_LIMIT
 from megatron_rl.losses.row_sums import mean_rows, sum_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
 PREFIX = "rollout_corr"
 
 

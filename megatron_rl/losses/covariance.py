@@ -41,10 +41,10 @@ def num_chosen(tokens: PolicyTokens, share: float) -> int:
 
 @policy_loss("clip_cov", keys=tuple(f"policy_loss.clip_cov_{key}" for key in ("ratio", "lb", "ub")))
 def clip_cov_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """PPO's clipped surrogate, 0 on tokens drawn from those with a covariance between `clip_cov_lb` and `clip_cov_ub`.
+    """PPO's; 0 on `clip_cov_ratio` of the tokens, drawn where the covariance is in (`clip_cov_lb`, `clip_cov_ub`).
 
-    Drawn are `clip_cov_ratio` of the tokens, by a fixed permutation; tokens that the clip decided are not among them.
-    `clipped` marks the drawn ones.
+    A fixed permutation draws them, never a token that the clip decided. `clipped` marks those drawn. Cui et al.,
+    arXiv:2505.22617.
     """
     import torch
 
@@ -65,7 +65,7 @@ def clip_cov_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 def kl_cov_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-A r without a clip, plus `ppo_kl_coef` |log r| on the `kl_cov_ratio` of tokens with the largest covariance.
 
-    `clipped` marks those tokens, and `kl` is |log r|, as verl reports it.
+    `clipped` marks those tokens, and `kl` is |log r|, as verl reports it. Cui et al., arXiv:2505.22617.
     """
     loss, distance = config.policy_loss, tokens.log_ratio.abs()
     covariance = covariances(tokens)

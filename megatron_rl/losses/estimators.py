@@ -91,15 +91,19 @@ def load_estimator(config: AlgorithmConfig) -> Estimator:
     return load_function(path, "algorithm.custom_adv_estimator.path", name, ("samples", "config"))
 
 
-@estimator("gae", needs=EstimatorNeeds(critic=True), keys=("gamma", "lam"))
+@estimator("gae", needs=EstimatorNeeds(critic=True), keys=("gamma", "lam", "adaptive_lam_alpha"))
 def estimate_gae(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation with a critic, whitened over all tokens of the batch; returns are not.
 
-    Schulman et al., arXiv:1506.02438; see `advantages.gae`.
+    Schulman et al., arXiv:1506.02438; see `advantages.gae`. With `adaptive_lam_alpha` advantages have lambda = max(0,
+    1 - 1 / (alpha l)) in an answer of l tokens, and returns keep `lam`: VAPO, Yue et al., arXiv:2504.05118.
     """
-    mask = samples.mask
+    mask, alpha = samples.mask, config.adaptive_lam_alpha
     rewards, values = samples.padded(samples.rewards), samples.padded(samples.values)
     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
+    if alpha is not None:
+        lam = (1 - 1 / (alpha * samples.lengths.clamp(min=1))).clamp(min=0).to(rewards.dtype)
+        advantages, _ = gae(rewards, values, mask, config.gamma, lam)
     return whiten(advantages[mask]), returns[mask]
 
 
@@ -116,7 +120,7 @@ def estimate_reinforce_plus_plus(samples: Samples, config: AlgorithmConfig) -> t
 
 @estimator("remax", needs=EstimatorNeeds(greedy=True))
 def estimate_remax(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Rewards to go, without discount, minus the score of the greedy answer to the same prompt.
+    """Rewards to go, without discount, minus the score of a greedy answer, one more per prompt and step.
 
     ReMax: Li et al., arXiv:2310.10505.
     """

@@ -24,13 +24,17 @@ GROUP = EstimatorNeeds(group=True)
 BY_STD = ("norm_adv_by_std_in_grpo",)
 
 
-@estimator("grpo", "grpo_vectorized", needs=GROUP, keys=BY_STD)
+@estimator("grpo", "grpo_vectorized", needs=GROUP, keys=(*BY_STD, "scale_rewards"))
 def estimate_grpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """(r - group mean) / (group std + 1e-6), std unbiased; `norm_adv_by_std_in_grpo=false`: without the division.
 
     GRPO: Shao et al., arXiv:2402.03300, section 4.1.2. Without the division it is Dr.GRPO (Liu et al.,
-    arXiv:2503.20783), which weighs easy and hard prompts as they come.
+    arXiv:2503.20783), which weighs easy and hard prompts as they come. `scale_rewards=batch`: the std of r over all
+    answers of the step (LitePPO: Liu et al., arXiv:2508.08221).
     """
+    if config.norm_adv_by_std_in_grpo and config.scale_rewards == "batch":
+        scores, centred = samples.totals, minus_group_mean(samples.totals, samples.groups)
+        return samples.on_tokens(centred / (scores.std() + EPSILON) if len(scores) > 1 else centred)
     return samples.on_tokens(normalised(samples.totals, samples.groups, config.norm_adv_by_std_in_grpo))
 
 

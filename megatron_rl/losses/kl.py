@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_rl.losses.policy import LOG_RATIO_LIMIT, limited_exp
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
 
 
@@ -60,6 +61,15 @@ def straight_through(estimate: KlEstimator) -> KlEstimator:
         return estimate(log_probs, ref_log_probs).detach() + (carrier - carrier.detach())
 
     return estimated
+
+
+def importance_weighted(estimates: Tensor, log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """(p / p_old) * estimate of each token, whose mean over samples of p_old estimates the KL under p; any shape.
+
+    The gradient flows through the ratio too, which makes that of k1 and k3 an unbiased estimate of the KL's
+    (DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556).
+    """
+    return limited_exp(log_probs - old_log_probs) * estimates
 
 
 PLAIN_ESTIMATORS: dict[str, KlEstimator] = {

@@ -22,9 +22,9 @@ CLIPS = ("clip_ratio_low", "clip_ratio_high")
 
 @policy_loss("gpg")
 def gpg_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """-A log p: the plain policy gradient (GPG: Chu et al., arXiv:2504.02546), which has no old policy.
+    """-A log p: the plain policy gradient, which has no old policy.
 
-    The same as REINFORCE (Williams 1992), which `rollout_correction.loss_type=reinforce` names.
+    GPG: Chu et al., arXiv:2504.02546. It is REINFORCE (Williams 1992), as `rollout_correction.loss_type` names it.
     """
     return PolicyTerms(-tokens.advantages * tokens.log_probs, tokens.zeros, tokens.zeros, tokens.k1)
 
@@ -43,10 +43,9 @@ def cispo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 
 @policy_loss("sapo", aggregation="seq-mean-token-mean", keys=("tau_pos", "tau_neg"))
 def sapo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """-A (4 / tau) sigmoid(tau (r - 1)): a gate, smooth and of slope 1 at r = 1, in place of a clip.
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau `tau_pos` where A > 0, else `tau_neg`, averaged over answers.
 
-    tau is `tau_pos` where A > 0, else `tau_neg`. The paper's objective is the mean over answers of the means of these
-    terms, which `seq-mean-token-mean` makes. SAPO: Gao et al., arXiv:2511.20347.
+    A smooth gate of slope 1 at r = 1 takes the place of a clip. SAPO: Gao et al., arXiv:2511.20347.
     """
     positive = tokens.advantages > 0
     tau = (tokens.zeros + config.tau_neg).masked_fill(positive, config.tau_pos)
@@ -56,10 +55,9 @@ def sapo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 
 @policy_loss("dppo_tv", keys=(*CLIPS, "clip_ratio_c"))
 def dppo_tv_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """-sg[M min(r, c)] A log p, with M = 0 where p has moved too far, in the direction that A points to.
+    """-sg[min(r, c)] A log p; 0 where p has moved by more than high (up, A > 0) or low (down).
 
-    Too far is p - p_old > `clip_ratio_high` where A > 0, and p_old - p > `clip_ratio_low` elsewhere: the total
-    variation of the token against all others. c is `clip_ratio_c`. DPPO-Binary-TV: arXiv:2602.04879.
+    |p - p_old| is the total variation of the token against all others. DPPO-Binary-TV: arXiv:2602.04879.
     """
     moved = (tokens.log_probs.exp() - tokens.old_log_probs.exp()).detach()
     within = (moved <= config.clip_ratio_high).where(tokens.advantages > 0, moved >= -config.clip_ratio_low)
@@ -68,10 +66,10 @@ def dppo_tv_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 
 @policy_loss("dppo_kl", keys=(*CLIPS, "clip_ratio_c"))
 def dppo_kl_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """As `dppo_tv_loss`; too far is KL(p_old | p) of the token against all others, in the direction that A points to.
+    """-sg[min(r, c)] A log p; 0 where p has moved to where A points and the KL is more than high (A > 0) or low.
 
-    That KL is p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). DPPO-Binary-KL: the same
-    paper.
+    The KL is that of the token against all others: p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)).
+    DPPO-Binary-KL: arXiv:2602.04879.
     """
     log_p, log_old = tokens.log_probs.detach(), tokens.old_log_probs
     p, old = log_p.exp(), log_old.exp()
@@ -95,7 +93,7 @@ def _truncated(tokens: PolicyTokens, within: Tensor, largest: float) -> PolicyTe
 
 @policy_loss("dro", keys=("policy_loss.dro_beta",))
 def dro_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """-A log p + (beta / 2) (log p - log p_old)^2: a quadratic penalty in place of a clip; beta is `dro_beta`.
+    """-A log p + `dro_beta` / 2 (log r)^2: a quadratic penalty in place of a clip; `dro_beta` has to be set.
 
     DRO: Richemond et al., "Offline Regularised Reinforcement Learning for LLM Alignment", arXiv:2405.19107. Raises
     ValueError where beta is not set.
@@ -109,11 +107,10 @@ def dro_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 
 @policy_loss("geo_mean", aggregation="seq-mean-token-mean", keys=CLIPS)
 def geo_mean_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """-mean(A) exp(mean of clipped log-ratios), both over an answer's tokens; the same term on each of them.
+    """-mean(A) exp(mean of log r, each limited to [-low, high] as PPO's clip does), averaged over answers.
 
-    A token's log-ratio is limited to [-low, high] where that makes A log r smaller, so that the clip is of PPO's kind.
-    A mean over answers of the means of these terms, which `seq-mean-token-mean` makes, is the paper's objective (GMPO:
-    Zhao et al., arXiv:2507.20673). Rollout weights enter as their geometric mean over the answer.
+    Both means are over an answer's tokens, which all have this term. A log r is limited where that makes A log r
+    smaller. Rollout weights enter as their geometric mean over the answer. GMPO: Zhao et al., arXiv:2507.20673.
     """
     sign, log_ratio, counts, lengths = tokens.advantages.sign(), tokens.log_ratio, tokens.counts, tokens.lengths
     limited = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config.correction import Criterion, RolloutCorrectionConfig, criteria, importance_bounds
 from megatron_rl.losses.correction_metrics import criterion_metrics, mask_metrics, mismatch_metrics, weight_metrics
+from megatron_rl.losses.policy import LOG_RATIO_LIMIT
 from megatron_rl.losses.row_sums import max_rows, mean_rows, spread, sum_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
 SMALLEST_PROBABILITY = 1e-6
 
 OLD_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}

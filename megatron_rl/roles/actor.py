@@ -16,10 +16,11 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.cross_entropy import cross_entropy
-from megatron_rl.losses.kl import KL_ESTIMATORS
+from megatron_rl.losses.kl import KL_ESTIMATORS, importance_weighted
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
+from megatron_rl.losses.sequence_mask import sequence_mask
 from megatron_rl.observe.batch_metrics import balance_metrics, expert_load_metrics
 from megatron_rl.records import ActorBatch, Sequences, TokenBatch, TokenScores, ragged_from_lengths, row_lengths
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
@@ -302,6 +303,8 @@ class Actor(TrainedRole):
         parts, penalty = {"actor/pg_loss": weighted.sum()}, -config.entropy_coeff * entropy
         if config.use_kl_loss:
             kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
+            if config.kl_loss_unbiased:
+                kl = importance_weighted(kl, log_probs, old_log_probs)
             parts["actor/kl_loss"] = (kl * weights).sum()
             penalty = config.kl_loss_coef * kl + penalty
         total = (weighted + penalty * weights).sum()
@@ -338,4 +341,7 @@ class Actor(TrainedRole):
         losses = terms.loss
         if rollout_weights is not None and not terms.is_weighted:
             losses = losses * rollout_weights
+        if config.policy_loss.off_policy_mask_threshold is not None:
+            mask = sequence_mask(tokens, config.policy_loss.off_policy_mask_threshold)
+            losses, metrics = losses * mask, metrics | {"actor/off_policy_masked_fraction": 1 - mask}
         return replace(terms, metrics={**terms.metrics, **metrics}), losses, kept

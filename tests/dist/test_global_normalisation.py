@@ -30,9 +30,18 @@ CUTS = {
     "dynamic, padded": MicroBatching(1, max_tokens=24, remove_padding=False, work=SequenceWork(10.0)),
 }
 WHOLE = "padded, all"
-MODES = {"vanilla": "token-mean", "gspo": "seq-mean-token-mean", "geo_mean": "token-sum", "bypass_mode": "token-mean"}
+MODES = {
+    "vanilla": "token-mean",
+    "gspo": "seq-mean-token-mean",
+    "geo_mean": "token-sum",
+    "bypass_mode": "token-mean",
+    "vespo": "seq-mean-token-sum",
+}
 FEW = (WHOLE, "packed, 2", "dynamic")
-CUTS_OF = {"vanilla": tuple(CUTS), "gspo": tuple(CUTS), "geo_mean": FEW, "bypass_mode": FEW}
+CUTS_OF = {"vanilla": tuple(CUTS), "gspo": tuple(CUTS), "geo_mean": FEW, "bypass_mode": FEW, "vespo": FEW}
+DECIDED = {"bypass_mode": "rollout_corr/rollout_rs_masked_fraction", "vespo": "actor/off_policy_masked_fraction"}
+MASK_THRESHOLD = 0.05
+"""Of vespo's sequence mask."""
 BYPASS = RolloutCorrectionConfig(
     rollout_is="token",
     rollout_is_threshold="0.5_1.5",
@@ -84,6 +93,8 @@ def configure(actor, loss_mode: str, cut: MicroBatching) -> None:
     config: ActorConfig = actor.config
     config.policy_loss.loss_mode, config.loss_agg_mode = loss_mode, MODES[loss_mode]
     config.use_kl_loss, config.kl_loss_coef, config.entropy_coeff = True, 0.1, 0.01
+    config.policy_loss.off_policy_mask_threshold = MASK_THRESHOLD if loss_mode == "vespo" else None
+    config.kl_loss_unbiased = loss_mode == "vespo"
     actor.cut = cut
     actor.correction = BYPASS if loss_mode == "bypass_mode" else RolloutCorrectionConfig()
     actor.policy_loss = load_policy_loss(config, actor.correction)
@@ -136,7 +147,7 @@ def reference(model_path) -> dict[tuple[str, str], dict]:
 
 @pytest.mark.parametrize("layout", often(LAYOUTS, OFTEN))
 def test_gradient_does_not_depend_on_the_cut(layout, model_path, reference) -> None:
-    """Seven cuts, four losses: within 1e-5 of one pass in one process. Would not catch a wrong loss shared by all."""
+    """Seven cuts, five losses: within 1e-5 of one pass in one process. Would not catch a wrong loss shared by all."""
     world_size, tp_size, pp_size = LAYOUTS[layout]
     ranks = [reference]
     if world_size > 1:
@@ -144,7 +155,7 @@ def test_gradient_does_not_depend_on_the_cut(layout, model_path, reference) -> N
     for loss_mode in MODES:
         expected = reference[loss_mode, WHOLE]
         expected_gradients = whole_weights([expected], "actor", model_path)
-        decided = "rollout_corr/rollout_rs_masked_fraction" if loss_mode == "bypass_mode" else "actor/pg_clipfrac"
+        decided = DECIDED.get(loss_mode, "actor/pg_clipfrac")
         assert 0 < expected["metrics"][decided] < 0.9 and expected["metrics"]["actor/kl_loss"] > 0
         for cut in CUTS_OF[loss_mode]:
             ours = [rank[loss_mode, cut] for rank in ranks]
@@ -173,6 +184,18 @@ def geo_mean_loss(log_probs, old, advantages, weights, kept) -> torch.Tensor:
         logs.append(sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-0.2, 0.2)))
     ratio = torch.stack(logs).mean().exp() * weights[rows].log().mean().exp()
     return -advantages[rows].mean() * ratio
+
+
+def vespo_losses(log_probs, old, advantages, weights, kept) -> list[torch.Tensor]:
+    """VESPO's term of each token of one answer, with its rollout weight; 0 where the sequence mask leaves it out."""
+    log_ratio = (log_probs - old).detach()
+    log_w, losses = log_ratio[kept > 0].sum(), []
+    for t in range(len(kept)):
+        k, rate = (2.0, 3.0) if advantages[t] >= 0 else (3.0, 2.0)
+        weight = log_w.exp() ** k * (rate * (1 - log_w.exp())).exp()
+        is_masked = advantages[t] < 0 and -log_ratio[kept > 0].mean() > MASK_THRESHOLD
+        losses.append(torch.zeros(()) if is_masked else -weight * advantages[t] * log_probs[t] * weights[t])
+    return losses
 
 
 def bypass_losses(log_probs, old, advantages) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,6 +227,8 @@ def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]
         accepted = torch.ones(length)
         if loss_mode == "bypass_mode":
             losses, accepted = bypass_losses(log_probs, old, advantages)
+        if loss_mode == "vespo":
+            losses = vespo_losses(log_probs, old, advantages, weights, kept)
         if loss_mode == "geo_mean":
             losses = torch.zeros(length)
             whole_answers += [geo_mean_loss(log_probs, old, advantages, weights, kept)] if kept.any() else []
@@ -211,6 +236,7 @@ def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]
         for t in range(length):
             if kept[t]:
                 kl = (ref[t] - log_probs[t]).exp() - 1 - (ref[t] - log_probs[t])
+                kl = kl * ratios[t] if loss_mode == "vespo" else kl
                 # What is rejected in the loss itself is no part of it and still counts in what it is divided by.
                 terms.append(losses[t] * accepted[t] + 0.1 * kl - 0.01 * entropies[t])
         answers += [terms] if terms else []
@@ -218,6 +244,7 @@ def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]
     total = {
         "token-mean": everything.mean(),
         "token-sum": everything.sum(),
+        "seq-mean-token-sum": torch.stack([torch.stack(terms).sum() for terms in answers]).mean(),
         "seq-mean-token-mean": torch.stack([torch.stack(terms).mean() for terms in answers]).mean(),
     }[MODES[loss_mode]]
     if whole_answers:

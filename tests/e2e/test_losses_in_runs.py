@@ -34,6 +34,9 @@ def test_token_baseline_and_two_sided_weights(command_line) -> None:
         f"{ACTOR}.loss_agg_mode=token-sum",
         f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.kl_loss_type=low_var_kl+",
+        f"{ACTOR}.kl_loss_unbiased=true",
+        f"{ACTOR}.policy_loss.off_policy_mask_threshold=1.0",
+        "algorithm.mask_truncated_completions=true",
         f"{CORRECTION}.rollout_is=token",
         f"{CORRECTION}.rollout_is_threshold=0.5_5.0",
         f"{CORRECTION}.rollout_rs=token_k1,seq_max_k2",
@@ -45,6 +48,7 @@ def test_token_baseline_and_two_sided_weights(command_line) -> None:
     assert step["actor/grad_norm"] > 0 and step["actor/ppo_kl"] == pytest.approx(0, abs=0.2)
     assert step["rollout_corr/rollout_is_oob_ratio"] == step["rollout_corr/rollout_rs_masked_fraction"] == 0
     assert step["rollout_corr/rollout_rs_seq_max_k2_masked_fraction"] == 0
+    assert step["actor/off_policy_masked_fraction"] == 0
     assert step["rollout_corr/ppl_ratio"] == pytest.approx(1, abs=1e-3)
     assert step["rollout_corr/rollout_ppl"] > 1
 

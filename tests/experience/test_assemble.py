@@ -6,7 +6,13 @@ import torch
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction, assemble
+from megatron_rl.experience.assemble import (
+    add_advantages,
+    add_rewards,
+    add_rollout_correction,
+    assemble,
+    leave_out_truncated,
+)
 from megatron_rl.losses.estimators import estimate_gae
 from megatron_rl.losses.group_advantages import estimate_grpo
 from megatron_rl.records import Experience, Generations, Prompts, non_tensor, ragged, ragged_from_lengths
@@ -118,6 +124,19 @@ def test_rollout_correction_fills_what_is_configured(experience):
     experience.advantages = experience.old_values
     batch = experience[:1].actor_batch()
     assert batch.neutral().kept is not None and batch.ref_log_probs is None
+
+
+def test_truncated_answers_are_left_out(experience):
+    """The second, then the first; what a criterion left out stays so. Would not catch an advantage that it changes."""
+    experience.truncated = torch.tensor([False, True])
+    leave_out_truncated(experience)
+    assert rows(experience.kept) == [[1.0], [0.0, 0.0]]
+    experience.truncated, experience.kept = (
+        torch.tensor([True, False]),
+        ragged_from_lengths(torch.tensor([1.0, 0.0, 1.0]), experience.response_lengths),
+    )
+    leave_out_truncated(experience)
+    assert rows(experience.kept) == [[0.0], [0.0, 1.0]]
 
 
 def test_empty_responses(experience):

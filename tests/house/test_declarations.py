@@ -73,3 +73,10 @@ except ValueError as error:
     print(error)
 """)
     assert " ".join(printed) == "vanilla_loss: vanilla is declared already"
+
+
+def test_the_tables_of_the_document_are_current():
+    """Would not catch a docstring that says something else than its function does."""
+    command = [sys.executable, "scripts/algorithm_tables.py", "--check"]
+    finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr

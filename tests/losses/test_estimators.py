@@ -39,6 +39,8 @@ BY_HAND = {
     "remax": [1.0 - 1, 0.0 - 2, -0.5 - 2, 0.0 - 1, 0.0 - 1, 0.0 - 1, 5.0 - 1, 2.0 - 2],
     # The best of a is worth 5 and the second 1; of b 2 and 0
     "grpo_passk": on_tokens([0.0, 0.0, 0.0, 4 / 7**0.5, 2 / 2**0.5]),
+    # Group means are 2 and 1
+    "max_rl": on_tokens([-1 / 2, -1.0, -1.0, 3 / 2, 1.0]),
     # Three of five totals are not 0
     "gpg": on_tokens([c * 5 / 3 for c in CENTRED]),
 }
@@ -122,6 +124,40 @@ def test_two_best_answers_add_nothing():
     assert ESTIMATORS["grpo_passk"](samples, AlgorithmConfig())[0].tolist() == [0.0, 0.0, 0.0]
 
 
+def test_max_rl_of_rare_answers():
+    """One right of four: 3 and -1; none right: nothing; a mean below 0: nothing. Would not catch an eps of 1e-3."""
+    scores, groups = torch.tensor([1.0, 0, 0, 0, 0, 0, -1, 0]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    samples = Samples(scores, torch.ones(8, dtype=torch.int64), groups, scores)
+    advantages, _ = ESTIMATORS["max_rl"](samples, AlgorithmConfig())
+    assert advantages.tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0, 0, 0, 0, 0], abs=1e-4)
+
+
+def test_grpo_scaled_by_the_batch():
+    """Totals 1, 0, 0, 5, 2 have mean 1.6 and variance 17.2 / 4. Would not catch a std of tokens in equal lengths."""
+    samples = Samples(REWARDS, LENGTHS, GROUPS, SCORES)
+    advantages, _ = ESTIMATORS["grpo"](samples, AlgorithmConfig(scale_rewards="batch"))
+    assert advantages.tolist() == pytest.approx(on_tokens([c / 4.3**0.5 for c in CENTRED]), abs=1e-5)
+    lone = Samples(torch.ones(1), torch.tensor([1]), torch.tensor([0]), torch.ones(1))
+    assert ESTIMATORS["grpo"](lone, AlgorithmConfig(scale_rewards="batch"))[0].tolist() == [1.0]
+
+
+def test_gae_with_a_lambda_for_each_length():
+    """alpha 1: lambda 0 of one token and 1/2 of two. Deltas 0.75 | 0.5, -2: 0.75 | 0.5 - 1, -2, and returns of lam 1.
+
+    Would not catch lengths that count prompts.
+    """
+    samples = Samples(
+        torch.tensor([1.0, 0.0, -1.0]),
+        torch.tensor([1, 2]),
+        torch.tensor([0, 1]),
+        torch.zeros(2),
+        values=torch.tensor([0.25, 0.5, 1.0]),
+    )
+    advantages, returns = ESTIMATORS["gae"](samples, AlgorithmConfig(adaptive_lam_alpha=1.0))
+    assert returns.tolist() == pytest.approx([1.0, -1.0, -1.0])
+    assert advantages.tolist() == pytest.approx(whitened([0.75, -0.5, -2.0]), abs=1e-6)
+
+
 def test_dr_grpo_does_not_divide():
     """Would not catch a division by the length, which is the aggregation's."""
     samples = Samples(REWARDS, LENGTHS, GROUPS, SCORES)
@@ -165,6 +201,7 @@ GROUPS_OF_ONE = {
     "rloo": ALONE,
     "rloo_vectorized": ALONE,
     "opo": ALONE,
+    "max_rl": ALONE,
     "gpg": [3 * 1.5, 0.0, 0.0, -1.5],  # two of three scores are not 0
     "optimal_token_baseline": ALONE,
     "tir_optimal_token_baseline": ALONE,
@@ -357,6 +394,17 @@ def loop_gdpo(batch: Batch, config: AlgorithmConfig) -> list[float]:
     return whitened(of_answers(batch, advantage))
 
 
+def loop_max_rl(batch: Batch, config: AlgorithmConfig) -> list[float]:
+    def advantage(row: int) -> float:
+        group = [batch.totals[other] for other in batch.others(row)]
+        mean = statistics.fmean(group)
+        if len(group) == 1:
+            return batch.totals[row]
+        return (batch.totals[row] - mean) / (mean + 1e-6) if mean > 1e-9 else 0.0
+
+    return of_answers(batch, advantage)
+
+
 def loop_token_baseline(batch: Batch, config: AlgorithmConfig) -> list[float]:
     def energy(row: int, t: int) -> float:
         columns = zip(batch.probs[row], batch.squares[row], batch.weights[row], strict=True)
@@ -383,6 +431,7 @@ LOOPS = {
     "grpo_passk": loop_passk,
     "gdpo": loop_gdpo,
     "gpg": loop_gpg,
+    "max_rl": loop_max_rl,
     "optimal_token_baseline": loop_token_baseline,
     "tir_optimal_token_baseline": loop_token_baseline,
     "reinforce_plus_plus": loop_reinforce,

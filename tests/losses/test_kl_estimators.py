@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import KL_TYPES
-from megatron_rl.losses.kl import KL_ESTIMATORS
+from megatron_rl.losses.kl import KL_ESTIMATORS, importance_weighted
 
 P, Q = torch.tensor([0.5, 0.25, 0.125, 0.125]), torch.tensor([0.25, 0.25, 0.25, 0.25])
 TRUE_KL = 0.25 * math.log(2)
@@ -43,6 +43,21 @@ def test_names_agree():
 def test_unbiased(name):
     """Their mean under p over all four tokens is KL(p | q). Would not catch a wrong sum over a sequence."""
     assert float((P * KL_ESTIMATORS[name](P.log(), Q.log())).sum()) == pytest.approx(TRUE_KL, abs=1e-6)
+
+
+def test_importance_weights_make_the_gradient_unbiased():
+    """Four tokens, samples of an old policy: the mean of value and gradient is that of KL(p | q) itself, for k1 and k3.
+
+    The gradient to the logits is p_i (log p_i / q_i - KL). Would not catch a limit that is too low.
+    """
+    old = torch.tensor([0.25, 0.25, 0.4, 0.1])
+    expected = P * (P.log() - Q.log() - TRUE_KL)
+    for name in ("k1", "k3"):
+        logits = P.log().requires_grad_()
+        log_p = logits.log_softmax(0)
+        mean = (old * importance_weighted(KL_ESTIMATORS[name](log_p, Q.log()), log_p, old.log())).sum()
+        assert mean.item() == pytest.approx(TRUE_KL, abs=1e-6)
+        assert torch.autograd.grad(mean, logits)[0].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 LOOPS = {

@@ -19,6 +19,7 @@ from megatron_rl.config.schema import LOSS_AGG_MODES, ActorConfig, PolicyLossCon
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.covariance import covariances
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss
+from megatron_rl.losses.sequence_mask import sequence_mask
 
 
 def actor(loss_mode: str, **keys: float) -> ActorConfig:
@@ -72,6 +73,12 @@ BY_HAND = [
     pytest.param("geo_mean", 3.0, 1.5, {}, (-3 * math.exp(0.3), 0, 1, 0), id="gmpo above e^0.3"),
     pytest.param("geo_mean", -3.0, 1.5, {}, (4.5, 4.5, 0, 1), id="gmpo above, wanted down"),
     pytest.param("geo_mean", -3.0, 0.5, {}, (3 * math.exp(-0.2), 0, 0, 1), id="gmpo below e^-0.2"),
+    # w^k e^(lambda (1 - w)): k = 2, lambda = 3 above, k = 3, lambda = 2 below
+    pytest.param("vespo", 3.0, 1.0, {}, (3 * LOG2, -3.0, 0, 0), id="vespo at one: the plain gradient"),
+    pytest.param("vespo", 3.0, 2.0, {}, (12 * math.exp(-3) * LOG2, -12 * math.exp(-3), 0, 0), id="vespo above"),
+    pytest.param("vespo", -3.0, 0.5, {}, (-0.375 * math.e * LOG2, 0.375 * math.e, 0, 0), id="vespo below"),
+    pytest.param("vespo", -3.0, 0.5, {"vespo_k_neg": 0.0, "vespo_lambda_neg": 0.0}, (-3 * LOG2, 3.0, 0, 0), id="phi 1"),
+    pytest.param("luspo", 3.0, 1.5, {}, (-3.9, 0, 1, 0), id="luspo: GSPO's clip of 1.3"),
     pytest.param("kl_cov", 3.0, 2.0, {}, (-6 + 0.1 * LOG2, -6 + 0.1, 1, 0), id="kl_cov: at least one is penalised"),
     pytest.param("clip_cov", 3.0, 1.25, {}, (-3.75, -3.75, 0, 0), id="clip_cov: a lone token has no covariance"),
     pytest.param("clip_cov", 3.0, 1.5, {}, (-3.9, 0, 0, 0), id="clip_cov: PPO's clip of 1.3"),
@@ -129,6 +136,52 @@ def test_sapo_is_averaged_over_answers():
         weights = token_weights(torch.ones(4), lengths, BatchTotals(4, 2), policy_agg_mode(config), 8)
         assert float((terms.loss * weights).sum()) == pytest.approx(-4.0)
     assert policy_agg_mode(actor("gspo", loss_agg_mode="token-sum")) == "token-sum"
+
+
+def test_luspo_sums_over_the_tokens_of_an_answer():
+    """r = 1, so that a token's loss is -A. Answers of one token with A = 1 and of three with A = 3: -(1 + 9) / 2.
+
+    Would not catch a length that counts tokens which are left out.
+    """
+    lengths, advantages, zeros = torch.tensor([1, 3]), torch.tensor([1.0, 3.0, 3.0, 3.0]), torch.zeros(4)
+    config = actor("luspo", loss_agg_mode="token-mean")
+    terms = load_policy_loss(config)(PolicyTokens(zeros, zeros, advantages, lengths), config)
+    weights = token_weights(torch.ones(4), lengths, BatchTotals(4, 2), policy_agg_mode(config), 8)
+    assert float((terms.loss * weights).sum()) == -5.0
+
+
+def test_vespo_weighs_an_answer_by_the_product_of_its_ratios():
+    """Ratios 2 and 1 of an answer, and one of 9 that is left out: w = 2 on all tokens. Would not catch a gradient."""
+    new, kept = torch.tensor([2.0, 1.0, 9.0]).log().double(), torch.tensor([1.0, 1.0, 0.0]).double()
+    zeros, advantages = torch.zeros(3).double(), torch.tensor([1.0, 1.0, -1.0]).double()
+    tokens = PolicyTokens(new, zeros, advantages, torch.tensor([3]), kept)
+    terms = load_policy_loss(actor("vespo"))(tokens, actor("vespo"))
+    weights = [4 * math.exp(-3)] * 2 + [8 * math.exp(-2)]
+    assert terms.metrics["actor/vespo_weight"].tolist() == pytest.approx(weights)
+    expected = [-w * a * x for w, a, x in zip(weights, advantages.tolist(), new.tolist(), strict=True)]
+    assert terms.loss.tolist() == pytest.approx(expected)
+
+
+# An answer with A < 0 is masked where the mean of log(p_old / p) over what counts is above the threshold of 0.5
+@pytest.mark.parametrize(
+    ("advantage", "distances", "kept", "mask"),
+    [
+        pytest.param(-1.0, [1.0, 0.1], [1, 1], 0.0, id="0.55 away"),
+        pytest.param(-1.0, [0.9, 0.1], [1, 1], 1.0, id="0.5 away: at the threshold"),
+        pytest.param(1.0, [9.0, 9.0], [1, 1], 1.0, id="wanted: never"),
+        pytest.param(0.0, [9.0, 9.0], [1, 1], 1.0, id="no advantage"),
+        pytest.param(-1.0, [0.1, 9.0], [1, 0], 1.0, id="what is left out is no distance"),
+        pytest.param(-1.0, [-9.0, -9.0], [1, 1], 1.0, id="likelier than before"),
+    ],
+)
+def test_sequence_mask_by_hand(advantage, distances, kept, mask):
+    """Beside another answer that is always masked. Would not catch a mask that carries a gradient; it is of bools."""
+    old = torch.tensor([*distances, 2.0]).double()
+    advantages = torch.tensor([advantage, advantage, -1.0]).double()
+    tokens = PolicyTokens(
+        torch.zeros(3).double(), old, advantages, torch.tensor([2, 0, 1]), torch.tensor([*kept, 1]).double()
+    )
+    assert sequence_mask(tokens, 0.5).tolist() == [mask, mask, 0.0]
 
 
 def test_geo_mean_of_three_tokens():
@@ -264,10 +317,14 @@ def reference(mode: str, rows: list[list[Token]], new: list[list[float]], c: Act
         if mode == "kl_cov":
             return -a * now + c.policy_loss.ppo_kl_coef * abs(x - token.old) * (token in penalised)
         kept = [(t, y) for t, y in zip(row, xs, strict=True) if t.kept]
+        if mode == "vespo":
+            w = math.exp(sum(t.new - t.old for t, _ in kept))
+            k, rate = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+            return -a * x * w**k * math.exp(rate * (1 - w))
         if not kept:
             return 0.0
         mean_advantage = statistics.fmean(t.advantage for t, _ in kept)
-        if mode in ("gspo", "gspo_token"):
+        if mode in ("gspo", "gspo_token", "luspo"):
             s = math.exp(statistics.fmean(t.new - t.old for t, _ in kept)) * math.exp(x - token.new)
             return -min(s * a, min(max(s, low), high) * a)
         logs = []

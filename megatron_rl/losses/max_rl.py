@@ -1,0 +1,28 @@
+"""MaxRL: a prompt that is rarely answered rightly counts for more, as under maximum likelihood."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.declarations import EstimatorNeeds, estimator
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.losses.estimators import Samples
+from megatron_rl.losses.group_advantages import EPSILON, minus_group_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@estimator("max_rl", needs=EstimatorNeeds(group=True))
+def estimate_max_rl(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """(r - group mean) / (group mean + 1e-6); 0 where the group mean is not above 0; r of a lone answer.
+
+    Tajwar et al., arXiv:2602.02710, whose r is 1 or 0: in expectation, over n samples, it ascends the first n terms of
+    log(pass rate) = -sum over k of (1 - pass rate)^k / k, where the mean score ascends the first one alone.
+    """
+    scores = samples.totals
+    centred = minus_group_mean(scores, samples.groups)
+    means = scores - centred  # 0 of a lone answer, which keeps its score
+    advantages = (centred / (means + EPSILON)).where(means > 0, 0.0)
+    _, index, sizes = samples.groups.unique(return_inverse=True, return_counts=True)
+    return samples.on_tokens(advantages.where(sizes[index] > 1, scores))
