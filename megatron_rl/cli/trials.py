@@ -21,10 +21,9 @@ from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
 from megatron_rl.trials.ablation_report import dry_run_tables
 from megatron_rl.trials.golden import read_golden, write_golden
-from megatron_rl.trials.nightly import REPORT, nightly_trial, run_nightly
+from megatron_rl.trials.nightly import REPORT, Verdict, nightly_trial, run_nightly
 from megatron_rl.trials.planned import plan_points
 from megatron_rl.trials.trial_outcome import FAILED, TrialOutcome
-from megatron_rl.trials.verdict import Verdict
 
 SOME_POINTS_FAILED = 11
 """Exit code of an ablation some of whose valid points have no result."""

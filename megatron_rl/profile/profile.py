@@ -26,7 +26,7 @@ from megatron_rl.profile import probe as probes
 from megatron_rl.profile.fit import Probe, base_hardware, errors, fit_collectives, fit_context, fit_overheads, quantile
 from megatron_rl.profile.samples import Case, MeasuringTask, World
 from megatron_rl.profile.world_launch import Worlds
-from megatron_rl.trials.trial import Patience, Trial
+from megatron_rl.trials.trial import TimeLimits, Trial
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
 
@@ -194,11 +194,11 @@ def _with_run(measured: Measured, request: ProfileRequest, folder: Path) -> Meas
     config = probes.write_config(content, folder / "run.yaml")
     trial = Trial(config, folder / "run")
     trial.folder.mkdir()
-    life = trial.live(Patience(whole_s=RUN_LIMIT_S))
-    if life.outcome is not TrialOutcome.FINISHED:
-        raise WorkerFailure("\n".join([f"the short run failed: {life.reason}", *life.tail(12)]))
+    attempt = trial.run_once(TimeLimits(whole_s=RUN_LIMIT_S))
+    if attempt.outcome is not TrialOutcome.FINISHED:
+        raise WorkerFailure("\n".join([f"the short run failed: {attempt.reason}", *attempt.tail(12)]))
     steps = [metrics for step, metrics in trial.recorded().items() if step > probes.WARM_UP]
-    start_up = life.seconds - sum(metrics["timing_s/step"] for metrics in trial.recorded().values())
+    start_up = attempt.seconds - sum(metrics["timing_s/step"] for metrics in trial.recorded().values())
     hardware, planned, whole = with_run(measured.hardware, steps, config)
     # A rank's own clock, which measures phases, does not see calls.
     own = PlannedSteps(planned.config, hardware).seconds(*planned.mean_lengths)

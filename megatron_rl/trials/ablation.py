@@ -1,4 +1,4 @@
-"""Run an ablation's points one after the other, keep a record of each, and write the report anew after each."""
+"""Run the points of an ablation in turn; keep a record of each, and rewrite the report after each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.trials.planned import PlannedPoint, trial_of
 from megatron_rl.trials.points import Point
 from megatron_rl.trials.record import Record, must_run, read_record, record_of, together, write_record
 from megatron_rl.trials.result import ResultRow, rows_of
-from megatron_rl.trials.trial import Patience, Trial, require_own
+from megatron_rl.trials.trial import TimeLimits, Trial, require_own
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
 LOCK = ".ablation"
@@ -26,7 +26,7 @@ CSV, MARKDOWN, PICTURE = "ablation.csv", "ablation.md", "ablation.png"
 
 @dataclass(frozen=True)
 class Ablation:
-    """One ablation at work. say: prints a line."""
+    """An ablation in its folder. say: prints a line."""
 
     config: AblationConfig
     folder: Path
@@ -37,7 +37,7 @@ class Ablation:
         return trial_of(point, self.config, self.folder, round_)
 
     def rows(self) -> list[ResultRow]:
-        """Every point, with what its records say."""
+        """One row for each point, with the numbers of its records."""
         rounds, warm_up = range(self.config.repeats), self.config.warmup_steps
         records = {
             point.name: together([read_record(self.trial(point, number).folder) for number in rounds], warm_up)
@@ -46,7 +46,7 @@ class Ablation:
         return rows_of(self.planned, records, warm_up)
 
     def write_report(self) -> list[ResultRow]:
-        """ablation.csv, ablation.md and, where something has finished, ablation.png; the rows in them."""
+        """Write ablation.csv, ablation.md and, if a point has finished, ablation.png. Returns their rows."""
         from megatron_rl.trials.ablation_picture import draw_ablation  # matplotlib takes a second to load
 
         rows = self.rows()
@@ -58,10 +58,10 @@ class Ablation:
         return rows
 
     def run(self, retry_failed: bool = False) -> list[ResultRow]:
-        """Start every point that can run and has no record that stands, the baseline first; the rows of the report.
+        """Start every point that can run and must run, the baseline first. Returns the rows of the report.
 
-        A signal that raises (KeyboardInterrupt, SystemExit) ends the point that runs, which is recorded as interrupted,
-        writes the report, and is raised on.
+        A signal that raises (KeyboardInterrupt, SystemExit) ends the current point. It is recorded as interrupted, the
+        report is written, and the exception is raised again.
         """
         valid = [planned.point for planned in self.planned if not planned.violations]
         for planned in self.planned:
@@ -71,14 +71,14 @@ class Ablation:
         for round_ in range(self.config.repeats):
             due = self._due(valid, round_, retry_failed)
             for number, point in enumerate(due, start=1):
-                told = f" of round {round_ + 1}" if self.config.repeats > 1 else ""
-                self.say(f"[{number}/{len(due)}{told}] {point.name} ...")
+                suffix = f" of round {round_ + 1}" if self.config.repeats > 1 else ""
+                self.say(f"[{number}/{len(due)}{suffix}] {point.name} ...")
                 self._run_point(point, round_)
                 rows = self.write_report()
         return rows
 
     def _due(self, points: Sequence[Point], round_: int, retry_failed: bool) -> list[Point]:
-        """Those to start in a round: the baseline first, and in every other round the others in the other order."""
+        """The points to start in a round: the baseline first; every second round has the others in reverse order."""
         due = []
         for point in points:
             record = read_record(self.trial(point, round_).folder)
@@ -97,21 +97,21 @@ class Ablation:
         trial.empty()
         started = time.monotonic()
         try:
-            life = trial.live(Patience(whole_s=self.config.time_limit_s))
+            attempt = trial.run_once(TimeLimits(whole_s=self.config.time_limit_s))
         except (KeyboardInterrupt, SystemExit):
             seconds = round(time.monotonic() - started, 1)
             write_record(trial.folder, Record(point.name, point.key, TrialOutcome.INTERRUPTED, seconds=seconds))
             self.write_report()
             self.say(f"  interrupted; the report is in {self.folder}, and the same command goes on from here")
             raise
-        record = record_of(point, trial, life)
+        record = record_of(point, trial, attempt)
         write_record(trial.folder, record)
-        self.say(f"  {record.outcome} in {life.seconds:.0f} s{': ' if record.reason else ''}{record.reason}")
+        self.say(f"  {record.outcome} in {attempt.seconds:.0f} s{': ' if record.reason else ''}{record.reason}")
 
 
 @contextmanager
 def only_ablation(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other ablations out of it. Raises ConfigError where one is in it, or something else."""
+    """Make the folder and lock it. Raises ConfigError if another ablation has the lock, or other files are in it."""
     require_own(folder, LOCK, "ablation")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:

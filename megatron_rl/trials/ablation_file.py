@@ -1,6 +1,6 @@
-"""The file that describes an ablation, checked: every name, type and key in it, before anything else happens.
+"""The file that describes an ablation. Its names, types and keys are checked before anything else happens.
 
-configs/ablation.yaml is one, with a comment for each key.
+configs/ablation.yaml is an example, with a comment for each key.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_rl.config.problems import nearest_name, raise_problems, violations
 from megatron_rl.errors import ConfigError, Violation
 
 NAME = "name"
-"""What an explicit point may have beside dotted keys."""
+"""The key of an explicit point that is no key of the run's configuration."""
 
 OWN_KEYS = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
 """Keys that the ablation sets, as every point has a folder of its own and starts anew."""
@@ -29,14 +30,14 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class AblationConfig:
-    """One file's content.
+    """The content of a file.
 
-    config: the base configuration's file. overrides: for all points. grid: key -> values, all combinations of which
-    are points. points: further ones. exclude: combinations that are left out: all that agree with one of these.
-    baseline: name of the point that ratios refer to. warmup_steps: steps at the start that do not count.
-    time_limit_s: of one run. hardware, prompt_length, response_length: what `megatron-rl plan` takes. repeats: runs of
-    each point, in rounds over all points, whose steps count together. chosen: name of the point whose regret the report
-    says; None: the one predicted to be the fastest.
+    config: the base configuration's file. overrides: settings of all points. grid: key -> values; each combination of
+    values is a point. points: further points. exclude: combinations to leave out; one is left out if it agrees with any
+    of these. baseline: name of the point that ratios refer to. warmup_steps: steps at the start that do not count.
+    time_limit_s: seconds of one run. hardware, prompt_length, response_length: options of `megatron-rl plan`. repeats:
+    runs of each point, in rounds over all points, whose steps count together. chosen: name of the point whose regret is
+    reported; None: the point predicted to be the fastest.
     """
 
     config: str
@@ -63,16 +64,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_count(value) and value > 0
-
-
-def _is_settings(value: Any) -> bool:
-    return isinstance(value, dict)
+def _is_count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_list_of_settings(value: Any) -> bool:
@@ -86,7 +79,7 @@ def _is_grid(value: Any) -> bool:
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "config": (_is_text, "must name a configuration file"),
     "folder": (_is_text, "must name a folder"),
-    "overrides": (_is_settings, "must map dotted keys to values"),
+    "overrides": (lambda value: isinstance(value, dict), "must map dotted keys to values"),
     "grid": (_is_grid, "must map dotted keys to lists of values"),
     "points": (_is_list_of_settings, "must be a list of maps from dotted keys to values"),
     "exclude": (_is_list_of_settings, "must be a list of maps from dotted keys to values"),
@@ -96,16 +89,17 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hardware": (_is_text, "must be a name or a file"),
     "prompt_length": (_is_number, "must be a number above 0"),
     "response_length": (_is_number, "must be a number above 0"),
-    "repeats": (_is_positive, "must be a whole number, 1 or more"),
+    "repeats": (partial(_is_count, least=1), "must be a whole number, 1 or more"),
     "chosen": (_is_text, "must be the name of a point"),
 }
 MAY_BE_NULL = {field.name for field in dataclasses.fields(AblationConfig) if field.default is None}
 
 
 def read_ablation(path: Path, overrides: Sequence[str] = ()) -> AblationConfig:
-    """The file, with `key=value` overrides of the runs' configuration for all points.
+    """The content of a file, with `key=value` overrides of the runs' configuration for all points.
 
-    Raises ConfigError that lists everything wrong with names, types and keys; values are for each point's preflight.
+    Raises ConfigError with everything that is wrong with names, types and keys. The preflight of each point checks the
+    values.
     """
     tree = _read(path)
     names = [item.name for item in dataclasses.fields(AblationConfig)]
@@ -131,7 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _key_problems(ablation: AblationConfig, path: Path) -> Iterator[Violation]:
-    """Keys of the runs' configuration that there are not, or that are not for the ablation to vary."""
+    """Keys that the runs' configuration does not have, and keys that an ablation may not vary."""
     places = [("overrides", ablation.overrides), ("grid", ablation.grid)]
     places += [(f"points[{number}]", point) for number, point in enumerate(ablation.points)]
     places += [(f"exclude[{number}]", point) for number, point in enumerate(ablation.exclude)]
@@ -149,7 +143,7 @@ def _key_problems(ablation: AblationConfig, path: Path) -> Iterator[Violation]:
 
 
 def _run_key_problems(key: str, value: Any, where: str) -> Iterator[Violation]:
-    """Of one key of the runs' configuration that is no group."""
+    """The problems of one key that is no group."""
     unknown = unknown_key(key, value, where)
     if unknown is not None:
         yield unknown
@@ -158,7 +152,7 @@ def _run_key_problems(key: str, value: Any, where: str) -> Iterator[Violation]:
 
 
 def _parsed(overrides: Sequence[str]) -> Settings:
-    """Overrides of the command line. Keys are checked with everything else of a run, by its preflight."""
+    """Overrides of the command line as settings. Raises ConfigError with all problems of their keys."""
     settings: Settings = {}
     violations: list[Violation] = []
     for text in overrides:

@@ -1,4 +1,4 @@
-"""The picture of an ablation: a line for each point that ran, the fastest at the top, in four panels."""
+"""The picture of an ablation: four panels with a line for each point that ran, the fastest at the top."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = 8.5
 
 
 def draw_ablation(rows: Sequence[ResultRow], baseline: str | None, output_png: Path) -> bool:
-    """Write the picture; False, and nothing, where no point has finished."""
+    """Write the picture. Returns False, and writes nothing, if no point has finished."""
     finished = by_step_time(rows)
     if not finished:
         return False
@@ -63,7 +63,7 @@ def draw_ablation(rows: Sequence[ResultRow], baseline: str | None, output_png: P
 
 
 def _draw_phases(axes: Axes, results: Sequence[Result]) -> None:
-    """Stacked medians of the phases; a whisker from the fastest to the slowest step."""
+    """Draw stacked medians of the phases, and a whisker from the fastest to the slowest step."""
     places = range(len(results))
     left = [0.0] * len(results)
     for phase, color in PHASE_COLORS.items():
@@ -93,7 +93,7 @@ def _draw_bars(axes: Axes, title: str, values: Sequence[float], colors: list[str
 
 
 def _mark_planned(axes: Axes, values: Sequence[float]) -> None:
-    """What was planned, as a tick in each bar."""
+    """Draw the planned memory as a tick in each bar."""
     axes.plot(values, range(len(values)), "|", color="white", markersize=12, markeredgewidth=3)
     axes.plot(values, range(len(values)), "|", color=INK, markersize=12, markeredgewidth=1.2, label="planned memory")
 
@@ -112,7 +112,7 @@ def _label(row: ResultRow, baseline: str | None) -> str:
 
 
 def _dress(axes: Axes, room: float) -> None:
-    """The look all panels share. room: for labels, as a share of the longest bar."""
+    """Style a panel. room: space for labels, as a share of the longest bar."""
     axes.grid(axis="x", color=FAINT, alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,11 +1,11 @@
-"""The report's table, as csv with every number and as markdown for people. Pure."""
+"""The report of an ablation: csv with every number, markdown for people, tables of a dry run. Pure."""
 
 from __future__ import annotations
 
 import csv
 import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
@@ -35,7 +35,7 @@ LEGEND = """\
 
 
 def as_csv(rows: Sequence[ResultRow], baseline: str | None) -> str:
-    """One line for each point, in the order of the file; an empty cell where there is no number."""
+    """One line for each point, in the order of the ablation's file; an empty cell for a missing number."""
     text = io.StringIO()
     lines = [_csv_cells(row, rows, baseline) for row in rows]
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
@@ -45,7 +45,10 @@ def as_csv(rows: Sequence[ResultRow], baseline: str | None) -> str:
 
 
 def as_markdown(rows: Sequence[ResultRow], ablation: AblationConfig, picture: str | None) -> str:
-    """What finished, the fastest first; then what did not, with its reason; then what cannot run."""
+    """Finished points, the fastest first; then unfinished points with their reasons; then points that cannot run.
+
+    picture: the name of the picture's file; None: the report has none.
+    """
     finished = by_step_time(rows)
     counts = ", ".join(f"{count} {outcome}" for outcome in TrialOutcome if (count := _count(rows, outcome)))
     lines = [f"# Ablation of {ablation.config}", "", f"{len(rows)} points: {counts}. {_baseline_text(rows, ablation)}"]
@@ -61,31 +64,32 @@ def as_markdown(rows: Sequence[ResultRow], ablation: AblationConfig, picture: st
         lines += ranking_lines(rows, ablation.chosen)
     other = [row for row in rows if row.outcome not in (TrialOutcome.FINISHED, TrialOutcome.INVALID)]
     if other:
-        lines += ["", "## Not finished", "", *markdown.table("point", "outcome", "seconds", "reason")]
-        for row in other:
-            seconds = _number(row.seconds, "{:.0f}")
-            lines.append(markdown.row(row.planned.label, row.outcome, seconds, row.reason))
+        cells = [(row.planned.label, row.outcome, _number(row.seconds, "{:.0f}"), row.reason) for row in other]
+        lines += ["", "## Not finished", "", *markdown.table(("point", "outcome", "seconds", "reason"), cells)]
         for row in other:
             if row.tail and row.outcome is not TrialOutcome.INTERRUPTED:
                 lines += ["", *markdown.block(f"The end of what {row.name} printed:", row.tail)]
     invalid = [row for row in rows if row.outcome is TrialOutcome.INVALID]
     if invalid:
-        lines += ["", "## Invalid", "", *markdown.table("points", "rule")]
-        for reason in dict.fromkeys(row.reason for row in invalid):
-            names = ", ".join(row.name for row in invalid if row.reason == reason)
-            lines.append(markdown.row(names, reason))
+        names: dict[str, list[str]] = {}
+        for row in invalid:
+            names.setdefault(row.reason, []).append(row.name)
+        rules = [(", ".join(points), reason) for reason, points in names.items()]
+        lines += ["", "## Invalid", "", *markdown.table(("points", "rule"), rules)]
     return "\n".join(lines) + "\n"
 
 
 def largest_difference(scores: Sequence[Sequence[float]]) -> float | None:
-    """Between two runs in the same step, over the steps that all have; None where there are not two runs."""
+    """The largest difference between two runs in one step, over the steps that all runs have; None for fewer than two
+    runs, and without steps.
+    """
     if len(scores) < 2:
         return None
     return max((max(step) - min(step) for step in zip(*scores, strict=False)), default=None)
 
 
 def dry_run_tables(rows: Sequence[ResultRow]) -> list[Table]:
-    """What an ablation will do: points that can run with what is planned, and those that cannot with the reasons."""
+    """The points that can run, with the planner's numbers, and the points that cannot, with the reasons."""
     valid = [row for row in rows if row.planned.expected is not None]
     invalid = [row for row in rows if row.planned.expected is None]
     planned = [
@@ -113,11 +117,10 @@ def _results_table(finished: Sequence[ResultRow], rows: Sequence[ResultRow], bas
     headings = ["layout", "step s", "x", *COLUMNS, "tokens/s", "per rank", "x"]
     headings += [f"received / least {name}", "exchange ms", f"memory / planned {name}", "x"]
     headings += ["planned step s", "measured / planned", "reward"]
-    cells = (_cells(row, rows, baseline, unit) for row in finished)
-    return [*markdown.table(*headings, rule="---:"), *(markdown.row(*values) for values in cells)]
+    return markdown.table(headings, [_cells(row, rows, baseline, unit) for row in finished], rule="---:")
 
 
-def _cells(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None, unit: float) -> Iterable[str]:
+def _cells(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None, unit: float) -> tuple[str, ...]:
     result, ratio = row.result, ratios(row, rows, baseline)
     if result is None or row.planned.expected is None:
         raise ValueError(f"{row.name} has no result")

@@ -1,11 +1,11 @@
-"""The golden file: what a nightly run is to reach, in bands, and the comparison. Pure; no process is started here.
+"""The golden file: the metrics that a nightly run must reach, in bands, and the comparison with them.
 
     {"steps": 4, "stop_after_step": 2, "first_step_within_s": 600, "step_within_s": 120,
      "metrics": {"critic/score/mean": {"values": [0.52, ...], "below": 0.1, "above": null},
                  "perf/throughput": {"values": [150.0], "over": "median", "relative": true, "below": 0.7}}}
 
-`values` has one number for each step, or one where `over` is "median": of all steps. `below` and `above` say how far a
-number may be from its golden one on either side, as a share of it where `relative`; null: any far.
+`values` has one number for each step; if `over` is "median", the median over all steps alone. `below` and `above` say
+how far a number may be from its golden value on either side, as a share of it if `relative`; null: no limit.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_rl.errors import ConfigError
 OVER = ("steps", "median")
 
 Recorded = Mapping[int, Mapping[str, float]]
-"""Step -> metric -> value, as read from metrics.jsonl."""
+"""Step -> metric -> value, from metrics.jsonl."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """One metric's golden values and how far from them a run may be."""
+    """The golden values of one metric and the distance that a run may have from them."""
 
     values: tuple[float, ...]
     below: float | None = None
@@ -38,7 +38,7 @@ class Band:
     over: str = "steps"
 
     def limits(self, value: float) -> tuple[float, float]:
-        """Smallest and largest number that passes for one golden `value`."""
+        """(smallest, largest) number that passes for one golden `value`."""
         unit = abs(value) if self.relative else 1.0
         low = -math.inf if self.below is None else value - self.below * unit
         high = math.inf if self.above is None else value + self.above * unit
@@ -47,7 +47,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one number. step: None for a median. found: None where the run recorded nothing."""
+    """One number beside its golden value. step: None for a median. found: None if the run recorded nothing."""
 
     metric: str
     step: int | None
@@ -58,13 +58,15 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """A number inside its band; NaN is in none."""
+        """Whether the number is inside its band; NaN never is."""
         return self.found is not None and self.low <= self.found <= self.high
 
 
 @dataclass(frozen=True)
 class Golden:
-    """What one golden file says. stop_after_step: 0 lets the run end by itself; times are seconds without progress."""
+    """The content of a golden file. stop_after_step: 0: the run is not stopped. first_step_within_s, step_within_s:
+    seconds without a step after which the run counts as hanging, at its start and later.
+    """
 
     steps: int
     stop_after_step: int
@@ -73,39 +75,38 @@ class Golden:
     metrics: dict[str, Band]
 
     def compare(self, recorded: Recorded) -> list[Comparison]:
-        """Every comparison, metric by metric, step by step."""
-        return [one for metric, band in self.metrics.items() for one in self._compared(metric, band, recorded)]
+        """All comparisons, metric by metric, step by step."""
+        return [
+            comparison for metric, band in self.metrics.items() for comparison in self._compared(metric, band, recorded)
+        ]
 
     def renewed(self, recorded: Recorded) -> Golden:
-        """The same bands around what was recorded. Raises ConfigError where a number is missing or not finite."""
-        missing = [
-            f"{one.metric} of step {one.step}"
-            for one in self.compare(recorded)
-            if one.found is None or not math.isfinite(one.found)
-        ]
+        """These bands around the recorded numbers. Raises ConfigError if a number is missing or not finite."""
+        values: dict[str, list[float]] = {name: [] for name in self.metrics}
+        missing = []
+        for number in self.compare(recorded):
+            if number.found is None or not math.isfinite(number.found):
+                missing.append(f"{number.metric} of step {number.step}")
+            else:
+                values[number.metric].append(float(f"{number.found:.6g}"))
         if missing:
             raise ConfigError(f"the golden file cannot be renewed: the run recorded no {', no '.join(missing)}")
-        found: dict[str, list[float]] = {}
-        for one in self.compare(recorded):
-            found.setdefault(one.metric, []).append(float(f"{one.found:.6g}"))
-        bands = {name: dataclasses.replace(band, values=tuple(found[name])) for name, band in self.metrics.items()}
+        bands = {name: dataclasses.replace(band, values=tuple(values[name])) for name, band in self.metrics.items()}
         return dataclasses.replace(self, metrics=bands)
 
     def _compared(self, metric: str, band: Band, recorded: Recorded) -> Iterator[Comparison]:
-        def found(step: int) -> float | None:
-            return recorded.get(step, {}).get(metric)
-
+        found = [recorded.get(step, {}).get(metric) for step in range(1, self.steps + 1)]
         if band.over == "median":
-            known = [value for step in range(1, self.steps + 1) if (value := found(step)) is not None]
+            known = [value for value in found if value is not None]
             median = statistics.median(known) if known else None
             yield Comparison(metric, None, band.values[0], *band.limits(band.values[0]), median)
             return
-        for step, value in enumerate(band.values, start=1):
-            yield Comparison(metric, step, value, *band.limits(value), found(step))
+        for step, (golden, value) in enumerate(zip(band.values, found, strict=True), start=1):
+            yield Comparison(metric, step, golden, *band.limits(golden), value)
 
 
 def read_golden(path: Path) -> Golden:
-    """Raises ConfigError for a file that is not there, no JSON, or does not say what is needed."""
+    """The content of a file. Raises ConfigError if it is missing, no JSON, or lacks something."""
     if not path.is_file():
         raise ConfigError(f"no golden file at {path}; the one of this repository is configs/nightly_golden.json")
     try:
@@ -123,7 +124,7 @@ def read_golden(path: Path) -> Golden:
 
 
 def write_golden(golden: Golden, path: Path) -> None:
-    """One line per metric, so that a renewed file is easy to compare with the one before."""
+    """Write one line per metric, so that a renewed file is easy to compare with the previous one."""
     content: dict[str, Any] = dataclasses.asdict(golden)
     metrics = content.pop("metrics")
     head = [f'  "{name}": {json.dumps(value)},' for name, value in content.items()]

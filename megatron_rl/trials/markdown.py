@@ -1,20 +1,20 @@
-"""The pieces of which reports are made: tables and what a process printed. Pure."""
+"""Pieces of markdown reports: tables, and blocks of printed lines. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
-def table(*headings: str, rule: str = "---") -> list[str]:
-    """The two lines above a table's rows. rule: of all columns but the first; "---:" sets numbers to the right."""
-    return [row(*headings), "|" + "|".join(["---", *(rule for _ in headings[1:])]) + "|"]
+def table(headings: Sequence[object], rows: Iterable[Sequence[object]], rule: str = "---") -> list[str]:
+    """The lines of a table. rule: of all columns but the first; "---:" aligns numbers to the right."""
+    return [_row(headings), "|" + "|".join(["---", *(rule for _ in headings[1:])]) + "|", *map(_row, rows)]
 
 
-def row(*cells: object) -> str:
-    """One line of a table; what would end a cell or the line early is escaped."""
+def _row(cells: Sequence[object]) -> str:
+    """One line; characters that would end the cell or the line early are escaped."""
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def block(title: str, lines: Sequence[str]) -> list[str]:
-    """Lines as they are, below a title."""
+    """A title, then the lines unchanged."""
     return [title, "", "```", *lines, "```"]

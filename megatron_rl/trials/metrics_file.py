@@ -1,4 +1,4 @@
-"""What a run's metrics.jsonl says, while it is being written and afterwards."""
+"""Reads a run's metrics.jsonl, while it is being written and afterwards."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """The steps of a run's metrics.jsonl: empty where there is none. A last line that is being written is left out."""
-    found: dict[int, dict[str, float]] = {}
+    """Step -> metric -> value; empty without a file. A last line that is being written is left out."""
+    steps: dict[int, dict[str, float]] = {}
     lines: Sequence[str] = path.read_text().splitlines() if path.is_file() else ()
     for number, line in enumerate(lines, start=1):
         try:
@@ -18,5 +18,5 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
             if number == len(lines):
                 break  # it is being written
             raise
-        found[values["step"]] = {name: value for name, value in values.items() if value is not None}
-    return found
+        steps[values["step"]] = {name: value for name, value in values.items() if value is not None}
+    return steps

@@ -1,21 +1,41 @@
-"""The nightly gate: one trial that is stopped in the middle and goes on, judged against golden metrics."""
+"""The nightly gate: one trial that is stopped in the middle and resumes, judged against golden metrics.
+
+Its report is one page of markdown, its verdict the exit code of `megatron-rl nightly`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.trials.golden import Golden
-from megatron_rl.trials.trial import OUTPUT, Patience, Trial, require_own
-from megatron_rl.trials.trial_outcome import Life, TrialOutcome
-from megatron_rl.trials.verdict import Verdict, report, verdict_of
+from megatron_rl.errors import ConfigError
+from megatron_rl.trials.golden import Comparison, Golden
+from megatron_rl.trials.markdown import block, table
+from megatron_rl.trials.trial import OUTPUT, TimeLimits, Trial, require_own
+from megatron_rl.trials.trial_outcome import Attempt, TrialOutcome, outcome_of
 
 REPORT = "report.md"
+NUM_TAIL_LINES = 30
+
+
+class Verdict(Enum):
+    """The name, and the exit code of `megatron-rl nightly`."""
+
+    PASS = 0
+    INVALID_CONFIG = ConfigError.exit_code
+    REGRESSION = 10
+    CRASH = 11
+    HANG = 12
+
+
+FAILURES = {TrialOutcome.TIMED_OUT: Verdict.HANG, TrialOutcome.INVALID: Verdict.INVALID_CONFIG}
+"""Every other outcome than FINISHED is a crash, and so is an interrupted trial, which did not resume."""
 
 
 def nightly_trial(golden: Golden, config: Path, folder: Path, overrides: Sequence[str]) -> Trial:
-    """The trial in a folder that is empty then. Raises ConfigError where something else is in it, StorageError."""
+    """The trial, in a folder that is emptied. Raises ConfigError if the folder has other files in it, StorageError."""
     require_own(folder, OUTPUT, "nightly")
     save = "trainer.save_freq=1000000"  # a run that never saves is not saved when it is stopped, either
     trial = Trial(config, folder, (save, *overrides, f"trainer.total_training_steps={golden.steps}"))
@@ -25,19 +45,55 @@ def nightly_trial(golden: Golden, config: Path, folder: Path, overrides: Sequenc
 
 
 def run_nightly(trial: Trial, golden: Golden, command: str) -> Verdict:
-    """Run it to its end and write the report. command: how the nightly was started, for the report."""
-    lives = run_lives(trial, golden)
+    """Run the trial to its end and write the report. command: the nightly's command line, for the report.
+
+    The first attempt is stopped after `golden.stop_after_step`. If it saves and ends, a second one runs to the end.
+    """
+    limits = TimeLimits(first_step_s=golden.first_step_within_s, step_s=golden.step_within_s)
+    attempts = [trial.run_once(limits, golden.stop_after_step)]
+    if attempts[0].outcome is TrialOutcome.INTERRUPTED:
+        attempts.append(trial.run_once(limits))
     comparisons = golden.compare(trial.recorded())
-    verdict = verdict_of(lives, comparisons)
+    verdict = verdict_of(attempts, comparisons)
     with writing():
-        (trial.folder / REPORT).write_text(report(verdict, command, lives, comparisons))
+        (trial.folder / REPORT).write_text(report(verdict, command, attempts, comparisons))
     return verdict
 
 
-def run_lives(trial: Trial, golden: Golden) -> list[Life]:
-    """One life that is stopped after `golden.stop_after_step`, and, where it stops as it is told, one to the end."""
-    patience = Patience(first_step_s=golden.first_step_within_s, step_s=golden.step_within_s)
-    lives = [trial.live(patience, golden.stop_after_step)]
-    if lives[0].outcome is TrialOutcome.INTERRUPTED:
-        lives.append(trial.live(patience))
-    return lives
+def verdict_of(attempts: Sequence[Attempt], comparisons: Sequence[Comparison]) -> Verdict:
+    """The end of the trial decides first: a trial that failed has no metrics to compare."""
+    outcome = outcome_of(attempts)
+    if outcome is not TrialOutcome.FINISHED:
+        return FAILURES.get(outcome, Verdict.CRASH)
+    return Verdict.PASS if all(comparison.passed for comparison in comparisons) else Verdict.REGRESSION
+
+
+def report(verdict: Verdict, command: str, attempts: Sequence[Attempt], comparisons: Sequence[Comparison]) -> str:
+    """The report. Unless the verdict is a pass, it has the end of the last attempt's output."""
+    failed = [comparison for comparison in comparisons if not comparison.passed]
+    passed = [comparison for comparison in comparisons if comparison.passed]
+    title = f"# Nightly: {verdict.name.lower().replace('_', ' ')} (exit code {verdict.value})"
+    ends = [
+        (number, f"{attempt.seconds:.0f}", attempt.last_step, _end(attempt))
+        for number, attempt in enumerate(attempts, start=1)
+    ]
+    lines = [title, "", f"    {command}", ""]
+    lines += [*table(("life", "seconds", "last step", "end"), ends), ""]
+    lines += [f"{len(passed)} of {len(comparisons)} comparisons with the golden file passed.", ""]
+    lines += table(("metric", "step", "found", "golden", "band", ""), map(_compared, [*failed, *passed]))
+    if verdict is not Verdict.PASS and attempts:
+        lines += ["", *block("The end of the last life's output:", attempts[-1].tail(NUM_TAIL_LINES))]
+    return "\n".join(lines) + "\n"
+
+
+def _end(attempt: Attempt) -> str:
+    if attempt.overran_s is not None:
+        return f"killed after {attempt.overran_s:.0f} s without a step"
+    return f"{'SIGTERM, then ' if attempt.to_stop else ''}{attempt.ending}"
+
+
+def _compared(comparison: Comparison) -> tuple[object, ...]:
+    step = "median" if comparison.step is None else comparison.step
+    found = "none" if comparison.found is None else f"{comparison.found:.6g}"
+    band = f"{comparison.low:.6g} to {comparison.high:.6g}"
+    return comparison.metric, step, found, f"{comparison.golden:.6g}", band, "" if comparison.passed else "**out**"

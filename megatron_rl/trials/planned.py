@@ -1,4 +1,4 @@
-"""What is known of a point before it runs: whether it can, why not, and what the planner expects of it."""
+"""The plan of a point before it runs: the rules that it breaks, or its layout and the planner's expectations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_rl.trials.points import LAYOUT, Point, points_of, short_names
 from megatron_rl.trials.trial import Trial
 
 LONGEST_OPTIONS = 100
-"""Characters beyond which a point is called by its name."""
+"""Characters of options beyond which reports show the name of a point instead."""
 
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Sizes of a run's groups: its layout, in short. other_pools, other_ranks: beside the actor's."""
+    """The layout of a run: sizes of its groups. other_pools, other_ranks: pools other than the actor's."""
 
     tp: int
     pp: int
@@ -45,9 +45,9 @@ class GroupSizes:
 
 @dataclass(frozen=True)
 class Expected:
-    """The planner's numbers of one run, of the rank that it is worst for.
+    """The planner's numbers of one run, each of the worst rank.
 
-    step_s: of one step. peak_bytes: at the worst moment. received_bytes: in one transition to rollout mode.
+    step_s: seconds of one step. peak_bytes: at the worst moment. received_bytes: in one transition to rollout mode.
     """
 
     step_s: float
@@ -58,9 +58,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """A point with either violations, and then it is never started, or a layout and expectations.
+    """A point with either violations, so that it is never started, or a layout and expectations.
 
-    options: what it sets beside its layout, as text.
+    options: its own settings other than the layout, as text.
     """
 
     point: Point
@@ -71,7 +71,7 @@ class PlannedPoint:
 
     @property
     def label(self) -> str:
-        """How reports call it."""
+        """Its name in reports."""
         if self.layout is None:
             return self.point.name
         options = self.options if len(self.options) <= LONGEST_OPTIONS else f"({self.point.name})"
@@ -79,19 +79,19 @@ class PlannedPoint:
 
     @property
     def reason(self) -> str:
-        """All that is wrong with it."""
+        """All violations in one line."""
         return "; ".join(map(str, self.violations))
 
 
 def trial_of(point: Point, ablation: AblationConfig, folder: Path, round_: int = 0) -> Trial:
-    """The trial of a point in one round, which starts anew. folder: the ablation's."""
-    anew = ("trainer.resume_mode=disable", "trainer.resume_from_path=null")
+    """The trial of a point in one round; it never resumes. folder: the ablation's."""
+    fresh = ("trainer.resume_mode=disable", "trainer.resume_from_path=null")
     name = f"{point.name}-round{round_ + 1}" if round_ else point.name
-    return Trial(Path(ablation.config), folder / "points" / name, (*point.overrides, *anew))
+    return Trial(Path(ablation.config), folder / "points" / name, (*point.overrides, *fresh))
 
 
 def plan_points(ablation: AblationConfig, folder: Path) -> list[PlannedPoint]:
-    """Every point, through the preflight and the planner of a single run. Raises ConfigError as `points_of`."""
+    """The plan of every point, by the preflight and the planner of a single run. Raises ConfigError as `points_of`."""
     base = {setting.key: setting.value for setting in read_file(Path(ablation.config))}
     points = points_of(ablation, base)
     short = short_names({key for point in points for key in point.own})
@@ -134,14 +134,14 @@ def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, fold
 
 
 def _recording_problems(config: RunConfig, ablation: AblationConfig) -> Sequence[Violation]:
-    """Rules that hold only for runs whose records are read afterwards."""
-    found = []
+    """Violations of rules for runs whose records are read afterwards."""
+    violations = []
     steps, logger = config.trainer.total_training_steps, list(config.trainer.logger)
     if steps is not None and steps <= ablation.warmup_steps:
         rule = f"must be more than the ablation's warmup_steps={ablation.warmup_steps}, which do not count"
         key = "trainer.total_training_steps"
-        found.append(Violation({key: steps}, rule, {key: ablation.warmup_steps + 1}))
+        violations.append(Violation({key: steps}, rule, {key: ablation.warmup_steps + 1}))
     if "jsonl" not in logger:
         rule = "must have jsonl, from which the ablation reads what it reports"
-        found.append(Violation({"trainer.logger": logger}, rule, {"trainer.logger": [*logger, "jsonl"]}))
-    return found
+        violations.append(Violation({"trainer.logger": logger}, rule, {"trainer.logger": [*logger, "jsonl"]}))
+    return violations

@@ -1,4 +1,4 @@
-"""From an ablation's file to its points: which there are, what they are called, and what tells them apart. Pure."""
+"""The points of an ablation's file: their settings, names and keys. Pure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LAYOUT = {
     "trainer.nnodes": "nnodes",
     "trainer.n_gpus_per_node": "ranks",
 }
-"""Keys that every report shows as columns -> what they are called in a point's name."""
+"""Keys that every report shows as columns -> their short names in the name of a point."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run. settings: of the file's overrides, changed by this point's own, which are `own`.
+    """One run. own: the settings of this point alone. settings: the file's overrides with these.
 
-    key: a hash of the base configuration's settings with these; what has the same key would be the same run.
+    key: a hash of the base configuration's settings with these; points with equal keys would be the same run.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Point:
 
     @property
     def overrides(self) -> list[str]:
-        """As the command line takes them. JSON is YAML, so that every value comes back as it was."""
+        """The settings as overrides of the command line. JSON is YAML, so every value is read back unchanged."""
         return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
 
 
 def points_of(ablation: AblationConfig, base: Settings) -> list[Point]:
-    """All combinations of the grid but the excluded ones, then the explicit points; the same run is listed once.
+    """All combinations of the grid but the excluded ones, then the explicit points. Equal runs are listed once.
 
-    base: the base configuration's own settings. Raises ConfigError where two runs have the same name, where there is no
-    run, and for a baseline that is not there.
+    base: the base configuration's own settings. Raises ConfigError if different runs have the same name, if there is no
+    run, and for a baseline or chosen point that does not exist.
     """
     axes = [[(key, value) for value in values] for key, values in ablation.grid.items()]
     combinations = [dict(combination) for combination in itertools.product(*axes)] if axes else []
@@ -59,34 +59,30 @@ def points_of(ablation: AblationConfig, base: Settings) -> list[Point]:
         settings = ablation.overrides | own
         key = run_key(base | settings)
         points.setdefault(key, Point(name or name_of(own, short), key, settings, own))
-    found = list(points.values())
-    _check(found, ablation)
-    return found
+    _check(list(points.values()), ablation)
+    return list(points.values())
 
 
 def run_key(settings: Mapping[str, object]) -> str:
-    """A hash of a run's settings, whatever their order."""
+    """A hash of a run's settings, which does not depend on their order."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
-    """Key -> as few of its last parts as tell it from the others; layout sizes have names of their own."""
+    """Key -> as few of its last parts as tell it from the others. Layout sizes have the names of `LAYOUT`."""
     keys = sorted(set(keys))
-    found = {key: LAYOUT[key] for key in keys if key in LAYOUT}
+    names = {key: LAYOUT[key] for key in keys if key in LAYOUT}
     rest = [key for key in keys if key not in LAYOUT]
     for key in rest:
         parts = key.split(".")
-        for count in range(1, len(parts) + 1):
-            end = ".".join(parts[-count:])
-            if sum(other == end or other.endswith(f".{end}") for other in rest) == 1 or count == len(parts):
-                found[key] = end
-                break
-    return found
+        ends = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+        names[key] = next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in rest) == 1), key)
+    return names
 
 
 def name_of(own: Settings, short: Mapping[str, str]) -> str:
-    """tp2-pp2-rollout_tp1-use_dynamic_bsz=true: what a point's folder is called."""
+    """The name of a point and its folder, such as tp2-pp2-rollout_tp1-use_dynamic_bsz=true."""
     parts = [f"{short[key]}{'' if key in LAYOUT else '='}{shown(value)}" for key, value in own.items()]
     return re.sub(r"[^\w.=+-]+", "_", "-".join(parts)) or "base"
 

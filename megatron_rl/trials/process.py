@@ -1,8 +1,8 @@
-"""One process in a session of its own, and none of its family after it.
+"""One process in a session of its own, whose whole family ends with it.
 
 Killing a process group is not enough: Ray's workers and the reward's processes leave it for groups and sessions of
-their own. So while a life lasts this process adopts all orphans below it (Linux's child subreaper), which makes the
-whole family its descendants, and at the end it kills and waits for whatever of them is left.
+their own. So this process adopts all orphans below it while the command runs (Linux's child subreaper). That makes the
+whole family its descendants, and at the end it kills and waits for all that are left.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
-def living(command: Sequence[str], output: Path, grace_s: float = 10.0) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `command` in a session of its own, what it prints appended to `output`; the body watches it.
+def supervised(command: Sequence[str], output: Path, grace_s: float = 10.0) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `command` in a session of its own and append its output to `output`; the body watches it.
 
-    When the body is left, however it is, a process that still runs gets SIGTERM and `grace_s` seconds to end by itself
-    (a second signal to this process cuts them short); then whatever is left of its family is killed and waited for. It
-    gets SIGKILL when this process dies. Raises RuntimeError when a process cannot be killed.
+    At the end of the body, also by an exception, a process that still runs gets SIGTERM and `grace_s` seconds to end by
+    itself; a second signal to this process cuts them short. Then the rest of its family is killed and waited for. The
+    process gets SIGKILL when this process dies. Raises RuntimeError when a process cannot be killed.
     """
     before = descendants()
     with _adopting_orphans(), output.open("ab") as file:
@@ -55,7 +55,7 @@ def living(command: Sequence[str], output: Path, grace_s: float = 10.0) -> Itera
 
 
 def _kill_family(process: subprocess.Popen[bytes], before: set[psutil.Process]) -> None:
-    """Kill and wait for all descendants that were not there `before`. Signals wait until that is done."""
+    """Kill and wait for all descendants that are not in `before`. Signals are blocked until then."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         process.kill()
@@ -68,7 +68,7 @@ def _kill_family(process: subprocess.Popen[bytes], before: set[psutil.Process]) 
 
 
 def _unreaped(family: set[psutil.Process]) -> set[psutil.Process]:
-    """Wait for those that have ended; only the ones that this process has adopted are its to wait for."""
+    """The processes that still run. The others are waited for, if they are children or adopted orphans."""
     reaped = set()
     for member in family:
         with suppress(ChildProcessError):
@@ -79,7 +79,7 @@ def _unreaped(family: set[psutil.Process]) -> set[psutil.Process]:
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Make this process the parent of every descendant that loses its own, instead of the machine's first process."""
+    """Make this process, instead of the machine's first one, the parent of every descendant that loses its parent."""
     was = ctypes.c_int()
     _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was))
     _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))

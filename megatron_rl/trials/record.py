@@ -1,4 +1,4 @@
-"""What is kept of a trial: one JSON file, written at one instant, and what it means for the next start."""
+"""The record of a trial: one JSON file, replaced atomically, which decides what the next start repeats."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from megatron_rl.checkpoint.durable import write_text
 from megatron_rl.observe.summary import finite_or_null
 from megatron_rl.trials.points import Point
 from megatron_rl.trials.trial import Trial
-from megatron_rl.trials.trial_outcome import FAILED, Life, TrialOutcome
+from megatron_rl.trials.trial_outcome import FAILED, Attempt, TrialOutcome
 
 RECORD, SUMMARY = "record.json", "summary.json"
 KEPT = ("timing_s/", "perf/", "reshard/", "critic/score/mean")
-"""Beginnings of the metrics that reports are made from."""
+"""Beginnings of the names of metrics that reports need."""
 NUM_TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
 class Record:
-    """One attempt at a point. key: the point's. steps: step -> metric -> value. tail: the end of what it printed.
-    further: metrics of steps of the point's other rounds, empty in a file.
+    """One attempt at a point.
 
-    received_bytes, bound_bytes: of the last transition to rollout mode, per rank, and the least that is possible.
+    key: the point's. steps: step -> metric -> value. received_bytes, bound_bytes: bytes that each rank received in the
+    last transition to rollout mode, and the least that is possible. tail: the last lines of its output. further: the
+    metrics of steps of the point's other rounds, empty in a file.
     """
 
     name: str
@@ -42,17 +43,17 @@ class Record:
     further: list[dict[str, float]] = field(default_factory=list)
 
     def counted(self, warmup_steps: int) -> list[dict[str, float]]:
-        """The metrics of its steps after those, and of the further ones."""
+        """The metrics of the steps after `warmup_steps`, and of the further ones."""
         return [metrics for step, metrics in sorted(self.steps.items()) if step > warmup_steps] + self.further
 
 
 def is_current(record: Record | None, point: Point) -> bool:
-    """Whether a record is of this point as it is configured."""
+    """Whether a record belongs to this point with its present configuration."""
     return record is not None and record.key == point.key
 
 
 def must_run(record: Record | None, point: Point, retry_failed: bool) -> bool:
-    """Whether a point is to be started: what finished never again, what was interrupted always, failures on demand."""
+    """Whether to start a point: never again if it finished, always if it was interrupted, on demand if it failed."""
     if record is None or not is_current(record, point):
         return True
     if record.outcome is TrialOutcome.FINISHED:
@@ -61,7 +62,7 @@ def must_run(record: Record | None, point: Point, retry_failed: bool) -> bool:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in a point's folder; None where there is none, or one that another version wrote."""
+    """The record in a point's folder; None without one, and for a file that another version wrote."""
     file = folder / RECORD
     if not file.is_file():
         return None
@@ -74,26 +75,26 @@ def read_record(folder: Path) -> Record | None:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Replace the record in a point's folder at one instant."""
+    """Replace the record in a point's folder atomically."""
     write_text(folder / RECORD, json.dumps(finite_or_null(asdict(record)), indent=1, allow_nan=False))
 
 
-def record_of(point: Point, trial: Trial, life: Life) -> Record:
-    """Of a trial that has ended after one life, with the numbers of its run as far as it came."""
+def record_of(point: Point, trial: Trial, attempt: Attempt) -> Record:
+    """The record of a trial that has ended after one attempt, with the numbers of the steps that it took."""
     summary_file = trial.run / SUMMARY
     summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {}
     return Record(
         point.name,
         point.key,
-        life.outcome,
-        life.reason,
-        life.exit_code,
-        round(life.seconds, 1),
+        attempt.outcome,
+        attempt.reason,
+        attempt.exit_code,
+        round(attempt.seconds, 1),
         point.settings,
         steps={step: _kept(metrics) for step, metrics in trial.recorded().items() if step > 0},  # 0: before training
         received_bytes=summary.get("transition_bytes_received_per_rank", []),
         bound_bytes=summary.get("transition_bytes_lower_bound_per_rank", []),
-        tail=[] if life.outcome is TrialOutcome.FINISHED else life.tail(NUM_TAIL_LINES),
+        tail=[] if attempt.outcome is TrialOutcome.FINISHED else attempt.tail(NUM_TAIL_LINES),
     )
 
 
@@ -102,15 +103,15 @@ def _kept(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def together(records: Sequence[Record | None], warmup_steps: int) -> Record | None:
-    """The rounds of one point: the first, with the steps that count of all others.
+    """The rounds of one point as one record: the first, with the steps of all others that count.
 
-    All of them, not the fastest round: rounds of one point differ by more than points do where a machine is uneven. A
-    round that did not finish, or has not run yet, does not count. None without a first one; the first where it did not
-    finish.
+    All rounds count, not the fastest alone: on an uneven machine rounds of one point differ by more than points do. A
+    round that did not finish, or has not run yet, does not count. Returns None without a first round, and the first if
+    it did not finish.
     """
     first, *others = records
     if first is None or first.outcome is not TrialOutcome.FINISHED:
         return first
-    rounds = [one for one in others if one is not None and one.key == first.key]
-    finished = [one for one in rounds if one.outcome is TrialOutcome.FINISHED]
-    return replace(first, further=[metrics for one in finished for metrics in one.counted(warmup_steps)])
+    rounds = [record for record in others if record is not None and record.key == first.key]
+    finished = [record for record in rounds if record.outcome is TrialOutcome.FINISHED]
+    return replace(first, further=[metrics for record in finished for metrics in record.counted(warmup_steps)])

@@ -1,6 +1,6 @@
-"""From a finished run's records to the numbers of a report, and their ratios to the baseline's. Pure.
+"""The numbers of a report, from the records of finished runs, and their ratios to the baseline's. Pure.
 
-Times are medians over the steps that count: of every round all but the first `warmup_steps`.
+Times are medians over the steps that count: those of every round but the first `warmup_steps`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ PHASES = {
     "update": ("update_critic", "update_actor"),
     "reshard": ("reshard",),
 }
-"""Column of the report -> phases of `timing_s` that it adds up; what a step spends elsewhere is "rest"."""
+"""Column of the report -> phases of `timing_s` that it adds up; the remainder of a step is "rest"."""
 
 REST = "rest"
 
 
 @dataclass(frozen=True)
 class Result:
-    """One finished run. Seconds, bytes, tokens per second of all ranks together.
+    """The numbers of one finished run: seconds, bytes, and tokens per second of all ranks together.
 
-    step_s: median, smallest, largest. phases_s: of the columns, in order. memory_bytes: of the rank and phase with
-    most, as measured and as planned for the same tensors. scores: mean reward of every step, the first ones too.
+    step_s: median, smallest, largest. phases_s: column -> seconds. memory_bytes, planned_memory_bytes: of the rank and
+    phase with most, as measured and as planned for the same tensors. scores: mean reward of every step, with those that
+    do not count.
     """
 
     num_steps: int
@@ -52,7 +53,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Ratios:
-    """A result over the baseline's."""
+    """The numbers of a result over the baseline's."""
 
     step_s: float
     tokens_per_s_per_rank: float
@@ -61,7 +62,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One point in a report: what was planned, how it ended, and its numbers where it finished."""
+    """One point in a report: its plan, its outcome, and its numbers if it finished."""
 
     planned: PlannedPoint
     outcome: TrialOutcome
@@ -76,7 +77,7 @@ class ResultRow:
 
     @property
     def measured_over_planned(self) -> float | None:
-        """Of the step time."""
+        """The measured step time over the planned one; None without either."""
         if self.result is None or self.planned.expected is None:
             return None
         return self.result.step_s[0] / self.planned.expected.step_s
@@ -89,15 +90,13 @@ def result_of(record: Record, num_ranks: int, warmup_steps: int) -> Result:
     def median(name: str) -> float:
         return statistics.median(metrics.get(name, 0.0) for metrics in counted)
 
+    def spent(metrics: Mapping[str, float], names: Sequence[str]) -> float:
+        return sum(metrics.get(f"timing_s/{name}", 0.0) for name in names)
+
     steps = [metrics["timing_s/step"] for metrics in counted]
-    phases = {
-        column: statistics.median(sum(metrics.get(f"timing_s/{name}", 0.0) for name in names) for metrics in counted)
-        for column, names in PHASES.items()
-    }
+    phases = {name: statistics.median(spent(metrics, parts) for metrics in counted) for name, parts in PHASES.items()}
     known = [name for names in PHASES.values() for name in names]
-    phases[REST] = statistics.median(
-        metrics["timing_s/step"] - sum(metrics.get(f"timing_s/{name}", 0.0) for name in known) for metrics in counted
-    )
+    phases[REST] = statistics.median(metrics["timing_s/step"] - spent(metrics, known) for metrics in counted)
     return Result(
         num_steps=len(counted),
         num_ranks=num_ranks,
@@ -116,31 +115,31 @@ def result_of(record: Record, num_ranks: int, warmup_steps: int) -> Result:
 def rows_of(
     planned: Sequence[PlannedPoint], records: Mapping[str, Record | None], warmup_steps: int
 ) -> list[ResultRow]:
-    """One for each point, in their order. records: by name; of another configuration they count as none."""
+    """One row for each point, in order. records: name of a point -> record; one of another configuration is ignored."""
     return [_row(point, records.get(point.point.name), warmup_steps) for point in planned]
 
 
 def ratios(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None) -> Ratios | None:
-    """None where this point or the baseline has no result, or there is no baseline."""
+    """The ratios of a row to the baseline's; None if either has no result, and without a baseline."""
     base = next((other.result for other in rows if other.name == baseline), None)
     if base is None or row.result is None:
         return None
-    mine = row.result
+    own = row.result
     return Ratios(
-        mine.step_s[0] / base.step_s[0],
-        mine.tokens_per_s_per_rank / base.tokens_per_s_per_rank,
-        mine.memory_bytes / base.memory_bytes,
+        own.step_s[0] / base.step_s[0],
+        own.tokens_per_s_per_rank / base.tokens_per_s_per_rank,
+        own.memory_bytes / base.memory_bytes,
     )
 
 
 def by_step_time(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Those that finished, the fastest first."""
+    """The rows that finished, the fastest first."""
     finished = [(row.result.step_s[0], row) for row in rows if row.result is not None]
     return [row for _, row in sorted(finished, key=itemgetter(0))]
 
 
 def memory_unit(finished: Sequence[ResultRow]) -> tuple[float, str]:
-    """Bytes of the unit that suits their sizes, and its name."""
+    """(bytes of the unit that suits the sizes of these rows, its name)."""
     largest = max(row.result.memory_bytes for row in finished if row.result is not None)
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
 

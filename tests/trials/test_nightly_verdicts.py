@@ -12,8 +12,8 @@ import pytest
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.golden import Band, Golden, read_golden, write_golden
 from megatron_rl.trials.metrics_file import read_metrics
-from megatron_rl.trials.trial_outcome import Life
-from megatron_rl.trials.verdict import Verdict, report, verdict_of
+from megatron_rl.trials.nightly import Verdict, report, verdict_of
+from megatron_rl.trials.trial_outcome import Attempt
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Golden(
@@ -29,7 +29,7 @@ GOOD = {
     2: {"score": 0.9, "length": 4.5, "speed": 90.0},
     3: {"score": 0.61, "length": 3.75, "speed": 95.0},
 }
-WELL = [Life(20, 9.0, 1, to_stop=True), Life(0, 9.0, 3)]
+WELL = [Attempt(20, 9.0, 1, to_stop=True), Attempt(0, 9.0, 3)]
 
 
 def failed(recorded) -> list[tuple[str, int | None]]:
@@ -66,26 +66,26 @@ def test_what_was_not_recorded_fails():
 
 
 @pytest.mark.parametrize(
-    ("lives", "expected"),
+    ("attempts", "expected"),
     [
-        ([Life(21, 1, 1, to_stop=True), Life(0, 1, 3)], Verdict.PASS),
-        ([Life(0, 1, 3, to_stop=True)], Verdict.PASS),  # it ended before it saw the signal
-        ([Life(0, 1, 3)], Verdict.PASS),
-        ([Life(-9, 1, 1, overran_s=60.0)], Verdict.HANG),
-        ([Life(20, 1, 1, to_stop=True), Life(-9, 1, 1, overran_s=60.0)], Verdict.HANG),
-        ([Life(2, 1, 0)], Verdict.INVALID_CONFIG),
-        ([Life(3, 1, 1)], Verdict.CRASH),
-        ([Life(-9, 1, 1)], Verdict.CRASH),
-        ([Life(20, 1, 1)], Verdict.CRASH),  # somebody else stopped it
-        ([Life(22, 1, 1, to_stop=True)], Verdict.CRASH),  # it could not save in time
-        ([Life(20, 1, 1, to_stop=True), Life(1, 1, 2)], Verdict.CRASH),
-        ([Life(20, 1, 1, to_stop=True)], Verdict.CRASH),  # it never went on
+        ([Attempt(21, 1, 1, to_stop=True), Attempt(0, 1, 3)], Verdict.PASS),
+        ([Attempt(0, 1, 3, to_stop=True)], Verdict.PASS),  # it ended before it saw the signal
+        ([Attempt(0, 1, 3)], Verdict.PASS),
+        ([Attempt(-9, 1, 1, overran_s=60.0)], Verdict.HANG),
+        ([Attempt(20, 1, 1, to_stop=True), Attempt(-9, 1, 1, overran_s=60.0)], Verdict.HANG),
+        ([Attempt(2, 1, 0)], Verdict.INVALID_CONFIG),
+        ([Attempt(3, 1, 1)], Verdict.CRASH),
+        ([Attempt(-9, 1, 1)], Verdict.CRASH),
+        ([Attempt(20, 1, 1)], Verdict.CRASH),  # somebody else stopped it
+        ([Attempt(22, 1, 1, to_stop=True)], Verdict.CRASH),  # it could not save in time
+        ([Attempt(20, 1, 1, to_stop=True), Attempt(1, 1, 2)], Verdict.CRASH),
+        ([Attempt(20, 1, 1, to_stop=True)], Verdict.CRASH),  # it never went on
         ([], Verdict.CRASH),
     ],
 )
-def test_how_lives_end_decides_first(lives, expected):
+def test_how_attempts_end_decides_first(attempts, expected):
     """Even where every metric is right."""
-    assert verdict_of(lives, GOLDEN.compare(GOOD)) is expected
+    assert verdict_of(attempts, GOLDEN.compare(GOOD)) is expected
 
 
 def test_exit_codes_are_distinct_and_documented():
@@ -143,14 +143,14 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
 
 
 def test_report_says_what_failed_first():
-    """One page: outcome, lives, the failed comparison above the others, the end of the output."""
+    """One page: outcome, attempts, the failed comparison above the others, the end of the output."""
     recorded = {**GOOD, 3: GOOD[3] | {"length": 9.0}}
-    lives = [WELL[0], dataclasses.replace(WELL[1], output="first\n" * 100 + "last\n")]
-    text = report(Verdict.REGRESSION, "megatron-rl nightly", lives, GOLDEN.compare(recorded))
+    attempts = [WELL[0], dataclasses.replace(WELL[1], output="first\n" * 100 + "last\n")]
+    text = report(Verdict.REGRESSION, "megatron-rl nightly", attempts, GOLDEN.compare(recorded))
     assert text.startswith("# Nightly: regression (exit code 10)")
     assert "| 1 | 9 | 1 | SIGTERM, then exit code 20 |" in text
     rows = [line for line in text.splitlines() if line.startswith(("| score", "| length", "| speed"))]
     assert rows[0] == "| length | 3 | 9 | 4 | 3.75 to 4.5 | **out** |" and len(rows) == 7
     assert "last" in text and text.count("first") < 30
-    killed = report(Verdict.HANG, "x", [Life(-9, 70, 1, overran_s=60.0)], [])
+    killed = report(Verdict.HANG, "x", [Attempt(-9, 70, 1, overran_s=60.0)], [])
     assert "killed after 60 s without a step" in killed

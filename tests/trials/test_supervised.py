@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatron_rl.cluster.leftovers import descendants
-from megatron_rl.trials.process import living
+from megatron_rl.trials.process import supervised
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,8 +26,8 @@ print("two orphans", flush=True)
 """
 HOLD = """
 import sys, time, pathlib
-from megatron_rl.trials.process import living
-with living([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"],
+from megatron_rl.trials.process import supervised
+with supervised([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"],
             pathlib.Path(sys.argv[1])):
     time.sleep(600)
 """
@@ -47,7 +47,7 @@ def test_orphans_of_other_sessions_end_too(tmp_path: Path, end: str) -> None:
     Would not catch a process that was told to run by a service outside of the family.
     """
     before, output = descendants(), tmp_path / "output.txt"
-    with living([sys.executable, "-c", FAMILY + end], output, grace_s=5.0) as process:
+    with supervised([sys.executable, "-c", FAMILY + end], output, grace_s=5.0) as process:
         wait_for(lambda: "two orphans" in output.read_text())
         wait_for(lambda: len(descendants() - before) >= 2)
         wait_for(lambda: end or process.poll() is not None)
@@ -61,7 +61,7 @@ def test_a_process_gets_time_to_end_well(tmp_path: Path) -> None:
     deaf = polite.replace("lambda *_: sys.exit(7)", "signal.SIG_IGN")
     for source, code in ((polite, 7), (deaf, -signal.SIGKILL)):
         output = tmp_path / f"{code}.txt"
-        with living([sys.executable, "-c", source + "time.sleep(600)"], output, grace_s=1.0) as process:
+        with supervised([sys.executable, "-c", source + "time.sleep(600)"], output, grace_s=1.0) as process:
             wait_for(lambda output=output: output.read_text())
         assert process.returncode == code
 

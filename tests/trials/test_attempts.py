@@ -1,4 +1,4 @@
-"""Real processes as lives of a trial: limits, the signal in the middle, memory that there is not; a folder's owner."""
+"""Real processes as attempts of a trial: limits, the signal in the middle, lack of memory; a folder's owner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.ablation import only_ablation
-from megatron_rl.trials.trial import Patience, live
+from megatron_rl.trials.trial import TimeLimits, run_attempt
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,31 +50,31 @@ def stepping(folder: Path, steps: int, then: float = 0) -> list[str]:
 )
 def test_real_ends(tmp_path, source, limit, expected):
     """Would not catch a message of CUDA, Ray or the kernel, which take other machines."""
-    life = live([sys.executable, "-c", source], tmp_path, Patience(whole_s=limit))
-    assert life.outcome is expected, life
-    assert life.overran_s == (limit if expected is TrialOutcome.TIMED_OUT else None)
+    attempt = run_attempt([sys.executable, "-c", source], tmp_path, TimeLimits(whole_s=limit))
+    assert attempt.outcome is expected, attempt
+    assert attempt.overran_s == (limit if expected is TrialOutcome.TIMED_OUT else None)
 
 
-def test_a_life_is_stopped_after_its_step_and_the_next_one_goes_on(tmp_path):
-    """SIGTERM after step 2, whose life ends with code 20; the second says only what it printed itself.
+def test_an_attempt_is_stopped_after_its_step_and_the_next_one_goes_on(tmp_path):
+    """SIGTERM after step 2, whose attempt ends with code 20; the second says only what it printed itself.
 
     Would not catch a run that takes up the wrong step, which the nightly's own comparison does.
     """
-    first = live(stepping(tmp_path, 600), tmp_path, Patience(step_s=30.0), stop_after=2)
+    first = run_attempt(stepping(tmp_path, 600), tmp_path, TimeLimits(step_s=30.0), stop_after=2)
     assert first.outcome is TrialOutcome.INTERRUPTED and first.to_stop and first.output == "stopped\n"
     assert 2 <= first.last_step < 600
     (tmp_path / "run/metrics.jsonl").unlink()
-    second = live(stepping(tmp_path, 3), tmp_path, Patience(step_s=30.0))
+    second = run_attempt(stepping(tmp_path, 3), tmp_path, TimeLimits(step_s=30.0))
     assert second.outcome is TrialOutcome.FINISHED and second.output == "well\n" and second.last_step == 3
 
 
 @pytest.mark.parametrize(("steps", "limit"), [(0, 1.5), (2, 1.0)], ids=["before the first step", "after the second"])
-def test_a_life_that_stands_still_is_killed(tmp_path, steps, limit):
+def test_an_attempt_that_stands_still_is_killed(tmp_path, steps, limit):
     """By the limit of where it stands, and by SIGKILL, as SIGTERM would give code 20. Would not catch a slow step."""
     began = time.monotonic()
-    life = live(stepping(tmp_path, steps, then=600), tmp_path, Patience(first_step_s=1.5, step_s=1.0))
-    assert life.outcome is TrialOutcome.TIMED_OUT and life.overran_s == limit and life.exit_code == -9
-    assert life.last_step == steps and time.monotonic() - began < 10
+    attempt = run_attempt(stepping(tmp_path, steps, then=600), tmp_path, TimeLimits(first_step_s=1.5, step_s=1.0))
+    assert attempt.outcome is TrialOutcome.TIMED_OUT and attempt.overran_s == limit and attempt.exit_code == -9
+    assert attempt.last_step == steps and time.monotonic() - began < 10
 
 
 def test_a_folder_is_one_ablations(tmp_path):
