@@ -1,7 +1,7 @@
 """Give every rank the rollout shard of the whole model, so that PP and the spared TP become DP for generation.
 
-Shards that generation needs as training keeps them stay where they are; everything else lives in a `MemoryBuffer` that
-exists only while generating: the stages of other ranks, and shards merged from several TP ranks.
+A shard that training keeps in the form that generation needs stays where it is. Everything else is in a `MemoryBuffer`
+that exists only during generation: the stages of other ranks, and shards merged from several TP ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
 
 FOREIGN_POOL = "megatron_rl foreign weights"
-"""The tag of the foreign buffer among vLLM's allocations on CUDA."""
+"""The tag of the foreign buffer in vLLM's CUDA allocator."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class FlatParameters:
 
 
 class Bytes(NamedTuple):
-    """What a rank receives: in all, and of that from ranks on other nodes."""
+    """Bytes that a rank receives: in total, and of these from other nodes."""
 
     total: int
     network: int
 
 
 class AllGatherPPModel:
-    """This rank's rollout shard of the whole model, as named views of training's buffers and of the foreign one.
+    """This rank's rollout shard of the whole model, as named views of training's buffers and of the foreign buffer.
 
-    Building it is collective over `transport`, the exchange group's, and exchanges the layouts once; the foreign buffer
-    starts released. All ranks of the group must call `gather` and `verify` together.
+    The constructor is collective over `transport`, that of the exchange group, and exchanges the layouts once. The
+    foreign buffer starts released. All ranks of the group must call `gather` and `verify` together.
 
     tensors: every logical tensor of the model. bucket_bytes: scratch memory of a gather. drop_train_weights: let
     `drop_training` release training's buffers on the ranks that would otherwise hold their shards twice.
 
-    Raises ValueError when training's shards do not make up the model, or when they are to be dropped and the rollout
-    shards do not contain them.
+    Raises ValueError if training's shards do not make up the model, or if they are to be dropped and the rollout shards
+    do not contain them.
     """
 
     def __init__(
@@ -68,8 +68,7 @@ class AllGatherPPModel:
         members = transport.all_gather_object(own.member)
         self.plan, self.is_dropping = plan_memory(tensors, members, self.number, drop_train_weights)
         like = own.buffers[0]
-        # NCCL connects a group at its first collective, and not all ranks take part in the first message.
-        transport.all_gather(torch.zeros(1, device=like.device))
+        transport.connect(like.device)
         self.foreign = MemoryBuffer(self.mine.foreign_numel, like.dtype, like.device, FOREIGN_POOL)
         buffers = dict(enumerate(own.buffers)) | {FOREIGN: self.foreign.data}
         message_numel = max(1, bucket_bytes // like.element_size() // NUM_SCRATCH)
@@ -92,16 +91,16 @@ class AllGatherPPModel:
 
     @property
     def lower_bound(self) -> Bytes:
-        """What a gather must bring to this rank: bytes needed minus bytes held; and the part that its node is missing.
+        """The least that a gather must bring to this rank: bytes needed minus bytes held, and the part its node lacks.
 
-        A piece that a node lacks is counted for the one rank there that fetches it for the others of this group.
+        A piece that a node lacks is counted for the one rank of the node that fetches it.
         """
         size = self.own.buffers[0].element_size()
         return Bytes(self.mine.numel_lacking * size, self.plan.numel_over_network(self.number) * size)
 
     @property
     def scratch(self) -> MemoryBuffer:
-        """What a gather takes beside the foreign buffer while it runs."""
+        """Memory that a gather takes beside the foreign buffer while it runs."""
         return self._exchange.scratch
 
     @torch.no_grad()
@@ -109,27 +108,27 @@ class AllGatherPPModel:
         """Fill the foreign buffer with the current weights; returns what was received."""
         self.foreign.allocate()
         before = self.transport.received_from.copy()
-        # Rows that only pad a vocabulary are nobody's; memory that was never written may hold NaN.
+        # No rank holds the rows that only pad a vocabulary; memory that was never written may hold NaN.
         for tensor in self._padded:
             tensor.zero_()
         self._exchange.run()
-        came, members = self.transport.received_from - before, self.plan.members
-        far = sum(num_bytes for source, num_bytes in came.items() if members[source].node != self.own.member.node)
-        return Bytes(came.total(), far)
+        received, members = self.transport.received_from - before, self.plan.members
+        far = sum(num_bytes for source, num_bytes in received.items() if members[source].node != self.own.member.node)
+        return Bytes(received.total(), far)
 
     def verify(self) -> None:
-        """Raise WeightMismatchError on every rank when a gathered piece differs from its owner's on any."""
+        """Raise WeightMismatchError on every rank if a gathered piece differs from its owner's on any."""
         self._verifier.verify()
 
     def drop_training(self) -> None:
-        """Release training's own buffers, where that was asked for and each is contained in the foreign one."""
+        """Release training's buffers, if that was asked for and the foreign buffer contains them."""
         if self.is_dropping:
             for buffer in self.own.buffers:
                 buffer.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def restore_training(self) -> None:
-        """Undo `drop_training`: every shard is sliced back out of the foreign buffer, bit for bit."""
+        """Undo `drop_training`: copy every shard back from the foreign buffer, bit for bit."""
         if not self.is_dropping:
             return
         for buffer in self.own.buffers:
@@ -142,11 +141,11 @@ class AllGatherPPModel:
         copy_all(self._restore)
 
     def memory(self) -> dict[str, int]:
-        """Bytes beside training's own, under the names of the memory plan."""
+        """Bytes beside training's buffers, by the names of the memory plan."""
         return {"foreign stages": self.foreign.num_bytes if self.foreign.is_allocated else 0}
 
     def release(self) -> None:
-        """Give the foreign buffer's memory back; training's is untouched."""
+        """Release the foreign buffer's memory, and not training's."""
         self.foreign.release()
 
     def _restore_copies(self, buffers: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,7 +1,7 @@
-"""From a training pool to a rollout pool on other ranks: both ends of the weight transfer between two worlds.
+"""Transfer weights from a training pool to a rollout pool on other ranks: the senders' and the receivers' side.
 
 A rollout rank receives exactly its shard; all training ranks together send the model once, however many replicas
-generate (`bridge_plan.py`). Beside the weights themselves either end needs one bucket of memory while a transfer runs.
+generate (`bridge_plan.py`). Each rank needs one bucket of memory beside the weights while a transfer runs.
 
 On every rank of both pools, training's ranks first, after each pool has made its own world:
 
@@ -18,43 +18,74 @@ On every rank of both pools, training's ranks first, after each pool has made it
         bucket_bytes=64 << 20, verify_every=1)
     sent = sender.send(version=num_steps)               came = receiver.receive()  # came.version == num_steps
 
-`flat` is what `roles.flat_parameters` makes; `member` is `Member(rank=r, node=..., tp_rank=..., wanted=place)`.
-Building a sender and `join` are collective over both pools, and so is every transfer. A peer that dies ends in a
-BrokenBridgeError on all ranks that have not finished, one that does not come within the group's time-out. All must then
-open another group: training builds new senders, a receiver that is left keeps its memory and joins again.
+`flat` comes from `roles.flat_parameters`; `member` is `Member(rank=r, node=..., tp_rank=..., wanted=place)`. Building a
+sender, `join` and every transfer are collective over both pools. If a peer dies or does not come within the group's
+time-out, all ranks that have not finished raise BrokenBridgeError. All must then open another group: training builds
+new senders; a remaining receiver keeps its memory and joins again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from traceback import clear_frames
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from megatron_rl.device import settled_seconds
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters, slot_view
-from megatron_rl.hybrid_engine.bridge_end import BridgeEnd, Offer, Transfer, digest, meet
-from megatron_rl.hybrid_engine.bridge_plan import receiving_slots
+from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, model_numel, receiving_slots
+from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange
 from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member
+from megatron_rl.hybrid_engine.schedule import make_schedule
 from megatron_rl.hybrid_engine.transport import Transport
+from megatron_rl.hybrid_engine.verify import WeightMismatchError, WeightVerifier, is_verified
 from megatron_rl.parallel.sharding import LogicalTensor, Place
+
+Result = TypeVar("Result")
+CONNECTING_BROKE = "the ranks of a bridge could not meet"
+
+
+class BrokenBridgeError(RuntimeError):
+    """A rank of either side died or stayed away before a transfer was over. Every rank must join a new group."""
+
+
+class MixedVersionsError(RuntimeError):
+    """The training ranks sent weights of different versions."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One transfer on one rank. version: of the weights, in optimizer steps.
+
+    model_bytes: of the whole model, which all senders together send. wait_seconds: until both pools were ready.
+    verify_seconds: comparing checksums; 0 if this transfer was not verified.
+    """
+
+    version: int
+    model_bytes: int
+    wait_seconds: float
+    exchange_seconds: float
+    verify_seconds: float
 
 
 @dataclass(frozen=True)
 class SendReport(Transfer):
-    """bytes_sent: what left this training rank; summed over the pool it is `model_bytes`."""
+    """bytes_sent: by this training rank; the sum over the pool is `model_bytes`."""
 
     bytes_sent: int
 
 
 @dataclass(frozen=True)
 class SendAttempt:
-    """How sending one version ended, on all training ranks alike. broken: why not, when a rank was lost in it.
+    """The result of sending one version, equal on all training ranks. broken: the reason, if a rank was lost.
 
-    report: this rank's, where it did not break. concluded: what the receiving ranks said, where they were called.
+    report: this rank's report if the transfer did not break. concluded: the receivers' reports, if they were asked.
     """
 
     version: int
@@ -65,11 +96,10 @@ class SendAttempt:
 
 @dataclass(frozen=True)
 class ReceiveReport(Transfer):
-    """bytes_received: in all; lower_bound_bytes: the rank's rollout shard without padding, which it must equal.
+    """bytes_received: in all; it must equal lower_bound_bytes, the rank's rollout shard without padding.
 
-    bytes_fetched: of those received, what came out of training; summed over the pool it is `model_bytes`.
-    bytes_passed_on: what this rank sent to other rollout ranks.
-    network_bytes: of those received, what came from other nodes; network_bound_bytes: what the plan brings from there.
+    bytes_fetched: received from training ranks; the sum over the pool is `model_bytes`. bytes_passed_on: sent to other
+    rollout ranks. network_bytes: received from other nodes; network_bound_bytes: what the plan brings from there.
     """
 
     bytes_received: int
@@ -80,16 +110,138 @@ class ReceiveReport(Transfer):
     network_bound_bytes: int
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What one rank sends to all others when a bridge is built. model: `digest` of its description."""
+
+    member: Member
+    sends: bool
+    dtype: torch.dtype
+    bucket_bytes: int
+    model: str
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks of a bridge agree on. message_numel: elements of the longest message."""
+
+    plan: ExchangePlan
+    num_senders: int
+    model_bytes: int
+    message_numel: int
+
+
+def digest(tensors: Mapping[str, LogicalTensor]) -> str:
+    """A hash of the description of a model."""
+    return hashlib.sha256(repr(sorted(tensors.items())).encode()).hexdigest()
+
+
+def or_leave(transport: Transport, what: str, body: Callable[[], Result]) -> Result:
+    """Return what `body` returns. If its messages fail, this rank leaves the group and raises BrokenBridgeError with
+    `what`. Ranks that wait for this one then fail at once and not after the group's time-out.
+    """
+    try:
+        return body()
+    except (WeightMismatchError, MixedVersionsError):
+        raise
+    except RuntimeError as error:
+        reason = f"{type(error).__name__}: {error}"
+        clear_frames(error.__traceback__)  # a referenced message keeps the connections open
+    transport.close()
+    raise BrokenBridgeError(f"{what}: {reason}")
+
+
+def agree(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transport) -> Agreement:
+    """Exchange the offers and plan; collective. Raises ValueError on all ranks alike if they do not fit, and
+    BrokenBridgeError if a rank was lost.
+    """
+    offers: Sequence[Offer] = or_leave(transport, CONNECTING_BROKE, lambda: transport.all_gather_object(mine))
+    num_senders = sum(offer.sends for offer in offers)
+    if not 0 < num_senders < len(offers) or not all(offer.sends for offer in offers[:num_senders]):
+        ends = ["training" if offer.sends else "rollout" for offer in offers]
+        raise ValueError(f"a bridge numbers its training ranks first and has both kinds of ends, not {ends}")
+    dtypes = {str(offer.dtype) for offer in offers}
+    if len(dtypes) > 1:
+        raise ValueError(f"a bridge moves weights of one dtype, its ends have {sorted(dtypes)}")
+    if len({offer.model for offer in offers}) > 1:
+        raise ValueError("the ends of a bridge describe different models: names, shapes or cuts of tensors differ")
+    members = [offer.member for offer in offers]
+    plan = make_bridge_plan(tensors, members[:num_senders], members[num_senders:])
+    size = mine.dtype.itemsize
+    message_numel = max(1, min(offer.bucket_bytes for offer in offers) // size // NUM_SCRATCH)
+    return Agreement(plan, num_senders, model_numel(tensors) * size, message_numel)
+
+
+class BridgeEnd:
+    """What both sides do: agree on a version, run the exchange, compare checksums."""
+
+    def __init__(
+        self, agreement: Agreement, buffers: Mapping[int, Tensor], transport: Transport, verify_every: int
+    ) -> None:
+        self.transport, self.plan, self.num_senders = transport, agreement.plan, agreement.num_senders
+        self._model_bytes = agreement.model_bytes
+        self._verify_every = verify_every
+        self._num_transfers = 0
+        self._device = next(iter(buffers.values())).device
+        or_leave(transport, CONNECTING_BROKE, lambda: transport.connect(self._device))
+        steps = make_schedule(self.plan, transport.number, agreement.message_numel)
+        self._exchange = Exchange(steps, [], buffers, transport)
+        self._verifier = WeightVerifier(self.plan, transport.number, buffers, transport)
+
+    @property
+    def scratch(self) -> MemoryBuffer:
+        """Memory that a transfer takes beside the weights while it runs."""
+        return self._exchange.scratch
+
+    def transfer(self, version: int = 0) -> Transfer:
+        """Move the weights. version: that of a training rank; a rollout rank's is ignored.
+
+        Raises MixedVersionsError on all ranks alike if training's ranks send different versions, and BrokenBridgeError
+        if messages fail (see `or_leave`).
+        """
+        return or_leave(self.transport, "a transfer of weights broke", lambda: self._transfer(version))
+
+    def conclude(self, mine: Any) -> list[Any]:
+        """Gather one value from every rank after its part of a transfer, by number; every rank must call.
+
+        When it returns, the weights have arrived everywhere. Raises BrokenBridgeError as `transfer`.
+        """
+        gather = self.transport.all_gather_object
+        return or_leave(self.transport, "a transfer of weights broke", lambda: gather(mine))
+
+    def _transfer(self, version: int) -> Transfer:
+        start = settled_seconds(self._device)
+        asked = torch.tensor([version, is_verified(self._num_transfers, self._verify_every)], dtype=torch.int64)
+        headers = torch.stack(self.transport.all_gather(asked))
+        self._num_transfers += 1
+        versions = headers[: self.num_senders, 0].unique().tolist()
+        if len(versions) > 1:
+            raise MixedVersionsError(f"the training ranks send weights of different versions: {versions}")
+        before_exchange = settled_seconds(self._device)
+        self._exchange.run()
+        before_verify = settled_seconds(self._device)
+        if headers[:, 1].any():
+            self._verifier.verify()
+        after = settled_seconds(self._device)
+        return Transfer(
+            version=versions[0],
+            model_bytes=self._model_bytes,
+            wait_seconds=before_exchange - start,
+            exchange_seconds=before_verify - before_exchange,
+            verify_seconds=after - before_verify,
+        )
+
+
 class BridgeSender:
-    """A training rank's end. Every training rank must build one, all replicas and stages, and every transfer is theirs.
+    """The side of a training rank. Every training rank must build one and take part in every transfer.
 
     own: this rank's flat buffers, which stay where they are, and its slots in them. tensors: every logical tensor of
-    the model. bucket_bytes: scratch memory of a transfer; the smallest of all ranks' is taken. verify_every: compare
-    checksums at the first transfer and at every so many later ones, 0: at the first only; a transfer is verified when
-    either end asks for it.
+    the model. bucket_bytes: scratch memory of a transfer; the smallest value of all ranks is used. verify_every:
+    compare checksums at the first transfer and at every so many later ones, 0: at the first only. A transfer is
+    verified if either side asks for it.
 
-    Raises ValueError, on all ranks of both pools alike, when the ends do not fit each other or training's shards do
-    not make up the model.
+    Raises ValueError, on all ranks of both pools alike, if the sides do not fit each other or training's shards do not
+    make up the model.
     """
 
     def __init__(
@@ -101,71 +253,47 @@ class BridgeSender:
         bucket_bytes: int,
         verify_every: int = 1,
     ) -> None:
-        like = own.buffers[0]
-        offer = Offer(replace(own.member, wanted=None), True, like.dtype, bucket_bytes, digest(tensors))
-        meeting = meet(offer, tensors, transport)
-        self._end = BridgeEnd(meeting, dict(enumerate(own.buffers)), transport, verify_every)
+        dtype = own.buffers[0].dtype
+        agreement = agree(
+            Offer(replace(own.member, wanted=None), True, dtype, bucket_bytes, digest(tensors)), tensors, transport
+        )
+        self._end = BridgeEnd(agreement, dict(enumerate(own.buffers)), transport, verify_every)
 
     @property
     def scratch(self) -> MemoryBuffer:
-        """What a transfer takes beside the weights while it runs."""
+        """Memory that a transfer takes beside the weights while it runs."""
         return self._end.scratch
 
     def close(self) -> None:
-        """Leave the group: whoever still waits for this rank in it fails."""
+        """Leave the group; ranks that still wait for this one fail."""
         self._end.transport.close()
 
     def send(self, version: int) -> SendReport:
         """Send the current weights, the same `version` on every training rank; they must not change meanwhile.
 
-        Raises WeightMismatchError on all ranks of both pools when a piece arrived wrong on any, and BrokenBridgeError
-        on some when a rank was lost; others may have finished.
+        Raises WeightMismatchError on all ranks of both pools if a piece arrived wrong on any, and BrokenBridgeError on
+        some ranks if one was lost; others may have finished.
         """
         before = self._end.transport.sent_to.total()
         transfer = self._end.transfer(version)
         return SendReport(**vars(transfer), bytes_sent=self._end.transport.sent_to.total() - before)
 
     def conclude(self) -> list[Any]:
-        """What every receiving rank says about the transfer, by number: it is over on all of them. Together with their
-        `conclude`. Raises BrokenBridgeError when a rank was lost.
+        """The reports of all receivers, by number, once the transfer is over on all of them; together with their
+        `conclude`. Raises BrokenBridgeError if a rank was lost.
         """
         return self._end.conclude(None)[self._end.num_senders :]
 
 
-@dataclass(frozen=True)
-class Joined:
-    """A receiver's place in a group. number: among its members; itemsize: bytes of an element."""
-
-    end: BridgeEnd
-    plan: ExchangePlan
-    number: int
-    itemsize: int
-
-    @cached_property
-    def lower_bound_bytes(self) -> int:
-        """What the rank lacks."""
-        return self.plan.plans[self.number].numel_lacking * self.itemsize
-
-    @cached_property
-    def network_bound_bytes(self) -> int:
-        """What the plan brings from other nodes."""
-        return self.plan.numel_over_network(self.number) * self.itemsize
-
-    def is_elsewhere(self, number: int) -> bool:
-        """Whether another member is on another node."""
-        return self.plan.members[number].node != self.plan.members[self.number].node
-
-
 class BridgeReceiver:
-    """A rollout rank's end: its shard of every tensor, in one flat buffer that never moves. `join` comes first.
+    """The side of a rollout rank: its shard of every tensor in one flat buffer that never moves. Call `join` first.
 
-    place: of the shard. dtype: training's. tensors, bucket_bytes, verify_every and errors: as of BridgeSender.
-    second_buffer: receive into another buffer of the same layout, so that the weights that generation reads stay until
-    `swap`.
+    place: that of the shard. dtype: training's. tensors, bucket_bytes, verify_every and errors: see BridgeSender.
+    second_buffer: receive into another buffer of the same layout; generation reads the old weights until `swap`.
 
-    Of the instance: tensors: name -> view, undefined until the first transfer; rows that only pad a vocabulary are 0.
-    version: that of those weights, None before any came and, without a second buffer, after a transfer that failed.
-    arrived: that of the second buffer's, until they are swapped.
+    Attributes: tensors: name -> view, undefined until the first transfer; rows that only pad a vocabulary are 0.
+    version: the version of those weights; None before the first, and without a second buffer after a failed transfer.
+    arrived: the version in the second buffer until it is swapped, else None.
     """
 
     def __init__(
@@ -183,19 +311,20 @@ class BridgeReceiver:
         self._verify_every = verify_every
         mine = receiving_slots(tensors, place)
         self._slots = mine.slots
-        # Rows that only pad a vocabulary are nobody's: they never arrive, no transfer writes them, and so they stay 0.
+        # No transfer writes the rows that only pad a vocabulary, so they stay 0.
         make = torch.zeros if any(slot.shard.is_padded for slot in mine.foreign) else torch.empty
         self._flat = make(mine.foreign_numel, dtype=dtype, device=device)
         self._arriving = make(mine.foreign_numel, dtype=dtype, device=device) if second_buffer else None
         self.tensors = {name: slot_view({FOREIGN: self._flat}, slot) for name, slot in mine.slots.items()}
         self.version: int | None = None
         self.arrived: int | None = None
-        self._joined: Joined | None = None
+        self._joined: BridgeEnd | None = None
+        self._bounds = (0, 0)  # lower_bound_bytes, network_bound_bytes
 
     @property
     def scratch(self) -> MemoryBuffer:
-        """What a transfer takes beside the weights while it runs."""
-        return self._there.end.scratch
+        """Memory that a transfer takes beside the weights while it runs."""
+        return self._end.scratch
 
     @property
     def has_second_buffer(self) -> bool:
@@ -204,72 +333,73 @@ class BridgeReceiver:
 
     @property
     def arriving_bytes(self) -> int:
-        """What the second buffer takes; 0 where there is none."""
+        """Bytes of the second buffer; 0 without one."""
         return 0 if self._arriving is None else self._arriving.untyped_storage().nbytes()
 
     def close(self) -> None:
-        """Leave the group: whoever still waits for this rank in it fails. Nothing happens where there is none."""
+        """Leave the group; ranks that still wait for this one fail. Does nothing without a group."""
         if self._joined is not None:
-            self._joined.end.transport.close()
+            self._joined.transport.close()
 
     def join(self, member: Member, transport: Transport) -> None:
-        """Meet the other ends in a group; collective over all that are in it. All memory stays where it is.
+        """Connect to the other ranks of a group; collective over all of them. All memory stays where it is.
 
-        member: this rank's place, which holds nothing. What has arrived over another group and was not swapped is
-        forgotten, for it may not have arrived everywhere. Raises ValueError, on all ranks alike, when the ends do not
-        fit each other, and on this one when the shard would be another than that of its place.
+        member: this rank's place, which holds nothing. Weights that arrived over another group and were not swapped are
+        forgotten, because they may not have arrived everywhere. Raises ValueError, on all ranks alike, if the sides do
+        not fit each other, and on this rank if the shard would be another than that of its place.
         """
         self.close()
         self.arrived = None
         offer = Offer(member, False, self._dtype, self._bucket_bytes, digest(self._tensors))
-        meeting = meet(offer, self._tensors, transport)
-        mine = meeting.plan.plans[transport.number]
-        if mine.slots != self._slots:
+        agreement = agree(offer, self._tensors, transport)
+        if agreement.plan.plans[transport.number].slots != self._slots:
             raise ValueError(f"{member.name} would receive another shard than the one that it has room for")
         target = self._flat if self._arriving is None else self._arriving
-        end = BridgeEnd(meeting, {FOREIGN: target}, transport, self._verify_every)
-        self._joined = Joined(end, meeting.plan, transport.number, self._flat.element_size())
+        self._joined = BridgeEnd(agreement, {FOREIGN: target}, transport, self._verify_every)
+        plan, number, itemsize = agreement.plan, transport.number, self._dtype.itemsize
+        self._bounds = plan.plans[number].numel_lacking * itemsize, plan.numel_over_network(number) * itemsize
 
     def receive(self) -> ReceiveReport:
-        """Take the weights that training sends. Raises WeightMismatchError on all ranks alike when one is wrong, and
-        BrokenBridgeError on some when a rank was lost; others may have finished.
+        """Take the weights that training sends. Raises WeightMismatchError on all ranks alike if one is wrong, and
+        BrokenBridgeError on some ranks if one was lost; others may have finished.
         """
-        joined = self._there
-        transport = joined.end.transport
+        end = self._end
+        transport, members = end.transport, end.plan.members
         self.arrived = None
         if self._arriving is None:
             self.version = None
-        came, passed_on = transport.received_from.copy(), transport.sent_to.total()
-        transfer = joined.end.transfer()
-        came = transport.received_from - came
+        received_before, passed_on = transport.received_from.copy(), transport.sent_to.total()
+        transfer = end.transfer()
+        received = transport.received_from - received_before
         if self._arriving is None:
             self.version = transfer.version
         else:
             self.arrived = transfer.version
+        node = members[transport.number].node
         return ReceiveReport(
             **vars(transfer),
-            bytes_received=came.total(),
-            lower_bound_bytes=joined.lower_bound_bytes,
-            bytes_fetched=sum(came[number] for number in range(joined.end.num_senders)),
+            bytes_received=received.total(),
+            lower_bound_bytes=self._bounds[0],
+            bytes_fetched=sum(received[sender] for sender in range(end.num_senders)),
             bytes_passed_on=transport.sent_to.total() - passed_on,
-            network_bytes=sum(size for number, size in came.items() if joined.is_elsewhere(number)),
-            network_bound_bytes=joined.network_bound_bytes,
+            network_bytes=sum(size for other, size in received.items() if members[other].node != node),
+            network_bound_bytes=self._bounds[1],
         )
 
-    def conclude(self, said: Any) -> None:
-        """Tell the senders that the transfer is over here; with their `conclude`. Raises BrokenBridgeError as there."""
-        self._there.end.conclude(said)
+    def conclude(self, report: Any) -> None:
+        """Report to the senders that the transfer is over here; together with their `conclude`, and raises as that."""
+        self._end.conclude(report)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Let `tensors` be what arrived in the second buffer, by a copy. Raises RuntimeError when nothing has."""
+        """Copy the second buffer's weights to `tensors`. Raises RuntimeError if nothing has arrived in it."""
         if self._arriving is None or self.arrived is None:
             raise RuntimeError("no weights have arrived in a second buffer")
         self._flat.copy_(self._arriving)
         self.version, self.arrived = self.arrived, None
 
     @property
-    def _there(self) -> Joined:
+    def _end(self) -> BridgeEnd:
         if self._joined is None:
             raise RuntimeError("there is no bridge: join() comes first")
         return self._joined

@@ -1,6 +1,6 @@
 """Move bytes along a schedule: pack, send and receive, unpack, with two messages under way at any time.
 
-Every tensor an exchange touches is bound once, at construction; running it makes no metadata and asks nobody anything.
+All tensors are bound once, at construction. Running an exchange makes no metadata and communicates nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Between training and generation: `enter` makes the whole rollout shard and the KV cache present, `exit` undoes it.
+"""Switch between training and generation: `enter` brings the whole rollout shard and the KV cache, `exit` undoes it.
 
-Phases of `enter`: random state, memory that rests, weights, verification, the training copy, KV cache. `exit` takes
-them back in reverse order; so does `enter` itself when one of them fails.
+Phases of `enter`: random state, offloading, weights, verification, the training copy, KV cache. `exit` undoes them in
+reverse order, and so does `enter` itself if one of them fails.
 """
 
 from __future__ import annotations
@@ -13,49 +13,50 @@ from typing import Protocol
 
 from megatron_rl.device import Device, release_cached, settled_seconds
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
-from megatron_rl.hybrid_engine.offload import Resting
+from megatron_rl.hybrid_engine.offload import Offloadable
 from megatron_rl.hybrid_engine.rng import RNGState, swap
+from megatron_rl.hybrid_engine.verify import is_verified
 
 
 class Generator(Protocol):
-    """What the hybrid engine asks of a rollout engine."""
+    """The part of a rollout engine that the hybrid engine uses."""
 
     def wake(self) -> None:
-        """Take the KV cache and forget every cached prefix: the weights have changed."""
+        """Allocate the KV cache and drop every cached prefix, because the weights have changed."""
 
     def sleep(self) -> None:
-        """Give the KV cache back; it may not have been taken."""
+        """Release the KV cache, if it is allocated."""
 
 
 class Weights(Protocol):
-    """What the hybrid engine asks of the weights that generation reads."""
+    """The weights that generation reads."""
 
     @property
     def lower_bound(self) -> Bytes:
         """The least that this rank can receive in one transition."""
 
     def gather(self) -> Bytes:
-        """Bring what is missing; what it cost."""
+        """Bring missing weights; returns the bytes received."""
 
     def verify(self) -> None:
         """Compare checksums. Raises WeightMismatchError."""
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
     def drop_training(self) -> None:
-        """Give training's copy back, where that is configured."""
+        """Release training's copy, if that is configured."""
 
     def restore_training(self) -> None:
-        """Take it again."""
+        """Undo `drop_training`."""
 
 
 @dataclass(frozen=True)
 class TransitionReport:
-    """What entering cost this rank. verify_seconds: comparing checksums, 0 when this transition had none.
+    """The cost of `enter` on this rank. verify_seconds: comparing checksums; 0 if this transition was not verified.
 
-    network_bytes: of the bytes received, those that came from other nodes. network_bound_bytes: what its node lacks
-    of the exchange group's weights, where this rank is the one that fetches it.
+    network_bytes: bytes received from other nodes. network_bound_bytes: the part of the exchange group's weights that
+    the node lacks and that this rank fetches.
     """
 
     bytes_received: int
@@ -70,10 +71,10 @@ class TransitionReport:
 class HybridEngine:
     """Switches one rank between train and rollout mode. Every rank must enter and exit together.
 
-    device: every phase is timed with what it gave the device to do. resting: what leaves while generating.
-    verify_every: compare checksums at the first entry and at every so many later ones; 0: at the first only. An
-    exception while entering or leaving leaves the rank in train mode with its weights intact.
-    rollout_rng: the generators' state at the end of the last generation; None before the first.
+    device: phases are timed with their work on the device. offloadable: memory that is offloaded during generation.
+    verify_every: compare checksums at the first entry and at every so many later ones; 0: at the first only. After an
+    exception in `enter` or `exit` the rank is in train mode with its weights intact.
+    rollout_rng: the random state at the end of the last generation; None before the first.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class HybridEngine:
         weights: Weights,
         generator: Generator,
         device: Device,
-        resting: Sequence[Resting] = (),
+        offloadable: Sequence[Offloadable] = (),
         verify_every: int = 1,
     ) -> None:
         self.weights = weights
         self.generator = generator
         self._device = device.torch_device
-        self.resting = resting
+        self.offloadable = offloadable
         self.verify_every = verify_every
         self._num_entries = 0
         self._undo: ExitStack | None = None
@@ -98,18 +99,18 @@ class HybridEngine:
         return self._undo is not None
 
     def enter(self) -> TransitionReport:
-        """Bring the current weights and the KV cache. Raises WeightMismatchError when a moved weight is wrong."""
+        """Bring the current weights and the KV cache. Raises WeightMismatchError if a moved weight is wrong."""
         if self.in_rollout:
             raise RuntimeError("enter() in rollout mode: exit() comes first")
         start = settled_seconds(self._device)
         with ExitStack() as undo:
             # Phase 1: random state
             undo.callback(self._restore_rng, swap(self.rollout_rng))
-            # Phase 2: memory that rests
-            for resting in self.resting:
-                undo.callback(resting.come_back)
-                resting.leave()
-            # What comes next is of other sizes, and may be taken by somebody else than torch's allocator.
+            # Phase 2: offloading
+            for memory in self.offloadable:
+                undo.callback(memory.reload)
+                memory.offload()
+            # The next allocations have other sizes, and another allocator than torch's may make them.
             release_cached(self._device)
             # Phase 3: weights
             undo.callback(self.weights.release)
@@ -117,7 +118,7 @@ class HybridEngine:
             received = self.weights.gather()
             # Phase 4: verification, before anything is generated from them
             before_verify = settled_seconds(self._device)
-            if self._is_verified(self._num_entries):
+            if is_verified(self._num_entries, self.verify_every):
                 self.weights.verify()
             after_verify = settled_seconds(self._device)
             # Phase 5: the training copy
@@ -140,17 +141,13 @@ class HybridEngine:
         )
 
     def exit(self) -> None:
-        """Take back every phase of `enter`, each even when another fails; nothing happens in train mode."""
+        """Undo every phase of `enter`, each even if another one fails. Does nothing in train mode."""
         if self._undo is not None:
             undo, self._undo = self._undo, None
             try:
                 undo.close()
             finally:
                 release_cached(self._device)
-
-    def _is_verified(self, entry: int) -> bool:
-        """The first always is: a wrong plan or a wrong order of messages is wrong from the start."""
-        return entry == 0 or (self.verify_every > 0 and entry % self.verify_every == 0)
 
     def _restore_rng(self, train_rng: RNGState) -> None:
         self.rollout_rng = swap(train_rng)

@@ -1,7 +1,7 @@
-"""Memory that training does not need while generating: kept on the host, or given back, and restored afterwards.
+"""Offload memory during generation: to the host, or released when its content is not needed.
 
-Whole storages are moved, so every view of a tensor (parameters, optimizer shards) stays valid across the trip. On a
-CPU the host copy takes as much as it frees; the path is the same.
+Whole storages are moved, so that every view of a tensor (parameters, optimizer shards) stays valid. On a CPU the host
+copy takes as much memory as it frees; the code is the same.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import torch
 from megatron_rl.hybrid_engine.storages import as_bytes
 
 
-class Resting(Protocol):
-    """Something that can rest while generating."""
+class Offloadable(Protocol):
+    """Memory that can be offloaded during generation."""
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Free the memory."""
 
-    def come_back(self) -> None:
-        """Take it again, with what it held; nothing happens where it never left."""
+    def reload(self) -> None:
+        """Allocate it again with its content. Does nothing if it was not offloaded."""
 
 
 LARGEST_PIECE, SMALLEST_PIECE = 256 << 20, 1 << 20
-"""Bytes of host memory that are taken at once: at most, and as what every amount is rounded up to."""
+"""Bytes of one allocation of host memory: the most, and the unit to which amounts are rounded up."""
 
 
 def piece_sizes(num_bytes: int) -> list[int]:
-    """Powers of two that add up to num_bytes, rounded up to SMALLEST_PIECE: as few as there can be.
+    """The fewest powers of two that add up to num_bytes, rounded up to SMALLEST_PIECE.
 
-    Torch's allocator of pinned memory rounds every size up to a power of two, and would take twice what it was asked.
+    Torch's allocator of pinned memory rounds every size up to a power of two, so one piece could take twice as much.
     """
     whole, rest = divmod(-(-num_bytes // SMALLEST_PIECE) * SMALLEST_PIECE, LARGEST_PIECE)
     return [LARGEST_PIECE] * whole + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
 
 
 class HostBuffer:
-    """Host memory that is taken once and used again. pinned: for copies to and from a GPU; taking it is slow."""
+    """Host memory that is allocated once and reused. pinned: for copies to and from a GPU; slow to allocate."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
@@ -49,16 +49,16 @@ class HostBuffer:
         return sum(map(len, self._pieces))
 
     def reserve(self, num_bytes: int) -> None:
-        """Have room for as many, besides what is there already."""
+        """Allocate memory until the buffer has `num_bytes`."""
         for size in piece_sizes(max(0, num_bytes - self.num_bytes)):
             self._pieces.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned))
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._pieces.clear()
 
     def parts(self, offset: int, content: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(memory here, its part of `content`) for uint8 content [N] that lies from byte `offset` on."""
+        """(host memory, its part of `content`) for uint8 content [N] at byte `offset` of the buffer."""
         start = 0
         for piece in self._pieces:
             first, stop = max(offset, start), min(offset + len(content), start + len(piece))
@@ -68,22 +68,22 @@ class HostBuffer:
 
 
 class HostCopy:
-    """Tensors of one device whose content waits in host memory: pinned, and kept for the next time, for a GPU's.
+    """Offload tensors of one device to host memory. For a GPU that memory is pinned and kept for the next time.
 
-    tensors: called on leaving, because an optimizer makes its state at the first step.
+    tensors: called in `offload`, because an optimizer makes its state at the first step.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._tensors = tensors
-        self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # with size and place in the buffer
+        self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # (storage, bytes, offset in the buffer)
         self._buffer: HostBuffer | None = None
 
     @property
     def held_bytes(self) -> int:
-        """Host memory that is held now."""
+        """Bytes of host memory held now."""
         return 0 if self._buffer is None else self._buffer.num_bytes
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Copy every storage to the host and free it."""
         storages = [tensor.untyped_storage() for tensor in unique_storages(self._tensors())]
         if not storages:
@@ -98,8 +98,8 @@ class HostCopy:
             offset += storage.nbytes()
             storage.resize_(0)
 
-    def come_back(self) -> None:
-        """Bring back what left."""
+    def reload(self) -> None:
+        """Copy everything back."""
         while self._away and self._buffer is not None:
             storage, num_bytes, offset = self._away[-1]
             storage.resize_(num_bytes)
@@ -107,23 +107,23 @@ class HostCopy:
                 content.copy_(host)
             self._away.pop()
         if self._buffer is not None and not self._buffer.pinned:
-            self._buffer.drop()  # on a CPU it is the very memory that was to be freed
+            self._buffer.drop()  # on a CPU it is memory of the kind that was to be freed
 
 
 class Zeros:
-    """Tensors that hold nothing worth keeping: they come back as zeros. For gradients, which every update clears."""
+    """Release tensors whose content is not needed; they are zeros afterwards. For gradients, which updates clear."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(unique_storages(tensors))
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Free every storage."""
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
 
-    def come_back(self) -> None:
-        """Take the memory again, zeroed."""
+    def reload(self) -> None:
+        """Allocate the memory again, zeroed."""
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             if tensor.untyped_storage().nbytes() != size:
                 tensor.untyped_storage().resize_(size)

@@ -1,4 +1,4 @@
-"""Messages between the members of one process group, by member number, and how two pools come to have such a group.
+"""Messages between the members of one process group, by member number, and a group over the ranks of two pools.
 
 A pool's ranks are a torch.distributed world of their own. `open_joint_group` makes one more group over the ranks of
 two worlds, on a store of its own: it belongs to neither world, and their own collectives go on beside it.
@@ -20,12 +20,12 @@ from megatron_rl.device import Device
 
 
 class Transport:
-    """What an exchange asks of its group; a member's number is its rank in the group. Counts the bytes of messages.
+    """Messages of an exchange over a process group; counts their bytes. A member's number is its rank in the group.
 
-    group: one that `torch.distributed` knows, or one of `open_joint_group`. Tensors travel over the group's backend
-    for their device, objects over the one for the CPU.
-    is_own: nothing else uses the group, so that it may be left for good.
-    received_from, sent_to: number of the other member -> bytes of the messages so far.
+    group: a group that `torch.distributed` knows, or one of `open_joint_group`. Tensors travel over the group's backend
+    for their device, objects over the backend for the CPU.
+    is_own: nothing else uses the group, so `close` may leave it.
+    received_from, sent_to: number of the other member -> bytes of messages so far.
     """
 
     def __init__(self, group: dist.ProcessGroup, is_own: bool = False) -> None:
@@ -42,9 +42,9 @@ class Transport:
         return self._group
 
     def close(self) -> None:
-        """Leave a group of one's own: what others wait for from this rank fails at once. Nothing happens twice.
+        """Leave the group if it `is_own`: what others wait for from this rank fails at once. May be called twice.
 
-        Gloo closes connections once nothing names the group or a message in it; NCCL is told to.
+        Gloo closes connections once nothing references the group or a message in it; NCCL needs a call.
         """
         if self._group is not None and self.is_own:
             if any(name != "gloo" for name in backend_names(self._group)):
@@ -62,9 +62,9 @@ class Transport:
         return self.group.size()
 
     def start(self, send: tuple[Tensor, int] | None, receive: tuple[Tensor, int] | None) -> list[dist.Work]:
-        """Begin to send a tensor to, and to receive another from, the members whose numbers stand beside them."""
+        """Begin to send a tensor to one member and to receive another one from a member: (tensor, member number)."""
         device = next(message[0].device for message in (send, receive) if message is not None)
-        # NCCL runs the calls of a group in order: without one, two ranks that both send first would block each other.
+        # NCCL runs calls in order: without one coalesced call, two ranks that both send first would block each other.
         is_one_call = self.group._get_backend(device).supports_coalescing
         if is_one_call:
             self.group._start_coalescing(device)
@@ -84,6 +84,13 @@ class Transport:
         for work in works:
             work.wait()
 
+    def connect(self, device: torch.device) -> None:
+        """Open the group's connections for a device; every member must call.
+
+        NCCL connects a group at its first collective, and not all ranks take part in the first message.
+        """
+        self.all_gather(torch.zeros(1, device=device))
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all members, by number; they must have one shape. Every member must call."""
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -91,7 +98,7 @@ class Transport:
         return gathered
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What all members gave, by number; it must be picklable. Every member must call."""
+        """The values of all members, by number; they must be picklable. Every member must call."""
         pickled = pickle.dumps(value)
         lengths = [int(length) for length in self.all_gather(torch.tensor([len(pickled)]))]
         padded = torch.frombuffer(bytearray(pickled.ljust(max(lengths), b"\0")), dtype=torch.uint8)
@@ -100,7 +107,7 @@ class Transport:
 
 
 def backend_names(group: dist.ProcessGroup) -> set[str]:
-    """What moves tensors in it."""
+    """Names of the backends of a group."""
     return {group._get_backend(kind).name() for kind in group._device_types}
 
 
@@ -109,10 +116,10 @@ def open_joint_group(
 ) -> dist.ProcessGroup:
     """One group over the ranks of two worlds; every one of its `size` ranks must call, with its own `rank` in it.
 
-    store: one that all of them reach, a second `TCPStore` say. name: of this group among those that use the store.
-    timeout: how long opening waits for missing ranks, and a message for its other end.
-    The group is not known to `torch.distributed`: use it through `Transport`. After a failure or a time-out it is
-    broken for all its ranks. Raises torch.distributed.DistStoreError or RuntimeError when ranks are missing.
+    store: reachable from all ranks, for example a second `TCPStore`. name: of this group among those that use the
+    store. timeout: how long opening waits for missing ranks, and a message for its peer. `torch.distributed` does not
+    know the group: use it through `Transport`. After a failure or a time-out it is broken for all its ranks. Raises
+    torch.distributed.DistStoreError or RuntimeError if ranks are missing.
     """
     store = dist.PrefixStore(name, store)
     store.set_timeout(timeout)

@@ -1,10 +1,10 @@
 """Checksums of every moved piece of every tensor, at its owner and where it arrived.
 
 The checksum of a piece with rows w_r of 64-bit words is  sum_r (2 r + 1) * sum(w_r)  mod 2^64. A changed bit always
-changes it, because a product with an odd number loses none; missing, exchanged or shifted rows do too, but for
-differences of nearly 2^64 that cancel; a permutation within one row does not. It is independent of the path a piece
-took, but owner and receiver use the same layout: a layout that is wrong on both sides is found by the comparison of
-log-probs, not here.
+changes it, because a product with an odd number loses no bit. Missing, exchanged or shifted rows change it too, except
+for differences near 2^64 that cancel. A permutation within one row does not. The checksum does not depend on the path
+of a piece, but owner and receiver use the same layout: the comparison of log-probs finds a layout that is wrong on both
+sides, this one does not.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ from megatron_rl.parallel.sharding import Box
 WORD_BYTES = 8
 
 
+def is_verified(number: int, every: int) -> bool:
+    """Whether transfer `number`, counted from 0, is verified; every: see `HybridEngine`.
+
+    The first one always is: a wrong plan or a wrong order of messages is wrong from the start.
+    """
+    return number == 0 or (every > 0 and number % every == 0)
+
+
 class WeightMismatchError(RuntimeError):
     """A piece of a tensor differs from its owner's after an exchange; generation must not start."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One piece on this rank, and where its owner's checksum stands: entry `index` of member `owner`'s list."""
+    """One piece on this rank. Its owner's checksum is entry `index` of member `owner`'s list."""
 
     name: str
     segment: str
@@ -39,7 +47,7 @@ class Check:
 
 
 class WeightVerifier:
-    """Compares all pieces of one member with their owners'. Every member must make and call its own."""
+    """Compares all pieces of one member with their owners'. Every member must make and call a verifier."""
 
     def __init__(self, plan: ExchangePlan, member: int, buffers: Mapping[int, Tensor], transport: Transport) -> None:
         owned = owned_pieces(plan)
@@ -67,7 +75,7 @@ class WeightVerifier:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Raise WeightMismatchError, on all members alike, when a piece differs on any of them."""
+        """Raise WeightMismatchError on all members alike if a piece differs on any of them."""
         ours = torch.zeros(self._longest, dtype=torch.int64, device=self._device)
         ours[: self._num_held] = self._held.compute()
         theirs = self._transport.all_gather(ours)
@@ -95,7 +103,7 @@ PieceKey = tuple[str, int, Box]
 
 
 def owned_pieces(plan: ExchangePlan) -> list[dict[PieceKey, int]]:
-    """For each member the different pieces it owns, numbered in an order that all ranks agree on."""
+    """For each member the different pieces that it owns, numbered in an order that all ranks agree on."""
     owned: list[dict[PieceKey, int]] = [{} for _ in plan.members]
     for member_plan in plan.plans:
         for piece in (*member_plan.local, *member_plan.received):
@@ -107,7 +115,7 @@ def owned_pieces(plan: ExchangePlan) -> list[dict[PieceKey, int]]:
 class Checksums:
     """Checksums of many strided tensors: one kernel for each, and three for all of them together.
 
-    Equal content in another memory layout gives the same checksum. The tensors' memory may come and go in between.
+    Equal content in another memory layout gives the same checksum. The tensors' memory may be released in between.
     """
 
     def __init__(self, views: Sequence[Tensor], device: torch.device) -> None:
@@ -132,10 +140,10 @@ class Checksums:
 
 
 def as_words(rows: Tensor) -> tuple[Tensor, bool]:
-    """The integers that a row's sum adds up, and whether they are 64-bit words only after a copy.
+    """The integers that a row's sum adds, and whether they are 64-bit words only after a copy.
 
-    Words where a row is a whole number of them, else as wide as the elements: the choice depends on the shape alone,
-    so that both sides of a comparison make the same.
+    They are words if a row is a whole number of words, else as wide as the elements. The choice depends on the shape
+    alone, so that both sides of a comparison make the same choice.
     """
     size = rows.element_size()
     if rows.shape[-1] * size % WORD_BYTES:

@@ -159,7 +159,7 @@ class Actor(TrainedRole):
         """Build this pool's end of the bridge, in place of the one before; collective over both sides, with the
         rollout's `join_bridge`. Why there is none, because a rank was lost; "", the same on all ranks, where there is.
         """
-        from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+        from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
 
         if self.sender is not None:
             self.sender.close()
@@ -198,8 +198,7 @@ class Actor(TrainedRole):
         arrived on all of them; replica -> the version that its generation must hold before. None: they are called by
         `try_receive_weights`.
         """
-        from megatron_rl.hybrid_engine.bridge import SendAttempt
-        from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+        from megatron_rl.hybrid_engine.bridge import BrokenBridgeError, SendAttempt
 
         report, broken, concluded = None, "", list[Any]()
         if holding is not None and self.bridge_stores:

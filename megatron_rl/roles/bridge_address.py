@@ -128,7 +128,7 @@ def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: ti
     Raises BrokenBridgeError when a rank does not come within MEET_S, when it comes and the ways to it cannot be opened
     within MEET_S, and when one is lost while they meet.
     """
-    from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+    from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
     from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
 
     try:

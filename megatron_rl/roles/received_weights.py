@@ -12,8 +12,7 @@ import torch
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.device import side_stream, synchronize
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
-from megatron_rl.hybrid_engine.bridge import BridgeReceiver
-from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+from megatron_rl.hybrid_engine.bridge import BridgeReceiver, BrokenBridgeError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.model.families import VOCAB_PADDING

@@ -12,7 +12,7 @@ from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, remote_method
-from megatron_rl.hybrid_engine.offload import HostCopy, Resting
+from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable
 from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.roles.rank import Rank
 
@@ -31,8 +31,8 @@ class Role:
         """Bytes of the tensors that this role keeps now, under the names of the memory plan."""
         return {}
 
-    def resting(self) -> list[Resting]:
-        """What of it leaves the device while generating."""
+    def offloadable(self) -> list[Offloadable]:
+        """Memory of this role that is offloaded during generation."""
         return []
 
 
@@ -52,8 +52,8 @@ class FrozenRole(Role):
         """Its parameters."""
         return {f"{self.spec.name} parameters": storage_bytes(self.pipeline.parameters())}
 
-    def resting(self) -> list[Resting]:
-        """Its parameters, where they are to."""
+    def offloadable(self) -> list[Offloadable]:
+        """Its parameters, if the offload key says so."""
         return [HostCopy(self.pipeline.parameters)] if self.spec.megatron.param_offload else []
 
 
@@ -98,9 +98,9 @@ class TrainedRole(Role):
         """Parameters, gradients, moments and masters."""
         return {f"{self.spec.name} {name}": size for name, size in self.trainable.memory().items()}
 
-    def resting(self) -> list[Resting]:
+    def offloadable(self) -> list[Offloadable]:
         """As the offload keys say."""
-        return self.trainable.resting()
+        return self.trainable.offloadable()
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="export")
     def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

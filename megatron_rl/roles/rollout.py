@@ -79,9 +79,9 @@ class Rollout(Role):
         self.generator.sleep()
         self.weights.release()
         swap(train_rng)
-        resting = [one for role in neighbours.values() for one in role.resting()]
+        offloadable = [memory for role in neighbours.values() for memory in role.offloadable()]
         self.engine = HybridEngine(
-            self.weights, self.generator, rank.device, resting, spec.settings.verify_weights_every
+            self.weights, self.generator, rank.device, offloadable, spec.settings.verify_weights_every
         )
 
     def memory(self) -> dict[str, int]:
@@ -125,7 +125,7 @@ class Rollout(Role):
 
         address: with this pool's own `first_receiver`. Weights that generation reads stay, and requests go on.
         """
-        from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+        from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
 
         try:
             self._across.join(address)

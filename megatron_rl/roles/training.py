@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, OverrideDDPConfig
 from megatron_rl.experience.micro_batches import MicroBatch
-from megatron_rl.hybrid_engine.offload import HostCopy, Resting, Zeros
+from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable, Zeros
 from megatron_rl.losses.aggregate import BatchTotals, counted
 from megatron_rl.losses.metrics import MetricParts, numbers_over_ranks
 from megatron_rl.observe.memory_ledger import storage_bytes
@@ -219,17 +219,17 @@ class TrainableModel:
         self.adam.set_step(adam_step)
         self.adam.take_weights()
 
-    def resting(self) -> list[Resting]:
-        """What of this model leaves its device while generating, as the offload keys say."""
+    def offloadable(self) -> list[Offloadable]:
+        """Memory of this model that is offloaded during generation, as the offload keys say."""
         megatron = self.megatron
-        found: list[Resting] = []
+        memory: list[Offloadable] = []
         if megatron.grad_offload:
-            found.append(Zeros(buffer.grad_data for buffer in self.param_buffers))
+            memory.append(Zeros(buffer.grad_data for buffer in self.param_buffers))
         if megatron.optimizer_offload:
-            found.append(HostCopy(self.optimizer_state))
+            memory.append(HostCopy(self.optimizer_state))
         if megatron.param_offload:
-            found.append(HostCopy(lambda: [buffer.param_data for buffer in self.param_buffers]))
-        return found
+            memory.append(HostCopy(lambda: [buffer.param_data for buffer in self.param_buffers]))
+        return memory
 
     def totals(self, blocks: list[MicroBatch]) -> BatchTotals:
         """What counts in one optimizer step, over all ranks' blocks; losses are divided by it."""

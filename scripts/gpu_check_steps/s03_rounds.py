@@ -28,11 +28,11 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     view = foreign.view(7, (numel,))
     address = view.data_ptr()
     foreign.release()
-    resting = [HostCopy(lambda: state), Zeros([gradients])]
+    offloaded = [HostCopy(lambda: state), Zeros([gradients])]
     figures["rounds"] = []
     for number in range(3 if small else 20):
-        for one in resting:
-            one.leave()
+        for memory_part in offloaded:
+            memory_part.offload()
         release_cached(where)
         away = memory(where)
         foreign.allocate()
@@ -44,8 +44,8 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
         if device == "cuda" and tag is not None:
             gained = memory(where)["free"] - there["free"]
             assert gained > 0.99 * foreign.num_bytes / 2**20, f"only {gained} MiB became free"
-        for one in reversed(resting):
-            one.come_back()
+        for memory_part in reversed(offloaded):
+            memory_part.reload()
         release_cached(where)
         figures["rounds"].append({"away": away, "back": memory(where)})
         assert [tensor.double().sum().item() for tensor in state] == before

@@ -299,7 +299,7 @@ def met_by_two_of_three(timeout: timedelta) -> tuple[str, float]:
     """All three come, and the last does no more, as a process that is stopped; of the others what they are told, after
     how many seconds.
     """
-    from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+    from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
     from megatron_rl.roles import bridge_address
 
     bridge_address.MEET_S = 2.0

@@ -16,8 +16,7 @@ from ranks import run_ranks
 from megatron_rl.cluster.worker_process import listen
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
-from megatron_rl.hybrid_engine.bridge import BridgeSender
-from megatron_rl.hybrid_engine.bridge_end import BrokenBridgeError
+from megatron_rl.hybrid_engine.bridge import BridgeSender, BrokenBridgeError
 from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
 from megatron_rl.model.families import ModelShape
 from megatron_rl.parallel.rank_grid import TrainGrid

@@ -36,10 +36,10 @@ def scores(config) -> tuple[int, torch.Tensor] | None:
 
     worker = RankHost(config)
     worker.build("reward_model")
-    [resting] = worker.roles["reward_model"].resting()
-    resting.leave()
+    [offloaded] = worker.roles["reward_model"].offloadable()
+    offloaded.offload()
     assert not any(tensor.untyped_storage().nbytes() for tensor in worker.roles["reward_model"].pipeline.parameters())
-    resting.come_back()
+    offloaded.reload()
     where = worker.coordinates()
     mine = sequences()[torch.arange(8).tensor_split(where.dp_size)[where.dp_rank]].clone()
     record = worker.roles["reward_model"].scores(mine)

@@ -45,17 +45,17 @@ class RecordingWeights:
         self.is_present = False
 
 
-class RecordingResting:
+class RecordingOffloadable:
     """Keeps a journal."""
 
     def __init__(self, journal, name):
         self.journal = journal
         self.name = name
 
-    def leave(self):
+    def offload(self):
         self.journal.append(f"{self.name} leaves")
 
-    def come_back(self):
+    def reload(self):
         self.journal.append(f"{self.name} is back")
 
 
@@ -138,10 +138,10 @@ def test_exit_in_train_mode_does_nothing(engine, journal):
     assert torch.equal(torch.get_rng_state(), stream)
 
 
-def test_resting_memory_leaves_first_and_is_back_last(journal):
+def test_offloaded_memory_leaves_first_and_is_back_last(journal):
     """In reverse order, also when gathering fails. Would not catch memory that is not restored exactly."""
-    resting = [RecordingResting(journal, name) for name in ("a", "b")]
-    engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), Device("cpu"), resting)
+    offloaded = [RecordingOffloadable(journal, name) for name in ("a", "b")]
+    engine = HybridEngine(RecordingWeights(journal), RecordingGenerator(journal), Device("cpu"), offloaded)
     engine.enter()
     engine.exit()
     assert journal == ["a leaves", "b leaves", *ENTER, *EXIT, "b is back", "a is back"]

@@ -20,13 +20,13 @@ def test_content_comes_back_bit_for_bit_under_the_same_views():
     flat, other = torch.randn(100), torch.randint(0, 99, (7,))
     views = [flat[10:30].view(4, 5), flat[30:], other]
     before = [view.clone() for view in views]
-    resting = HostCopy(lambda: views)
+    offloaded = HostCopy(lambda: views)
     for _ in range(3):
-        resting.leave()
+        offloaded.offload()
         assert [view.untyped_storage().nbytes() for view in views] == [0, 0, 0]
-        resting.come_back()
+        offloaded.reload()
         assert all(map(torch.equal, views, before))
-        resting.come_back()
+        offloaded.reload()
     flat.add_(1.0)
     assert torch.equal(views[0], before[0] + 1.0)
 
@@ -34,13 +34,13 @@ def test_content_comes_back_bit_for_bit_under_the_same_views():
 def test_tensors_are_asked_for_when_leaving():
     """State that is made later leaves too. Would not catch state that is replaced while it is away."""
     state: list[torch.Tensor] = []
-    resting = HostCopy(lambda: state)
-    resting.leave()
-    resting.come_back()
+    offloaded = HostCopy(lambda: state)
+    offloaded.offload()
+    offloaded.reload()
     state.append(torch.ones(3))
-    resting.leave()
+    offloaded.offload()
     assert state[0].untyped_storage().nbytes() == 0
-    resting.come_back()
+    offloaded.reload()
     assert state[0].tolist() == [1.0, 1.0, 1.0]
 
 
@@ -52,11 +52,11 @@ def test_a_failure_while_leaving_loses_nothing():
         raise MemoryError
 
     first = torch.arange(4.0)
-    resting = HostCopy(tensors)
+    offloaded = HostCopy(tensors)
     try:
-        resting.leave()
+        offloaded.offload()
     except MemoryError:
-        resting.come_back()
+        offloaded.reload()
     assert first.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -64,12 +64,12 @@ def test_gradients_come_back_as_zeros():
     """Freed meanwhile, zero afterwards, untouched where they never left. Would not catch a wrong size."""
     gradients = torch.randn(50)
     view = gradients[5:15]
-    resting = Zeros([gradients, view])
-    resting.come_back()
+    offloaded = Zeros([gradients, view])
+    offloaded.reload()
     assert view.abs().sum() > 0
-    resting.leave()
+    offloaded.offload()
     assert gradients.untyped_storage().nbytes() == 0
-    resting.come_back()
+    offloaded.reload()
     assert gradients.shape == (50,) and not gradients.any() and not view.any()
 
 
@@ -112,8 +112,8 @@ def test_content_lies_end_to_end_over_pieces(offset, length):
 def test_a_cpus_host_copy_is_not_kept():
     """It would take the memory twice. Would not catch that of a GPU, which is kept."""
     tensor = torch.randn(1000)
-    resting = HostCopy(lambda: [tensor])
-    resting.leave()
-    assert resting.held_bytes == SMALLEST_PIECE
-    resting.come_back()
-    assert resting.held_bytes == 0
+    offloaded = HostCopy(lambda: [tensor])
+    offloaded.offload()
+    assert offloaded.held_bytes == SMALLEST_PIECE
+    offloaded.reload()
+    assert offloaded.held_bytes == 0
