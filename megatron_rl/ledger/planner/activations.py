@@ -1,8 +1,8 @@
-"""What a pass through a pipeline stage keeps for its backward, and what it holds for a moment: arithmetic.
+"""Activations of a pipeline stage: bytes kept for backward, bytes held for a moment, and recomputation.
 
-The numbers per token are those of the layers that `model/gpt.py` builds (rotary embeddings and gates of our own, no
-dropout, flash attention): which tensors autograd keeps was read off real layers, and a test holds them to it.
-Tokens here are those of one micro-batch on one rank.
+Numbers per token are those of the layers that `model/gpt.py` builds (own rotary embeddings and gates, no dropout, flash
+attention). Which tensors autograd keeps was read off real layers, and a test compares the two.
+Tokens are those of one micro-batch on one rank.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from megatron_rl.model.families import AttentionShape, Family, LatentAttention, 
 
 FP32 = 4
 LARGEST_TILE = 1 << 24
-"""Products that `model/shaped_attention.py` holds at once."""
+"""Products of queries and keys that `model/shaped_attention.py` holds at the same time."""
 CHUNKS_FORWARD, CHUNKS_BACKWARD = 2, 4
-"""Tensors as large as a chunk of logits in float32 that the head's forward and backward hold at once."""
+"""Number of tensors of the size of a float32 chunk of logits that the head's forward and backward hold."""
 
 
 @dataclass(frozen=True)
 class LayerBlock:
-    """A micro-batch: `tokens` laid end to end or padded, in attention filled up to `slots` where no kernel takes
-    segments of any length. `response_tokens`: those that are scored, whose logits are needed. `longest`: tokens of its
-    longest segment.
+    """A micro-batch on one rank.
+
+    tokens: packed or padded. slots: tokens in attention, which pads where no kernel takes segments of any length.
+    response_tokens: scored tokens, whose logits are needed. longest: tokens of the longest segment.
     """
 
     tokens: int
@@ -36,11 +37,12 @@ class LayerBlock:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """One decoder layer on one rank. Elements per token: hidden, q and kv columns and MLP columns of this rank.
+    """One decoder layer on one rank. hidden, q, kv, ffn: columns of this rank, that is elements per token.
 
-    sequence_share: 1 / TP under sequence parallelism, which splits what lies between the TP regions. shared: columns
-    of the MLP beside the experts. dense_share: of the layers, those with a dense MLP of `dense_ffn` columns instead;
-    a layer stands for all, so its MLP is the mean of both kinds. norms_after: of what attention and MLP give.
+    sequence_share: 1 / TP under sequence parallelism, which splits activations between the TP regions. routed: tokens
+    that this rank's experts get per token of the micro-batch; 0 when dense. shared: columns of the shared experts' MLP.
+    dense_share: share of the layers that have a dense MLP of `dense_ffn` columns instead of experts; one layer stands
+    for all, so its MLP is the mean of both. norms_after: whether the outputs of attention and MLP are normalised.
     """
 
     hidden: int
@@ -54,7 +56,6 @@ class LayerSizes:
     sequence_share: float
     qk_norm: bool
     routed: float
-    """Tokens that this rank's experts get per token of the micro-batch; 0 when dense."""
     num_experts: int
     shared: int = 0
     shared_gate: bool = False
@@ -68,7 +69,7 @@ class LayerSizes:
     def of(
         cls, family: Family, shape: ModelShape, routing: Routing | None, tp: int, etp: int, sp: bool, element: int
     ) -> LayerSizes:
-        """A layer under TP `tp` and expert TP `etp`; experts are taken to be used evenly."""
+        """Return a layer under TP `tp` and expert TP `etp`. Experts are assumed to be used evenly."""
         kv_heads = max(1, shape.num_kv_heads // tp)
         share = 1 / tp if sp and tp > 1 else 1.0
         return cls(
@@ -94,28 +95,28 @@ class LayerSizes:
         )
 
     def saved_bytes(self, block: LayerBlock) -> float:
-        """Bytes that one layer keeps between forward and backward."""
-        # What is normalised after a part is kept for that alone.
+        """Return the bytes that one layer keeps between forward and backward."""
+        # A norm after attention or MLP keeps its input.
         norms = 2 if self.norms_after else 0
         residual = block.tokens * self.sequence_share * ((6 + norms) * self.hidden * self.element + (2 + norms) * FP32)
         return residual + self._attention_bytes(block) + self._mlp_bytes(block)
 
     def input_bytes(self, block: LayerBlock) -> float:
-        """Bytes of a layer's input: all that full recomputation of activations keeps of it."""
+        """Return the bytes of a layer's input, which is all that full recomputation keeps of it."""
         return block.tokens * self.sequence_share * self.hidden * self.element
 
     def part_bytes(self, block: LayerBlock, part: str) -> float:
-        """Of `saved_bytes` what is not kept where a part of the layer is made again: core_attn, mlp or moe."""
+        """Return how many of `saved_bytes` are not kept where a part is recomputed: core_attn, mlp or moe."""
         if part != "core_attn":
             return self._mlp_bytes(block) if (part == "moe") == bool(self.routed) else 0.0
         statistics = block.slots * self.num_heads * FP32
         if not self._copies(block):
-            return statistics + block.tokens * self.q * self.element  # its output, of which the next layer has a copy
-        rows, what_goes_in = block.slots * 2 * (self.q + self.kv), block.tokens * (self.q + 2 * self.kv)
-        return statistics + (rows - what_goes_in) * self.element
+            return statistics + block.tokens * self.q * self.element  # its output: the next layer keeps a copy
+        rows, inputs = block.slots * 2 * (self.q + self.kv), block.tokens * (self.q + 2 * self.kv)
+        return statistics + (rows - inputs) * self.element
 
     def _latent_bytes(self, latent: LatentAttention, block: LayerBlock) -> float:
-        """What latent attention keeps: both latent vectors and their norms, queries, keys, values and the output."""
+        """Return what latent attention keeps: latent vectors and their norms, queries, keys, values and the output."""
         ranks = (latent.q_rank or 0) + latent.kv_rank
         inner = block.tokens * self.sequence_share * ((2 * ranks + latent.rope) * self.element + 2 * FP32)
         value, up = self.num_heads * latent.value, self.num_heads * (latent.nope + latent.value)
@@ -131,17 +132,17 @@ class LayerSizes:
         statistics = block.slots * self.num_heads * FP32
         if self.qk_norm:
             own += block.tokens * (self.num_heads + self.num_kv_heads) * FP32
-            # The norm of float32, which is our own on CPUs, keeps no copy of what it reads.
+            # The float32 norm, which is our own on CPUs, keeps no copy of its input.
             own += block.tokens * (self.q + self.kv) * self.element if self.element != FP32 else 0
             own += block.tokens * mixed * self.element if block.slots != block.tokens or self._copies(block) else 0
         if self._copies(block):
-            filled_up = block.slots * (2 * self.q + 2 * self.kv)
-            return own + statistics + (block.tokens * self.q + filled_up) * self.element
+            padded = block.slots * (2 * self.q + 2 * self.kv)
+            return own + statistics + (block.tokens * self.q + padded) * self.element
         # Values are read where the fused projection wrote them.
         return own + statistics + block.tokens * (mixed + self.kv + 2 * self.q) * self.element
 
     def _copies(self, block: LayerBlock) -> bool:
-        """Whether attention works on rows that are filled up, which are copies."""
+        """Return whether attention works on padded copies of the rows."""
         return block.is_packed and self.element == FP32
 
     def _mlp_bytes(self, block: LayerBlock) -> float:
@@ -156,8 +157,8 @@ class LayerSizes:
         return (1 - self.dense_share) * experts + self.dense_share * dense
 
     def transient_bytes(self, block: LayerBlock, *, backward: bool) -> float:
-        """Bytes that running one layer holds for a moment: the widest step of the MLP or of attention."""
-        # A dense gate of our own makes one tensor less than the experts' does.
+        """Return the bytes that one running layer holds for a moment: the widest step of the MLP or of attention."""
+        # Our own gate of a dense MLP makes one tensor less than that of experts.
         ffn = self.ffn * block.tokens * (self.routed or 1)
         dense = max(self.shared, self.dense_ffn) * block.tokens * (3 + backward)
         at_gate = max(ffn * (4 + backward - (not self.routed)), dense)
@@ -165,7 +166,9 @@ class LayerSizes:
         return (widest + 2 * self.hidden * block.tokens) * self.element + self._products_bytes(block, backward)
 
     def _products_bytes(self, block: LayerBlock, backward: bool) -> float:
-        """Products of queries and keys, where no kernel makes them: their number, and in backward their gradients."""
+        """Return the bytes of products of queries and keys where no fused kernel runs; backward adds their
+        gradients.
+        """
         shape = self.attention
         if shape is None or shape.is_whole or (shape.soft_cap is None and self.element != FP32):
             return 0.0
@@ -174,8 +177,8 @@ class LayerSizes:
 
 
 def in_flight(pp_size: int, pp_rank: int, vpp_size: int, num_micro_batches: int) -> int:
-    """Chunk passes of which a stage keeps activations at most: one-forward-one-backward (Narayanan et al.,
-    arXiv:2104.04473), interleaved where there are several chunks.
+    """Return the most chunk passes whose activations a stage keeps: one-forward-one-backward (Narayanan et al.,
+    arXiv:2104.04473), interleaved with several chunks.
     """
     total = num_micro_batches * vpp_size
     if vpp_size == 1:
@@ -190,10 +193,10 @@ SELECTIVE = "selective"
 
 @dataclass(frozen=True)
 class Recompute:
-    """One role's recomputed activations, as Megatron's transformer block reads the settings; None: none.
+    """One role's recomputed activations, as Megatron's transformer block reads the settings.
 
-    method: uniform makes all layers of a chunk again, in runs of `num_layers`, block the first `num_layers` of it,
-    one by one (Korthikanti et al., arXiv:2205.05198). parts: what of all layers is made again, where layers are not.
+    method: uniform recomputes all layers of a chunk in groups of `num_layers`; block recomputes its first `num_layers`,
+    one by one (Korthikanti et al., arXiv:2205.05198); None: no whole layers. parts: recomputed parts of all layers.
     """
 
     method: str | None = None
@@ -202,7 +205,7 @@ class Recompute:
 
     @classmethod
     def of(cls, megatron: MegatronConfig) -> Recompute:
-        """Of a configuration that has passed preflight."""
+        """Read a configuration that has passed preflight."""
         override = megatron.override_transformer_config
         if override.recompute_granularity is None:
             return cls()
@@ -211,27 +214,27 @@ class Recompute:
         return cls(override.recompute_method, override.recompute_num_layers or 0)
 
     def again(self, num_layers: int) -> int:
-        """Layers of a chunk of `num_layers` that run twice."""
+        """Return how many layers of a chunk of `num_layers` run twice."""
         if self.method is None:
             return 0
         return num_layers if self.method == "uniform" else min(self.num_layers, num_layers)
 
     def share(self, chunks: Sequence[int]) -> float:
-        """Share of all layers that run twice, in chunks of these sizes."""
+        """Return the share of all layers that run twice, in chunks of these sizes."""
         return sum(map(self.again, chunks)) / sum(chunks)
 
     def part_bytes(self, layer: LayerSizes, block: LayerBlock) -> list[float]:
-        """Of what one layer would keep, what each part that is made again does not."""
+        """Return the bytes of one layer that each recomputed part does not keep."""
         return [layer.part_bytes(block, part) for part in self.parts]
 
     def share_of_layer(self, layer: LayerSizes) -> float:
-        """Of one layer's matrix products, the share that is made again as a part; core attention counts as none."""
+        """Return the share of a layer's matrix products in recomputed parts; core attention counts as none."""
         mlp = 3 * layer.ffn * (layer.routed or 1)
         attention = 2 * (layer.q + layer.kv)
         return mlp / (mlp + attention) if ("moe" if layer.routed else "mlp") in self.parts else 0.0
 
     def kept_bytes(self, num_layers: int, input_bytes: float, saved_bytes: float) -> float:
-        """What a pass through a chunk keeps between forward and backward.
+        """Return the bytes that a pass through a chunk keeps between forward and backward.
 
         input_bytes, saved_bytes: of one layer, its input alone and all that its backward needs.
         """
@@ -240,9 +243,9 @@ class Recompute:
         return again / run * input_bytes + (num_layers - again) * saved_bytes
 
     def made_bytes(self, num_layers: int, saved_bytes: float) -> float:
-        """What the backward of a run of layers adds to it at most: all that they need is made at once.
+        """Return the most bytes that recomputing a group of layers for its backward adds.
 
-        A block's other layers come after those that are made again, so that their memory is free by then.
+        With method block the layers that are not recomputed run their backward first, so their memory is free by then.
         """
         again = self.again(num_layers)
         run = self.num_layers if self.method == "uniform" else min(1, again)

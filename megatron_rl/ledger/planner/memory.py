@@ -1,8 +1,8 @@
-"""What each rank holds in every phase of a step, planned from the configuration and config.json alone.
+"""Memory of each rank in every phase of a step, planned from the configuration and config.json alone.
 
-Counted are the tensors the project owns, to the element (parameter, gradient and optimizer buffers, foreign stages, the
-KV cache), activations from the layers' arithmetic, and estimates of what vLLM and CUDA take beside them. Sequences are
-taken to be as long as they may get, and experts to be used evenly.
+The plan counts the project's own tensors to the element (parameter, gradient and optimizer buffers, foreign stages, the
+KV cache), activations from the layers' arithmetic, and estimates of what vLLM and CUDA need in addition. It assumes
+that every sequence has the longest length and that experts are used evenly.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megatron_rl.ledger.planner.weights import TrainedWeights
 from megatron_rl.model.chunks import chunk_tokens
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
-"""Phases that belong to no role's pass; the others are named by `PassSpec.phase`."""
+"""Phases outside of the roles' passes; `PassSpec.phase` names the others."""
 SCORING = (REWARD_MODEL, ACTOR, TUNED, REFERENCE, CRITIC, SCORER)
 UPDATING = (CRITIC, ACTOR, SCORER, TUNED)
-"""Kinds of roles, in the order in which a pool runs their passes."""
+"""Kinds of roles whose scores and updates a pool runs, in this order."""
 
 Held = dict[str, int]
-"""What is held -> bytes."""
+"""Name of what is held -> bytes."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A rank of one pipeline stage of a pool: phase -> what it holds then."""
+    """Memory of a rank of one pipeline stage. kind: only, first, middle, last. phases: phase -> what it holds."""
 
     pool: str
     pp_rank: int
@@ -47,61 +47,59 @@ class StageMemory:
     phases: dict[str, Held]
 
     def total(self, phase: str) -> int:
-        """Bytes at the peak of a phase."""
+        """Return the peak bytes of a phase."""
         return sum(self.phases[phase].values())
 
     @property
     def worst_phase(self) -> str:
-        """The phase that needs most."""
+        """The phase with the highest peak."""
         return max(self.phases, key=self.total)
 
     @property
     def peak(self) -> int:
-        """Bytes at the worst moment."""
+        """Peak bytes over all phases."""
         return self.total(self.worst_phase)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How one role's pass is cut: its block, and how many of them a rank runs for one optimizer step."""
+    """A role's pass in micro-batches: the largest one, and how many a rank runs for one optimizer step."""
 
     block: LayerBlock
     num_blocks: int
 
 
 def plan_pools(models: RunModels) -> dict[str, list[StageMemory]]:
-    """For every pool one rank of each of its pipeline stages; the others of a stage hold the same up to rounding."""
+    """Return pool -> one rank of each pipeline stage. Other ranks of a stage hold the same up to rounding."""
     return {name: plan_stages(models, name) for name in models.pools}
 
 
 def plan_stages(models: RunModels, pool: str | None = None) -> list[StageMemory]:
-    """The same of one pool; None: the actor's."""
+    """Return one rank of each pipeline stage of a pool. pool: None: the actor's."""
     name = models.training.spec.name if pool is None else pool
     return [MemoryOfStage(models, name, pp_rank).planned() for pp_rank in range(models.pools[name].grid.pp_size)]
 
 
-def worst_of_stages(stages: Sequence[StageMemory]) -> dict[str, Held]:
-    """Phase -> what the stage that needs most holds in it, of the stages of one pool."""
+def planned_memory(config: RunConfig) -> dict[str, dict[str, Held]]:
+    """Return pool -> phase -> what the worst rank holds. The configuration must have passed preflight."""
     return {
-        phase: max((stage.phases[phase] for stage in stages), key=lambda held: sum(held.values()))
-        for phase in stages[0].phases
+        pool: {
+            phase: max((stage.phases[phase] for stage in stages), key=lambda held: sum(held.values()))
+            for phase in stages[0].phases
+        }
+        for pool, stages in plan_pools(RunModels(config)).items()
     }
 
 
-def planned_memory(config: RunConfig) -> dict[str, dict[str, Held]]:
-    """Pool -> phase -> what the rank for which most is planned holds, of a configuration that has passed preflight."""
-    return {pool: worst_of_stages(stages) for pool, stages in plan_pools(RunModels(config)).items()}
-
-
 def phase_order(roles: Sequence[RoleSpec]) -> list[str]:
-    """The phases that these roles can have, in the order of a step."""
+    """Return the phases that these roles can have, in the order of a step."""
     scores = [role.score.phase for kind in SCORING for role in roles if role.kind == kind and role.score]
     updates = [role.update.phase for kind in UPDATING for role in roles if role.kind == kind and role.update]
     return [INIT, RESHARD, GEN, *scores, *updates, SAVE]
 
 
 class MemoryOfStage:
-    """The arithmetic of one stage of a pool."""
+    """The memory arithmetic of one pipeline stage of a pool."""
 
     def __init__(self, models: RunModels, pool: str, pp_rank: int) -> None:
         self.models = models
@@ -115,7 +113,7 @@ class MemoryOfStage:
         self.is_split = models.placement.generates and not models.placement.is_colocated
 
     def planned(self) -> StageMemory:
-        """All phases that this pool has."""
+        """Return the memory of all phases of this pool."""
         held: Held = {}
         for role in self.roles:
             held |= self._trained(role) if role.is_trained else self._frozen(role)
@@ -142,40 +140,43 @@ class MemoryOfStage:
         ordered = {name: phases[name] for name in phase_order(self.roles) if name in phases}
         return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered)
 
-    # What stays
+    # Permanent tensors
 
     def _frozen(self, role: RoleSpec) -> Held:
-        """Parameters alone, without the padding of buffers."""
+        """Return the parameters of a frozen role; they have no padding."""
         return {f"{role.name} parameters": self.pool.weights(role).num_params(self.pp_rank) * self.pool.element}
 
     def _trained(self, role: RoleSpec) -> Held:
-        """Parameters in the model's dtype, gradients in float32; moments, and masters of bfloat16 weights, shared out
-        over data-parallel ranks (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054)."""
+        """Return parameters in the model's dtype, gradients in float32, and the rank's share of moments and of masters
+        of bfloat16 weights, which data-parallel ranks shard (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
+        """
         weights = self.pool.weights(role)
         numel, share = weights.numel(self.pp_rank), weights.optimizer_share(self.pp_rank)
         return trained_held(role, numel, share, self.pool.element, self.config.trainer.device)
 
     def _checkpoint_copy(self) -> Held:
-        """What a save keeps until it is written. From a GPU it goes to host memory, which is not counted here; on a CPU
-        megatron-core copies what is part of a larger tensor: all weights, and moments of several segments. A save
-        beside training copies the rest, too."""
+        """Return the copies that a save keeps until they are written.
+
+        From a GPU they go to host memory, which the plan does not count. On a CPU megatron-core copies slices of larger
+        tensors: all weights, and moments of several segments. An asynchronous save copies the other moments as well.
+        """
         if self.config.trainer.device != "cpu":
             return {}
         copied = 0
         for role in (role for role in self.roles if role.is_trained):
-            weights, beside = self.pool.weights(role), role.settings.checkpoint.async_save
+            weights, is_async = self.pool.weights(role), role.settings.checkpoint.async_save
             numels = weights.shard_numels(self.pp_rank)
-            masters = FP32 if beside and self.pool.element != FP32 else 0
+            masters = FP32 if is_async and self.pool.element != FP32 else 0
             for buffer in weights.buffers[self.pp_rank]:
-                apart = [name for name in buffer.names if beside or len(weights.specs[name].tensor.segments) > 1]
-                moments = sum(numels[name] for name in apart) * 2 * FP32
+                copies = [name for name in buffer.names if is_async or len(weights.specs[name].tensor.segments) > 1]
+                moments = sum(numels[name] for name in copies) * 2 * FP32
                 copied += (buffer.num_params * (self.pool.element + masters) + moments) // buffer.num_shares
         return {"checkpoint copy": copied}
 
     # Generation
 
     def _generation_phases(self, held: Held) -> dict[str, Held]:
-        """The transition, and generation where it is this pool's. What may rest is away in both."""
+        """Return the transition, and generation where this pool generates. Offloaded tensors are away in both."""
         if self.is_split and self.generates:
             staying = self._staying(held)
             bucket = min(self.models.bucket_bytes, self.models.rollout_weights_bytes)
@@ -189,7 +190,10 @@ class MemoryOfStage:
         return self._in_place(held) if self.generates else {}
 
     def _in_place(self, held: Held) -> dict[str, Held]:
-        """On the actor's memory: after the exchange the training copy may go, and then the cache comes."""
+        """Return both phases of a rollout in the actor's memory.
+
+        After the exchange the training copy may be dropped, and then the cache is allocated.
+        """
         staying = self._staying(held)
         foreign = self.models.foreign_bytes(self.pp_rank)
         exchange = staying | {"foreign stages": foreign, "exchange scratch": self.models.scratch_bytes(self.pp_rank)}
@@ -200,9 +204,9 @@ class MemoryOfStage:
         return {RESHARD: reshard, GEN: staying | dropped | self._rollout_memory()}
 
     def _staying(self, held: Held) -> Held:
-        """What does not rest while this pool generates."""
-        resting = {f"{role.name} {kind}" for role in self.roles for kind in _resting_kinds(role.megatron)}
-        return {name: size for name, size in held.items() if name not in resting}
+        """Return what stays on the device while this pool generates."""
+        offloaded = {f"{role.name} {kind}" for role in self.roles for kind in _offloaded_kinds(role.megatron)}
+        return {name: size for name, size in held.items() if name not in offloaded}
 
     def _drops_training(self) -> bool:
         if not self.config.actor_rollout_ref.rollout.drop_train_weights:
@@ -211,7 +215,7 @@ class MemoryOfStage:
         return covers_training(exchange.plans[number], exchange.held[number])
 
     def _rollout_memory(self) -> Held:
-        """vLLM's part."""
+        """Return what vLLM holds."""
         rollout = self.config.actor_rollout_ref.rollout
         tp_size = rollout.tensor_model_parallel_size
         activations = engine_bytes(self.config, self.models.actor, self.models.element, tp_size)
@@ -225,7 +229,7 @@ class MemoryOfStage:
     # Passes through the trainer
 
     def _passes(self, role: RoleSpec, one: PassSpec) -> Passes:
-        """As this stage's grid deals samples out."""
+        """Return the micro-batches of a pass; with dynamic CP the largest over all sizes of a group."""
         grid = self.pool.grid
         multiple = grid.tp_size if self.pool.megatron.sequence_parallel else 1
         if not grid.pack_sizes:
@@ -236,13 +240,13 @@ class MemoryOfStage:
         return largest_of(sized)
 
     def _exchanged_keys(self, role: RoleSpec, block: LayerBlock, *, backward: bool) -> float:
-        """As `exchanged_bytes` of this pool."""
+        """Return the bytes of other context-parallel ranks' keys and values."""
         grid, way = self.pool.grid, role.megatron.override_transformer_config.cp_comm_type
         layer = self.pool.layer(self.pool.model(role))
         return exchanged_bytes(layer, grid.most_sharing or grid.cp_size, way, block, backward=backward)
 
     def _head(self, role: RoleSpec, block: LayerBlock, num_chunks: int) -> Held:
-        """The logits that exist at once, and the hidden states of the scored tokens."""
+        """Return the logits that exist at the same time, and the hidden states of the scored tokens."""
         if not self.is_last or role.has_value_head:
             return {}
         shape, multiple = self.pool.model(role).shape, self.pool.vocab_multiple
@@ -277,7 +281,7 @@ class MemoryOfStage:
         )
 
     def _largest_gradient(self, weights: TrainedWeights, wanted: Callable[[str], bool]) -> int:
-        """The largest gradient beside the buffers, in the model's dtype; of stacked experts with its parts."""
+        """Return the bytes of the largest gradient outside of the buffers; stacked experts also have their parts."""
         sizes = [
             shard_numel * (2 if weights.specs[name].tensor.is_expert else 1)
             for name, shard_numel in weights.shard_numels(self.pp_rank).items()
@@ -287,7 +291,7 @@ class MemoryOfStage:
 
 
 def most_scored(length: int, response: int, cp_size: int) -> int:
-    """Of a sequence's response tokens, its last ones, those that the rank with most of them reads."""
+    """Return how many of a sequence's response tokens, its last ones, the rank with most of them scores."""
     chunk = length // (2 * cp_size)
     return min(chunk, response) + min(chunk, max(0, response - length // 2)) if cp_size > 1 else response
 
@@ -297,19 +301,21 @@ def most_scored(length: int, response: int, cp_size: int) -> int:
 
 @dataclass(frozen=True)
 class LargestGradients:
-    """Bytes of the largest gradient beside the buffers in the model's dtype, of layers and of what is beside them."""
+    """Bytes of the largest gradient outside of the buffers, in the model's dtype: of layers, and of the rest."""
 
     layers: int
     others: int
 
 
 def trained_held(role: RoleSpec, numel: int, share: int, element: int, device: str) -> Held:
-    """Of `numel` elements of buffers and an optimizer's share of them; without what Adam keeps on the host."""
+    """Return what a trained role holds, without what Adam keeps on the host.
+
+    numel: elements of the buffers. share: elements whose optimizer state this rank keeps.
+    """
     moments, masters = share * 2 * FP32, 0 if element == FP32 else share * FP32
     offloaded = offloaded_share(role)
     if device == "cpu":
-        # The host is the device: there are copies besides, of gradients from the first step on, and of weights
-        # that are no masters.
+        # The host is the device: Adam's host copies of gradients, and of weights without masters, count as well.
         moments += int(offloaded * share * FP32)
         masters = masters or int(offloaded * share * FP32)
     else:
@@ -323,13 +329,13 @@ def trained_held(role: RoleSpec, numel: int, share: int, element: int, device: s
 
 
 def engine_bytes(config: RunConfig, model: PlannedModel, element: int, tp: int) -> int:
-    """What vLLM needs beside weights and cache, an estimate: a step's tokens through one layer, and the logits of all
-    sequences, gathered, in float32, with a copy for filtering and one for log-probs.
+    """Return an estimate of what vLLM needs besides weights and cache: the tokens of a step through one layer, and the
+    gathered float32 logits of all sequences, with a copy for filtering and one for log-probs.
     """
     rollout, shape, routing = config.actor_rollout_ref.rollout, model.shape, model.routing
     columns = (shape.ffn_size * (routing.experts_per_token if routing else 1) + shape.shared_size) // tp
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // tp
-    # A step takes whole prompts at most, or one token of each sequence.
+    # A step takes at most whole prompts, or one token of each sequence.
     tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * config.data.max_prompt_length)
     layer = tokens * (4 * shape.hidden_size + heads + 3 * columns) * element
     return layer + 3 * rollout.max_num_seqs * shape.vocab_size * FP32
@@ -338,10 +344,10 @@ def engine_bytes(config: RunConfig, model: PlannedModel, element: int, tp: int) 
 def passes_of(
     config: RunConfig, role: RoleSpec, one: PassSpec, dp_size: int, multiple: int, cp_size: int = 1
 ) -> Passes:
-    """The largest block of a rank's share of a step's samples, or of a mini-batch's, all of full length, or of the most
-    that fits into a pass over cp_size ranks; what an update mixes in is counted with it.
+    """Return the micro-batches of a pass over a rank's share of the samples of a step, or of a mini-batch.
 
-    multiple: of tokens, to which a rank's part of a block is padded.
+    Every sequence has the longest length, or the token limit of a pass over cp_size ranks. Examples that an update
+    mixes in count as well. multiple: to which the tokens of a rank's part are padded.
     """
     sizes = config.batch_sizes
     num_samples = sizes.mini_batch_samples(role.settings) if one is role.update else sizes.num_samples
@@ -354,7 +360,7 @@ def passes_of(
 
 
 def blocks_of(config: RunConfig, one: PassSpec, num_samples: int, dp_size: int, multiple: int, cp_size: int) -> Passes:
-    """Of a pass over so many rows."""
+    """Return the micro-batches of a pass over `num_samples` rows."""
     data = config.data
     longest = data.max_prompt_length + data.max_response_length if one.longest is None else one.longest
     length = longest + one.extra_tokens
@@ -367,14 +373,14 @@ def blocks_of(config: RunConfig, one: PassSpec, num_samples: int, dp_size: int, 
     rows = min(rows, share)
     response = data.max_response_length if one.scored is None else one.scored
     tokens = -(-rows * length // cp_size // multiple) * multiple
-    # A rank's chunks are gathered as they are, and filled up nowhere.
+    # With CP the chunks of a rank are gathered as they are, without padding.
     is_packed = one.remove_padding and cp_size == 1
     scored = most_scored(length, min(length, response), cp_size)
     return Passes(LayerBlock(tokens, tokens, rows * scored, is_packed, length), -(-share // rows))
 
 
 def largest_of(passes: Sequence[Passes]) -> Passes:
-    """What no pass exceeds, where each may be any of these."""
+    """Return a bound in every number of passes that may be any of these."""
     blocks = [one.block for one in passes]
     largest = LayerBlock(
         max(block.tokens for block in blocks),
@@ -387,27 +393,27 @@ def largest_of(passes: Sequence[Passes]) -> Passes:
 
 
 def exchanged_bytes(layer: LayerSizes, cp_size: int, way: str, block: LayerBlock, *, backward: bool) -> float:
-    """Bytes of other context-parallel ranks' keys and values that are there while a layer attends to them.
+    """Return the bytes of other context-parallel ranks' keys and values while a layer attends to them.
 
     way: `cp_comm_type`.
     """
     if cp_size == 1 or way == "a2a":
         return 0.0
     ranks = 2 if way == "p2p" else cp_size
-    # Keys and values as they travel; their gradients and this rank's output are added up in float32.
+    # Keys and values in the model's dtype; their gradients and this rank's output accumulate in float32.
     pairs = ranks * block.tokens * 2 * layer.kv * (layer.element + (FP32 if backward else 0))
     return pairs + block.tokens * layer.q * FP32
 
 
 def head_held(hidden: int, rows: int, block: LayerBlock, num_chunks: int, element: int) -> Held:
-    """Of a head of so many rows on one rank."""
+    """Return the logits of `num_chunks` chunks and the scored hidden states. rows: of the head on one rank."""
     scored = block.response_tokens * hidden * element
     logits = min(chunk_tokens(hidden, rows), block.response_tokens) * rows * FP32
     return {"logits chunk": num_chunks * logits + scored}
 
 
 def forward_held(layer: LayerSizes, block: LayerBlock, head: Held, exchanged: float = 0.0) -> Held:
-    """Nothing is kept but the block's hidden states: one layer at a time, then the head.
+    """Return what a forward pass holds: hidden states, and one layer at a time or the head.
 
     exchanged: bytes of other ranks' keys and values while a layer attends to them.
     """
@@ -427,10 +433,10 @@ def update_held(
     temporaries: int,
     exchanged: float = 0.0,
 ) -> Held:
-    """The worst of three moments: the head's backward, a layer's backward, the optimizer's step.
+    """Return what an update holds at the worst of three moments: the backward of a layer, of the head, or Adam's step.
 
-    num_layers: of the largest chunk. alive: passes of which activations are kept. temporaries: Adam's, in bytes.
-    exchanged: as of `forward_held`.
+    num_layers: of the largest chunk. alive: passes whose activations are kept. temporaries: bytes of Adam's.
+    exchanged: as in `forward_held`.
     """
     parts = recompute.part_bytes(layer, block)
     hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts)
@@ -440,7 +446,7 @@ def update_held(
     moments = [{"activations": int(kept + running), "weight gradient": gradients.layers}]
     if head:
         at_head = gradients.others
-        if layer.element < FP32:  # added up in float32, from products in the model's dtype
+        if layer.element < FP32:  # products in the model's dtype accumulate in float32
             at_head += at_head // layer.element * FP32
         moments.append({"activations": int(kept), "weight gradient": at_head, **head})
     moments.append({"optimizer step": temporaries})
@@ -448,19 +454,19 @@ def update_held(
 
 
 def optimizer_temporaries(role: RoleSpec, share: int, gradients: LargestGradients, element: int, device: str) -> int:
-    """Adam's: as many as the foreach form makes of the whole shard on a GPU, else of one parameter."""
+    """Return the bytes of Adam's temporaries: of the whole shard on a GPU (foreach), else of one parameter."""
     largest = max(gradients.layers, gradients.others) // element * FP32
     foreach = int(share * FP32 * (1 - offloaded_share(role)))
     return 2 * (foreach if device == "cuda" else min(share * FP32, largest))
 
 
 def offloaded_share(role: RoleSpec) -> float:
-    """Of a trained role's parameters, the share whose optimizer state is on the host."""
+    """Return the share of a trained role's parameters whose optimizer state is on the host."""
     override = role.settings.optim.override_optimizer_config
     return override.optimizer_offload_fraction if override.optimizer_cpu_offload else 0.0
 
 
-def _resting_kinds(megatron: MegatronConfig) -> list[str]:
+def _offloaded_kinds(megatron: MegatronConfig) -> list[str]:
     kinds = ["gradients"] if megatron.grad_offload else []
     kinds += ["moments", "masters"] if megatron.optimizer_offload else []
     return kinds + (["parameters"] if megatron.param_offload else [])

@@ -1,14 +1,14 @@
-"""Seconds of each phase of a step, from FLOPs, bytes and what a GPU can do: a roofline with a few calibrated shares.
+"""Seconds of each phase of a step from FLOPs, bytes and a GPU's rates: a roofline with a few calibrated shares.
 
 Legend: t, p, d: TP, PP, copies of the model (DP x CP); P matrix parameters; L layers; H hidden size.
     training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, or reading the
                  weights or launching kernels where that takes longer, for the fullest rank, in micro-batches through
                  stages whose slowest sets the pace (`pipeline_seconds`): the last one also has the head
-    generation   every decode step reads the weights and the cache once, or computes if that takes longer, and costs
-                 the engine a fixed overhead; lengths follow the least-assuming distribution with their mean and bound
+    generation   every decode step reads the weights and the cache once, or computes if that takes longer, and has a
+                 fixed overhead of the engine; lengths follow the maximum-entropy distribution with their mean and bound
     transition   the exact bytes of the hybrid engine's plan, over links inside a node and over the network
-Where the machine was profiled, its overheads and the latency of its collectives come on top, and ranks that share
-cores take turns: a phase takes its critical path, or all of its work over the ranks that can work at once.
+On a profiled machine, overheads and latencies of collectives are added, and ranks may share cores: a phase takes its
+critical path, or all of its work over the number of ranks that can compute at the same time, whichever is longer.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ MEMORY_EFFICIENCY = 0.8
 LINK_EFFICIENCY = 0.7
 """Share of a link's or the network's bandwidth that collectives reach; assumed."""
 LAUNCH_SECONDS = Overheads().launch
-"""Of a layer's kernels in a forward pass, however few tokens it has; assumed. It counts where they compute less."""
+"""Seconds to launch a layer's kernels in a forward pass; assumed. It counts where they compute less than that."""
 ROW_MOVES = 4
-"""Times that a row of an expert is read or written to bring rows into one order and back."""
+"""Times that an expert's row is read or written to permute rows and back."""
 COLLECTIVE_LATENCY = 47.2e-6
-"""Seconds that a collective of a decode step takes however small, with waiting for the last rank; calibrated."""
+"""Seconds of a small collective of a decode step, with waiting for the last rank; calibrated."""
 DP_COLLECTIVES, ALL_COLLECTIVES = 4, 2
-"""Of one optimizer step: counted tokens, gradients, parameters and metrics among data-parallel ranks; norms of all."""
+"""Collectives of one optimizer step: among data-parallel ranks (token counts, gradients, parameters, metrics) and among
+all ranks (norms).
+"""
 RL_SHARE = 0.777
-"""What passes over short sequences of many lengths reach of the efficiency of long training; calibrated."""
+"""Efficiency of passes over short sequences of many lengths, as a share of that of long training; calibrated."""
 DECODE_OVERHEAD = 6.35e-3
-"""Seconds that the engine spends on a decode step beside the GPU's work; calibrated."""
+"""Seconds of the engine in a decode step, besides the GPU's work; calibrated."""
 
 
 def pipeline_seconds(total: float, slowest: float, num_micro_batches: int, vpp_size: int = 1) -> float:
@@ -51,11 +53,11 @@ def pipeline_seconds(total: float, slowest: float, num_micro_batches: int, vpp_s
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What passes through a model cost.
+    """The sizes of a model that decide the cost of a pass.
 
-    num_params: all of them, in bytes at BF16 what a whole read takes. matrix_params: those a token is multiplied with.
-    head_params: of these the last stage's, beside its layers; 0 counts them as spread evenly.
-    experts_share: part of `num_params` that is experts', of which a token sees experts_per_token / num_experts.
+    num_params: all parameters. matrix_params: those that a token is multiplied with. head_params: of these the
+    vocabulary head's, on the last stage; 0: counted as spread evenly. experts_share: share of `num_params` in experts,
+    of which a token uses experts_per_token / num_experts.
     """
 
     num_params: int
@@ -71,7 +73,7 @@ class ModelCost:
 
     @classmethod
     def of(cls, model: PlannedModel) -> ModelCost:
-        """From config.json's sizes, in bfloat16. An embedding is looked up, so unless tied it multiplies nothing."""
+        """Read the sizes of a model, in bfloat16. An embedding is a lookup: unless tied, it multiplies nothing."""
         shape, routing = model.shape, model.routing
         embedding = 0 if is_tied(model.specs) else model.specs[EMBEDDING].tensor.numel
         experts = sum(spec.tensor.numel for spec in model.specs.values() if spec.tensor.is_expert)
@@ -90,15 +92,19 @@ class ModelCost:
         )
 
     def forward_flops(self, length: float) -> float:
-        """FLOPs of one token's forward pass in a sequence of `length`: matrices, and causal attention."""
-        return 2 * self.matrix_params + 2 * self.num_layers * self.q_size * length
+        """Return the FLOPs of one token's forward pass in a sequence of `length` tokens: matrices and causal
+        attention.
+        """
+        return 2 * self.matrix_params + self.attention_flops(length)
 
     def attention_flops(self, length: float) -> float:
-        """Of these what attention takes."""
+        """Return the FLOPs of causal attention alone."""
         return 2 * self.num_layers * self.q_size * length
 
     def read_bytes(self, num_tokens: float) -> float:
-        """Bytes of weights that a step of `num_tokens` reads: of experts those that any token is sent to."""
+        """Return the bytes of weights that a step of `num_tokens` reads: of the experts those that any token is routed
+        to.
+        """
         seen = 1.0
         if self.num_experts:
             seen = 1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens
@@ -107,9 +113,9 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class Layout:
-    """GPUs and how training and generation share them. stage_layers: of each stage; None: as many on each.
+    """Parallel sizes of training and generation on `num_gpus` GPUs.
 
-    etp: TP of experts; None is TP.
+    stage_layers: layers of each stage; None: equal. etp: TP of experts; None: tp.
     """
 
     num_gpus: int
@@ -126,12 +132,12 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Copies of the model in training, of which CP share every sequence."""
+        """Copies of the model in training; CP of them share every sequence."""
         return self.num_gpus // (self.tp * self.pp)
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that share all experts of a stage: EP x ETP, which are consecutive."""
+        """Ranks that share all experts of a stage: EP x ETP consecutive ones."""
         return self.ep * (self.tp if self.etp is None else self.etp)
 
     @property
@@ -141,12 +147,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Load:
-    """One step. Samples and tokens are of all ranks; `response` is the mean length, `max_response` the bound.
+    """What one step computes, over all ranks.
 
-    mini_batch: samples of an optimizer step. block_tokens: tokens of one pass. max_seqs: sequences that a replica
-    decodes at once. recompute: share of the layers that training runs forward twice. efficiency_share: of the
-    hardware's, in training. overlaps_dp: data-parallel traffic is hidden. mixed: what every optimizer step reads beside
-    its samples, as their number and prompts.
+    num_samples: sequences. prompt, response: mean tokens; max_response: the limit. mini_batch: samples of an optimizer
+    step. block_tokens: tokens of one micro-batch on a rank. max_seqs: sequences that a replica decodes at once.
+    recompute: share of the layers that run forward twice. efficiency_share: of the hardware's efficiency, in training.
+    decode_overhead, collective_latency: seconds, where the hardware file has none. overlaps_dp: data-parallel traffic
+    is hidden. mixed: examples that every optimizer step reads in addition, as num_samples and prompt.
     """
 
     num_samples: int
@@ -174,32 +181,32 @@ class Load:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps of a step."""
+        """Optimizer steps in one step."""
         return self.epochs * max(1, round(self.num_samples / self.mini_batch))
 
 
 @dataclass(frozen=True)
 class Busy:
-    """What passes take of ranks that have a device, or a core, each.
+    """Seconds of passes on ranks that have a device, or a core, of their own.
 
-    critical: seconds from the start to the end. work: seconds that a rank works in them, in the mean.
+    critical: from start to end. work: mean seconds in which a rank computes.
     """
 
     critical: float
     work: float
 
     def __add__(self, other: Busy) -> Busy:
-        """One after the other."""
+        """Run one after the other."""
         return Busy(self.critical + other.critical, self.work + other.work)
 
     def times(self, number: float) -> Busy:
-        """So many of them, one after the other."""
+        """Repeat `number` times, one after the other."""
         return Busy(self.critical * number, self.work * number)
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """Times of one model on one layout."""
+    """Estimates the seconds of one model's passes on one layout."""
 
     model: ModelCost
     layout: Layout
@@ -207,15 +214,17 @@ class Estimator:
     dtype: str = "bfloat16"
 
     def train(self, load: Load) -> float:
-        """Seconds of all forward and backward passes and optimizer steps of a step."""
+        """Return the seconds of all forward and backward passes and optimizer steps of a step."""
         return self.seconds(self.trained(load))
 
     def forward(self, load: Load) -> float:
-        """Seconds of one forward pass over all tokens: log-probs, or values."""
+        """Return the seconds of one forward pass over all samples: log-probs, or values."""
         return self.seconds(self.scored(load))
 
     def seconds(self, busy: Busy) -> float:
-        """On this machine, where ranks that share cores take turns: all of their work decides, or the critical path."""
+        """Return the seconds on this machine: the critical path, or all work over the shared cores if that is
+        longer.
+        """
         return max(busy.critical, busy.work * self._crowding)
 
     @property
@@ -223,7 +232,7 @@ class Estimator:
         return self.hardware.crowding(min(self.layout.num_gpus, self.layout.gpus_per_node))
 
     def trained(self, load: Load) -> Busy:
-        """What `train` takes of its ranks."""
+        """Return the time that `train` takes on ranks with a device each."""
         steps = load.num_updates
         samples = load.num_samples * load.epochs / steps
         passes = self._passes(load, samples, passes=3 + load.recompute, all_reduces=4 + 2 * load.recompute)
@@ -233,13 +242,15 @@ class Estimator:
         return (passes + self._optimizer_step(load)).times(steps)
 
     def scored(self, load: Load) -> Busy:
-        """What `forward` takes of its ranks."""
+        """Return the time that `forward` takes on ranks with a device each."""
         return self._passes(load, load.num_samples, passes=1, all_reduces=2)
 
     def _passes(self, load: Load, samples: float, passes: float, all_reduces: float) -> Busy:
-        """Work of `passes` forward passes of so many samples, with tensor- and expert-parallel traffic, by stages."""
+        """Return the time of `passes` forward passes of samples through the pipeline, with TP, EP, CP and PP
+        traffic.
+        """
         layout, gpu, model = self.layout, self.hardware, self.model
-        # Samples are dealt out whole: where they are fewer than the ranks, some have none.
+        # Whole samples are distributed: with fewer samples than ranks, some ranks have none.
         mine = math.ceil(samples * layout.cp / layout.dp - 1e-9) * load.length / layout.cp
         blocks = max(1, math.ceil(mine / max(load.block_tokens, load.length / layout.cp)))
         if layout.vpp > 1:
@@ -268,10 +279,10 @@ class Estimator:
         return Busy(seconds, blocks * total / layout.pp)
 
     def _pass_overheads(self, tokens: float, passes: float, all_reduces: float) -> tuple[float, float]:
-        """Seconds of one micro-batch beside FLOPs and bytes: on each stage, and of each of its layers.
+        """Return overhead seconds of one micro-batch: on each stage, and of each of its layers.
 
-        A stage is passed once for each of its chunks. Half of what tokens cost is taken to be on every TP rank, as
-        norms and residuals are.
+        A micro-batch passes a stage once for each of its chunks. Half of the overhead of tokens is assumed to be the
+        same on every TP rank, like norms and residuals.
         """
         layout, hidden, known = self.layout, self.model.hidden, self.hardware.overheads
         mine, tokens = tokens, tokens * hidden * (1 + 1 / layout.tp) / 2
@@ -286,10 +297,10 @@ class Estimator:
         return layout.vpp * on_stage, on_layer
 
     def _context_overhead(self, tokens: float, passes: float) -> float:
-        """Seconds of one layer's attention across context-parallel ranks beside FLOPs and bytes.
+        """Return overhead seconds of one layer's attention across context-parallel ranks.
 
-        Keys come in blocks, one of each rank, that are worked with one by one; with a2a tokens and heads change ranks
-        twice, and twice again backward.
+        The keys of each rank are one block, and blocks are processed one by one. With a2a tokens are exchanged for
+        heads and back, and backward once more.
         """
         layout, known = self.layout, self.hardware.overheads
         if layout.cp == 1:
@@ -301,21 +312,21 @@ class Estimator:
         return passes * (layout.cp - 1) * block
 
     def _weight_bytes(self) -> float:
-        """That one rank of TP and EP would hold of all stages."""
+        """Return the bytes of all stages that one rank of TP and EP would hold."""
         return self._params_of_rank * (FP32 if self.dtype == "float32" else BF16)
 
     @property
     def _params_of_rank(self) -> float:
-        """Of all stages together."""
+        """Parameters of all stages that one rank of TP and EP would hold."""
         experts = self.model.num_params * self.model.experts_share
         return (self.model.num_params - experts) / self.layout.tp + experts / self.layout.expert_ranks
 
     def _experts(self, tokens: float, passes: float, rate: float) -> float:
-        """Seconds of one layer's experts beyond those of as many dense FLOPs.
+        """Return the seconds of one layer's experts beyond those of the same dense FLOPs.
 
-        Rows, of each token one for each of its experts, are sent there and back; before and after that they are read
-        and written to bring them into the order of ranks and, with EP, of experts. That, and FLOPs of many small
-        products, reach `expert_share`.
+        Each token has one row for each of its experts. Rows are sent to the experts and back; before and after that
+        they are permuted into the order of ranks and, with EP, of experts. Permuting, and the FLOPs of many small
+        products, reach `expert_share` of the hardware's rates.
         """
         layout, model, gpu = self.layout, self.model, self.hardware
         if not model.num_experts:
@@ -329,16 +340,16 @@ class Estimator:
         return (dense + moved) / gpu.expert_share + sent - dense
 
     def _key_exchange(self, tokens: float, passes: float) -> float:
-        """Seconds of one layer's attention across context-parallel ranks, taken not to be hidden behind its work.
+        """Return the seconds of one layer's context-parallel traffic, assumed not to be hidden behind computation.
 
-        Forward keys and values reach every other rank; backward they do again, and gradients in float32 come back.
+        Forward sends keys and values to every other rank; backward sends them again, and float32 gradients back.
         """
         layout, model = self.layout, self.model
         if layout.cp == 1:
             return 0.0
         pair = model.kv_bytes_per_token / model.num_layers / layout.tp
         if layout.cp_comm_type == "a2a":
-            # Queries and outputs change ranks as well, but each number only once.
+            # Queries and outputs are exchanged as well, but each number only once.
             sent = (pair + 2 * model.q_size * BF16 / layout.tp) * (layout.cp - 1) / layout.cp
             sent *= passes if passes == 1 else passes - 1
         else:
@@ -346,7 +357,9 @@ class Estimator:
         return tokens * sent / self._bandwidth(layout.tp * layout.cp > layout.gpus_per_node)
 
     def _optimizer_step(self, load: Load) -> Busy:
-        """Reduce-scatter of float32 gradients, all-gather of parameters, and Adam's traffic in memory."""
+        """Return the time of reduce-scattering float32 gradients, all-gathering parameters, and Adam's memory
+        traffic.
+        """
         layout = self.layout
         mine = self._params_of_rank / layout.pp
         exchanged = mine * (FP32 + BF16) * (layout.dp - 1) / layout.dp / self._replica_bandwidth
@@ -360,7 +373,7 @@ class Estimator:
 
     @property
     def _replica_bandwidth(self) -> float:
-        """Of collectives among the copies of a rank: those of one node send to the next one over the NICs of all."""
+        """Bytes/s of collectives among the copies of a rank. Copies on one node use all of its NICs together."""
         layout, gpu = self.layout, self.hardware
         on_node = max(1, layout.gpus_per_node // layout.tp)
         if layout.dp <= on_node:
@@ -379,14 +392,16 @@ class Estimator:
     # Generation
 
     def generate(self, load: Load) -> float:
-        """Seconds until the last replica has its last answer: prefill, then decoding with ever fewer sequences."""
+        """Return the seconds until the last answer of the last replica: prefill, then decoding with ever fewer
+        sequences.
+        """
         mine = math.ceil(load.num_samples / self.layout.replicas)
         together = min(mine, load.max_seqs)
         lengths = Lengths.with_mean(load.response, load.max_response)
         longest = lengths.quantile(load.num_samples / (load.num_samples + 1))
         known = self.hardware.overheads
         seconds = self._prefill(mine * load.prompt, load.prompt) + known.generation + mine * known.request
-        # While others wait, as many as fit are decoded, each at a random point of its answer.
+        # While samples wait, the running ones are each at a random point of their answer.
         waiting_steps = (mine - together) * load.response / together
         seconds += waiting_steps * self._decode_step(load, together, load.prompt + load.response / 2)
         points = 200
@@ -397,14 +412,18 @@ class Estimator:
         return seconds * self._crowding
 
     def token_seconds(self, load: Load, sequences: float) -> float:
-        """Of one more token for each of so many sequences of mean length; prompts are spread over their answers."""
+        """Return the seconds of one more token for each of `sequences` of mean length, with their share of the
+        prefill.
+        """
         started = sequences / load.response
         seconds = self._decode_step(load, sequences, load.prompt + load.response / 2)
         seconds += self._prefill(started * load.prompt, load.prompt) + started * self.hardware.overheads.request
         return seconds * self._crowding
 
     def _decode_step(self, load: Load, sequences: float, context: float) -> float:
-        """Seconds of one token for each of `sequences`: the slower of memory and compute, traffic, overhead."""
+        """Return the seconds of one token for each of `sequences`: the slower of memory and compute, traffic,
+        overhead.
+        """
         tp, gpu = self.layout.rollout_tp, self.hardware
         cache = sequences * context * self.model.kv_bytes_per_token
         read = (self.model.read_bytes(sequences) + cache) / tp / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
@@ -417,14 +436,14 @@ class Estimator:
         return max(read, compute) + traffic + self._step_overhead(load, sequences)
 
     def _step_latency(self, load: Load) -> float:
-        """Of a decode step's collectives however small: two a layer, and where they were measured also the ends'."""
+        """Return the latency of a decode step's collectives: two per layer, and where measured also two at the ends."""
         layers, known = self.model.num_layers, self.hardware.engine_collectives
         if not known:
             return 2 * layers * load.collective_latency
         return (2 * layers + 2) * latency(known, self.layout.rollout_tp)
 
     def _step_overhead(self, load: Load, sequences: float) -> float:
-        """Of the engine, beside the work of a decode step."""
+        """Return the seconds of the engine in a decode step, besides the GPU's work."""
         known = self.hardware.overheads
         if known.engine_step is None:
             return load.decode_overhead
@@ -438,9 +457,9 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths between 0 and `bound`: the distribution of most entropy with a given mean, density ~ exp(-rate * x).
+    """The maximum-entropy distribution of lengths in [0, bound] with a given mean: density ~ exp(-rate * x).
 
-    rate: 0 is uniform; below 0 most are near the bound (Jaynes, Phys. Rev. 106, 1957).
+    rate: 0 is uniform; below 0 most lengths are near the bound (Jaynes, Phys. Rev. 106, 1957).
     """
 
     rate: float
@@ -448,7 +467,7 @@ class Lengths:
 
     @classmethod
     def with_mean(cls, mean: float, bound: float) -> Lengths:
-        """By bisection; a mean at the bound itself is the steepest slope that is tried."""
+        """Find the rate by bisection. A mean at the bound itself gives the steepest slope that is tried."""
         low, high = -200 / bound, 200 / bound
         for _ in range(80):
             middle = (low + high) / 2
@@ -464,7 +483,7 @@ class Lengths:
         return 1 / self.rate - self.bound / math.expm1(steepness)
 
     def survival(self, length: float) -> float:
-        """Share of answers longer than `length`."""
+        """Return the share of answers longer than `length`."""
         if length >= self.bound:
             return 0.0
         if abs(self.rate * self.bound) < 1e-6:
@@ -473,7 +492,7 @@ class Lengths:
         return (math.exp(-self.rate * length) - 1 - whole) / -whole
 
     def quantile(self, share: float) -> float:
-        """The length that `share` of the answers do not exceed."""
+        """Return the length that `share` of the answers do not exceed."""
         if abs(self.rate * self.bound) < 1e-6:
             return share * self.bound
         return -math.log1p(share * math.expm1(-self.rate * self.bound)) / self.rate

@@ -1,4 +1,4 @@
-"""What the transition to rollout mode moves: in place the hybrid engine's own plan, between pools whole shards."""
+"""Bytes of the transition to rollout mode: in place by the hybrid engine's plan, between pools whole shards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_rl.parallel.sharding import box_numel, shard_of
 
 @dataclass(frozen=True)
 class TransitionPlan:
-    """Bytes that ranks receive, over the network and inside of their node.
+    """Bytes that ranks receive: network from other nodes, link inside of their node.
 
-    In place of each rank of an exchange group; the groups are alike. model_bytes: M. lower_bound: the closed form
-    M / t_g - M / (t * p) for weights cut evenly. Ranks differ from it by tensors that all TP ranks hold whole, by what
-    the first and last stage hold beside layers, and by uneven stages.
+    In place there is one entry for each rank of an exchange group; all groups are alike. model_bytes: M. lower_bound:
+    the closed form M / t_g - M / (t * p) for evenly sharded weights. Ranks differ from it by tensors that all TP ranks
+    hold whole, by the vocabulary matrices of the first and last stage, and by uneven stages.
 
-    Where the rollout has another pool: of each rank of one replica, which receives its whole shard, M / t_g; replicas
-    pass it on. sent: what each rank of the actor's pool sends, M in all; None in place.
+    With a rollout in its own pool there is one entry for each rank of one replica, which receives its whole shard,
+    M / t_g; replicas pass it on. sent: bytes that each rank of the actor's pool sends, M in all; None in place.
     """
 
     network: tuple[int, ...]
@@ -33,7 +33,7 @@ class TransitionPlan:
 
     @classmethod
     def of(cls, models: RunModels) -> TransitionPlan:
-        """Counted piece by piece."""
+        """Count the transition of a run piece by piece."""
         return cls._in_place(models) if models.placement.is_colocated else cls._between_pools(models)
 
     @classmethod
@@ -50,7 +50,7 @@ class TransitionPlan:
 
     @classmethod
     def _between_pools(cls, models: RunModels) -> TransitionPlan:
-        """All over the network: pools are taken to have machines of their own."""
+        """Count everything as network traffic: pools are assumed to have their own machines."""
         tensors, rollout = tensors_of(models.actor.specs).values(), models.rollout
         received = []
         for rank in rollout.tp_groups()[0]:
@@ -67,19 +67,19 @@ class TransitionPlan:
 
     @property
     def mean_network(self) -> float:
-        """Bytes over the network per GPU."""
+        """Mean bytes over the network per GPU."""
         return statistics.fmean(self.network)
 
     @property
     def mean_link(self) -> float:
-        """Bytes inside of nodes per GPU."""
+        """Mean bytes inside of nodes per GPU."""
         return statistics.fmean(self.link)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Until the slowest rank has everything; what comes over the network is passed on inside a node afterwards.
+        """Return the seconds until the slowest rank has everything: network first, then links inside of its node.
 
-        Between pools sending, receiving and passing on to further replicas overlap, so that the most that one rank
-        sends or receives decides.
+        Between pools sending, receiving and passing on to other replicas overlap, so that the largest number of bytes
+        that one rank sends or receives decides.
         """
         received = max(
             far / hardware.network_bandwidth + near / hardware.link_bandwidth
@@ -90,7 +90,7 @@ class TransitionPlan:
 
 
 def _sent_bytes(models: RunModels) -> list[int]:
-    """Of every rank of the actor's pool: each stage sends what it holds once, spread evenly over its ranks."""
+    """Return the bytes that every rank of the actor's pool sends: each stage once, spread evenly over its ranks."""
     specs, grid, found = models.actor.specs, models.grid, []
     stages = models.training.stages(models.actor)
     sent: set[str] = set()
