@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from model_folders import EXPERTS, problems, write_model
 
-from megatron_rl.ledger.planner.balance_rules import balance_problems
 from megatron_rl.ledger.planner.model_folder import read_model_folder
+from megatron_rl.ledger.planner.option_rules import option_problems
 
 GROUP = "actor_rollout_ref.actor.megatron.override_transformer_config"
 ROUTER = f"{GROUP}.moe_router"
@@ -78,4 +78,4 @@ def test_a_family_with_a_bias(moe_config, tmp_path):
     moe_config.actor_rollout_ref.model.path = path
     options = moe_config.actor_rollout_ref.actor.megatron.override_transformer_config
     options.moe_router_enable_expert_bias = True
-    assert list(balance_problems(moe_config, [sizes])) == []
+    assert list(option_problems(moe_config, [sizes])) == []

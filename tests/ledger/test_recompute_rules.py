@@ -11,8 +11,8 @@ from model_folders import problems, write_model
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.ledger.planner.activations import Recompute
+from megatron_rl.ledger.planner.option_rules import GROUP, nearest_number_of_layers
 from megatron_rl.ledger.planner.preflight import preflight
-from megatron_rl.ledger.planner.recompute_rules import GROUP, nearest_number_of_layers
 
 KEYS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 ACTOR = "actor_rollout_ref.actor"

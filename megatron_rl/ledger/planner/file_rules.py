@@ -21,6 +21,7 @@ from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
 from megatron_rl.data.row_files import column_forms, count_rows
 from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.observe.services import absent_services
 
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
@@ -82,6 +83,17 @@ def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
         others = [other for other in trainer.logger if other != name] or ["console"]
         rule = f"names {name}, which is not installed"
         yield Violation({"trainer.logger": trainer.logger}, rule, {"trainer.logger": others}, f"or: pip install {name}")
+
+
+def hardware_problems(file: str | None) -> Iterable[Violation]:
+    """A hardware file that cannot be used."""
+    if file is None:
+        return
+    key = "trainer.hardware_file"
+    try:
+        load_hardware(file)
+    except ConfigError as error:
+        yield Violation({key: file}, f"must be a hardware file: {error}", {key: None})
 
 
 def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:

@@ -17,23 +17,19 @@ from megatron_rl.config.validate import value_problems
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.algorithm_rules import algorithm_problems
 from megatron_rl.ledger.planner.async_rules import async_problems
-from megatron_rl.ledger.planner.balance_rules import balance_problems
 from megatron_rl.ledger.planner.cache_rules import cache_problems
-from megatron_rl.ledger.planner.context_rules import context_problems
 from megatron_rl.ledger.planner.engine_rules import engine_problems
-from megatron_rl.ledger.planner.file_rules import file_problems, path_problems, stage_file_problems
+from megatron_rl.ledger.planner.file_rules import file_problems, hardware_problems, path_problems, stage_file_problems
 from megatron_rl.ledger.planner.folder_files import end_token_problems
 from megatron_rl.ledger.planner.layout_rules import layout_problems, rollout_problems, sharing_problems
 from megatron_rl.ledger.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.ledger.planner.option_rules import option_problems
 from megatron_rl.ledger.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.ledger.planner.pretraining_rules import pretraining_problems
-from megatron_rl.ledger.planner.recompute_rules import recompute_problems
 from megatron_rl.ledger.planner.replay_rules import replay_problems
 from megatron_rl.ledger.planner.resume_rules import resume_problems
 from megatron_rl.ledger.planner.reward_rules import statistics_problems
 from megatron_rl.ledger.planner.task_lengths import stage_length_problems
-from megatron_rl.ledger.planner.tuning_rules import tuning_option_problems
 from megatron_rl.ledger.planner.vocabulary import reading_problems
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 
@@ -86,10 +82,8 @@ def _violations(
             *problems,
             *pool_problems(config),
             *layout_problems(pools, models),
-            *recompute_problems(config, models),
-            *context_problems(config, models),
-            *option_problems(config),
-            *balance_problems(config, models),
+            *hardware_problems(config.trainer.hardware_file),
+            *option_problems(config, models),
             *sharing_problems(config, pools),
             *rollout_problems(config, pools, models),
             *engine_problems(config, models),
@@ -113,12 +107,10 @@ def _stage_problems(
         yield from stage_file_problems(config)
     yield from pool_problems(config)
     yield from layout_problems(pools, models)
-    yield from recompute_problems(config, models)
-    yield from context_problems(config, models)
-    yield from option_problems(config)
+    yield from hardware_problems(config.trainer.hardware_file)
+    yield from option_problems(config, models)
     yield from sharing_problems(config, pools)
     yield from stage_length_problems(config, models)
-    yield from tuning_option_problems(config)
     yield from resume_problems(config)
 
 
