@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from megatron_rl.cluster import fork_client
 from megatron_rl.cluster.fork_client import LENGTH, STATUS, is_ours
-from megatron_rl.cluster.leftovers import FATE
+from megatron_rl.cluster.leftovers import REPLICA
 from megatron_rl.cluster.loading import without_collections
 
 IDLE_S = 5.0
@@ -51,7 +51,7 @@ def fork_command(modules: Sequence[str], variables: Mapping[str, str]) -> str:
     """
     key = sha256(json.dumps([list(modules), sorted(variables.items())]).encode()).hexdigest()[:16]
     client = [sys.executable, "-I", "-S", fork_client.__file__]
-    return shlex.join([*client, key, ",".join([*ALWAYS, *modules]), FATE, str(READY_LIMIT_S)])
+    return shlex.join([*client, key, ",".join([*ALWAYS, *modules]), REPLICA, str(READY_LIMIT_S)])
 
 
 class ForkRequest(NamedTuple):

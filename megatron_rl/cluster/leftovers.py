@@ -1,8 +1,8 @@
-"""Processes that must not outlive what they were started for: how they are found, and how they are ended.
+"""Find and end processes that must not outlive their run.
 
-By a mark: a variable in the environment that a process was started with and hands on to all it starts, so that it is
-found whoever its parent is by now. By descent: also a process whose environment was emptied, as long as every parent
-between it and this process lives, or this process adopts orphans.
+A process inherits the environment variable RUN_ID from the process that started it, so it is found whatever its parent
+is. A process with an empty environment is found by descent, as long as every parent between it and this process is
+alive, or this process adopts orphans.
 """
 
 from __future__ import annotations
@@ -13,66 +13,66 @@ from contextlib import suppress
 
 import psutil
 
-MARK = "MEGATRON_RL_RUN"
-"""The environment variable that every process of a run starts with."""
+RUN_ID = "MEGATRON_RL_RUN"
+"""The environment variable with the id of the run that a process belongs to."""
 
-FATE = "MEGATRON_RL_FATE"
-"""The environment variable that names the replica whose end a process shares; the run's own where there is none."""
+REPLICA = "MEGATRON_RL_REPLICA"
+"""The environment variable with the replica that a process belongs to and ends with; unset outside of replicas."""
 
 UNKILLABLE_AFTER_S = 30.0
 _POLL_S = 0.05
 
 
-def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
-    """Living processes of this user that were started with `variable`=`mark` in their environment."""
-    # psutil keeps what it saw by number, and a number may have gone to another process since.
+def processes_with(value: str, variable: str = RUN_ID) -> list[psutil.Process]:
+    """Return the living processes of this user that were started with `variable`=`value` in their environment."""
+    # psutil caches processes by pid, and another process may have taken a pid since.
     psutil.process_iter.cache_clear()
-    return living(process for process in psutil.process_iter() if variable_of(process, variable) == mark)
+    return living(process for process in psutil.process_iter() if variable_of(process, variable) == value)
 
 
 def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that have neither gone nor wait, dead, for their parent to notice."""
-    found = []
+    """Return the processes that are neither gone nor zombies."""
+    alive = []
     for process in processes:
-        with suppress(psutil.Error):  # gone meanwhile
+        with suppress(psutil.Error):  # it has gone meanwhile
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                alive.append(process)
+    return alive
 
 
 def descendants() -> set[psutil.Process]:
-    """Children of this process, their children and so on, dead ones that nobody has waited for included."""
+    """Return the children of this process, their children and so on, zombies included."""
     return set(psutil.Process().children(recursive=True))
 
 
 def end(find: Callable[[], Iterable[psutil.Process]], patience_s: float = UNKILLABLE_AFTER_S) -> list[psutil.Process]:
-    """SIGKILL to all that `find` returns, until it returns none: they may have started others meanwhile.
+    """Send SIGKILL to all processes that `find` returns, until it returns none: they may start others meanwhile.
 
-    Returns those that are left after `patience_s`, which the kernel cannot end; with 0 each got its signal, and none
-    was waited for.
+    Returns the processes that the kernel has not ended after `patience_s`. With 0, each gets its signal and none is
+    waited for.
     """
     deadline = time.monotonic() + patience_s
-    while found := list(find()):
-        for process in found:
+    while left := list(find()):
+        for process in left:
             with suppress(psutil.Error):
                 process.kill()
         if time.monotonic() >= deadline:
-            return found
+            return left
         time.sleep(_POLL_S)
     return []
 
 
 def process_time() -> float:
-    """The present, in seconds, on the clock of `psutil.Process.create_time`.
+    """Return the time, in seconds, on the clock of `psutil.Process.create_time`.
 
-    `time.time` may be a second off it, as the system tells the time of its boot in whole seconds.
+    `time.time` may differ by a second, as the system gives the time of its boot in whole seconds.
     """
     booted: float = psutil.boot_time()
     return booted + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def variable_of(process: psutil.Process, name: str) -> str | None:
-    """What a process was started with in its environment; None also where it is another user's."""
+    """Return a variable of the environment that a process was started with; None also for another user's process."""
     with suppress(psutil.Error):
         value: str | None = process.environ().get(name)
         return value

@@ -13,7 +13,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from megatron_rl.cluster.fork_server import fork_command
-from megatron_rl.cluster.leftovers import MARK
+from megatron_rl.cluster.leftovers import RUN_ID
 from megatron_rl.cluster.ranks import Ranks
 from megatron_rl.cluster.worker_process import ProcessInfo
 
@@ -93,6 +93,6 @@ class Processes:
         options = ranks.actor_options(rank) | {"max_restarts": 0, "max_concurrency": 1}
         runtime: dict[str, object] = {"env_vars": env}
         if self._preload:
-            mark = {MARK: ranks.variables.get(MARK, "")}
-            runtime["py_executable"] = fork_command(self._preload, shared | mark)
+            run_id = {RUN_ID: ranks.variables.get(RUN_ID, "")}
+            runtime["py_executable"] = fork_command(self._preload, shared | run_id)
         return ray.remote(process_class).options(**options, runtime_env=runtime).remote(rank)

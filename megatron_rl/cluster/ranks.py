@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_rl.cluster.leftovers import FATE
+from megatron_rl.cluster.leftovers import REPLICA
 from megatron_rl.cluster.worker_process import ProcessInfo
 
 LOOPBACK = "127.0.0.1"
@@ -58,7 +58,7 @@ class ReplicaRanks(Ranks):
     """Ranks [number * size, (number + 1) * size) of a reservation, as a world of their own.
 
     Their environment also has POOL_REPLICA (the number), POOL_REPLICAS (the number of replicas in the reservation),
-    POOL_FIRST_RANK (`first`) and the replica's name under `leftovers.FATE`. Raises ValueError where the reservation has
+    POOL_FIRST_RANK (`first`) and `leftovers.REPLICA` (the replica's name). Raises ValueError where the reservation has
     no such ranks.
     """
 
@@ -84,7 +84,7 @@ class ReplicaRanks(Ranks):
     @property
     def variables(self) -> dict[str, str]:
         return self._whole.variables | {
-            FATE: self._name,
+            REPLICA: self._name,
             "POOL_REPLICA": str(self._number),
             "POOL_REPLICAS": str(self._whole.world_size // self.world_size),
             "POOL_FIRST_RANK": str(self.first),

@@ -31,7 +31,7 @@ from ray.exceptions import AuthenticationError, RayError
 from megatron_rl.cluster import ray_address
 from megatron_rl.cluster.daemons import DaemonMonitor, owner
 from megatron_rl.cluster.daemons import children as daemon_children
-from megatron_rl.cluster.leftovers import MARK, end, marked
+from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
 from megatron_rl.cluster.reaper import Reaper
 from megatron_rl.cluster.signals import keeping_sigterm_handler
 from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep, WorkerFailure
@@ -92,25 +92,25 @@ class RaySession:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables of every rank, on every machine."""
-        return {MARK: self._reaper.scratch.mark} if self._reaper is not None else {}
+        return {RUN_ID: self._reaper.scratch.run_id} if self._reaper is not None else {}
 
     def _start(self) -> None:
         address = os.environ.get("RAY_ADDRESS") or "local"
         self._variables = variables()
         self._reaper = Reaper()
-        with self._reaper.marking():
+        with self._reaper.watching():
             if address == "local":
                 # One CPU per rank, however many ranks there are: ranks on CPU share the cores of this machine.
                 start(self._num_ranks, self._reaper.scratch.ray_folder)
                 daemons, server = daemon_children(), None
             else:
                 daemons, server = join(address)
-        self._monitor = DaemonMonitor(daemons, server, self._kill_marked)
+        self._monitor = DaemonMonitor(daemons, server, self._kill_processes)
 
-    def _kill_marked(self) -> None:
+    def _kill_processes(self) -> None:
         reaper = self._reaper
         if reaper is not None:
-            end(lambda: marked(reaper.scratch.mark), patience_s=0.0)
+            end(lambda: processes_with(reaper.scratch.run_id), patience_s=0.0)
 
     def _release(self, error: BaseException | None) -> None:
         """Shut Ray down and remove its files. Raises WorkerFailure where Ray itself was lost, whatever `error` says."""

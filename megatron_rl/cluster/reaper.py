@@ -1,12 +1,12 @@
-"""A companion process that outlives a killed driver just long enough to remove what would be left behind.
+"""A companion process that outlives a killed driver and removes its leftovers: processes, files and shared memory.
 
-Ray's processes die with the driver, except two agents of its node daemon, which spend a minute trying to reach a
-server that is gone, and, when the node daemon dies first, whatever the workers had started. Run with the run's mark and
-the daemons' pids, this waits until the driver says so or is gone, and kills them: the pids it was given, and every
-process that has the mark in its environment. Then it removes the run's scratch folder and shared memory.
+Ray's processes die with the driver, with two exceptions. Two agents of its node daemon try for a minute to reach a
+server that is gone, and the children of workers survive when the node daemon dies first. The companion gets the run's
+id and the daemons' pids, waits until the driver tells it to act or is gone, and kills those pids and every process with
+the run's id in its environment. Then it removes the run's scratch folder and shared memory.
 
-On a node where no driver is, one of the ranks has such a companion. Where that rank is a replica's, whose end is not
-the run's, the companion ends that replica's processes alone, and goes on with the other ranks of the node.
+On a node without a driver, one of the ranks has a companion. If that rank belongs to a replica, which may end before
+the run, the companion ends that replica's processes alone and then watches the other ranks of the node.
 """
 
 from __future__ import annotations
@@ -25,41 +25,49 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.cluster.compiled import VARIABLE, folder_of_ranks, remove_if_empty
-from megatron_rl.cluster.leftovers import FATE, MARK, descendants, end, living, marked, process_time, variable_of
+from megatron_rl.cluster.leftovers import (
+    REPLICA,
+    RUN_ID,
+    descendants,
+    end,
+    living,
+    process_time,
+    processes_with,
+    variable_of,
+)
 from megatron_rl.cluster.scratch import Scratch
 
 CLEAN = b"clean"
 PEERS_GRACE_S = 10.0
-"""Seconds that the ranks beside a dead one have to report what they saw."""
+"""Seconds that the peers of a dead rank have to report their failures."""
 
 _LOOK_S = 0.2
 
 
 class Reaper:
-    """Makes the processes started inside `marking`, and all they start, end with this one, and with `stop` at last."""
+    """Ends the processes started inside `watching`, and all that they start, at `stop` or with this process."""
 
     def __init__(self) -> None:
-        """Begin the run's scratch folder. Raises ConfigError where there is no place for it."""
+        """Create the run's scratch folder. Raises ConfigError where there is no place for it."""
         self.scratch = Scratch.begin()
         self._companion: subprocess.Popen[bytes] | None = None
 
     @contextmanager
-    def marking(self) -> Iterator[None]:
-        """Start the companion for what the body starts, whether or not the body raises."""
+    def watching(self) -> Iterator[None]:
+        """Start the companion for the processes that the body starts, whether or not the body raises."""
         before = descendants()
-        os.environ[MARK] = self.scratch.mark
+        os.environ[RUN_ID] = self.scratch.run_id
         try:
             yield
         finally:
-            del os.environ[MARK]
+            del os.environ[RUN_ID]
             pids = [process.pid for process in descendants() - before]
             self._companion = _start_companion(self.scratch, pids, grace_s=0.0)
 
     def stop(self, clean: bool = True) -> None:
-        """Kill what is left of the watched processes, end the companion and remove the run's scratch folder.
+        """Kill the remaining processes, end the companion and remove the run's scratch folder.
 
-        clean: the run did not fail, so nobody will want to read the logs of Ray's processes. Call it after Ray was
-        shut down.
+        clean: the run did not fail, so the logs of Ray's processes are removed too. Call it after Ray was shut down.
         """
         if self._companion is not None:
             self._companion.communicate(CLEAN if clean else b"")
@@ -68,28 +76,28 @@ class Reaper:
 
 
 def settle_in() -> object:
-    """Make the run's scratch folder the temporary folder of this rank, and watch over this node; keep the result.
+    """Make the run's scratch folder the temporary folder of this rank, and start a companion on a node without one.
 
-    A companion is started on a node that has none, to let nothing outlive this rank by more than PEERS_GRACE_S. None
-    without a mark: this process belongs to no run.
+    With the companion, no process outlives this rank by more than PEERS_GRACE_S. Keep the result as long as the rank
+    runs. It is None where the environment names no run.
     """
-    mark = os.environ.get(MARK)
-    if mark is None:
+    run_id = os.environ.get(RUN_ID)
+    if run_id is None:
         return None
-    scratch = Scratch.join(mark)
-    # What compilers keep from run to run stays where it was.
+    scratch = Scratch.join(run_id)
+    # The cache that compilers keep from run to run stays in its folder.
     os.environ.setdefault(VARIABLE, folder_of_ranks())
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch.folder)
     return scratch, _start_companion(scratch, [], PEERS_GRACE_S)
 
 
 def _start_companion(scratch: Scratch, pids: list[int], grace_s: float) -> subprocess.Popen[bytes] | None:
-    """None where the run has one on this machine."""
+    """Start a companion; None where the run has one on this machine."""
     claim = scratch.claim()
     if claim is None:
         return None
-    command = [sys.executable, "-m", __name__, scratch.mark, str(os.getpid()), str(grace_s), *map(str, pids)]
-    variables = {name: value for name, value in os.environ.items() if name != MARK}
+    command = [sys.executable, "-m", __name__, scratch.run_id, str(os.getpid()), str(grace_s), *map(str, pids)]
+    variables = {name: value for name, value in os.environ.items() if name != RUN_ID}
     variables["PYTHONPATH"] = str(Path(__file__).parents[2])
     try:
         # Its own session: neither Ctrl-C nor a signal to the driver's process group may reach it.
@@ -98,41 +106,45 @@ def _start_companion(scratch: Scratch, pids: list[int], grace_s: float) -> subpr
         os.close(claim)
 
 
-def main(mark: str, parent: int, grace_s: float, pids: list[int]) -> None:
-    """Wait for the parent's word or end, then kill; a pid that meanwhile went to another process is left alone."""
-    scratch, compiled = Scratch.join(mark), os.environ.get(VARIABLE, "")
+def main(run_id: str, parent: int, grace_s: float, pids: list[int]) -> None:
+    """Wait for the parent's message or end, then kill; a pid that another process has taken meanwhile is left alone."""
+    scratch, compiled = Scratch.join(run_id), os.environ.get(VARIABLE, "")
     watched = [process for process in psutil.process_iter() if process.pid in pids]
-    clean, failure_domain = _await_end(parent) == CLEAN, os.environ.get(FATE)
+    clean, replica = _await_end(parent) == CLEAN, os.environ.get(REPLICA)
     ended = process_time()
-    if failure_domain is not None:
-        ended = _end_replicas(mark, failure_domain, ended, grace_s)
+    if replica is not None:
+        ended = _end_replicas(run_id, replica, ended, grace_s)
     deadline = time.monotonic() + grace_s
-    while marked(mark) and time.monotonic() < deadline:
+    while processes_with(run_id) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
-    # Ranks that were started after the parent's end belong to another group of the same run.
+    # Ranks that were started after the parent's end belong to another start of the same run.
     latest = ended if grace_s else float("inf")
-    end(lambda: [*living(watched), *(one for one in marked(mark) if one.create_time() <= latest)])
-    if os.getppid() != parent:  # a living one does it, as it still holds the folder
+    end(lambda: [*living(watched), *_started_before(latest, run_id)])
+    if os.getppid() != parent:  # a living parent does it, as it still holds the folder
         scratch.remove(keep_logs=not clean)
         if compiled.endswith(f"torchinductor_{os.getuid()}"):  # else the user has named it
             remove_if_empty(compiled)
 
 
-def _end_replicas(mark: str, failure_domain: str, ended: float, grace_s: float) -> float:
-    """End what each replica has left `grace_s` after a rank of it ended, until a rank of no replica ends, or none is
-    left; when the last one did.
+def _started_before(latest: float, run_id: str) -> list[psutil.Process]:
+    return [process for process in processes_with(run_id) if process.create_time() <= latest]
 
-    fate, ended: of the rank that has ended already. The others are looked for before anything is killed, and watched
-    from then on: none ends unnoticed while another's replica is dealt with.
+
+def _end_replicas(run_id: str, replica: str, ended: float, grace_s: float) -> float:
+    """Kill the rest of each replica `grace_s` after one of its ranks ended; return the time of the last rank's end.
+
+    Returns when a rank outside of replicas ends, or when no rank is left. replica, ended: of the rank that has ended
+    already. The other ranks are looked for before any process is killed and watched from then on, so that none ends
+    unnoticed.
     """
-    ranks, ending = _Ranks(mark), {failure_domain: ended}
+    ranks, ending = _Ranks(run_id), {replica: ended}
     while ending or ranks.are_here:
         ranks.look()
-        for replica, since in [*ending.items()]:
-            left = partial(_left_of, mark, replica, since)
+        for name, since in [*ending.items()]:
+            left = partial(_left_of, run_id, name, since)
             if process_time() >= since + grace_s or not left():
                 end(left)
-                del ending[replica]
+                del ending[name]
         for other in ranks.ended(_LOOK_S if ending or not ranks.are_here else None):
             ended = process_time()
             if other is None:
@@ -141,17 +153,17 @@ def _end_replicas(mark: str, failure_domain: str, ended: float, grace_s: float) 
     return ended
 
 
-def _left_of(mark: str, failure_domain: str, ended: float) -> list[psutil.Process]:
-    """Living processes of a replica a rank of which has `ended`; not what was started since."""
-    return [one for one in marked(mark) if variable_of(one, FATE) == failure_domain and one.create_time() <= ended]
+def _left_of(run_id: str, replica: str, ended: float) -> list[psutil.Process]:
+    """Return the living processes of a replica that were started before one of its ranks `ended`."""
+    return [process for process in _started_before(ended, run_id) if variable_of(process, REPLICA) == replica]
 
 
 class _Ranks:
-    """The ranks of a run on this node, as far as they have been looked for, each with its replica's fate or None."""
+    """The ranks of a run on this node that `look` has found, each with its replica or None."""
 
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-        self._ends: dict[int, tuple[int, str | None]] = {}  # pid -> what is readable when it has ended, fate
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._ends: dict[int, tuple[int, str | None]] = {}  # pid -> pidfd, readable when the rank has ended; replica
         self._missed: list[str | None] = []
 
     @property
@@ -160,39 +172,42 @@ class _Ranks:
         return bool(self._ends or self._missed)
 
     def look(self) -> None:
-        """Watch those that have come."""
-        for pid, failure_domain in fates_of(marked(self._mark), self._mark).items():
+        """Find and watch new ranks."""
+        for pid, replica in replicas_of(processes_with(self._run_id), self._run_id).items():
             if pid not in self._ends:
                 try:
-                    self._ends[pid] = os.pidfd_open(pid), failure_domain
+                    self._ends[pid] = os.pidfd_open(pid), replica
                 except ProcessLookupError:
-                    self._missed.append(failure_domain)
+                    self._missed.append(replica)
 
     def ended(self, timeout: float | None) -> list[str | None]:
-        """The fates of those that have ended; waits for one, for `timeout` seconds at most."""
+        """Wait for the end of a rank, at most `timeout` seconds; return the replicas of all ranks that have ended."""
         gone, self._missed = self._missed, []
         ready, _, _ = select.select([end for end, _ in self._ends.values()], [], [], 0.0 if gone else timeout)
-        for pid, (descriptor, failure_domain) in [*self._ends.items()]:
+        for pid, (descriptor, replica) in [*self._ends.items()]:
             if descriptor in ready:
                 os.close(descriptor)
                 del self._ends[pid]
-                gone.append(failure_domain)
+                gone.append(replica)
         return gone
 
 
-def fates_of(processes: Iterable[psutil.Process], mark: str) -> dict[int, str | None]:
-    """pid -> fate, of those that are ranks of a run: Ray names them. Of one that has just ended nothing can be read."""
-    fates = {}
+def replicas_of(processes: Iterable[psutil.Process], run_id: str) -> dict[int, str | None]:
+    """Return pid -> replica or None, for the processes that are ranks of a run, which have Ray's names.
+
+    A process that has just ended is left out, as its environment cannot be read.
+    """
+    replicas = {}
     for process in processes:
         with suppress(psutil.Error):
             variables = process.environ()
-            if variables.get(MARK) == mark and process.name().startswith("ray::"):
-                fates[process.pid] = variables.get(FATE)
-    return fates
+            if variables.get(RUN_ID) == run_id and process.name().startswith("ray::"):
+                replicas[process.pid] = variables.get(REPLICA)
+    return replicas
 
 
 def _await_end(parent: int) -> bytes:
-    """What the parent has written when it closes its end, or dies: a child of its may hold that end open."""
+    """Wait until the parent closes its end or dies; return its message. Its children may hold that end open."""
     try:
         process = os.pidfd_open(parent)
     except ProcessLookupError:

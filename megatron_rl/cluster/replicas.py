@@ -20,7 +20,7 @@ from typing import TypeVar, cast
 
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.handle import HOST, Handle
-from megatron_rl.cluster.leftovers import FATE, MARK, end, marked, variable_of
+from megatron_rl.cluster.leftovers import REPLICA, RUN_ID, end, processes_with, variable_of
 from megatron_rl.cluster.ranks import Ranks, ReplicaRanks
 from megatron_rl.cluster.ray_pool import START_TIMEOUT_S, RayPool
 from megatron_rl.cluster.waiting import PoolFuture
@@ -118,9 +118,9 @@ class Replica:
     def _end(self, reason: str) -> None:
         """Kill the processes, and all that they have started on this node; reason: for later calls."""
         self.pool.shutdown(WorkerFailure(reason))
-        mark = self._ranks.variables.get(MARK)
-        if mark is not None:
-            end(lambda: [one for one in marked(mark) if variable_of(one, FATE) == self.name], LEFTOVERS_S)
+        run_id = self._ranks.variables.get(RUN_ID)
+        if run_id is not None:
+            end(lambda: [one for one in processes_with(run_id) if variable_of(one, REPLICA) == self.name], LEFTOVERS_S)
 
     def _new_pool(self) -> RayPool:
         return self._make(self.name, self._ranks, FailureDomain(named=True))

@@ -1,9 +1,9 @@
-"""A run's own folder on one machine, for what must not outlive it: sockets, temporary files, Ray's session.
+"""A run's own folder on one machine, for files that must not outlive it: sockets, temporary files, Ray's session.
 
-    <temporary folder>/megatron_rl-<uid>/<mark>/      mode 0700, and so is the folder above it
+    <temporary folder>/megatron_rl-<uid>/<run_id>/      mode 0700, and so is the folder above it
 
-Names of shared-memory segments carry the mark. Whoever uses the folder holds its lock, which the kernel lets go when
-the process ends, however that happens. Whoever starts a run removes what dead runs of the same user have left.
+Names of shared-memory segments contain the run's id. Every process that uses the folder holds its lock, which the
+kernel releases however the process ends. The start of a run removes the leftovers of dead runs of the same user.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.cluster.leftovers import end, marked
+from megatron_rl.cluster.leftovers import end, processes_with
 from megatron_rl.errors import ConfigError
 
 SEGMENTS = Path("/dev/shm")
 PREFIX = "megatron_rl-"
 LONGEST_BASE = 107 - len("/0123456789/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-"""Bytes. The kernel allows a socket's path 107; the rest is the mark, and what Ray appends."""
+"""Bytes. The kernel allows 107 for a socket's path; the rest is the run's id and Ray's part of the path."""
 
 EXIT_PATIENCE_S = 5.0
-"""A killed process can no longer be found by its mark when it still has its files open."""
+"""Seconds in which killed processes, which can no longer be found, close their files."""
 
 LAST_FAILURE = "last_failure"
-"""Beside the runs' folders: what Ray's processes wrote in the last run that failed."""
+"""The folder, next to the runs' folders, with the logs of Ray's processes of the last run that failed."""
 
 
-def segment_name(mark: str, rest: str) -> str:
-    """A name in /dev/shm that says to which run it belongs."""
-    return f"{PREFIX}{mark}-{rest}"
+def segment_name(run_id: str, rest: str) -> str:
+    """Return a name in /dev/shm that contains the id of its run."""
+    return f"{PREFIX}{run_id}-{rest}"
 
 
 def of_dead_runs(entries: Iterable[tuple[str, int]], uid: int, dead: Container[str]) -> list[str]:
-    """Names of the segments to remove: this user's, with the mark of a run that is known to be dead.
+    """Return the names of the segments to remove: this user's, with the id of a run that is known to be dead.
 
-    entries: (name, owner's uid). A mark that nobody knows anything of may belong to a run in another container.
+    entries: (name, owner's uid). An unknown id may belong to a run in another container.
     """
     marks = {name: name.removeprefix(PREFIX).split("-")[0] for name, _ in entries if name.startswith(PREFIX)}
     return [name for name, owner in entries if owner == uid and name in marks and marks[name] in dead]
@@ -53,36 +53,36 @@ def of_dead_runs(entries: Iterable[tuple[str, int]], uid: int, dead: Container[s
 class Scratch:
     """One run's folder, held by this process; `begin` and `join` make one, `remove` ends it."""
 
-    def __init__(self, mark: str, base: Path) -> None:
+    def __init__(self, run_id: str, base: Path) -> None:
         """Called with the base locked."""
-        self.mark = mark
-        self.folder = base / mark
+        self.run_id = run_id
+        self.folder = base / run_id
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     @classmethod
     def begin(cls) -> Scratch:
-        """A new run's; removes what dead runs have left. Raises ConfigError where there is no place for it."""
+        """Create a new run's folder; remove leftovers of dead runs. Raises ConfigError where no place is usable."""
         with _locked_base() as base:
             sweep(base)
             return cls(uuid.uuid4().hex[:10], base)
 
     @classmethod
-    def join(cls, mark: str) -> Scratch:
-        """That of a run which another process began, here or on another machine. Raises ConfigError like `begin`."""
+    def join(cls, run_id: str) -> Scratch:
+        """Open the folder of a run that another process began, here or on another machine. Raises as `begin` does."""
         with _locked_base() as base:
-            if not (base / mark).exists():
+            if not (base / run_id).exists():
                 sweep(base)
-            return cls(mark, base)
+            return cls(run_id, base)
 
     @property
     def ray_folder(self) -> Path:
-        """For Ray's session; Ray makes it writable for everybody, so it must not be the folder itself."""
+        """The folder of Ray's session. Ray makes it writable for everybody, so it is not `folder` itself."""
         return self.folder / "ray"
 
     def claim(self) -> int | None:
-        """A descriptor, for the first process of the run on this machine that asks while none of it is open."""
+        """Return a descriptor to the first process of the run on this machine that asks while no descriptor is open."""
         claim = os.open(self.folder / "claim", os.O_RDWR | os.O_CREAT, 0o600)
         if _is_free(claim):
             return claim
@@ -90,7 +90,7 @@ class Scratch:
         return None
 
     def remove(self, keep_logs: bool = False) -> None:
-        """Remove everything, unless another process goes on holding it; repeating it is free.
+        """Remove the folder and the run's segments, unless another process holds it; a second call does nothing.
 
         keep_logs: move the logs of Ray's processes to LAST_FAILURE.
         """
@@ -110,14 +110,14 @@ class Scratch:
 
 
 def sweep(base: Path) -> None:
-    """Remove what runs have left that nobody holds any more, their processes first; the base is locked."""
+    """Remove the leftovers of runs whose folder no process holds, their processes first; the base is locked."""
     for folder in base.iterdir():
         if folder.is_dir() and folder.name != LAST_FAILURE:
             with suppress(OSError):
                 lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
                 try:
                     if _is_free(lock):
-                        end(partial(marked, folder.name), EXIT_PATIENCE_S)
+                        end(partial(processes_with, folder.name), EXIT_PATIENCE_S)
                         _remove(folder)
                 finally:
                     os.close(lock)
@@ -132,7 +132,7 @@ def _is_free(lock: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Segments first: only a folder tells that their run is dead."""
+    """Remove the segments before the folder: only the folder shows that their run is dead."""
     entries = []
     if SEGMENTS.is_dir():
         for path in SEGMENTS.iterdir():
@@ -153,7 +153,7 @@ def _keep_logs(folder: Path, target: Path) -> None:
 
 @contextmanager
 def _locked_base() -> Iterator[Path]:
-    """The folder of this user's runs: in the temporary folder, or in /tmp where that one's path is too long."""
+    """Lock the folder of this user's runs: in the temporary folder, or in /tmp where that path is not usable."""
     reasons = []
     for place in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         base = Path(place) / f"{PREFIX}{os.getuid()}"
@@ -174,7 +174,7 @@ def _locked_base() -> Iterator[Path]:
 
 
 def _lock(base: Path) -> int:
-    """Make the base and lock it; raises OSError where it cannot serve."""
+    """Create the base and lock it. Raises OSError where the base is not usable."""
     if len(os.fsencode(base)) > LONGEST_BASE:
         raise OSError(errno.ENAMETOOLONG, f"longer than the {LONGEST_BASE} bytes that leave room for a socket's name")
     base.mkdir(mode=0o700, exist_ok=True)

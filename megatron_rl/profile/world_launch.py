@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_rl.cluster.fork_server import fork_command
-from megatron_rl.cluster.leftovers import end, marked
+from megatron_rl.cluster.leftovers import end, processes_with
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.profile.samples import MeasuringTask, World, read_samples, slowest, write_task
 from megatron_rl.roles.environment import started_with, worker_environment
@@ -41,7 +41,7 @@ class Worlds:
         return self
 
     def __exit__(self, *error: object) -> None:
-        end(lambda: marked(self._mark, PROFILE_MARK))
+        end(lambda: processes_with(self._mark, PROFILE_MARK))
 
     def run(self, task: MeasuringTask, config: Path, folder: Path, time_limit_s: float) -> World:
         """Every rank of the task's world in a process of its own.

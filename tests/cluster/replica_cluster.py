@@ -13,7 +13,7 @@ from replica_worker import ROLE, ReplicaHost, Sampler
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.cluster.hosting import Hosting
-from megatron_rl.cluster.leftovers import MARK, living, marked
+from megatron_rl.cluster.leftovers import RUN_ID, living, processes_with
 from megatron_rl.cluster.ray_cluster import RayCluster
 from megatron_rl.cluster.replicas import Replica
 from megatron_rl.config.roles import PoolSize, PoolSpec
@@ -109,11 +109,11 @@ def lives(pid: int) -> bool:
         return False
 
 
-def mark_of(pid: int) -> str:
-    """The mark of the run that a rank belongs to."""
-    return psutil.Process(pid).environ()[MARK]
+def run_id_of(pid: int) -> str:
+    """The run_id of the run that a rank belongs to."""
+    return psutil.Process(pid).environ()[RUN_ID]
 
 
-def nothing_left(mark: str) -> bool:
+def nothing_left(run_id: str) -> bool:
     """Whether no process of a run is left, after `GONE_S` at most."""
-    return eventually(lambda: not living(marked(mark)))
+    return eventually(lambda: not living(processes_with(run_id)))

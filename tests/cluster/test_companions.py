@@ -16,8 +16,8 @@ import pytest
 from replica_cluster import GONE_S, eventually, lives
 
 from megatron_rl.cluster import reaper
-from megatron_rl.cluster.leftovers import FATE, MARK, end, marked
-from megatron_rl.cluster.reaper import fates_of
+from megatron_rl.cluster.leftovers import REPLICA, RUN_ID, end, processes_with
+from megatron_rl.cluster.reaper import replicas_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -36,13 +36,17 @@ time.sleep(600)
 class Node:
     """Ranks of one run, on a machine of their own as far as they know."""
 
-    def __init__(self, mark: str) -> None:
-        self.mark = mark
-        self.folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}" / mark
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}" / run_id
 
     def rank(self, replica: str | None) -> tuple[subprocess.Popen, list[int]]:
         """A rank, once it has settled in, and its pid and its child's."""
-        env = os.environ | {MARK: self.mark, "PYTHONPATH": os.getcwd()} | ({} if replica is None else {FATE: replica})
+        env = (
+            os.environ
+            | {RUN_ID: self.run_id, "PYTHONPATH": os.getcwd()}
+            | ({} if replica is None else {REPLICA: replica})
+        )
         process = subprocess.Popen([sys.executable, "-c", RANK], env=env, stdout=subprocess.PIPE, text=True)
         return process, [process.pid, int(process.stdout.readline())]
 
@@ -51,7 +55,7 @@ class Node:
 def node() -> Iterator[Node]:
     node = Node(uuid.uuid4().hex[:10])
     yield node
-    assert end(lambda: marked(node.mark)) == []
+    assert end(lambda: processes_with(node.run_id)) == []
 
 
 def kill(rank: tuple[subprocess.Popen, list[int]]) -> Callable[[], bool]:
@@ -65,7 +69,7 @@ def kill(rank: tuple[subprocess.Popen, list[int]]) -> Callable[[], bool]:
 @contextmanager
 def held_up(node: Node) -> Iterator[None]:
     """Keep the node's companion from going on, as a busy machine does."""
-    started = [reaper.__name__, node.mark]
+    started = [reaper.__name__, node.run_id]
     [companion] = [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[2:4] == started]
     companion.suspend()
     try:
@@ -92,7 +96,7 @@ def test_the_end_of_a_replica_is_not_that_of_the_node(node: Node) -> None:
         process, _ = rank
         process.kill()
         process.wait()
-    assert eventually(lambda: not marked(node.mark) and not node.folder.exists())
+    assert eventually(lambda: not processes_with(node.run_id) and not node.folder.exists())
 
 
 def test_the_end_of_a_training_rank_is_that_of_the_node(node: Node) -> None:
@@ -102,19 +106,19 @@ def test_the_end_of_a_training_rank_is_that_of_the_node(node: Node) -> None:
     assert all(map(lives, train[1] + other[1]))
     train[0].kill()
     train[0].wait()
-    assert eventually(lambda: not marked(node.mark) and not node.folder.exists())
+    assert eventually(lambda: not processes_with(node.run_id) and not node.folder.exists())
     other[0].wait(GONE_S)
 
 
 def test_a_rank_that_has_just_ended_is_none_of_training(node: Node) -> None:
-    """Nothing can be read of it any more, a fate neither. Would not catch a process that only is called like one."""
+    """Nothing can be read of it any more, nor its replica. Would not catch a process that only is called like one."""
     (replica, pids), train = node.rank("rollout_pool/0"), node.rank(None)
-    seen = marked(node.mark)
-    assert fates_of(seen, node.mark) == {pids[0]: "rollout_pool/0", train[0].pid: None}
+    seen = processes_with(node.run_id)
+    assert replicas_of(seen, node.run_id) == {pids[0]: "rollout_pool/0", train[0].pid: None}
     replica.kill()
     os.waitid(os.P_PID, replica.pid, os.WEXITED | os.WNOWAIT)  # nobody has noticed its end
-    assert fates_of(seen, node.mark) == {train[0].pid: None}
+    assert replicas_of(seen, node.run_id) == {train[0].pid: None}
     replica.wait()
-    assert fates_of(seen, node.mark) == {train[0].pid: None}
+    assert replicas_of(seen, node.run_id) == {train[0].pid: None}
     train[0].kill()
     train[0].wait()

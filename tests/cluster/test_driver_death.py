@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.cluster.leftovers import MARK, end, living
+from megatron_rl.cluster.leftovers import RUN_ID, end, living
 from megatron_rl.cluster.reaper import Reaper
 from megatron_rl.cluster.scratch import SEGMENTS, segment_name
 from megatron_rl.errors import GraceOver, WorkerFailure
@@ -110,9 +110,9 @@ def scratch_of(tree: list[psutil.Process]) -> Path:
     marks = set()
     for process in tree:
         with suppress(psutil.Error):  # one of Ray's that has just ended
-            marks.add(process.environ().get(MARK))
-    [mark] = marks - {None}
-    [folder] = Path(tempfile.gettempdir()).glob(f"megatron_rl-{os.getuid()}/{mark}")
+            marks.add(process.environ().get(RUN_ID))
+    [run_id] = marks - {None}
+    [folder] = Path(tempfile.gettempdir()).glob(f"megatron_rl-{os.getuid()}/{run_id}")
     return folder
 
 
@@ -164,10 +164,10 @@ def test_a_child_whose_parents_died_first_is_found_by_its_mark() -> None:
     Would not catch a process that was started with an emptied environment.
     """
     reaper = Reaper()
-    with reaper.marking():
+    with reaper.watching():
         script = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL).pid)"
         orphan = psutil.Process(int(subprocess.check_output([sys.executable, "-c", script])))
-    assert MARK not in os.environ
+    assert RUN_ID not in os.environ
     assert orphan.is_running()
     reaper.stop()
     psutil.wait_procs([orphan], timeout=PATIENCE_S)

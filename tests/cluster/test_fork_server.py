@@ -22,7 +22,7 @@ from toy_worker import ToyWorker
 from megatron_rl.cluster import fork_server
 from megatron_rl.cluster.fork_server import fork_command
 from megatron_rl.cluster.hosting import PoolOptions
-from megatron_rl.cluster.leftovers import FATE, MARK, end, marked
+from megatron_rl.cluster.leftovers import REPLICA, RUN_ID, end, processes_with
 from megatron_rl.cluster.ray_pool import RayPool
 from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.errors import WorkerFailure
@@ -55,11 +55,11 @@ class Clients:
     """Started as Ray starts them; folder: has the module `slow_import`, which counts its imports."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.mark = folder, uuid.uuid4().hex[:10]
+        self.folder, self.run_id = folder, uuid.uuid4().hex[:10]
         (folder / "slow_import.py").write_text(IMPORTED)
         self._imports = folder / "imports"
         self._variables = {
-            MARK: self.mark,
+            RUN_ID: self.run_id,
             "IMPORTS": str(self._imports),
             "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)]),
         }
@@ -71,8 +71,8 @@ class Clients:
 
     def start_as(self, what: list[str], rank: int = 0, **variables: str) -> subprocess.Popen[str]:
         """what: that Python is told to run."""
-        command = [*shlex.split(fork_command(["slow_import"], {"run": self.mark})), *what, "an argument"]
-        env = os.environ | self._variables | {"RANK": str(rank), FATE: f"replica/{rank}"} | variables
+        command = [*shlex.split(fork_command(["slow_import"], {"run": self.run_id})), *what, "an argument"]
+        env = os.environ | self._variables | {"RANK": str(rank), REPLICA: f"replica/{rank}"} | variables
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         return subprocess.Popen(command, env=env, cwd=self.folder, text=True, **pipes)
 
@@ -89,7 +89,7 @@ class Clients:
 def clients(tmp_path: Path) -> Iterator[Clients]:
     clients = Clients(tmp_path)
     yield clients
-    assert end(lambda: marked(clients.mark)) == []
+    assert end(lambda: processes_with(clients.run_id)) == []
 
 
 def test_a_child_has_what_its_client_was_given(clients: Clients) -> None:
@@ -121,11 +121,11 @@ def test_others_find_a_child_by_its_own_environment(clients: Clients) -> None:
     pids = [clients.pid(client) for client in started]
     for rank, pid in enumerate(pids):
         shown = psutil.Process(pid).environ()
-        assert (shown["RANK"], shown[FATE], shown[MARK]) == (str(rank), f"replica/{rank}", clients.mark)
+        assert (shown["RANK"], shown[REPLICA], shown[RUN_ID]) == (str(rank), f"replica/{rank}", clients.run_id)
         assert os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0)
     [server] = clients.imports()
-    assert FATE not in psutil.Process(server).environ()
-    assert {one.pid for one in marked(clients.mark)} == {server, *pids, *(client.pid for client in started)}
+    assert REPLICA not in psutil.Process(server).environ()
+    assert {one.pid for one in processes_with(clients.run_id)} == {server, *pids, *(client.pid for client in started)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

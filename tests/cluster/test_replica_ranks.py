@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.hosting import Hosting
-from megatron_rl.cluster.leftovers import FATE
+from megatron_rl.cluster.leftovers import REPLICA
 from megatron_rl.cluster.local_cluster import LocalCluster
 from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.ray_cluster import RayCluster
@@ -74,7 +74,7 @@ def test_replicas_share_out_all_ranks(num_nodes: int, per_node: int, size: int) 
     assert bundles == [rank // per_node for rank in range(num_nodes * per_node)]
     for number, one in enumerate(found):
         assert one.variables == {
-            FATE: f"rollout/{number}",
+            REPLICA: f"rollout/{number}",
             "POOL_REPLICA": str(number),
             "POOL_REPLICAS": str(len(found)),
             "POOL_FIRST_RANK": str(number * size),

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from replica_cluster import Driver, cluster_of, eventually, mark_of, nothing_left, replicas, sampler, trainer
+from replica_cluster import Driver, cluster_of, eventually, nothing_left, replicas, run_id_of, sampler, trainer
 from replica_worker import ReplicaHost
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
@@ -32,7 +32,7 @@ def test_a_cluster_may_be_left_in_any_state_of_its_replicas(tmp_path: Path) -> N
     slow = tmp_path / "slow"
     with cluster_of(5, 1, slow=slow) as cluster:
         in_call, dead, stopped, coming_up, in_construction = replicas(cluster)
-        mark = mark_of(cluster.pools["train"].pids[0])
+        run_id = run_id_of(cluster.pools["train"].pids[0])
         in_call.host(ReplicaHost).start_child().get()
         waiting = {
             in_call: sampler(in_call).count(0, 600.0),
@@ -53,7 +53,7 @@ def test_a_cluster_may_be_left_in_any_state_of_its_replicas(tmp_path: Path) -> N
         left_at = time.monotonic()
     assert time.monotonic() - left_at < 30
     assert isinstance(thread.must_end_within(60), WorkerFailure)
-    assert nothing_left(mark)
+    assert nothing_left(run_id)
     for future in waiting.values():
         with pytest.raises(WorkerFailure, match="rollout_pool/"):
             future.get()
@@ -79,7 +79,7 @@ def test_random_kills_and_stops() -> None:
     """
     draw = random.Random(5)
     with cluster_of(2, 2, HeartbeatLimits(stall_timeout_s=12, heartbeat_timeout_s=10)) as cluster:
-        mark, both = mark_of(cluster.pools["train"].pids[0]), replicas(cluster)
+        run_id, both = run_id_of(cluster.pools["train"].pids[0]), replicas(cluster)
         over = threading.Event()
         thread = Driver(lambda: drive(both, over))
         while sum(one.num_restarts for one in both) < 8 and thread.is_alive():
@@ -95,7 +95,7 @@ def test_random_kills_and_stops() -> None:
         print(f"answers {answered}, restarts {restarts}")
         assert min(answered) > 0 and sum(restarts) >= 8
         assert all(sampler(one).count(9).get() == [(9, one.pids[0])] for one in both)
-    assert nothing_left(mark)
+    assert nothing_left(run_id)
 
 
 def drive(all_replicas: list[Replica], over: threading.Event) -> tuple[list[int], list[int]]:

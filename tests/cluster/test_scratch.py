@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cluster import scratch
-from megatron_rl.cluster.leftovers import MARK
+from megatron_rl.cluster.leftovers import RUN_ID
 from megatron_rl.cluster.scratch import SEGMENTS, Scratch, of_dead_runs, segment_name
 from megatron_rl.errors import ConfigError
 
@@ -53,7 +53,7 @@ def holder(place: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
 
 
 def test_what_is_removed_of_shared_memory() -> None:
-    """Would not catch a mark that two machines share."""
+    """Would not catch a run_id that two machines share."""
     names = ["megatron_rl-aaaa-queue", "megatron_rl-aaaa-29500-tp:0_1", "megatron_rl-bbbb-queue", "psm_0123", "aaaa-1"]
     ours = [(name, 7) for name in names]
     assert of_dead_runs(ours, 7, {"aaaa"}) == names[:2]
@@ -65,7 +65,7 @@ def test_a_start_removes_what_a_killed_process_left_and_nothing_of_a_living_one(
     """Would not catch a folder on a file system without locks, where no run can start."""
     process, folder = holder
     segment = SEGMENTS / segment_name(folder.name, "queue")
-    orphan = subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: folder.name})
+    orphan = subprocess.Popen(["sleep", "600"], env=os.environ | {RUN_ID: folder.name})
     first = Scratch.begin()
     assert (folder / "socket").exists() and segment.exists() and orphan.poll() is None
     process.kill()

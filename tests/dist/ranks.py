@@ -47,7 +47,7 @@ def fork_server() -> ForkServerContext:
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [others])]),
         "TMPDIR": str(reaper.scratch.folder),
     }
-    with pytest.MonkeyPatch.context() as patch, reaper.marking():
+    with pytest.MonkeyPatch.context() as patch, reaper.watching():
         for name, value in variables.items():
             patch.setenv(name, value)
         patch.setattr(tempfile, "tempdir", variables["TMPDIR"])  # where the server's own socket goes

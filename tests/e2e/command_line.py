@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 from forked_run import ForkedRun
 
-from megatron_rl.cluster.leftovers import MARK, end, marked
+from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
 from megatron_rl.cluster.scratch import SEGMENTS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ class CommandLine:
         self.run = folder / "run"
         self.output = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
         self.started = time.monotonic()
-        self.marks: set[str] = set()  # of the family that was seen, see `cluster/scratch.py`
+        self.run_ids: set[str] = set()  # of the family that was seen, see `cluster/scratch.py`
         arguments = [*overrides, *([f"trainer.default_local_dir={self.run}"] if names_folder else [])]
         self.process: subprocess.Popen | ForkedRun
         environment = {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {})
@@ -70,10 +70,10 @@ class CommandLine:
 
     def family(self) -> list[psutil.Process]:
         """Every living process that inherited this run's tag, and a forked one, which was not started with it."""
-        members = marked(self.tag, TAG)
+        members = processes_with(self.tag, TAG)
         for process in members:
             with suppress(psutil.Error):  # it has just ended
-                self.marks |= {mark for name, mark in process.environ().items() if name == MARK}
+                self.run_ids |= {run_id for name, run_id in process.environ().items() if name == RUN_ID}
         if isinstance(self.process, ForkedRun) and self.process.poll() is None:
             members.append(psutil.Process(self.process.pid))
         return members
@@ -123,8 +123,10 @@ class CommandLine:
 
     def files(self) -> list[str]:
         """Folders and shared memory of the runs whose processes `family` has seen."""
-        folders = [path for mark in self.marks for path in Path(tempfile.gettempdir()).glob(f"megatron_rl-*/{mark}")]
-        segments = [path for mark in self.marks for path in SEGMENTS.glob(f"megatron_rl-{mark}-*")]
+        folders = [
+            path for run_id in self.run_ids for path in Path(tempfile.gettempdir()).glob(f"megatron_rl-*/{run_id}")
+        ]
+        segments = [path for run_id in self.run_ids for path in SEGMENTS.glob(f"megatron_rl-{run_id}-*")]
         return [str(path) for path in folders + segments]
 
     def left_over(self, patience: float = 10) -> list[str]:

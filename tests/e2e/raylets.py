@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from forked_run import without_ray
 
-from megatron_rl.cluster.leftovers import end, marked
+from megatron_rl.cluster.leftovers import end, processes_with
 from megatron_rl.cluster.worker_process import listen
 
 NODE = "MEGATRON_RL_TEST_NODE"
@@ -105,7 +105,7 @@ class Raylets:
 
     def family(self, node: int) -> list[psutil.Process]:
         """Every living process of a node: raylet, agents, ranks, and what these started."""
-        return marked(self._nodes[node], NODE)
+        return processes_with(self._nodes[node], NODE)
 
     def ranks(self, node: int) -> dict[int, psutil.Process]:
         """Rank -> its process, on one node."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.cluster.leftovers import marked
+from megatron_rl.cluster.leftovers import processes_with
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.profile import probe
@@ -88,7 +88,7 @@ def test_ranks_that_take_too_long_are_ended(world):
 
 def nothing_left() -> bool:
     """Of all that a profile has started, which ends with it."""
-    return marked(os.environ[TAG], TAG) == []
+    return processes_with(os.environ[TAG], TAG) == []
 
 
 def command(*arguments: str, limit: float) -> subprocess.CompletedProcess:

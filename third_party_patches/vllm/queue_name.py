@@ -3,7 +3,7 @@
 Reason: Python calls these segments `psm_` and a random number. When all processes of a job are killed, the one that
 would remove them included, they hold their memory until the machine is started again, and nobody can tell whose they
 are.
-What it does: the names begin with the run's mark, by which the next run's start finds what dead runs have left.
+What it does: the names begin with the run's id, by which the next run's start finds what dead runs have left.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from third_party_patches.guard import VLLM, Patch
 
 
-class MarkedMemory(shared_memory.SharedMemory):
-    """Shared memory that is created under a name with the run's mark, where the process belongs to a run."""
+class RunMemory(shared_memory.SharedMemory):
+    """Shared memory that is created under a name with the run's id, where the process belongs to a run."""
 
     def __init__(self, name: str | None = None, create: bool = False, size: int = 0, **others: Any) -> None:
         if create and name is None and "MEGATRON_RL_RUN" in os.environ:
@@ -32,7 +32,7 @@ def apply() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     for module in (parallel_state, shm_broadcast):
-        module.shared_memory = SimpleNamespace(SharedMemory=MarkedMemory)
+        module.shared_memory = SimpleNamespace(SharedMemory=RunMemory)
 
 
 PATCH = Patch(

@@ -4,7 +4,7 @@ Reason: under `env://` initialisation the segment name holds only the group's ra
 ("create shm in SHMManager failed. errno: 17"), and a group on two nodes would wait for a segment of the other's, as
 vLLM takes shared memory wherever the name is the same on all ranks of a group.
 What it does: the name carries the job's rendezvous port, which all ranks of one job share and no two jobs do, and the
-node's number; a group on several nodes then uses torch.distributed. It begins with the run's mark, where there is one,
+node's number; a group on several nodes then uses torch.distributed. It begins with the run's id, where there is one,
 as `queue_name` does it.
 """
 
@@ -24,8 +24,8 @@ def apply() -> None:
     original = cpu_communicator._CPUSHMDistributed.make_group_name
 
     def make_group_name(communicator: object) -> str:
-        mark = os.environ.get("MEGATRON_RL_RUN")
-        run = f"megatron_rl-{mark}-" if mark else ""
+        run_id = os.environ.get("MEGATRON_RL_RUN")
+        run = f"megatron_rl-{run_id}-" if run_id else ""
         job = f"{os.environ['MASTER_PORT']}-{os.environ['NODE_RANK']}"
         return f"{run}{job}-{original(communicator).replace('/', '')}"
 
