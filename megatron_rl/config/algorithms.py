@@ -36,8 +36,8 @@ def is_on_policy(config: RunConfig) -> bool:
     """Whether the old log-probs are those of the update itself, so that the trainer makes no pass for them.
 
     verl's name for one mini-batch and one epoch: the only update of a step begins with the weights that such a pass
-    would have. Not where somebody reads old log-probs before it: a KL in the reward, an estimator, what corrects for
-    the rollout, generation that runs ahead; nor where steps pass without an update, as every step compares log-probs.
+    would have. False where old log-probs are read before the update, by a KL in the reward, an estimator, a correction
+    for the rollout or generation that runs ahead; and where steps have no update, as every step compares log-probs.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
@@ -59,7 +59,7 @@ def scores_old_log_probs(config: RunConfig) -> bool:
 
 
 def uses_rule(config: RunConfig) -> bool:
-    """Whether a rule scores answers, those to training prompts or held-out ones alone; else reward models are alone."""
+    """Whether a rule scores answers, to training prompts or to held-out ones alone; else only reward models do."""
     return config.custom_reward_function.name is not None
 
 

@@ -23,15 +23,15 @@ from megatron_rl.parallel.zigzag import ContextShare
 from megatron_rl.records import TokenRows, ragged_from_lengths, row_lengths, to_padded
 
 NO_RESPONSE_FIELDS = ("input_ids", "response_lengths", "routed_experts")
-"""What of a record is not one float per response token."""
+"""Fields of a record that are not one float per response token."""
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How one role's passes are cut.
+    """How rows are joined into the micro-batches of one role.
 
-    num_rows: rows of a block, in the order they come. max_tokens: instead, as many rows as have so many tokens, in as
-    few blocks as possible and of equal `work`; None: by number. remove_padding: lay the rows of a block end to end.
+    num_rows: rows of a block, in the order of the record. max_tokens: join rows by their tokens instead, in as few
+    blocks as possible and of equal `work`; None: by number. remove_padding: lay the rows of a block end to end.
     """
 
     num_rows: int
@@ -47,49 +47,49 @@ class MicroBatching:
     def plan(
         self, lengths: Sequence[int], num_blocks: int = 1, multiple: int = 1, prompts: Sequence[int] | None = None
     ) -> list[list[int]]:
-        """The rows of each block, every row once, for rows of `lengths` tokens.
+        """Return the rows of each block, every row once, for rows of `lengths` tokens.
 
-        num_blocks and multiple are wishes that only dynamic blocks can follow: at least so many, and a multiple of
-        so many; never more than there are rows. prompts: the number of each row's prompt; dynamic blocks keep rows with
-        the same one together as far as that takes no more blocks.
+        Only dynamic blocks follow num_blocks, their least number, and multiple, which divides it; there are never more
+        blocks than rows. prompts: the number of each row's prompt; dynamic blocks keep rows of one prompt together as
+        far as that takes no more blocks.
         """
-        if self.max_tokens is None:
-            starts = self._firsts(len(lengths))
-            return [list(range(start, min(start + self.num_rows, len(lengths)))) for start in starts]
-        work = self.work(lengths)
-        by_rows = pack(lengths, work, self.max_tokens, num_blocks, multiple)
-        most = 0 if prompts is None else max(Counter(prompts).values())
-        while prompts is not None and most > 1:
+        by_rows = self._join([[row] for row in range(len(lengths))], lengths, num_blocks, multiple)
+        if self.max_tokens is None or prompts is None:
+            return by_rows
+        most = max(Counter(prompts).values())
+        while most > 1:
             parts = together(prompts, lengths, most, self.max_tokens)
             if len(parts) >= max(num_blocks, multiple):
-                sizes = [sum(lengths[row] for row in part) for part in parts]
-                works = [sum(work[row] for row in part) for part in parts]
-                packs = pack(sizes, works, self.max_tokens, num_blocks, multiple)
-                if len(packs) <= len(by_rows):
-                    return [sorted(row for part in rows for row in parts[part]) for rows in packs]
+                blocks = self._join(parts, lengths, num_blocks, multiple)
+                if len(blocks) <= len(by_rows):
+                    return [sorted(rows) for rows in blocks]
             most //= 2
         return by_rows
 
     def plan_units(
         self, lengths: Sequence[int], sizes: Sequence[int], num_blocks: int = 1, multiple: int = 1
     ) -> list[list[int]]:
-        """The same where rows come in units, of `sizes` neighbours each, that share a block; `num_rows` counts units.
+        """Return the rows of each block where units, of `sizes` neighbouring rows each, stay in one block.
 
-        Raises ValueError for a unit of more than `max_tokens`.
+        `num_rows` counts units. Raises ValueError for a unit of more than `max_tokens`.
         """
-        ends = list(accumulate(sizes))
+        ends = accumulate(sizes)
         units = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        return self._join(units, lengths, num_blocks, multiple)
+
+    def _join(
+        self, units: Sequence[Sequence[int]], lengths: Sequence[int], num_blocks: int, multiple: int
+    ) -> list[list[int]]:
+        """The rows of each block, where the rows of a unit share one."""
         if self.max_tokens is None:
-            blocks = [list(range(first, min(first + self.num_rows, len(units)))) for first in self._firsts(len(units))]
+            numbers = range(len(units))
+            blocks = [list(numbers[first : first + self.num_rows]) for first in numbers[:: self.num_rows]]
         else:
             work = self.work(lengths)
             tokens = [sum(lengths[row] for row in rows) for rows in units]
             works = [sum(work[row] for row in rows) for rows in units]
             blocks = pack(tokens, works, self.max_tokens, num_blocks, multiple)
         return [[row for unit in block for row in units[unit]] for block in blocks]
-
-    def _firsts(self, num_items: int) -> range:
-        return range(0, num_items, self.num_rows)
 
 
 def together(prompts: Sequence[int], lengths: Sequence[int], most: int, max_tokens: int) -> list[list[int]]:
@@ -170,7 +170,7 @@ class MicroBatch:
         return kept if self.share is None else kept[self.share.numbers]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same block on another device."""
+        """Return the block on another device."""
         return replace(
             self,
             input_ids=self.input_ids.to(device),
@@ -195,7 +195,7 @@ class MicroBatch:
         )
 
     def idle(self, num_columns: int) -> MicroBatch:
-        """The same as one packed segment of so many columns, of this rank alone."""
+        """Return a neutral block of one packed segment of so many columns, which this rank does not share."""
         nothing = self.neutral()
         return replace(
             nothing,
@@ -208,10 +208,10 @@ class MicroBatch:
 
 
 def prompt_numbers(record: TokenRows, experts: Tensor | None = None) -> list[int]:
-    """For each row a number that it has in common with the rows of the same prompt, and with no other.
+    """Number the prompts of the rows: rows with the same prompt have the same number.
 
-    experts: ragged [B, (T), layers, K], to which the tokens will be sent: other ones make it another prompt. Of its
-    last token, which no rows have in common, they do not matter.
+    experts: ragged [B, (T), layers, K], to which the tokens will be sent; prompts with other experts are other prompts.
+    Experts of a prompt's last token, which rows do not share, do not matter.
     """
     tokens, lengths = record.input_ids.values().numpy(), row_lengths(record.input_ids)
     starts, num_prompt_tokens = lengths.cumsum(0) - lengths, lengths - record.response_lengths
@@ -235,12 +235,12 @@ def micro_batches(
     segment_multiple: int = 1,
     with_tokens: bool = False,
 ) -> list[MicroBatch]:
-    """The blocks of a record with `input_ids`, `response_lengths` and ragged float fields, as `plan` says.
+    """Return the blocks that `plan` lists, of a record with `input_ids`, `response_lengths` and ragged float fields.
 
-    Each is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
-    the rows, where those of a packed block are to share prompts. segment_multiple: what the length of every packed row
-    is rounded up to a multiple of, which divides column_multiple. with_tokens: and `MicroBatch.tokens`, with the
-    record's `routed_experts` where it has them.
+    A block is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
+    the rows, where rows of a packed block share prompts. segment_multiple divides column_multiple; the length of every
+    packed row is rounded up to a multiple of it. with_tokens: fill `MicroBatch.tokens`, with the record's
+    `routed_experts` where it has them.
     """
     # Flat from here on: indexing and slicing a record costs more than a small block's pass.
     order = torch.tensor([row for rows in plan for row in rows])
@@ -272,7 +272,7 @@ def micro_batches(
 
 
 def elements_of(rows: Tensor, lengths: Tensor) -> Tensor:
-    """Where the elements of `rows` lie, row after row, in rows of `lengths` end to end: int64."""
+    """int64: the places of the elements of `rows`, row after row, among rows of `lengths` that lie end to end."""
     taken = lengths[rows]
     shift = (lengths.cumsum(0) - lengths)[rows] - (taken.cumsum(0) - taken)
     return torch.arange(int(taken.sum())) + shift.repeat_interleave(taken)
@@ -297,10 +297,9 @@ def packed(
 ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[tuple[int, int], ...]]:
     """(input_ids, predicts_response, segments, prefixes) of rows end to end.
 
-    What fills a row up to segment_multiple comes after it in its segment; what fills the block is one of its own.
-
-    prompts: numbers of the rows' prompts: one that an earlier row has is left out. Its last token stays, as what comes
-    after it is another token in every row.
+    The filler of a row, up to segment_multiple, ends its segment; that of the block is a segment of its own.
+    prompts: numbers of the rows' prompts. A prompt that an earlier row has is left out, but for its last token, which
+    another token follows in every row.
     """
     prefixes: tuple[tuple[int, int], ...] = ()
     if prompts is not None:
@@ -325,7 +324,7 @@ def packed(
 def shared_prefixes(
     prompts: Sequence[int], lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """For each of the rows that will lie end to end: (first column, columns) of the prompt that an earlier one has."""
+    """For each of the rows end to end, (first column, columns) of the prompt that it shares with an earlier row."""
     first_column: dict[int, int] = {}
     prefixes, column = [], 0
     for prompt, length, response in zip(prompts, lengths, response_lengths, strict=True):
@@ -344,37 +343,26 @@ def round_up(number: int, multiple: int) -> int:
 def in_one_shape(blocks: Sequence[MicroBatch]) -> list[MicroBatch]:
     """The blocks, filled up on the right and below to the largest of them."""
     num_rows, num_columns = (max(block.input_ids.shape[dim] for block in blocks) for dim in (0, 1))
-    filled = []
-    for block in blocks:
-        rows, columns = (
-            wanted - size for wanted, size in zip((num_rows, num_columns), block.input_ids.shape, strict=True)
-        )
-        room = (0, columns, 0, rows)
-        segments = block.segments
-        if segments is not None and columns:
-            segments = (*segments, columns)
-        filled.append(
-            replace(
-                block,
-                input_ids=torch.nn.functional.pad(block.input_ids, room),
-                predicts_response=torch.nn.functional.pad(block.predicts_response, room),
-                segments=segments,
-            )
-        )
-    return filled
+    return [widened(block, num_columns, num_rows) for block in blocks]
 
 
-def widened(block: MicroBatch, num_columns: int) -> MicroBatch:
-    """A packed block, filled up on the right to so many columns."""
-    room = num_columns - block.input_ids.shape[1]
-    if not room:
+def widened(block: MicroBatch, num_columns: int, num_rows: int | None = None) -> MicroBatch:
+    """The block, filled up on the right to so many columns, and below to so many rows; None: its own number.
+
+    In a packed block the filler is a segment of its own.
+    """
+    rows, columns = block.input_ids.shape
+    room = (0, num_columns - columns, 0, 0 if num_rows is None else num_rows - rows)
+    if not any(room):
         return block
-    assert block.segments is not None  # it is packed
+    segments = block.segments
+    if segments is not None and room[1]:
+        segments = (*segments, room[1])
     return replace(
         block,
-        input_ids=torch.nn.functional.pad(block.input_ids, (0, room)),
-        predicts_response=torch.nn.functional.pad(block.predicts_response, (0, room)),
-        segments=(*block.segments, room),
+        input_ids=torch.nn.functional.pad(block.input_ids, room),
+        predicts_response=torch.nn.functional.pad(block.predicts_response, room),
+        segments=segments,
     )
 
 

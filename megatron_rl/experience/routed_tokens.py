@@ -16,7 +16,7 @@ from megatron_rl.records import row_lengths
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """What a block knows of the tokens of its n rows, on the CPU.
+    """The tokens of the n rows of a block, and their experts as far as they are known; on the CPU.
 
     lengths: int64 [n], tokens of each. answered: bool [n], rows with a response; others fill up a split.
     experts: uint8 or int16 [sum(num_known), L, K] of the first tokens of each row, row after row; None: of none.
@@ -29,14 +29,14 @@ class RoutedTokens:
     num_known: Tensor | None = None
 
     def none(self) -> RoutedTokens:
-        """Of no row."""
+        """Return the tokens of no row."""
         return RoutedTokens(self.lengths[:0], self.answered[:0])
 
 
 def routed_tokens(
     experts: Tensor | None, input_ids: Tensor, response_lengths: Tensor, plan: Sequence[Sequence[int]]
 ) -> list[RoutedTokens]:
-    """Those of every block of `plan`. experts: ragged [B, (T), L, K] or None; input_ids: ragged [B, (L)]."""
+    """Return the tokens of every block. experts: ragged [B, (T), L, K] or None; input_ids: ragged [B, (L)]."""
     lengths, blocks = row_lengths(input_ids), [torch.tensor(rows) for rows in plan]
     if experts is None:
         return [RoutedTokens(lengths[rows], response_lengths[rows] > 0) for rows in blocks]

@@ -43,20 +43,20 @@ def known_tokens(block: MicroBatch) -> RoutedTokens:
 def num_rows_at(block: MicroBatch) -> Tensor:
     """int64 [S * b]: of the rows with a response, how many have their token in each place."""
     tokens = known_tokens(block)
-    found = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
-    return found.bincount(minlength=block.input_ids.numel())
+    taken = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
+    return taken.bincount(minlength=block.input_ids.numel())
 
 
 def places_of_rows(block: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     """(place [n], row [n], lengths [rows]), int64, of every token of the rows with a response, row after row."""
     tokens = known_tokens(block)
-    found = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
+    taken = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
     lengths = tokens.lengths[tokens.answered]
-    return found, torch.arange(len(lengths)).repeat_interleave(lengths), lengths
+    return taken, torch.arange(len(lengths)).repeat_interleave(lengths), lengths
 
 
 def recorded_experts(block: MicroBatch, layers: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    """Of some layers (experts [S * b, layers, K], whether they are known, bool [S * b]); None where none are."""
+    """(experts of some layers [S * b, layers, K], bool [S * b]: whether they are known), or None where none are."""
     tokens = known_tokens(block)
     if tokens.experts is None or tokens.num_known is None:
         return None

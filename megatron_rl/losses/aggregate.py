@@ -1,7 +1,7 @@
-"""From terms of tokens to one loss of a mini-batch, whatever its micro-batches and ranks are.
+"""From terms of tokens to one loss of a mini-batch, independent of micro-batches and ranks.
 
 Every mode is a weighted sum over tokens. The weights need only two numbers of the whole mini-batch, over all ranks, so
-the gradient of the sum does not depend on how the mini-batch is cut up. Names of the modes are verl's.
+the gradient of the sum does not depend on how the mini-batch is split. Names of the modes are verl's.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def mismatch_metrics(trainer_log_probs: Tensor, rollout_log_probs: Tensor, lengt
     of_trainer, of_rollout = (-mean_rows(x, lengths)[whole] for x in (trainer_log_probs, rollout_log_probs))
     difference = of_trainer - of_rollout
     of_answers = sum_rows(log_ratio, lengths)[whole].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    found = {
+    metrics = {
         "kl": -log_ratio.mean(),
         "k3_kl": (limited.expm1() - limited).mean(),
         "training_ppl": of_trainer.exp().mean(),
@@ -45,15 +45,15 @@ def mismatch_metrics(trainer_log_probs: Tensor, rollout_log_probs: Tensor, lengt
         "chi2_token": (2 * limited).exp().mean() - 1,
         "chi2_seq": (2 * of_answers).exp().mean() - 1,
     }
-    return _named("", found)
+    return _named("", metrics)
 
 
 def weight_metrics(
     weights: Tensor, ratio: Tensor, lengths: Tensor, level: str, low: float | None, high: float
 ) -> dict[str, float]:
-    """Of importance weights [T], before they are normalised, and of the rho [T] that they come from.
+    """Metrics of importance weights [T], before they are normalised, and of the rho [T] that they come from.
 
-    level: whose rho it is, the token's or the answer's. `low`, `high`: the bounds; without a lower one the fractions
+    level: "token" or "sequence", whose rho it is. `low`, `high`: the bounds; without a lower one the fractions
     below are of 1 / high. eff_sample_size: (sum w)^2 / (T sum w^2), 1 when all are equal; 0 when all are 0.
     """
     whole = lengths > 0
@@ -62,7 +62,7 @@ def weight_metrics(
     of_level = ratio if level == "token" else ratio_of_answers
     extremes = weights if level == "token" else ratio_of_answers
     mean, mean_square = weights.mean(), weights.square().mean()
-    found = {
+    metrics = {
         "mean": mean,
         "max": extremes.max(),
         "min": extremes.min(),
@@ -79,21 +79,21 @@ def weight_metrics(
         "seq_fraction_low": _share(ratio_of_answers < lower),
     }
     if low is not None:
-        found["oob_ratio"] = _share((ratio < low) | (ratio > high))
-    return _named("rollout_is_", found)
+        metrics["oob_ratio"] = _share((ratio < low) | (ratio > high))
+    return _named("rollout_is_", metrics)
 
 
 def criterion_metrics(
     name: str, measured: Tensor, accepts: Tensor, lengths: Tensor, low: float | None, high: float
 ) -> dict[str, float]:
-    """Of one criterion of `rollout_rs`: what it measured [T], and 1 where it accepts a token [T].
+    """Metrics of one criterion of `rollout_rs`, from what it measured [T] and 1 where it accepts a token [T].
 
     `low`, `high`: the bounds of what was measured. std is of what was measured, limited to them.
     """
     whole = lengths > 0
     of_answers = mean_rows(measured, lengths)[whole]
     of_level = of_answers if name.startswith("seq") or name in ("sequence", "geometric") else measured
-    found = {
+    metrics = {
         "mean": measured.mean(),
         "max": of_level.max(),
         "min": of_level.min(),
@@ -110,8 +110,8 @@ def criterion_metrics(
         "seq_masked_fraction": _share(sum_rows(1 - accepts, lengths)[whole] > 0),
     }
     if low is not None:
-        found["seq_fraction_low"] = _share(of_answers < low)
-    return _named(f"rollout_rs_{name}_", found)
+        metrics["seq_fraction_low"] = _share(of_answers < low)
+    return _named(f"rollout_rs_{name}_", metrics)
 
 
 def mask_metrics(kept: Tensor, lengths: Tensor) -> dict[str, float]:
@@ -120,8 +120,8 @@ def mask_metrics(kept: Tensor, lengths: Tensor) -> dict[str, float]:
     return _named("rollout_rs_", {"masked_fraction": 1 - kept.mean(), "seq_masked_fraction": _share(lost)})
 
 
-def _named(prefix: str, found: dict[str, Tensor]) -> dict[str, float]:
-    return {f"{PREFIX}/{prefix}{name}": float(value) for name, value in found.items()}
+def _named(prefix: str, metrics: dict[str, Tensor]) -> dict[str, float]:
+    return {f"{PREFIX}/{prefix}{name}": float(value) for name, value in metrics.items()}
 
 
 def _share(marked: Tensor) -> Tensor:

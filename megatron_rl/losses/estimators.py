@@ -1,4 +1,4 @@
-"""What an advantage estimator reads and returns, and the estimators of tokens; those of groups are in other files here.
+"""Arguments and results of advantage estimators, and the estimators of tokens; those of groups have files of their own.
 
 Legend: B answers, T response tokens of all answers, laid end to end.
 """

@@ -1,4 +1,4 @@
-"""KL penalties against the reference policy, and what weighs them."""
+"""KL penalties against the reference policy, and their coefficients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ KlEstimator = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 def straight_through(estimate: KlEstimator) -> KlEstimator:
-    """The same value with the gradient of k2: sg[estimate] + k2 - sg[k2].
+    """Return the estimate with the gradient of k2: sg[estimate] + k2 - sg[k2].
 
     Of the three only k2's gradient is an unbiased estimate of the KL's, (log p - log p_ref) grad log p (Tang and Munos,
     "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477).
@@ -111,6 +111,6 @@ class AdaptiveKL:
     horizon: int
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Take notice of the mean KL of `num_samples` samples."""
+        """Adapt the weight to the mean KL of `num_samples` samples."""
         error = min(max(kl / self.target_kl - 1, -0.2), 0.2)
         self.coef *= 1 + error * num_samples / self.horizon

@@ -1,4 +1,4 @@
-"""What a policy loss reads and returns, and the clipped ones, PPO's and GSPO's; others have files of their own here.
+"""Arguments and results of policy losses, and the clipped ones of PPO and GSPO; others have files of their own.
 
 Legend: N response tokens of b answers, laid end to end. sg[x]: x without its gradient.
 """
@@ -31,7 +31,7 @@ def limited_exp(exponent: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What a policy loss reads: log-probs of the tokens now and when they were sampled, their advantages, float32 [N].
+    """The tokens of a micro-batch: log-probs now and when they were sampled, and advantages, float32 [N].
 
     lengths: int64 [b], tokens of each answer; may hold zeros. kept: 1 where a token counts in the loss, else 0; None:
     all do. rollout_weights: what the loss is multiplied with where the rollout's samples are weighed; None: nothing.

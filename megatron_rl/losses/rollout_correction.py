@@ -1,4 +1,4 @@
-"""Correction for samples that another program drew: the rollout engine's probabilities are not quite the trainer's.
+"""Correction for samples of the rollout engine, whose probabilities are not quite the trainer's.
 
 With rho_t = p_trainer / p_rollout of a sampled token, weights of the loss bring its expectation back to the trainer's
 policy, and tokens or answers that are too unlikely under one of the two are left out. Yao et al., "Your Efficient RL
@@ -53,7 +53,7 @@ def importance_weights(
 
 
 def measure(trainer_log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tensor, name: str) -> Tensor:
-    """What the criterion `name` bounds, for each token [T]; of an answer the same on all of its tokens.
+    """The number that the criterion `name` bounds, for each token [T]; numbers of answers are on all of their tokens.
 
     With l = log rho, limited to +-LOG_RATIO_LIMIT: k1 -l, k2 l^2 / 2, k3 e^l - 1 - l (Schulman, "Approximating KL
     divergence"), of the token, or their sum, mean or maximum over the answer; binary_kl the larger of both KLs of the
@@ -94,8 +94,8 @@ def correct_rollout(
 ) -> tuple[Tensor | None, Tensor | None, dict[str, float]]:
     """(weights [T] or None, 1.0 where a token is kept [T] or None, metrics) as `config` says; log-probs [T].
 
-    None where nothing of that kind is configured. Weights and their metrics are those of all samples, also of such as
-    are left out, and the metrics are taken before weights are normalised. Without a token there are no metrics.
+    None where nothing of that kind is configured. Weights and their metrics cover all samples, those left out too; the
+    metrics are taken before weights are normalised. Without a token there are no metrics.
     """
     some = trainer_log_probs.numel() > 0
     metrics = mismatch_metrics(trainer_log_probs, rollout_log_probs, lengths) if some else {}
@@ -133,7 +133,7 @@ def correct_rollout(
 def current_correction(
     log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The same for a micro-batch of `bypass_mode`, with the log-probs of the policy as it is: (weights, kept, metrics).
+    """Correct a micro-batch of `bypass_mode` with the policy's present log-probs: (weights, kept, metrics).
 
     All [T]; weights and kept are 1 where nothing is configured. The metrics are terms [T] of means over tokens.
     """
@@ -159,7 +159,7 @@ def current_correction(
 
 
 def _mean_weight(weights: Tensor, lengths: Tensor, level: str) -> float:
-    """Of the tokens, or of the answers that have one, where answers have a weight each; 1 where that is 0."""
+    """The mean over tokens, or over answers with a token where weights are those of answers; 1 where it is 0."""
     mean = weights.mean() if level == "token" else mean_rows(weights, lengths)[lengths > 0].mean()
     return float(mean) if mean > 1e-8 else 1.0
 

@@ -1,4 +1,4 @@
-"""What the losses of `reward` and `dpo` read and return, and how tokens become one number per answer.
+"""Arguments and results of the losses of `reward` and `dpo`, and how tokens become one number per answer.
 
 Legend: T tokens of B answers laid end to end, `lengths` int64 [B]; n items (pairs, rankings or answers) of a loss.
 """
@@ -75,7 +75,7 @@ def mean_answers(log_probs: Tensor, counted: Tensor, lengths: Tensor) -> Tensor:
 
 
 def mean_metric(values: Tensor, kept: Tensor | None = None) -> Tensor:
-    """[2] (sum, count) of `values` [n], of those where `kept` [n] is 1 if it is given."""
+    """[2] (sum, count) of `values` [n]; with `kept` [n], of those where it is 1."""
     import torch
 
     values = values.detach()
@@ -86,7 +86,7 @@ def mean_metric(values: Tensor, kept: Tensor | None = None) -> Tensor:
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Of the rewards [n] of both answers: accuracy (chosen is strictly above rejected), margin, chosen, rejected."""
+    """Metrics of the rewards [n] of both answers: accuracy (chosen is strictly larger), margin, chosen, rejected."""
     return {
         "accuracy": mean_metric((chosen > rejected).to(chosen.dtype)),
         "margin": mean_metric(chosen - rejected),

@@ -1,4 +1,4 @@
-"""PPO's value objective, per token."""
+"""PPO's value loss, per token."""
 
 from __future__ import annotations
 

@@ -42,13 +42,13 @@ def algorithm_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _needed(config: RunConfig, nearest: Mapping[str, Any]) -> dict[str, Any]:
-    """What the estimator that is offered needs and the configuration has not."""
+    """Settings that the suggested estimator needs and the configuration lacks."""
     needs = ESTIMATORS.traits(nearest.get("algorithm.adv_estimator", ""), EstimatorNeeds())
-    found: dict[str, Any] = {SAMPLES: 2} if needs.second and config.actor_rollout_ref.rollout.n == 1 else {}
+    needed: dict[str, Any] = {SAMPLES: 2} if needs.second and config.actor_rollout_ref.rollout.n == 1 else {}
     if needs.components:
-        found |= {"algorithm.gdpo_reward_keys": config.algorithm.gdpo_reward_keys or ["score"]}
-        found |= {"algorithm.use_kl_in_reward": False} if config.algorithm.use_kl_in_reward else {}
-    return found | ({"critic.enable": None} if needs.critic and config.critic.enable is False else {})
+        needed |= {"algorithm.gdpo_reward_keys": config.algorithm.gdpo_reward_keys or ["score"]}
+        needed |= {"algorithm.use_kl_in_reward": False} if config.algorithm.use_kl_in_reward else {}
+    return needed | ({"critic.enable": None} if needs.critic and config.critic.enable is False else {})
 
 
 def _name_problems(
@@ -97,7 +97,7 @@ def _loss_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _component_problems(config: RunConfig) -> Iterable[Violation]:
-    """What GDPO, which rewards components of the score, needs and ignores."""
+    """Faults of the keys of GDPO, which rewards components of the score."""
     algorithm = config.algorithm
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     keys_key, weights_key = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
