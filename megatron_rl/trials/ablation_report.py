@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -14,10 +15,11 @@ from megatron_rl.observe.summary import plain_table
 from megatron_rl.trials import markdown
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.ranking import ranking_lines
-from megatron_rl.trials.result import PHASES, REST, ResultRow, by_step_time, memory_unit, ratios
+from megatron_rl.trials.result import PHASES, REST, Result, ResultRow, by_step_time, memory_unit
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
-COLUMNS = (*PHASES, REST)
+CSV_PHASES = {phase: f"{phase.replace('-', '_')}_s" for phase in (*PHASES, REST)}
+"""Phase -> its column in ablation.csv."""
 LEGEND = """\
 - step s: median, smallest to largest of the steps that count; the five columns after it are medians, too, so they need
   not add up to it exactly. log-probs: of policy and reference, and values; update: critic and actor; reshard: to
@@ -37,7 +39,7 @@ LEGEND = """\
 def as_csv(rows: Sequence[ResultRow], baseline: str | None) -> str:
     """One line for each point, in the order of the ablation's file; an empty cell for a missing number."""
     text = io.StringIO()
-    lines = [_csv_cells(row, rows, baseline) for row in rows]
+    lines = [_numbers(row, rows, baseline) for row in rows]
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: _plain(value) for name, value in line.items()} for line in lines)
@@ -64,7 +66,7 @@ def as_markdown(rows: Sequence[ResultRow], ablation: AblationConfig, picture: st
         lines += ranking_lines(rows, ablation.chosen)
     other = [row for row in rows if row.outcome not in (TrialOutcome.FINISHED, TrialOutcome.INVALID)]
     if other:
-        cells = [(row.planned.label, row.outcome, _number(row.seconds, "{:.0f}"), row.reason) for row in other]
+        cells = [(row.planned.label, row.outcome, _formatted(row.seconds, "{:.0f}"), row.reason) for row in other]
         lines += ["", "## Not finished", "", *markdown.table(("point", "outcome", "seconds", "reason"), cells)]
         for row in other:
             if row.tail and row.outcome is not TrialOutcome.INTERRUPTED:
@@ -114,68 +116,72 @@ def dry_run_tables(rows: Sequence[ResultRow]) -> list[Table]:
 
 def _results_table(finished: Sequence[ResultRow], rows: Sequence[ResultRow], baseline: str | None) -> list[str]:
     unit, name = memory_unit(finished)
-    headings = ["layout", "step s", "x", *COLUMNS, "tokens/s", "per rank", "x"]
+    headings = ["layout", "step s", "x", *CSV_PHASES, "tokens/s", "per rank", "x"]
     headings += [f"received / least {name}", "exchange ms", f"memory / planned {name}", "x"]
     headings += ["planned step s", "measured / planned", "reward"]
     return markdown.table(headings, [_cells(row, rows, baseline, unit) for row in finished], rule="---:")
 
 
-def _cells(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None, unit: float) -> tuple[str, ...]:
-    result, ratio = row.result, ratios(row, rows, baseline)
-    if result is None or row.planned.expected is None:
-        raise ValueError(f"{row.name} has no result")
-    median, low, high = result.step_s
+def _cells(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None, unit: float) -> list[str]:
+    """The cells of a finished point in the markdown table. unit: bytes."""
+    number = _numbers(row, rows, baseline)
     label = f"**{row.planned.label}** (baseline)" if row.name == baseline else row.planned.label
-    return (
+    return [
         label,
-        f"{median:.2f} ({low:.2f} to {high:.2f})",
-        _number(None if ratio is None else ratio.step_s, "{:.2f}"),
-        *(f"{result.phases_s[column]:.2f}" for column in COLUMNS),
-        f"{result.tokens_per_s:.0f}",
-        f"{result.tokens_per_s_per_rank:.0f}",
-        _number(None if ratio is None else ratio.tokens_per_s_per_rank, "{:.2f}"),
-        f"{result.received_bytes / unit:.3f} / {result.bound_bytes / unit:.3f}",
-        f"{result.exchange_s * 1e3:.1f}",
-        f"{result.memory_bytes / unit:.1f} / {result.planned_memory_bytes / unit:.1f}",
-        _number(None if ratio is None else ratio.memory_bytes, "{:.2f}"),
-        f"{row.planned.expected.step_s:.2f}",
-        _number(row.measured_over_planned, "{:.1f}"),
-        f"{statistics.mean(result.scores):.4f}",
-    )
+        f"{number['step_s']:.2f} ({number['step_s_min']:.2f} to {number['step_s_max']:.2f})",
+        _formatted(number["step_s_ratio"], "{:.2f}"),
+        *(f"{number[name]:.2f}" for name in CSV_PHASES.values()),
+        f"{number['tokens_per_s']:.0f}",
+        f"{number['tokens_per_s_per_rank']:.0f}",
+        _formatted(number["tokens_per_s_per_rank_ratio"], "{:.2f}"),
+        f"{number['received_bytes'] / unit:.3f} / {number['least_received_bytes'] / unit:.3f}",
+        f"{number['exchange_s'] * 1e3:.1f}",
+        f"{number['memory_bytes'] / unit:.1f} / {number['planned_memory_bytes'] / unit:.1f}",
+        _formatted(number["memory_ratio"], "{:.2f}"),
+        f"{number['planned_step_s']:.2f}",
+        _formatted(number["measured_over_planned_step_s"], "{:.1f}"),
+        f"{number['mean_reward']:.4f}",
+    ]
 
 
-def _csv_cells(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None) -> dict[str, object]:
-    planned, result, ratio = row.planned, row.result, ratios(row, rows, baseline)
-    layout, expected = planned.layout, planned.expected
+def _numbers(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None) -> dict[str, Any]:
+    """Column of ablation.csv -> its value for one point; None for a missing number. Ratios are over the baseline's."""
+    planned, result = row.planned, row.result
+    base = next((other.result for other in rows if other.name == baseline), None)
+    step_s = (None, None, None) if result is None else result.step_s
+
+    def ratio(number: Callable[[Result], float]) -> float | None:
+        return None if result is None or base is None else number(result) / number(base)
+
+    def known(owner: object, name: str) -> Any:
+        return None if owner is None else getattr(owner, name)
+
     return {
         "name": row.name,
-        "tp": layout and layout.tp,
-        "pp": layout and layout.pp,
-        "dp": layout and layout.dp,
-        "rollout_tp": layout and layout.rollout_tp,
+        **{name: known(planned.layout, name) for name in ("tp", "pp", "dp", "rollout_tp")},
         "options": planned.options,
         "baseline": int(row.name == baseline),
         "outcome": row.outcome,
         "reason": row.reason,
         "run_s": row.seconds,
-        "steps": result and result.num_steps,
-        "step_s": result and result.step_s[0],
-        "step_s_min": result and result.step_s[1],
-        "step_s_max": result and result.step_s[2],
-        "step_s_ratio": ratio and ratio.step_s,
-        **{f"{column.replace('-', '_')}_s": result and result.phases_s[column] for column in COLUMNS},
-        "tokens_per_s": result and result.tokens_per_s,
-        "tokens_per_s_per_rank": result and result.tokens_per_s_per_rank,
-        "tokens_per_s_per_rank_ratio": ratio and ratio.tokens_per_s_per_rank,
-        "received_bytes": result and result.received_bytes,
-        "least_received_bytes": result and result.bound_bytes,
-        "planned_received_bytes": expected and expected.received_bytes,
-        "exchange_s": result and result.exchange_s,
-        "memory_bytes": result and result.memory_bytes,
-        "planned_memory_bytes": result and result.planned_memory_bytes,
-        "memory_ratio": ratio and ratio.memory_bytes,
-        "planned_peak_bytes": expected and expected.peak_bytes,
-        "planned_step_s": expected and expected.step_s,
+        "steps": known(result, "num_steps"),
+        "step_s": step_s[0],
+        "step_s_min": step_s[1],
+        "step_s_max": step_s[2],
+        "step_s_ratio": ratio(lambda own: own.step_s[0]),
+        **{name: result and result.phases_s[phase] for phase, name in CSV_PHASES.items()},
+        "tokens_per_s": known(result, "tokens_per_s"),
+        "tokens_per_s_per_rank": known(result, "tokens_per_s_per_rank"),
+        "tokens_per_s_per_rank_ratio": ratio(lambda own: own.tokens_per_s_per_rank),
+        "received_bytes": known(result, "received_bytes"),
+        "least_received_bytes": known(result, "bound_bytes"),
+        "planned_received_bytes": known(planned.expected, "received_bytes"),
+        "exchange_s": known(result, "exchange_s"),
+        "memory_bytes": known(result, "memory_bytes"),
+        "planned_memory_bytes": known(result, "planned_memory_bytes"),
+        "memory_ratio": ratio(lambda own: own.memory_bytes),
+        "planned_peak_bytes": known(planned.expected, "peak_bytes"),
+        "planned_step_s": known(planned.expected, "step_s"),
         "measured_over_planned_step_s": row.measured_over_planned,
         "mean_reward": result and statistics.mean(result.scores),
         "rewards": result and " ".join(f"{score:.6g}" for score in result.scores),
@@ -195,7 +201,8 @@ def _count(rows: Sequence[ResultRow], outcome: TrialOutcome) -> int:
     return sum(row.outcome is outcome for row in rows)
 
 
-def _number(value: float | None, form: str) -> str:
+def _formatted(value: float | None, form: str) -> str:
+    """An empty cell for a missing number."""
     return "" if value is None else form.format(value)
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a report, from the records of finished runs, and their ratios to the baseline's. Pure.
+"""The numbers of a report, from the records of finished runs. Pure.
 
 Times are medians over the steps that count: those of every round but the first `warmup_steps`.
 """
@@ -49,15 +49,6 @@ class Result:
     @property
     def tokens_per_s_per_rank(self) -> float:
         return self.tokens_per_s / self.num_ranks
-
-
-@dataclass(frozen=True)
-class Ratios:
-    """The numbers of a result over the baseline's."""
-
-    step_s: float
-    tokens_per_s_per_rank: float
-    memory_bytes: float
 
 
 @dataclass(frozen=True)
@@ -117,19 +108,6 @@ def rows_of(
 ) -> list[ResultRow]:
     """One row for each point, in order. records: name of a point -> record; one of another configuration is ignored."""
     return [_row(point, records.get(point.point.name), warmup_steps) for point in planned]
-
-
-def ratios(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None) -> Ratios | None:
-    """The ratios of a row to the baseline's; None if either has no result, and without a baseline."""
-    base = next((other.result for other in rows if other.name == baseline), None)
-    if base is None or row.result is None:
-        return None
-    own = row.result
-    return Ratios(
-        own.step_s[0] / base.step_s[0],
-        own.tokens_per_s_per_rank / base.tokens_per_s_per_rank,
-        own.memory_bytes / base.memory_bytes,
-    )
 
 
 def by_step_time(rows: Sequence[ResultRow]) -> list[ResultRow]:

@@ -16,7 +16,7 @@ from megatron_rl.trials.ablation_report import as_csv, as_markdown, dry_run_tabl
 from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
 from megatron_rl.trials.points import Point
 from megatron_rl.trials.record import Record
-from megatron_rl.trials.result import ResultRow, ratios, result_of, rows_of
+from megatron_rl.trials.result import ResultRow, result_of, rows_of
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
 ABLATION = AblationConfig("base.yaml", baseline="a", warmup_steps=1)
@@ -82,10 +82,13 @@ def test_numbers_of_one_run():
 
 def test_ratios_to_the_baseline():
     """By hand: 1.5 s instead of 3 s, so twice the tokens. Would not catch a baseline that is the wrong point."""
-    ratio = ratios(ROWS[1], ROWS, "a")
-    assert (ratio.step_s, ratio.tokens_per_s_per_rank, ratio.memory_bytes) == pytest.approx((0.5, 2.0, 1.0))
-    assert ratios(ROWS[1], ROWS, None) is None and ratios(ROWS[1], ROWS, "c") is None
-    assert ratios(ROWS[2], ROWS, "a") is None
+
+    def ratios(baseline: str | None, row: int) -> list[str]:
+        line = list(csv.DictReader(io.StringIO(as_csv(ROWS, baseline))))[row]
+        return [line[f"{name}_ratio"] for name in ("step_s", "tokens_per_s_per_rank", "memory")]
+
+    assert ratios("a", 1) == ["0.5", "2", "1"]
+    assert ratios(None, 1) == ratios("c", 1) == ratios("a", 2) == ["", "", ""]
     assert ROWS[0].measured_over_planned == pytest.approx(6.0) and ROWS[3].measured_over_planned is None
 
 
