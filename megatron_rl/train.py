@@ -2,9 +2,9 @@
 
     prompts -> generate -> log-probs, values, rewards -> advantages -> update critic, actor -> reshard
 
-Other algorithms are the same loop: another estimator or loss by its name, without the roles that it does not need.
-Methods of roles run on every rank of the role's pool and return futures; `.get()` waits. Whatever does not depend on
-each other is started before anything is waited for, so that roles in pools of their own run at the same time.
+Other algorithms use this loop with another estimator or loss, without the roles that they do not need.
+Methods of roles run on every rank of the role's pool and return futures; `.get()` waits. Independent calls are started
+before any of them is waited for, so that roles in different pools run at the same time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from megatron_rl.sampling.sampler import SampledBatch
 def train(config: RunConfig, local: bool = False, replay: Path | None = None) -> dict[str, Any]:
     """Run PPO as configured and return the summary that is also written to `summary.json`.
 
-    Goes on from the newest checkpoint, or as `trainer.resume_mode` says. local: one rank, all roles in this process.
+    Resumes from the newest checkpoint, or as `trainer.resume_mode` says. local: one rank, all roles in this process.
     replay: the folder of a run whose recorded schedule of generation is repeated.
-    Raises a MegatronRLError, and leaves no process behind, whatever goes wrong on a rank or in a reward function, and
-    when a signal asks it to stop.
+    Raises MegatronRLError if a rank or a reward function fails, or a signal asks the run to stop. No process is left.
     """
     with open_run(config, local, replay) as run:
         run.validation.before_training(run.life.is_resumed)
@@ -37,7 +36,7 @@ def train(config: RunConfig, local: bool = False, replay: Path | None = None) ->
 
 
 def take_step(run: Run, step: int) -> dict[str, float]:
-    """One step of the loop; its metrics."""
+    """Take one step of the loop; returns its metrics."""
     batch = run.rollouts.next(step)
     experience = score(run, batch, step)
     metrics = run.algorithm.add_advantages(experience, step) | update(run, experience, step)
@@ -47,16 +46,16 @@ def take_step(run: Run, step: int) -> dict[str, float]:
 
 
 def score(run: Run, batch: SampledBatch, step: int) -> Experience:
-    """What every role says of a batch, while rules score answers here; no old log-probs where the update has them."""
+    """Score a batch with every role and reward. Old log-probs are skipped if the update computes them itself."""
     roles, rewards, algorithm = run.roles, run.rewards, run.algorithm
     prompts, generations, greedy = batch.prompts, batch.generations, batch.greedy
     experience = batch.experience()
-    sequences, told = experience.sequences(), experience.sequences(with_experts=True)
-    old_log_probs = roles.actor.log_probs(told) if scores_old_log_probs(run.config) else None
+    sequences, with_experts = experience.sequences(), experience.sequences(with_experts=True)
+    old_log_probs = roles.actor.log_probs(with_experts) if scores_old_log_probs(run.config) else None
     unreplayed = roles.actor.log_probs_without_replay(sequences) if algorithm.compares_replay(step) else None
     ref_log_probs = roles.reference.log_probs(sequences) if roles.reference is not None else None
     old_values = roles.critic.values(sequences) if roles.critic is not None else None
-    # The last, as conversations may have to be tokenised for reward models first.
+    # Last, because conversations may have to be tokenised for reward models first.
     pending = rewards.start(prompts, generations) if batch.scored is None else []
     greedy_pending = rewards.start(prompts.one_per_group(), greedy) if greedy is not None else []
     if batch.scored is None:
@@ -79,22 +78,22 @@ def score(run: Run, batch: SampledBatch, step: int) -> Experience:
 
 
 def update(run: Run, experience: Experience, step: int) -> dict[str, float]:
-    """Several epochs of mini-batches through the critic's and the actor's optimizer; metrics are means over updates."""
+    """Update critic and actor for several epochs of mini-batches; metrics are means over optimizer steps."""
     roles, algorithm = run.roles, run.algorithm
     metrics: dict[str, float] = {}
-    of_critic, of_actor = list[Future[dict[str, float]]](), list[Future[dict[str, float]]]()
+    critic_updates, actor_updates = list[Future[dict[str, float]]](), list[Future[dict[str, float]]]()
     if roles.critic is not None:
-        of_critic = [roles.critic.update(batch) for batch in algorithm.critic_batches(experience, step)]
+        critic_updates = [roles.critic.update(batch) for batch in algorithm.critic_batches(experience, step)]
     if experience.old_log_probs is None:
         batch, rows = algorithm.on_policy_batch(experience, step)
-        told, log_probs = roles.actor.update_on_policy(batch, run.pretraining.next()).get()
+        actor_metrics, log_probs = roles.actor.update_on_policy(batch, run.pretraining.next()).get()
         metrics |= algorithm.take_old_log_probs(experience, log_probs, rows, step)
-        of_actor = [Future.done(told)]
+        actor_updates = [Future.done(actor_metrics)]
     elif step >= run.config.trainer.critic_warmup:
         batches = algorithm.actor_batches(experience, step)
-        of_actor = [roles.actor.update(batch, run.pretraining.next()) for batch in batches]
-    if of_critic:
-        metrics |= run.logger.update_metrics("critic", of_critic)
-    if of_actor:
-        metrics |= run.logger.update_metrics("actor", of_actor)
+        actor_updates = [roles.actor.update(batch, run.pretraining.next()) for batch in batches]
+    if critic_updates:
+        metrics |= run.logger.update_metrics("critic", critic_updates)
+    if actor_updates:
+        metrics |= run.logger.update_metrics("actor", actor_updates)
     return metrics

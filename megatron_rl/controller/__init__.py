@@ -1,1 +1,1 @@
-"""What a run keeps on the controller: its parts, algorithm, lifecycle, logger, report, validation and folder."""
+"""The controller's side of a run: its parts, algorithm, lifecycle, logger, report, validation and folder."""

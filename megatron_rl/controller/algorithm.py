@@ -1,4 +1,4 @@
-"""What to compute from a batch: KL, advantages, mini-batches; and whether its log-probs are the trainer's."""
+"""Compute KL, advantages and mini-batches of a batch, and compare the rollout's log-probs with the trainer's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_rl.records import ActorBatch, CriticBatch, Experience, TokenScores
 class Algorithm:
     """The configured estimator, KL control and mini-batching. Raises ConfigError for functions that cannot be loaded.
 
-    logprob_diff_max: the largest difference between the rollout's log-probs and the trainer's until now.
+    logprob_diff_max: the largest difference so far between the rollout's log-probs and the trainer's.
     """
 
     def __init__(self, config: RunConfig, clock: PhaseClock) -> None:
@@ -41,9 +41,9 @@ class Algorithm:
         self.logprob_diff_max = 0.0
 
     def add_advantages(self, experience: Experience, step: int) -> dict[str, float]:
-        """Fill rewards, advantages, returns and what corrects for the rollout; returns metrics.
+        """Fill rewards, advantages, returns and the weights of rollout correction; returns metrics.
 
-        Where the update has yet to make the old log-probs, nothing here depends on them, and `compare` comes after it.
+        If the update computes the old log-probs itself, nothing here depends on them, and `compare` follows the update.
         Raises ParityError as `compare`.
         """
         metrics = {} if experience.old_log_probs is None else self.compare(experience, step)
@@ -56,9 +56,9 @@ class Algorithm:
         return metrics
 
     def compare(self, experience: Experience, step: int) -> dict[str, float]:
-        """Hold the old log-probs against the rollout's and the reference's: metrics, corrections, and rewards with KL.
+        """Compare the old log-probs with the rollout's and the reference's: metrics, corrections, and rewards with KL.
 
-        Raises ParityError where the rollout's log-probs are not the trainer's.
+        Raises ParityError if the rollout's log-probs differ from the trainer's.
         """
         metrics = self.check_rollout_parity(experience, step) | staleness_metrics(experience, step)
         with self._clock.phase("adv"):
@@ -80,19 +80,19 @@ class Algorithm:
     def take_old_log_probs(
         self, experience: Experience, log_probs: TokenScores | None, rows: Tensor, step: int
     ) -> dict[str, float]:
-        """Those that the update of `on_policy_batch` made, in the order of `rows`; answered as `compare`.
+        """Store the old log-probs that the update of `on_policy_batch` computed, in the order of `rows`, and `compare`.
 
-        Raises ValueError where it made none.
+        Raises ValueError if the update returned none, ParityError as `compare`.
         """
         if log_probs is None:
             raise ValueError("the actor's update has answered without log-probs")
         return self.take_scores(experience, log_probs[rows.argsort()]) | self.compare(experience, step)
 
     def take_scores(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
-        """Old log-probs, and what their pass says beside them: experts that it recorded are for updates to replay.
+        """Store old log-probs, and the experts that their pass recorded, which updates replay; returns metrics.
 
-        `training/rollout_experts_diff`: of the experts to which the engine sent tokens, the share that the trainer's
-        routers would not have chosen, where the engine has said.
+        `training/rollout_experts_diff`: the share of the experts used by the engine that the trainer's routers would
+        not have chosen; only if the engine returns its experts.
         """
         metrics = {}
         experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
@@ -109,7 +109,7 @@ class Algorithm:
         return every > 0 and step % every == 0
 
     def compare_unreplayed(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
-        """How far the rollout's log-probs are from those of a pass without replay; names end in `_without_replay`."""
+        """Compare the rollout's log-probs with a pass without replay; metric names end in `_without_replay`."""
         metrics = parity_metrics(experience.rollout_log_probs.values(), scores.scores.values())
         return {f"{name}_without_replay": value for name, value in metrics.items()}
 
@@ -126,10 +126,10 @@ class Algorithm:
         return rows, role.ppo_epochs, seed if role.shuffle else None
 
     def check_rollout_parity(self, experience: Experience, step: int) -> dict[str, float]:
-        """Compare the engine's log-probs of its samples with the trainer's; of answers that the newest weights drew.
+        """Compare the engine's log-probs of its samples with the trainer's, on answers that the newest weights drew.
 
-        Raises ParityError as `require_parity`; not where top_p or top_k cut the engine's distribution, because then the
-        two are meant to differ. With `bypass_mode` there are no log-probs of the trainer to compare.
+        Raises ParityError as `require_parity`; not if top_p or top_k cut the engine's distribution, because then the
+        two differ on purpose. With `bypass_mode` there are no log-probs of the trainer to compare.
         """
         if bypasses(self.config):
             return {}
@@ -145,7 +145,7 @@ class Algorithm:
         return metrics
 
     def penalise_kl(self, experience: Experience) -> dict[str, float]:
-        """Fill `rewards`, weigh the KL penalty anew for the next step, and report KL and weight as verl does."""
+        """Fill `rewards`, update the KL coefficient for the next step, and report KL and coefficient as verl does."""
         algorithm = self.config.algorithm
         kl_coef = self.kl_ctrl.coef if algorithm.use_kl_in_reward else 0.0
         kl = add_rewards(experience, kl_coef, algorithm.kl_penalty)
@@ -155,7 +155,7 @@ class Algorithm:
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next steps depend on; JSON-ready."""
+        """State that the next steps depend on; JSON-ready."""
         return {
             "kl_ctrl": {"type": self.config.algorithm.kl_ctrl.type, "coef": self.kl_ctrl.coef},
             "logprob_diff_max": self.logprob_diff_max,
@@ -163,28 +163,28 @@ class Algorithm:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        # A fixed weight is the configuration's, which may have been changed on purpose.
+        # A fixed coefficient comes from the configuration, which the user may have changed on purpose.
         if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl.coef = state["kl_ctrl"]["coef"]
         self.logprob_diff_max = state["logprob_diff_max"]
 
 
 def require_parity(metrics: Mapping[str, float], rollout: RolloutConfig) -> None:
-    """Raise ParityError where `parity_metrics` are beyond the bounds, or NaN; of no token nothing is known."""
-    for what, metric, key, bound in (
+    """Raise ParityError if `parity_metrics` exceed their bounds or are NaN; a batch without tokens passes."""
+    for extent, metric, key, bound in (
         ("in the mean", "mean", "logprob_diff_mean_bound", rollout.logprob_diff_mean_bound),
         ("on 1% of them or more", "p99", "logprob_diff_bound", rollout.logprob_diff_bound),
     ):
-        found = metrics.get(f"training/rollout_logprob_diff_{metric}", 0.0)
-        if not found <= bound:
+        difference = metrics.get(f"training/rollout_logprob_diff_{metric}", 0.0)
+        if not difference <= bound:
             raise ParityError(
-                f"log-probs of the rollout and of the trainer differ by {found:.3g} on sampled tokens, {what}; "
+                f"log-probs of the rollout and of the trainer differ by {difference:.3g} on sampled tokens, {extent}; "
                 f"actor_rollout_ref.rollout.{key} is {bound:.3g}"
             )
 
 
 def kl_controller(config: KlCtrlConfig) -> FixedKL | AdaptiveKL:
-    """What weighs the KL penalty, at its start."""
+    """The configured control of the KL coefficient, at its start."""
     if config.type == "adaptive":
         return AdaptiveKL(config.kl_coef, config.target_kl, config.horizon)
     return FixedKL(config.kl_coef)

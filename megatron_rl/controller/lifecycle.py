@@ -1,8 +1,8 @@
-"""The life of a run: which steps it takes, what it goes on from, when it saves, and how a signal ends it.
+"""The lifecycle of a run: which steps it takes, where it resumes, when it saves, and how a signal ends it.
 
 global_step_N/  manifest.json          every file's size and checksum; written last
-                rollouts.safetensors   what was drawn for later steps, where generation goes in slices
-                run.json               step, prompt cursor, KL controller, books, configuration
+                rollouts.safetensors   answers drawn for later steps, if generation goes in slices
+                run.json               step, prompt cursor, KL controller, logger, configuration
                 actor/ critic/         megatron-core's sharded files, role.json, `huggingface/` with config and
                                        tokenizer; one folder for each trained role
                 rng_POOL_R.json        random states of rank R of a pool
@@ -45,21 +45,21 @@ from megatron_rl.records import RoleState
 from megatron_rl.roles.host import RankHost
 
 MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs")
-"""Keys whose new values are no news in a run that goes on."""
+"""Keys whose changes are not reported when a run resumes."""
 
 
 class StepAbandoned(Exception):
-    """A step is given up before it has changed anything, because a signal asked the run to stop and time is short."""
+    """A step is abandoned before it changed anything, because a signal asked the run to stop and time is short."""
 
 
 class DrawnAhead(Protocol):
-    """What was drawn for the steps after a checkpoint."""
+    """Data made in advance for the steps after a checkpoint, such as answers."""
 
     def saving(self, step: int) -> AbstractContextManager[None]:
-        """Round a checkpoint after `step`: nothing changes inside."""
+        """Hold the data still while a checkpoint after `step` is written."""
 
     def write(self, folder: Path, step: int) -> list[str]:
-        """Write it to the checkpoint's folder; names of the files. Raises OSError."""
+        """Write the data to the checkpoint's folder; returns names of the files. Raises OSError."""
 
 
 class Stateful(Protocol):
@@ -73,7 +73,7 @@ class Stateful(Protocol):
 
 
 class StopPolicy:
-    """Whether a step that a signal has interrupted would still end in time, judging by the last one."""
+    """Decides whether a step that a signal interrupts may still end in time, judging by the last step."""
 
     def __init__(self, stop: StopRequest) -> None:
         self.stop = stop
@@ -82,7 +82,7 @@ class StopPolicy:
         self._must_finish = True
 
     def begin_step(self) -> None:
-        """From now on the step may be abandoned, until a method that changes weights."""
+        """Allow abandoning the step, until a remote method changes weights."""
         self._started, self._must_finish = time.monotonic(), False
 
     def end_step(self) -> None:
@@ -90,7 +90,7 @@ class StopPolicy:
         self._last_step_s, self._must_finish = time.monotonic() - self._started, True
 
     def before(self, method: RemoteMethod) -> None:
-        """A method is about to be called. Raises StepAbandoned where the run is to stop and the step would be late."""
+        """Called before a remote method. Raises StepAbandoned if the run is to stop and the step would end too late."""
         if self._must_finish or method.stop is Stop.UNRELATED:
             return
         left = self._last_step_s + self.save_seconds - (time.monotonic() - self._started)
@@ -100,11 +100,11 @@ class StopPolicy:
 
 
 class Lifecycle:
-    """Steps and checkpoints of one run; a context manager round its steps.
+    """Steps and checkpoints of one run; a context manager around its steps.
 
-    hosts: pool -> handle of its hosts. parts: what a checkpoint keeps of the controller. drawn: what was drawn for
-    later steps. best: the step whose checkpoint is written and kept whatever the other keys say, where there is one.
-    All methods raise StorageError where files cannot be written.
+    hosts: pool -> handle of its hosts. parts: the controller's state in a checkpoint. drawn: data made in advance for
+    later steps. best: returns the step whose checkpoint is written and kept whatever the other keys say, or None.
+    All methods raise StorageError if files cannot be written.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Lifecycle:
         return self.folder.start.path is not None
 
     def restore(self) -> None:
-        """Bring the ranks to where the run goes on; checkpoints of a past that this leaves are set aside.
+        """Load the checkpoint to resume. Call it first, once all roles are built.
 
-        Comes first, once all roles are built.
+        Checkpoints newer than the resume step are renamed; they belong to an abandoned run.
         """
         start = self.folder.start
         with storing("the checkpoints", self.root):
@@ -153,9 +153,9 @@ class Lifecycle:
             self.logger.say(f"{old.name} is of a past that this run has left; it is now {new.name}")
 
     def steps(self) -> Iterator[int]:
-        """Numbers of the steps to take: from 1, or from after the checkpoint that the run goes on from.
+        """Yield the numbers of the steps to take, from 1 or from the step after the checkpoint.
 
-        Saves after a step where that is due. Raises StoppedAfterStep when a signal asked the run to stop.
+        Saves after a step if due. Raises StoppedAfterStep if a signal asked the run to stop.
         """
         for step in range(self.folder.start.step + 1, self.config.trainer.num_steps + 1):
             self._before_step = self._state(step - 1)
@@ -174,7 +174,7 @@ class Lifecycle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Save what was before a step that was abandoned. Raises StoppedBeforeStep in its place."""
+        """After an abandoned step, save the state before it and raise StoppedBeforeStep instead."""
         if isinstance(error, StepAbandoned):
             before = self._before_step
             self._save_now(before)
@@ -184,13 +184,13 @@ class Lifecycle:
             raise StoppedBeforeStep(message) from None
 
     def check_stop(self) -> None:
-        """Before the first step, where there is nothing to save: raises StoppedBeforeStep if a signal asked to stop."""
+        """Raise StoppedBeforeStep if a signal asked to stop before the first step, when there is nothing to save."""
         if self.stop_policy.stop.is_set:
             self.stop_policy.stop.fulfil(StoppedBeforeStep.exit_code)
             raise StoppedBeforeStep("stopped before the first step; there was nothing to save")
 
     def settle(self) -> None:
-        """Wait until the save that is under way is complete."""
+        """Wait until a save in progress is complete."""
         if self._under_way is not None:
             self._try_to_finish(wait=True)
 
@@ -204,14 +204,14 @@ class Lifecycle:
             raise StoppedAfterStep(f"stopped after step {step}, which is saved")
 
     def _state(self, step: int) -> dict[str, Any]:
-        """Everything that the steps after `step` depend on, or that they add to; JSON-ready."""
+        """State of the controller that the steps after `step` depend on or add to; JSON-ready."""
         state: dict[str, Any] = {"step": step}
         for part in self.parts:
             state |= part.state_dict()
         return state
 
     def _say_resumed(self, same_layout: bool) -> None:
-        """Tell where the run goes on, and every key that has another value than it had when that was saved."""
+        """Print where the run resumes, and every key whose value changed since the checkpoint."""
         start, say = self.folder.start, self.logger.say
         say(f"going on after step {start.step}, from {start.path}")
         before, now = flat_settings(self.folder.saved["config"]), flat_settings(dataclasses.asdict(self.config))
@@ -228,7 +228,7 @@ class Lifecycle:
             self.settle()
 
     def _begin(self, state: dict[str, Any]) -> None:
-        """Start a save; one that no role makes beside training is finished before this returns."""
+        """Start a save. Unless a role saves in the background, it is complete when this returns."""
         self.settle()
         self.logger.keep_folder()
         started = time.monotonic()
@@ -273,7 +273,7 @@ class Lifecycle:
 
     @contextmanager
     def _storing(self, step: int) -> Iterator[None]:
-        """Round what writes the checkpoint of `step`: StorageError where that fails, and no unfinished folder."""
+        """Remove the unfinished checkpoint of `step` if the body raises StorageError."""
         try:
             with storing(step_folder(self.root, step).name, self.root):
                 yield
@@ -283,7 +283,7 @@ class Lifecycle:
 
 
 def copy_model_files(trained: Mapping[str, str], folder: Path) -> list[str]:
-    """Put configuration and tokenizer of each role beside its weights; returns the files' paths in `folder`.
+    """Copy configuration and tokenizer of each role next to its weights; returns the files' paths in `folder`.
 
     trained: role -> the Hugging Face folder that it starts from.
     """

@@ -159,7 +159,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
 
 @dataclass(frozen=True)
 class Data:
-    """Training and held-out prompts, and where the training prompts stand."""
+    """Training and held-out prompts, and the position in the training prompts."""
 
     train: PromptDataset
     val: PromptDataset
@@ -183,24 +183,24 @@ class Data:
         return self.train.data_sources | self.val.data_sources
 
     def judged_sources(self, config: RunConfig) -> set[str]:
-        """The data sources of all prompts whose answers a rule scores, where there is one."""
+        """The data sources of all prompts whose answers a rule scores."""
         return self.val.data_sources | (self.train.data_sources if trains_on_rule(config) else set())
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training prompts stand; JSON-ready."""
+        """Position in the training prompts; JSON-ready."""
         return {"cursor": self.cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order are others."""
+        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order differ."""
         self.cursor.load_state_dict(state["cursor"])
 
     def notes(self, config: RunConfig) -> list[str]:
-        """Sentences about prompts that one batch takes more of than there are, and about groups of one."""
+        """Warnings about batches that take a prompt more than once, and about groups of one answer."""
         return [*repeat_notes(config.data, [file.num_prompts for file in self.train.files]), *group_notes(config)]
 
 
 def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:
-    """Have the ranks of both pools meet. Raises WorkerFailure where they cannot."""
+    """Connect the ranks of both pools. Raises WorkerFailure if that fails."""
     address = actor.offer_bridge(num_receivers).get()
     joining = actor.join_bridge(address), rollout.join_bridge(address)
     for broken in (one for future in joining for one in future.get() if one):
@@ -208,7 +208,7 @@ def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:
 
 
 def hardware_here(config: RunConfig) -> Hardware:
-    """What the plan of this run counts with: this machine's GPU where it has one, else the default of plans."""
+    """Hardware that the plan of this run assumes: this machine's GPU if there is one, else the default."""
     hardware = planned_hardware(config.trainer)
     if config.trainer.device == "cuda" and torch.cuda.is_available():
         return replace(hardware, memory_bytes=float(torch.cuda.get_device_properties(0).total_memory))

@@ -1,4 +1,4 @@
-"""The folder of a run: one writer at a time, and the checkpoint that the run goes on from."""
+"""The folder of a run: one writer at a time, and the checkpoint that the run resumes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LoadState = Callable[[dict[str, Any]], None]
 
 
 class RunFolder:
-    """Constructing it chooses the checkpoint to go on from; entering it takes the folder. Raises ConfigError.
+    """The constructor chooses the checkpoint to resume, entering claims the folder. Raises ConfigError.
 
-    start: that checkpoint, or none. saved: what its run.json says; {} without one. models: the identities of the model
-    folders that checkpoints of this run are of, as they were when it started.
+    start: the checkpoint to resume. saved: content of its run.json; {} for a new run. models: role -> identity of its
+    model folder when the run started, for the manifests of its checkpoints.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -45,13 +45,13 @@ class RunFolder:
         with storing("the files of a run", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._open.enter_context(only_writer(self.path))
-            # A run that was still ending may have saved one while this one started.
+            # An earlier run that was still ending may have saved one in the meantime.
             if find(self.path) != self._found:
                 self._select()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Give the folder up. A folder that this run made, and wrote nothing to before its model was refused, goes."""
+        """Release the folder. Delete it if this run made it and ended with ConfigError before it wrote anything."""
         if self._is_new and isinstance(error, ConfigError) and not any(file.stat().st_size for file in self._files()):
             shutil.rmtree(self.path, ignore_errors=True)
         self._open.close()
@@ -61,19 +61,19 @@ class RunFolder:
 
     @property
     def resumed_step(self) -> int | None:
-        """The step after which the run goes on; None for one that begins."""
+        """The step after which the run resumes; None for a new run."""
         return None if self.start.path is None else self.start.step
 
     def give_back(self, load_state: LoadState) -> None:
-        """Hand the saved state of the run, where there is one, to `load_state`."""
+        """Pass the saved state of the run to `load_state`; a new run has none."""
         if self.start.path is not None:
             with reading(self.start.path / RUN_FILE):
                 load_state(self.saved["run"])
 
     def keep(self) -> bool:
-        """Make the folder again where it has vanished; whether it had.
+        """Make the folder again if it was deleted; returns whether it was.
 
-        Raises ConfigError where another run has taken it, StorageError where it cannot be made.
+        Raises ConfigError if another run has claimed it, StorageError if it cannot be made.
         """
         with storing("the files of a run", self.path):
             return self._lock.hold_again()
@@ -83,7 +83,7 @@ class RunFolder:
         self.saved = {} if self.start.path is None else read_run_file(self.start.path / RUN_FILE)
         if self.start.path is not None:
             with reading(self.start.path / RUN_FILE):
-                stage = self.saved["config"]["trainer"].get("stage", PPO)
-            if stage != self._trainer.stage:
-                rule = f"{self.start.path} was saved by {stage}, and this is {self._trainer.stage}"
+                task = self.saved["config"]["trainer"].get("stage", PPO)
+            if task != self._trainer.stage:
+                rule = f"{self.start.path} was saved by {task}, and this is {self._trainer.stage}"
                 raise ConfigError(f"cannot go on: {rule}; nearest: another trainer.default_local_dir")

@@ -1,4 +1,4 @@
-"""What a run writes down: lines on the console, metrics, tables, and the numbers of its summary."""
+"""The logger of a run: lines on the console, metrics, tables, and numbers of the summary."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from megatron_rl.scoring.scored_answers import ScoredAnswers
 
 
 class RunLogger:
-    """One run's books; a context manager round loggers and progress bar.
+    """Console, metrics and tables of one run; a context manager around loggers and progress bar.
 
-    accuracies, val_rewards: of every validation until now. transitions: what the last one cost each rollout rank.
-    lacks_validation: whether the last step should have been validated after, and was not, as the run was to stop.
+    accuracies, val_rewards: one number for every validation so far. transitions: cost of the last transition for each
+    rollout rank. lacks_validation: the validation after the last step was skipped, because the run was to stop.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class RunLogger:
             self.warn(sentence)
 
     def say(self, text: str, style: str | None = None) -> None:
-        """Print a line as it is: names and values may have brackets, which would be markup."""
+        """Print a line without markup, because names and values may contain brackets."""
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Print a line that nobody should miss."""
+        """Print a line in yellow."""
         self.say(text, style="yellow")
 
     def keep_folder(self) -> None:
-        """Make the run's folder again, and say so, where it has vanished. Raises as `RunFolder.keep`."""
+        """Make the run's folder again if it was deleted, and warn. Raises as `RunFolder.keep`."""
         if self.folder.keep():
             self.warn(
                 f"{self.folder.path} was deleted or emptied while the run went on; it is there again, without the "
@@ -96,7 +96,7 @@ class RunLogger:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON-ready."""
+        """The logger's state in a checkpoint; JSON-ready."""
         return {
             "accuracies": list(self.accuracies),
             "val_rewards": list(self.val_rewards),
@@ -111,13 +111,13 @@ class RunLogger:
         self.lacks_validation = state.get("lacks_validation", False)
 
     def note_transition(self, reports: Sequence[TransitionReport]) -> None:
-        """Keep what bringing weights to generation cost each rollout rank, in rank order."""
+        """Store the cost of the last transfer of weights to generation, in order of rollout ranks."""
         self.transitions = reports
 
     def update_metrics(self, role: str, updates: Iterable[Future[dict[str, float]]]) -> dict[str, float]:
-        """Means over the optimizer steps that a role took, and how many it skipped; says so when there are some.
+        """Means over a role's optimizer steps, and the number of skipped ones; warns if there are any.
 
-        Raises NonFiniteUpdates when more than `trainer.max_skipped_updates` in a row were skipped.
+        Raises NonFiniteUpdates if more than `trainer.max_skipped_updates` in a row were skipped.
         """
         metrics = update_means(role, (self.updates.note(role, update.get()) for update in updates))
         skipped = int(metrics[f"{role}/skipped_updates"])
@@ -128,7 +128,7 @@ class RunLogger:
     def step_metrics(
         self, prompts: Prompts, generations: Generations, experience: Experience, scored: ScoredAnswers
     ) -> dict[str, float]:
-        """Statistics of one step's samples, what its transition cost, and its seconds by phase."""
+        """Statistics of one step's samples, cost of its transition, and seconds by phase."""
         lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
         values = None if experience.old_values is None else experience.old_values.values()
         returns, advantages = known(experience.returns).values(), known(experience.advantages).values()
@@ -144,7 +144,7 @@ class RunLogger:
         )
 
     def time_metrics(self, num_tokens: int) -> dict[str, float]:
-        """The seconds of the step that ends, by phase, and what they come to for so many tokens."""
+        """Seconds of the step that ends, by phase, and throughput for `num_tokens` tokens."""
         timings = self.clock.take_step()
         return throughput_metrics(num_tokens, timings["timing_s/step"], self._num_ranks) | timings
 
@@ -158,7 +158,7 @@ class RunLogger:
         return metrics
 
     def save_samples(self, folder: str | None, prompts: Prompts, scored: ScoredAnswers, step: int) -> None:
-        """Write a table of the answers, where a folder for it is configured."""
+        """Write a table of the answers to `folder`, if one is configured; warns if that fails."""
         if folder is not None:
             questions = self._questions(prompts)
             try:
@@ -167,7 +167,7 @@ class RunLogger:
                 self.warn(f"{folder} lacks the table of step {step}: {error}")
 
     def save_generations(self, prompts: Prompts, scored: ScoredAnswers, step: int) -> None:
-        """Show some answers of a validation, as many as `trainer.log_val_generations`: the same rows every time."""
+        """Log `trainer.log_val_generations` answers of a validation, of the same rows every time."""
         number = min(self.config.trainer.log_val_generations, len(prompts))
         if not number:
             return
@@ -182,12 +182,12 @@ class RunLogger:
         return list(self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True))
 
     def skip_validation(self, step: int) -> None:
-        """Note, and say, that the validation due after `step` has to wait until the run goes on."""
+        """Record, and warn, that the validation due after `step` waits until the run is resumed."""
         self.lacks_validation = True
         self.warn(f"step {step} is not validated, as the run is to stop; the same command makes up for it")
 
     def make_up(self, validate: Callable[[int], dict[str, float]]) -> None:
-        """Validate now, and log it for the step that the run goes on from, where the life before skipped that."""
+        """Validate and log the step that the run resumes from, if that validation was skipped."""
         step = self.folder.resumed_step
         if step is not None and self.lacks_validation:
             self.lacks_validation = False
@@ -197,7 +197,7 @@ class RunLogger:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Write one step's metrics and move the progress bar; step 0 is the state before training."""
-        with contextlib.suppress(StorageError):  # lines wait; the next checkpoint says what is lost
+        with contextlib.suppress(StorageError):  # lines wait in memory; the next checkpoint reports the error
             self.keep_folder()
         self.metric_logger.log(metrics, step)
         self._warn_of(self._services.log(metrics, step))
@@ -208,7 +208,7 @@ class RunLogger:
 
 
 def shown_value(metrics: dict[str, float]) -> tuple[str, float]:
-    """What the progress line says of a step: its mean reward, or where nothing is rewarded its loss."""
+    """(name, value) for the progress line: the mean reward of a step, or its loss if there are no rewards."""
     for what, name in (("reward", "critic/score/mean"), ("loss", "actor/loss"), ("loss", "critic/loss")):
         if name in metrics:
             return what, metrics[name]
@@ -216,7 +216,7 @@ def shown_value(metrics: dict[str, float]) -> tuple[str, float]:
 
 
 def transition_metrics(reports: Sequence[TransitionReport]) -> dict[str, float]:
-    """What a transition cost the rank that it cost most."""
+    """Cost of a transition on the rank where it was highest."""
     return {
         "reshard/exchange_s": max(report.exchange_seconds for report in reports),
         "reshard/verify_s": max(report.verify_seconds for report in reports),

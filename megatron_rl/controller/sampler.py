@@ -1,4 +1,4 @@
-"""Open the sampler of a run: synchronous, in slices on the same ranks, or asynchronous on replicas."""
+"""Choose how a run samples: synchronously, in slices on the training ranks, or asynchronously on replicas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_rl.sampling.sliced_sampler import AsyncSampler, ColocatedSampler, 
 
 
 def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
-    """The rules of the schedule of a run that goes on with `first_step`."""
+    """Rules of the schedule for a run whose next step is `first_step`."""
     ahead, rollout = config.async_training, config.actor_rollout_ref.rollout
     sizes = config.batch_sizes
     return Rules(
@@ -49,14 +49,14 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
 
 
 def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
-    """What a schedule can only be repeated with."""
+    """Settings that a replayed schedule must have in common with the run that recorded it."""
     return {name: value for name, value in asdict(rules).items() if name != "first_step"} | {
         "seed": config.trainer.seed
     }
 
 
 def refuse_other_settings(run: Path, events: Sequence[Event], settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a schedule was recorded with other settings, naming them."""
+    """Raise ConfigError, with the names, if a schedule was recorded with other settings."""
     recorded = next((event.settings for event in events if isinstance(event, Began)), None)
     if recorded is None:
         raise ConfigError(f"{run / SCHEDULE_FILE} does not begin with the settings of its run")
@@ -70,7 +70,7 @@ def refuse_other_settings(run: Path, events: Sequence[Event], settings: Mapping[
 
 
 def open_journal(folder: RunFolder, schedule: Mapping[str, Any] | None, settings: dict[str, Any]) -> Journal:
-    """The run's schedule.jsonl, with what the checkpoint knows of it. Raises StorageError."""
+    """Open the run's schedule.jsonl, cut to the length the checkpoint recorded. Raises StorageError."""
     with storing(SCHEDULE_FILE, folder.path):
         journal = Journal(folder.path / SCHEDULE_FILE, 0 if schedule is None else schedule["num_lines"])
         if not journal.num_lines:
@@ -81,7 +81,7 @@ def open_journal(folder: RunFolder, schedule: Mapping[str, Any] | None, settings
 
 
 def read_schedule_file(run: Path) -> list[Event]:
-    """The recorded schedule of a run's folder. Raises ConfigError where it has none."""
+    """Read the recorded schedule of a run's folder. Raises ConfigError if there is none."""
     file = run / SCHEDULE_FILE
     try:
         return read_events(file)
@@ -95,10 +95,10 @@ def read_schedule_file(run: Path) -> list[Event]:
 def open_schedule(
     config: RunConfig, placement: Placement, folder: RunFolder, opened: ExitStack, replay: Path | None = None
 ) -> Schedule | None:
-    """Who decides what is drawn, and what it goes on from; None for a run that generates and trains in turns.
+    """Build the scheduler, new, resumed or replayed; None for synchronous runs.
 
-    replay: the folder of a run whose schedule is repeated. Raises ConfigError where there is none, where it is of other
-    settings, and for a damaged checkpoint.
+    replay: the folder of a run whose schedule is repeated. Raises ConfigError if it has none or one of other settings,
+    and for a damaged checkpoint.
     """
     if not config.samples_in_slices:
         return None
@@ -127,18 +127,18 @@ def open_sampler(
     sources: Sources,
     actor: Actor,
     replicas: ReplicatedPool | None,
-    looks: tuple[Callable[[], None], Callable[[], None]],
+    checks: tuple[Callable[[], None], Callable[[], None]],
     opened: ExitStack,
 ) -> Sampler:
-    """Made and ready for `load_weights`. replicas: where the pool that generates is cut into them.
+    """Build the sampler, ready for `load_weights`. replicas: those of the rollout's pool, if it is cut into replicas.
 
-    looks: one raises where a pool has failed that nobody calls now, one where the run is to stop.
+    checks: called while the asynchronous sampler waits; one raises failures of pools, one raises if the run is to stop.
     """
     if schedule is None:
         return Sampler(sources, None if Placement.of(sources.config).is_colocated else actor)
     if replicas is None:
         return ColocatedSampler(schedule, sources)
-    ahead = AsyncSampler(schedule, sources, replicas.replicas, actor, *looks)
+    ahead = AsyncSampler(schedule, sources, replicas.replicas, actor, *checks)
     opened.enter_context(ahead.driver)
     ahead.weights.open()
     return ahead

@@ -1,1 +1,1 @@
-"""Tasks beside PPO: supervised fine-tuning, reward models and preferences, one straight loop each."""
+"""Tasks other than PPO: supervised fine-tuning, reward models and preferences, one straight loop each."""

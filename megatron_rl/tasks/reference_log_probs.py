@@ -1,4 +1,4 @@
-"""What a policy is compared with while it learns preferences: the reference's log-probs of the same answers."""
+"""Batches of preferences with the reference's log-probs, which the loss compares the policy with."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from megatron_rl.tasks.training_records import answers_of, mismatched, preferenc
 
 TRAIN, VAL, MISMATCHED = "train", "val", "_mismatched"
 CHUNK = 16
-"""Batches that are scored in one call, where all answers are scored before the first step."""
+"""Batches that are scored in one call when all answers are scored before the first step."""
 
 
 def digest_of(records: Sequence[Ranking] | Sequence[Labelled]) -> str:
-    """Of all tokens and loss masks, in their order."""
-    found = sha256()
+    """SHA-256 of all tokens and loss masks, in their order."""
+    digest = sha256()
     for record in records:
         for answer in answers_of(record):
-            found.update(f"{len(answer.tokens)},{answer.prompt_length};".encode())
-            found.update(answer.tokens.numpy().tobytes() + answer.loss_mask.numpy().tobytes())
-    return found.hexdigest()
+            digest.update(f"{len(answer.tokens)},{answer.prompt_length};".encode())
+            digest.update(answer.tokens.numpy().tobytes() + answer.loss_mask.numpy().tobytes())
+    return digest.hexdigest()
 
 
 class Preferences:
-    """Batches of one run with what their loss needs beside the policy."""
+    """Batches of one run with everything their loss needs besides the policy."""
 
     def __init__(self, run: TaskRun) -> None:
         self.run, self.config = run, run.config.dpo
@@ -48,10 +48,10 @@ class Preferences:
         self.is_stored = needs_reference(run.config) and not holds_reference(run.config)
 
     def store_reference(self) -> None:
-        """Score all answers with the weights that the run starts from, where that is asked for and not done.
+        """Score all answers with the initial weights, if the configuration stores them and a new run begins.
 
-        Raises StoppedBeforeStep between chunks when a signal asked to stop, ConfigError where the run goes on from a
-        checkpoint without these scores, or with those of other answers.
+        Raises StoppedBeforeStep between chunks if a signal asked to stop, ConfigError if a resumed checkpoint lacks
+        these scores or has those of other answers.
         """
         stored, path = self.run.stored, self.run.logger.folder.start.path
         for name, records in self.sets.items() if self.is_stored else ():
@@ -72,7 +72,7 @@ class Preferences:
             stored.put(name, scores, answers)
 
     def batch(self, name: str, numbers: Sequence[int]) -> AnswerBatch:
-        """Some prompts of a set, with the reference's log-probs where the loss reads them."""
+        """Some prompts of a set, with the reference's log-probs if the loss reads them."""
         batch = preference_batch([self.sets[name][number] for number in numbers])
         reference = self.run.reference
         if self.is_stored:
@@ -85,7 +85,7 @@ class Preferences:
         return batch
 
     def baseline(self, name: str, numbers: Sequence[int]) -> float:
-        """kto's: how far the policy has drifted on answers to other prompts; 0 of other losses."""
+        """kto's baseline: the drift of the policy on answers to other prompts; 0 for other losses."""
         if self.config.loss != "kto":
             return 0.0
         batch = self.batch(f"{name}{MISMATCHED}", numbers)
@@ -93,12 +93,12 @@ class Preferences:
         return float(kto_baseline((ours - batch.given.values()).sum(), len(batch)))
 
     def measured(self) -> dict[str, float]:
-        """Loss of all held-out preferences, and what it reports."""
+        """Loss of all held-out preferences, and the metrics of the loss."""
         numbers = range(len(self.run.data.val))
         batch = self.batch(VAL, numbers)
         ours = self.policy.answer_log_probs(batch).get().scores.values()
         shift = torch.tensor(self.baseline(VAL, numbers))
-        told = Answers(ours, batch.given.values(), batch.labels.values(), batch.sizes, shift)
-        terms = preference_objective(self.config)(told)
+        answers = Answers(ours, batch.given.values(), batch.labels.values(), batch.sizes, shift)
+        terms = preference_objective(self.config)(answers)
         means = {f"val/{name}": float(pair[0] / pair[1]) for name, pair in terms.metrics.items() if pair[1]}
         return {LOSS: float(terms.loss.mean())} | means

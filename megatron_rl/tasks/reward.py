@@ -42,22 +42,22 @@ def reward(config: RunConfig, local: bool = False) -> dict[str, Any]:
 
 
 def measured(run: TaskRun) -> dict[str, float]:
-    """Loss of all held-out answers, and how scores and pairs come out."""
+    """Loss of all held-out answers, and metrics of scores and pairs."""
     batch = reward_batch(run.data.val)
     return loss_metrics(run.config, batch, run.role(TrainedScorer).scores(batch).get())
 
 
-def loss_metrics(config: RunConfig, batch: AnswerBatch, found: AnswerScores) -> dict[str, float]:
-    """Of these scores: `val/loss`, mean and spread, and what the loss reports."""
-    scores = found.scores.values()
-    told = Answers(scores, batch.given.values(), batch.labels.values(), batch.sizes, torch.zeros(()))
-    terms = reward_objective(config.reward_training)(told)
+def loss_metrics(config: RunConfig, batch: AnswerBatch, scored: AnswerScores) -> dict[str, float]:
+    """`val/loss`, mean and standard deviation of the scores, and the metrics of the loss."""
+    scores = scored.scores.values()
+    answers = Answers(scores, batch.given.values(), batch.labels.values(), batch.sizes, torch.zeros(()))
+    terms = reward_objective(config.reward_training)(answers)
     means = {f"val/{name}": float(pair[0] / pair[1]) for name, pair in terms.metrics.items() if pair[1]}
-    said = statistics_of(found)
-    return {LOSS: float(terms.loss.mean()), SCORE_MEAN: said.mean, SCORE_STD: said.std} | means
+    statistics = statistics_of(scored)
+    return {LOSS: float(terms.loss.mean()), SCORE_MEAN: statistics.mean, SCORE_STD: statistics.std} | means
 
 
-def statistics_of(found: AnswerScores) -> ScoreStatistics:
-    """Mean and spread of all scores; of one score the spread is 0."""
-    scores = found.scores.values().double()
+def statistics_of(scored: AnswerScores) -> ScoreStatistics:
+    """Mean and standard deviation of all scores; 0 for the latter if there is one score."""
+    scores = scored.scores.values().double()
     return ScoreStatistics(float(scores.mean()), float(scores.std()) if scores.numel() > 1 else 0.0)

@@ -31,7 +31,7 @@ def sft(config: RunConfig, local: bool = False) -> dict[str, Any]:
 
 
 def take_step(run: TaskRun) -> dict[str, float]:
-    """One optimizer step on the next batch; its metrics."""
+    """Take one optimizer step on the next batch; returns its metrics."""
     batch = token_batch(run.data.next())
     metrics = run.logger.update_metrics(ACTOR, [run.role(TunedPolicy).update(batch)])
     return metrics | run.describe(batch.input_ids.values().numel())

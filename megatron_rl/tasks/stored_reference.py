@@ -1,4 +1,4 @@
-"""What the reference says of every answer, computed once before the first step and kept in every checkpoint."""
+"""The reference's log-probs of every answer, computed once before the first step and kept in every checkpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FILE = "reference_log_probs.safetensors"
 
 
 class StoredReference:
-    """Log-probs of answers by the set they belong to, one row for each prompt; nothing where no stage needs them.
+    """Log-probs of answers by the set they belong to, one row for each prompt; empty for tasks that store none.
 
-    Constructing it reads those of the checkpoint that the run goes on from. Raises ConfigError where they are damaged.
+    The constructor reads those of the checkpoint that the run resumes. Raises ConfigError if they are damaged.
     """
 
     def __init__(self, checkpoint: Path | None) -> None:
@@ -29,33 +29,33 @@ class StoredReference:
         if file is None or not file.is_file():
             return
         try:
-            found = load_file(file)
+            tensors = load_file(file)
             with safe_open(file, "pt") as opened:
                 self._answers = opened.metadata() or {}
         except Exception as error:
             raise ConfigError(f"{file} cannot be read: {error}") from error
-        for name in {name.partition(".")[0] for name in found}:
-            self._rows[name] = list(found[f"{name}.values"].split(found[f"{name}.sizes"].tolist()))
+        for name in {name.partition(".")[0] for name in tensors}:
+            self._rows[name] = list(tensors[f"{name}.values"].split(tensors[f"{name}.sizes"].tolist()))
 
     def holds(self, name: str, answers: str) -> bool:
-        """Whether a set was put, of these answers."""
+        """Whether a set of these answers is stored. answers: their digest."""
         return name in self._rows and self._answers.get(name) == answers
 
     def put(self, name: str, scores: Sequence[torch.Tensor], answers: str) -> None:
-        """Keep the log-probs [n] of each prompt's answers under the name of their set. answers: a digest of these."""
-        self._rows[name], self._answers[name] = [one.float() for one in scores], answers
+        """Store the log-probs [n] of each prompt's answers under the name of their set. answers: their digest."""
+        self._rows[name], self._answers[name] = [row.float() for row in scores], answers
 
     def ragged(self, name: str, numbers: Sequence[int]) -> torch.Tensor:
-        """Those of some prompts of a set, float32 [G, (n)]. Raises KeyError for one that was not put."""
+        """Log-probs of some prompts of a set, float32 [G, (n)]. Raises KeyError for a set that is not stored."""
         return ragged([self._rows[name][number] for number in numbers])
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Round a checkpoint: nothing changes here after the first step."""
+        """Do nothing: the log-probs do not change after the first step."""
         yield
 
     def write(self, folder: Path, step: int) -> list[str]:
-        """Write all of it to a checkpoint's folder; names of the files. Raises OSError."""
+        """Write all sets to a checkpoint's folder; returns names of the files. Raises OSError."""
         if not self._rows:
             return []
         tensors = {f"{name}.values": torch.cat(rows) for name, rows in self._rows.items()}

@@ -71,7 +71,7 @@ class TaskData:
         return [self.train[index] for index in self.cursor.next_indices()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands; JSON-ready."""
+        """Position in the order of examples; JSON-ready."""
         return {"cursor": self.cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""From what was read to the records that roles learn from. Pure."""
+"""Convert examples to the records that roles learn from. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
 from megatron_rl.records import AnswerBatch, ragged
 
 ONE_MORE = torch.zeros(1, dtype=torch.int64)
-"""A token after the last one: the value before it is the value of the whole sequence."""
+"""A token after the last one: the value before it is the score of the whole sequence."""
 
 
 def scored_answer(example: Example) -> tuple[Tensor, int, Tensor]:
-    """(tokens, how many at their end are scored, 1 where one counts), as a reward model reads an answer: the value
-    before one more token is its score."""
+    """An answer for a reward model: (tokens, number of scored tokens at the end, 1 where a token counts).
+
+    One token is appended; the value before it is the answer's score, so only the last counts.
+    """
     response = len(example.tokens) - max(example.prompt_length, 1) + 1
     kept = torch.zeros(response)
     kept[-1] = 1.0
@@ -24,7 +26,7 @@ def scored_answer(example: Example) -> tuple[Tensor, int, Tensor]:
 
 
 def preferred_answer(example: Example) -> tuple[Tensor, int, Tensor]:
-    """The same, as a policy reads an answer: every token after the prompt that counts."""
+    """An answer for a policy, in the form of `scored_answer`: every token after the prompt is scored."""
     first = max(example.prompt_length, 1)
     return example.tokens, len(example.tokens) - first, example.loss_mask[first:].float()
 
@@ -34,23 +36,26 @@ def answer_batch(
     given: Sequence[Sequence[float]] | None = None,
     labels: Sequence[Sequence[float]] | None = None,
 ) -> AnswerBatch:
-    """prompts: the answers to each, as `scored_answer` or `preferred_answer` gives them. given, labels: as in
-    `losses.objectives.Answers`; None: 0."""
-    nothing = [[0.0] * len(answers) for answers in prompts]
+    """Put the answers of several prompts into one record.
+
+    prompts: the answers to each, from `scored_answer` or `preferred_answer`. given, labels: as in
+    `losses.objectives.Answers`; None: 0.
+    """
+    zeros = [[0.0] * len(answers) for answers in prompts]
     return AnswerBatch(
         ragged([torch.cat([tokens for tokens, _, _ in answers]) for answers in prompts]),
         ragged([torch.tensor([len(tokens) for tokens, _, _ in answers]) for answers in prompts]),
         ragged([torch.tensor([response for _, response, _ in answers]) for answers in prompts]),
         ragged([torch.cat([kept for _, _, kept in answers]) for answers in prompts]),
-        ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in given or nothing]),
-        ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in labels or nothing]),
+        ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in given or zeros]),
+        ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in labels or zeros]),
         torch.ones(len(prompts)),
         batch_size=[len(prompts)],
     )
 
 
 def reward_batch(records: Sequence[Ranking] | Sequence[ScoredExample]) -> AnswerBatch:
-    """What a reward model learns from: rankings with their margins, or answers with their scores."""
+    """A batch for a reward model: rankings with their margins, or answers with their scores."""
     prompts, given = [], []
     for record in records:
         if isinstance(record, Ranking):
@@ -68,19 +73,19 @@ def answers_of(record: Ranking | Labelled) -> tuple[Example, ...]:
 
 
 def preference_batch(records: Sequence[Ranking] | Sequence[Labelled]) -> AnswerBatch:
-    """What a policy learns preferences from, still without the reference's log-probs."""
+    """A batch of preferences for a policy, without the reference's log-probs."""
     prompts = [[preferred_answer(answer) for answer in answers_of(record)] for record in records]
-    labels = [[float(isinstance(one, Labelled) and one.desirable)] * len(answers_of(one)) for one in records]
+    labels = [[float(isinstance(row, Labelled) and row.desirable)] * len(answers_of(row)) for row in records]
     return answer_batch(prompts, labels=labels)
 
 
 def mismatched(records: Sequence[Labelled], max_length: int) -> list[Labelled]:
-    """Each prompt with the answer of the next record, cut to `max_length`: kto measures the policy's drift on them."""
-    found = []
+    """Pair each prompt with the next record's answer, cut to `max_length`; kto measures the policy's drift on these."""
+    pairs = []
     for record, other in zip(records, [*records[1:], *records[:1]], strict=True):
         prompt, answer = record.example, other.example
         first, start = max(prompt.prompt_length, 1), max(answer.prompt_length, 1)
         tokens = torch.cat([prompt.tokens[:first], answer.tokens[start:]])[:max_length]
         mask = torch.cat([torch.zeros(first, dtype=torch.bool), answer.loss_mask[start:]])[:max_length]
-        found.append(Labelled(Example(tokens, mask, record.where, first), record.desirable, record.where))
-    return found
+        pairs.append(Labelled(Example(tokens, mask, record.where, first), record.desirable, record.where))
+    return pairs
