@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.ahead import AheadPlan, BatchLengths, Sides, rows_of_replica
+from megatron_rl.ledger.planner.ahead import AheadPlan, Sides, batch_lengths, rows_of_replica
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_plan import RunPlan
@@ -128,7 +128,7 @@ def test_lengths_of_a_batch():
     lengths that depend on the prompt.
     """
     load = Load(num_samples=4096, prompt=100, response=500.0, max_response=4096, mini_batch=1, block_tokens=1)
-    lengths = BatchLengths.of(load, 4, 16)
+    lengths = batch_lengths(load, 4, 16)
     rows = rows_of_replica(load, 16) * 4
     assert rows == 128
     first, second = ([lengths(batch * rows + row, 0) for row in range(rows)] for batch in (0, 1))

@@ -1,4 +1,4 @@
-"""What another value of one key would change: on the same pools, all else chosen anew."""
+"""`map --explain KEY`: the best placement for every other value of one key, on the same pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_rl.ledger.planner.preflight import preflight
 
 @dataclass(frozen=True)
 class Other:
-    """One value. candidate: the best placement with it; None: there is none, as `why` says."""
+    """One value of the key. candidate: the best placement with it; None: none fits, for the reason in `why`."""
 
     value: Any
     candidate: Candidate | None
@@ -29,19 +29,18 @@ class Other:
 
 
 def explain(mapped: Mapped, key: str) -> list[Other]:
-    """Every value that is tried for a key, the winner's first. Raises ConfigError for a key that nothing decides."""
+    """Try every value of a key, the winner's first. Raises ConfigError for a key that the search does not decide."""
     winner = mapped.candidates[0]
     if key not in winner.settings:
         nearest = nearest_name(key, winner.settings)
         raise ConfigError(f"--explain {key} must be a key that the search decides; nearest: --explain {nearest}")
-    found = [Other(winner.settings[key], winner, "chosen")]
-    for value in values_of(mapped.request, key, winner.settings[key]):
-        found.append(_other(mapped.request, winner, key, value))
-    return found
+    values = values_of(mapped.request, key, winner.settings[key])
+    others = [_other(mapped.request, winner, key, value) for value in values]
+    return [Other(winner.settings[key], winner, "chosen"), *others]
 
 
 def values_of(request: MapRequest, key: str, chosen: Any) -> Iterator[Any]:
-    """What a key could be instead."""
+    """Yield the other values to try for a key."""
     name = key.rpartition(".")[2]
     tried: list[Any]
     if isinstance(chosen, bool):
@@ -88,16 +87,16 @@ def _other(request: MapRequest, winner: Candidate, key: str, value: Any) -> Othe
 
 
 def lines(found: list[Other], key: str) -> list[str]:
-    """One sentence for each value."""
-    said = []
+    """Return one sentence for each value."""
+    sentences = []
     for other in found:
         seconds = "" if other.candidate is None else f"{other.candidate.seconds:.2f} s, "
-        said.append(f"{key}={shown(other.value)}: {seconds}{other.why}")
-    return said
+        sentences.append(f"{key}={shown(other.value)}: {seconds}{other.why}")
+    return sentences
 
 
 def explained(found: list[Other]) -> list[dict[str, Any]]:
-    """The same as data."""
+    """Return value, seconds and reason of each value as data."""
     return [
         {
             "value": other.value,

@@ -1,7 +1,7 @@
-"""The placements that are offered, each checked and counted as a run would be: preflight, memory ledger, the clock.
+"""Placements that `map` offers, checked and counted like a run: preflight, memory plan, step time.
 
-The search works with closed forms; here the configuration is made, every rule is asked, the ledger counts the stages
-that stand for all, and the step is simulated with the bytes of the exchange plan.
+The search works with closed forms. Here the configuration is built, every rule is checked, the memory of the sampled
+stages is counted exactly, and the step is timed with the bytes of the exchange plan.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megatron_rl.ledger.planner.transition import TransitionPlan
 
 
 class BoundedModels(RunModels):
-    """A run whose messages of a transition are taken to be as large as they may be: their schedule is not made."""
+    """A run whose transition messages are assumed to have the largest size, so that no schedule is computed."""
 
     def scratch_bytes(self, pp_rank: int) -> int:
-        """As many messages as may be under way."""
+        """Return the bytes of the most messages in flight."""
         return NUM_SCRATCH * max(1, self.bucket_bytes // self.element // NUM_SCRATCH) * self.element
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement that passes preflight and fits. seconds: of a step by the clock; ahead included.
+    """A placement that passes preflight and fits. seconds: of a step, with running ahead.
 
-    settings: what to set. memory: pool -> the stage that needs most. estimate: what the closed forms said.
+    settings: dotted key -> value. memory: pool -> the stage with the highest peak. estimate: seconds by closed forms.
     """
 
     placed: Placed
@@ -55,7 +55,10 @@ class Candidate:
 
 
 class Finalists:
-    """Counts placements exactly. What pools that are alike hold and exchange is counted once."""
+    """Counts placements exactly. Equal pools and transitions are counted once.
+
+    refused, too_large: placements that preflight refuses, or that do not fit.
+    """
 
     def __init__(self, work: MapWork, names: PoolNames) -> None:
         self.work, self.names = work, names
@@ -66,10 +69,10 @@ class Finalists:
         self._alike: dict[tuple[Any, ...], RunModels] = {}
 
     def best(self, placements: Sequence[Placed], number: int) -> list[Candidate]:
-        """So many of the fastest by the clock, of placements in the order of their estimates."""
+        """Return the `number` fastest candidates. placements: in the order of their estimates."""
         found: list[Candidate] = []
         for placed in placements:
-            # Estimates that are above the winner's time by the clock do not become less than it.
+            # A placement whose estimate is above the winner's exact time does not turn out faster than the winner.
             if len(found) >= number and placed.seconds > found[0].seconds:
                 break
             candidate = self.candidate(placed)
@@ -78,7 +81,7 @@ class Finalists:
         return found[:number]
 
     def candidate(self, placed: Placed) -> Candidate | None:
-        """None where preflight or the ledger refuses it; that is noted."""
+        """Count one placement; None where preflight refuses it or it does not fit."""
         settings = settings_of_placement(self.work, self.names, placed)
         config = configured(self.work.config, settings)
         violations = preflight(config, config_only=True)
@@ -100,7 +103,7 @@ class Finalists:
         return Candidate(placed, config, settings, time, seconds, memory, placed.seconds)
 
     def _key(self, placed: Placed) -> tuple[Any, ...]:
-        """What decides a transition."""
+        """Return what decides a transition."""
         drawer = next(choice for choice in placed.choices if choice.generation is not None)
         trainer = placed.choices[0]
         assert drawer.generation is not None  # it was looked for

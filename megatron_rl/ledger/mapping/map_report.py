@@ -1,4 +1,4 @@
-"""The answer for people and for programs: the best placements, seconds and bytes of each, and what limits it."""
+"""Tables, sentences and JSON of `map`: the best placements, seconds and bytes of each, and what limits it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_rl.observe.summary import plain_table
 
 SHORT = {"reward_model": "rm", "reference": "ref"}
 IDLE, BUBBLE = 0.1, 0.1
-"""Shares from which on waiting is called what limits a phase."""
+"""Shares of idle ranks and of pipeline bubbles above which they are named as the limit."""
 
 
 def placement_table(mapped: Mapped) -> Table:
-    """Where the roles live and how, one row for each pool of each candidate."""
+    """Roles, ranks, layout and memory: one row for each pool of each candidate."""
     rows = []
     for number, candidate in enumerate(mapped.candidates, start=1):
         for place, choice in enumerate(candidate.placed.choices):
@@ -41,7 +41,7 @@ def _peak(candidate: Candidate, pool: str) -> tuple[str, str]:
 
 
 def time_table(mapped: Mapped) -> Table:
-    """Seconds of every phase, and what limits the step."""
+    """Seconds of every phase of each candidate, and what limits its step."""
     phases = list(dict.fromkeys(phase for candidate in mapped.candidates for phase in candidate.time.seconds))
     rows = []
     for number, candidate in enumerate(mapped.candidates, start=1):
@@ -57,17 +57,17 @@ def time_table(mapped: Mapped) -> Table:
 
 
 def roles_of_pool(choice: PoolChoice) -> str:
-    """Short names."""
+    """Return the short names of a pool's roles."""
     return " ".join(SHORT.get(name, name) for name in choice.block)
 
 
 def ranks_of_pool(choice: PoolChoice) -> str:
-    """Machines and ranks of each."""
+    """Return machines and ranks of each."""
     return f"{choice.shape.num_nodes} x {choice.shape.per_node}"
 
 
 def layout_of_pool(choice: PoolChoice) -> str:
-    """Of training, and of generation."""
+    """Return the layouts of training and of generation."""
     parts = []
     if choice.grid is not None:
         dp = choice.shape.num_ranks // (choice.grid.tp * choice.grid.cp * choice.grid.pp)
@@ -78,7 +78,7 @@ def layout_of_pool(choice: PoolChoice) -> str:
 
 
 def limit_of(work: MapWork, candidate: Candidate) -> str:
-    """The phase that takes most of the critical path, and what would have to be otherwise for it to take less."""
+    """Return the longest phase of the critical path, its share of the step, and the reasons."""
     path = candidate.time.critical_path
     seconds = candidate.time.seconds
     worst = max(path, key=lambda phase: seconds[phase])
@@ -89,11 +89,11 @@ def limit_of(work: MapWork, candidate: Candidate) -> str:
 
 
 def reasons(work: MapWork, candidate: Candidate, phase: str) -> Iterator[str]:
-    """Why a phase takes as long as it does, where that is not FLOPs."""
+    """Yield what besides FLOPs makes a phase take its time."""
     choices = candidate.placed.choices
     if phase == GEN:
         choice = next(one for one in choices if one.generation is not None)
-        assert choice.generation is not None  # it was looked for
+        assert choice.generation is not None  # by the condition above
         yield from _of_generation(work, choice)
         return
     if phase == RESHARD:
@@ -111,7 +111,7 @@ def reasons(work: MapWork, candidate: Candidate, phase: str) -> Iterator[str]:
 
 def _of_generation(work: MapWork, choice: PoolChoice) -> Iterator[str]:
     generation = choice.generation
-    assert generation is not None  # the caller's business
+    assert generation is not None  # the caller chose a pool that generates
     replicas = choice.shape.num_ranks // generation.tp
     mine = math.ceil(work.load.num_samples / replicas)
     cache = work.cache(generation.tp)
@@ -146,7 +146,7 @@ def _of_pass(work: MapWork, choice: PoolChoice, name: str, kind: str) -> Iterato
 
 
 def sentences(mapped: Mapped) -> list[str]:
-    """After the tables."""
+    """Return the sentences after the tables."""
     best = mapped.candidates[0]
     return [
         f"searched {mapped.num_layouts} layouts of pools and {mapped.num_placements} allocations in "
@@ -158,7 +158,7 @@ def sentences(mapped: Mapped) -> list[str]:
 
 
 def as_json(mapped: Mapped) -> dict[str, Any]:
-    """Everything, candidates best first."""
+    """Return everything as data, candidates best first."""
     work = mapped.request.work
     return {
         "candidates": [

@@ -1,4 +1,4 @@
-"""The answer to a request: the best placements, what bounds them, and where nothing fits what is missing."""
+"""The result of `map`: the best placements and their lower bound, or how many bytes are missing if nothing fits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Mapped:
-    """candidates: best first. lower_bound: seconds that FLOPs and bytes alone take on all ranks, of any placement.
+    """The result of a search.
 
-    num_layouts, num_placements: that were compared; num_skipped: pairs of sizes that a bound excluded.
+    candidates: best first. lower_bound: seconds of FLOPs and bytes alone on all ranks, for any placement. num_layouts,
+    num_placements: that were compared. num_skipped: allocations that a lower bound excluded.
     """
 
     request: MapRequest
@@ -37,12 +38,14 @@ class Mapped:
 
     @property
     def gap(self) -> float:
-        """How much longer the best placement takes than the lower bound, as a share of it."""
+        """Relative distance of the best placement from the lower bound."""
         return self.candidates[0].seconds / self.lower_bound - 1
 
 
 def find_placements(request: MapRequest, number: int = SHOWN) -> Mapped:
-    """Search and count. Raises ConfigError where nothing fits, or kept values break a rule."""
+    """Search placements, then count the best exactly. Raises ConfigError if nothing fits or kept values break a
+    rule.
+    """
     start = time.perf_counter()
     work = request.work
     search = Search(work)
@@ -63,7 +66,7 @@ def find_placements(request: MapRequest, number: int = SHOWN) -> Mapped:
 
 
 def nothing_fits(request: MapRequest) -> str:
-    """Why, in bytes, and what would do."""
+    """Return a message with the missing bytes and the smallest cluster that suffices."""
     work, kept = request.work, request.keeps.values
     gpus = request.cluster.num_ranks
     search = Search(work)
@@ -93,7 +96,7 @@ def nothing_fits(request: MapRequest) -> str:
 
 
 def least_bytes(search: Search, block: tuple[str, ...], units: int) -> float:
-    """Bytes of the worst rank of the layout that needs least; infinity where no layout passes the rules."""
+    """Return the bytes of the worst rank of the smallest layout; infinity where no layout passes the rules."""
     shape, found = search.work.cluster.shape(units), math.inf
     names = tuple(name for name in block if name != ROLLOUT)
     for grid in search.pools.grids(names, shape) if names else []:
@@ -106,13 +109,13 @@ def least_bytes(search: Search, block: tuple[str, ...], units: int) -> float:
 
 
 def least_of_passes(role: OnGrid) -> list[float]:
-    """Of each pass the bytes of its smallest option, on the worst stage; infinity where kept values leave none."""
+    """Return the bytes of each pass with its smallest option, on the worst stage; infinity where none is allowed."""
     found = ((float(max(role.bytes_of(option))) for option in role.options[kind]) for kind in role.kinds)
     return [min(sizes, default=math.inf) for sizes in found]
 
 
 def least_cache(work: MapWork) -> int:
-    """What the engine needs for one sequence, at the largest TP inside of a node."""
+    """Return the bytes that the engine needs for one sequence, at the largest TP inside of a node."""
     tp = work.cluster.per_node
     return engine_bytes(work.config, work.actor.model, work.actor.element, tp) + work.cache(tp).needed_bytes(
         work.longest
@@ -120,7 +123,7 @@ def least_cache(work: MapWork) -> int:
 
 
 def smallest_cluster(request: MapRequest) -> ClusterSize | None:
-    """Doubling until something fits, then the fewest machines between; None: not even the largest cluster does."""
+    """Double the GPUs until something fits, then bisect the number of machines; None: nothing fits up to MOST_GPUS."""
     unfit, gpus = 0, 1
     while not _fits(request, gpus):
         unfit, gpus = gpus, 2 * gpus
@@ -137,13 +140,13 @@ def smallest_cluster(request: MapRequest) -> ClusterSize | None:
 def _fits(request: MapRequest, gpus: int) -> bool:
     try:
         cluster = cluster_of(request.config, gpus, request.per_node, request.keeps)
-    except ConfigError:  # fewer than a machine has, or than a kept pool
+    except ConfigError:  # fewer GPUs than one machine or a kept pool has
         return False
     return something_fits(replace(request, cluster=cluster))
 
 
 def something_fits(request: MapRequest) -> bool:
-    """Whether any placement of the fewest pools, or of the most, does: between them nothing needs less."""
+    """Return whether a placement in one pool fits, or, on up to 16 machines, any placement."""
     search = Search(request.work)
     sizes = search.names.sizes
     for partition in sorted(search.partitions, key=len):

@@ -1,4 +1,4 @@
-"""A placement as something to run: the configuration's own settings with those of the placement, and the command."""
+"""A placement as a configuration file, and as the command that starts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = ("megatron-rl", "train", "--config")
 
 
 def tree_of(request: MapRequest, candidate: Candidate) -> dict[str, Any]:
-    """Nested groups: the file, overrides and kept values, then the placement; pools that it does not size are gone."""
+    """Return nested groups: the file, kept values, then the placement; pools without a size in it are removed."""
     settings = list(read_file(request.path))
     for text in request.overrides:
         settings += read_override(text)
@@ -38,8 +38,9 @@ def tree_of(request: MapRequest, candidate: Candidate) -> dict[str, Any]:
 
 
 def write_placement(request: MapRequest, candidate: Candidate, file: Path) -> None:
-    """The candidate as a file for `train --config`. Raises StorageError where it cannot be written, and ConfigError
-    where it reads back as something else.
+    """Write a candidate as a file for `train --config`.
+
+    Raises StorageError where it cannot be written, and ConfigError where it reads back differently.
     """
     text = f"# {headline(request, candidate)}\n" + yaml.safe_dump(tree_of(request, candidate), sort_keys=False)
     with writing():
@@ -52,20 +53,22 @@ def write_placement(request: MapRequest, candidate: Candidate, file: Path) -> No
 
 
 def headline(request: MapRequest, candidate: Candidate) -> str:
-    """One line about where a file comes from."""
+    """Return the comment line of a file: where it comes from."""
     gpus, name = request.cluster.num_ranks, request.hardware.name
     return f"{request.path} on {gpus} {name}, placed by megatron-rl map: {candidate.seconds:.2f} s a step, estimated"
 
 
 def command_of(request: MapRequest, candidate: Candidate, file: Path | None) -> str:
-    """What starts it. file: what it was written to; None: the configuration itself with overrides."""
+    """Return the command that starts a candidate. file: of `write_placement`; None: the configuration with
+    overrides.
+    """
     if file is not None:
         return shlex.join([*PROGRAM, str(file)])
     return shlex.join([*PROGRAM, str(request.path), *request.overrides, *overrides_of(request, candidate)])
 
 
 def overrides_of(request: MapRequest, candidate: Candidate) -> Iterable[str]:
-    """The placement's settings, after the pools that it does not have are taken away."""
+    """Return the overrides of a placement: first removed pools, then its settings."""
     gone = sorted(name for name in request.config.pools if name not in candidate.config.pools)
     return [
         *(f"~pools.{name}" for name in gone),

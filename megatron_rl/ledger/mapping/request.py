@@ -1,4 +1,4 @@
-"""What is asked of the search, checked: the configuration, the cluster, and values that must stay."""
+"""The checked input of `map`: the configuration, the cluster, and kept values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl.ledger.planner.preflight import preflight
 
 REFUSED = "this run cannot be placed"
 NODE = 8
-"""GPUs of a machine where nothing else is said."""
+"""Default GPUs of a machine."""
 MOST_GPUS = 16_384
 SEARCHED = re.compile(
     r"(.*\.)?pool|pools\..*|trainer\.(nnodes|n_gpus_per_node|rollout_ahead)"
@@ -40,7 +40,11 @@ SEARCHED = re.compile(
 
 @dataclass(frozen=True)
 class MapRequest:
-    """path, overrides: of the configuration; the kept values. config: as read. per_node: as asked for."""
+    """What a user asks of `map`.
+
+    path: of the configuration. overrides: the kept values as text. config: as read. lengths: mean tokens of prompt and
+    answer. per_node: --gpus-per-node.
+    """
 
     path: Path
     overrides: tuple[str, ...]
@@ -53,14 +57,14 @@ class MapRequest:
 
     @property
     def work(self) -> MapWork:
-        """What there is to place."""
+        """A new problem for the search."""
         return MapWork(self.config, self.hardware, self.cluster, self.lengths, self.keeps)
 
 
 def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
-    """The configuration with the kept values as overrides, and these.
+    """Read the configuration with the kept values as overrides; return it and the kept values.
 
-    Raises ConfigError for what has nothing to do with placement.
+    Raises ConfigError for every fault that no placement can mend.
     """
     reading = read_run(path, keep)
     raise_problems(f"cannot use {path}", reading.violations)
@@ -68,14 +72,14 @@ def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
     config = only_ppo(with_local_models(reading.config), "map")
     keeps = Keeps.of(config, keep)
     for pool in set(keeps.pools.values()) - {GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL, *config.pools}:
-        config.pools[pool] = PoolConfig()  # the search gives it its size
+        config.pools[pool] = PoolConfig()  # the search sets its size
     lasting = [one for one in preflight(config, config_only=True) if not any(map(SEARCHED.fullmatch, one.settings))]
     raise_problems(REFUSED, lasting)
     return config, keeps
 
 
 def contradictions(request: MapRequest) -> list[Violation]:
-    """Rules that kept values break whatever the search decides, on one pool of all ranks; where nothing is found."""
+    """Return the rules that kept values break by themselves, on one pool of all ranks."""
     config = copy.deepcopy(request.config)
     cluster, kept = request.cluster, request.keeps.values
     for key, value in (("trainer.nnodes", cluster.num_nodes), ("trainer.n_gpus_per_node", cluster.per_node)):
@@ -89,7 +93,7 @@ def contradictions(request: MapRequest) -> list[Violation]:
 
 
 def cluster_of(config: RunConfig, gpus: int, per_node: int | None, keeps: Keeps) -> ClusterSize:
-    """Machines of 8 GPUs, or fewer where there are fewer; on CPUs one machine. Raises ConfigError."""
+    """Return the cluster: machines of 8 GPUs, or of all if there are fewer; on CPUs one machine. Raises ConfigError."""
     if not 1 <= gpus <= MOST_GPUS:
         nearest = min(max(1, gpus), MOST_GPUS)
         raise ConfigError(f"--gpus {gpus} must be >= 1 and <= {MOST_GPUS}; nearest: --gpus {nearest}")

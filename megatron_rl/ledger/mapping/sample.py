@@ -1,4 +1,4 @@
-"""Placements drawn at random, to hold the choice against: an ablation of the best one and of these."""
+"""Random placements to compare the best one with, and an ablation file of all of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from megatron_rl.ledger.mapping.request import MapRequest
 from megatron_rl.ledger.mapping.search import Placed, Search
 
 TRIES = 40
-"""Draws for each placement that is wanted: some do not fit, others were drawn before."""
+"""Draws for each wanted placement: some do not fit, others repeat."""
 CHOSEN = "map"
 
 
 def sampled(request: MapRequest, number: int, seed: int = 0) -> list[Candidate]:
-    """So many placements on all ranks, different ones: a partition, sizes and a layout of each pool, each drawn evenly;
-    fewer where there are no more. Micro-batches and what is recomputed are the best of the layout.
+    """Draw up to `number` different placements on all ranks: a partition, sizes and a layout of each pool, uniformly.
+
+    Micro-batches and recomputation are the best of the layout.
     """
     search = Search(request.work)
     finalists, random = Finalists(search.work, search.names), Random(seed)
@@ -42,7 +43,7 @@ def sampled(request: MapRequest, number: int, seed: int = 0) -> list[Candidate]:
 
 
 def drawn(search: Search, random: Random) -> Placed | None:
-    """One placement; None where the drawn pools have no layout."""
+    """Draw one placement; None where the drawn pools have no layout."""
     partition = random.choice(search.partitions)
     sizes = list(allocations(search, partition, search.work.cluster.num_units))
     if not sizes:
@@ -58,7 +59,7 @@ def drawn(search: Search, random: Random) -> Placed | None:
 
 
 def allocations(search: Search, blocks: Sequence[Block], units: int) -> Iterator[tuple[int, ...]]:
-    """Sizes of these pools that add up to so many units."""
+    """Yield sizes of these pools that add up to `units`."""
     first, *others = blocks
     for size in search.names.sizes(first, search.work.cluster):
         if not others and size == units:
@@ -68,8 +69,9 @@ def allocations(search: Search, blocks: Sequence[Block], units: int) -> Iterator
 
 
 def write_points(request: MapRequest, best: Candidate, others: Sequence[Candidate], hardware: str, file: Path) -> None:
-    """An ablation's file: the best placement and others. Raises ConfigError where the configuration has pools, which
-    points cannot take away, and StorageError.
+    """Write an ablation file with the best placement and others.
+
+    Raises ConfigError where the configuration has pools, which points cannot remove, and StorageError.
     """
     if request.config.pools:
         names = ", ".join(request.config.pools)

@@ -1,13 +1,13 @@
-"""The fastest placements: every set partition of the roles, every allocation of the ranks, the best layouts of each.
+"""Search the fastest placements: every set partition of the roles, every allocation of the ranks, the best layouts.
 
     pool with the actor, pool with the rollout (or one pool with both)   every pair of sizes
     all other pools                                                      best (scores, updates) of what is left, by
                                                                          dynamic programming over their sizes
-A step takes reshard + gen + the longest scores + the longest updates of all pools, so layouts that are beaten in all of
-these are never part of a best placement, and the search is exact over its space. Sizes that cannot reach the best
-placements found so far are skipped by a lower bound: FLOPs of each pool's roles on its ranks, and the best generation.
-Where ranks share cores, as on CPUs, pools are also judged by the work that they take from each other; micro-batches
-still are the fastest of their own pool.
+A step takes reshard + gen + the longest scores + the longest updates of all pools. A layout that another one beats in
+all of these is never part of a best placement, so the search is exact over its space. A lower bound (FLOPs of each
+pool's roles on its ranks, and the best generation) skips sizes that cannot reach the best placements so far. Where
+ranks share cores, as on CPUs, the work of a pool is an objective, too; micro-batches are still the fastest of their
+pool.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from megatron_rl.ledger.mapping.partitions import Block, PoolNames, partitions
 from megatron_rl.ledger.mapping.pools import PoolChoice, Pools
 
 KEPT = 24
-"""Placements that are counted exactly at the end, of which ten are shown."""
+"""Number of placements that are counted exactly at the end; ten are shown."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """One placement: a layout of every pool, the actor's first. ahead: generation runs a step ahead."""
+    """One placement: a layout of every pool, the actor's first. seconds: by closed forms. ahead: steps of
+    generation.
+    """
 
     choices: tuple[PoolChoice, ...]
     seconds: float
@@ -41,13 +43,15 @@ class Placed:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Its partition and allocation."""
+        """Identifies its partition and allocation."""
         return (self.ahead, *((choice.block, choice.units) for choice in self.choices))
 
 
 @dataclass(frozen=True)
 class Others:
-    """Pools with neither actor nor rollout, on some of the ranks. work: as `PoolChoice.work`, of all of them."""
+    """Pools with neither actor nor rollout. score, update: the longest of them, in seconds. work: the sum of
+    `PoolChoice.work`.
+    """
 
     score: float
     update: float
@@ -56,7 +60,7 @@ class Others:
 
 
 class Search:
-    """One search. `run` gives the best placements by the closed forms, fastest first."""
+    """One search over partitions, allocations and layouts; `run` returns the best placements."""
 
     def __init__(self, work: MapWork) -> None:
         self.work = work
@@ -69,7 +73,9 @@ class Search:
         self._others: dict[tuple[Block, ...], list[list[Others]]] = {}
 
     def run(self) -> list[Placed]:
-        """Everything in few pools first, whose times bound the others."""
+        """Return the best placements by closed forms, fastest first. Few pools come first, as their times bound the
+        rest.
+        """
         for partition in sorted(self.partitions, key=len):
             for ahead in self.aheads(partition):
                 self._place(partition, ahead)
@@ -77,11 +83,11 @@ class Search:
 
     @cached_property
     def partitions(self) -> list[tuple[Block, ...]]:
-        """Those that kept values allow."""
+        """The partitions that kept values allow."""
         return [found for found in partitions(self.work.names) if self.names.allows(found)]
 
     def aheads(self, partition: Sequence[Block]) -> list[int]:
-        """Steps that generation may run ahead: some only on ranks of its own, and where stale tokens are corrected."""
+        """Return the steps that generation may run ahead: above 0 only on its own ranks with corrected stale tokens."""
         together = any(ACTOR in block and ROLLOUT in block for block in partition)
         tried = [0, 1] if self.work.may_run_ahead and not together else [0]
         late = self.work.config.async_training.trigger_parameter_sync_step - 1
@@ -89,7 +95,7 @@ class Search:
 
     @property
     def threshold(self) -> float:
-        """What a placement must be faster than to count."""
+        """Seconds that a placement must beat to be kept."""
         return -self._best[0][0] if len(self._best) >= KEPT else math.inf
 
     def _place(self, partition: tuple[Block, ...], ahead: int) -> None:
@@ -112,7 +118,9 @@ class Search:
                 self._keep(best)
 
     def _sizes(self, actor: Block, rollout: Block) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Units of the actor's pool and of the rollout's, where it is another; and those that generate. Large first."""
+        """Yield the units of the actor's pool and of a separate rollout's pool, and the units that generate; large
+        first.
+        """
         total = self.work.cluster.num_units
         for mine in reversed(self.names.sizes(actor, self.work.cluster)):
             if actor == rollout:
@@ -140,7 +148,7 @@ class Search:
                 for other in others:
                     train = max(score, other.score) + max(update, other.update)
                     if shared:
-                        # Pools that share cores take as long as all of their work, if that is longer.
+                        # Pools that share cores take at least as long as all of their work together.
                         scoring, updating = map(sum, zip(*works, other.work, strict=True))
                         train = max(score, other.score, scoring / shared) + max(update, other.update, updating / shared)
                     seconds = alone + train
@@ -163,7 +171,7 @@ class Search:
     # Pools of other roles
 
     def others(self, blocks: tuple[Block, ...]) -> list[list[Others]]:
-        """For every number of units: the best (scores, updates) of all these pools within them, none beaten."""
+        """Return for every number of units the Pareto front of (scores, updates, work) of these pools within them."""
         if blocks not in self._others:
             self._others[blocks] = self._merged(blocks)
         return self._others[blocks]
@@ -177,7 +185,7 @@ class Search:
         fronts = {}
         for units in sizes:
             if units <= total - len(before):
-                # A pool that alone takes longer than whole placements is of no use.
+                # A pool that alone takes longer than the kept placements cannot be part of a better one.
                 score, update = self._least_of(last, units)
                 fronts[units] = [] if score + update >= self.threshold else self.pools.front(last, units)
         inner = self.others(tuple(before))
@@ -214,7 +222,7 @@ class Search:
         left: int,
         ahead: int,
     ) -> float:
-        """Seconds that no layout of these pools can beat."""
+        """Return a lower bound of the seconds over all layouts of these pools."""
         bounds = [self._least_of(actor, units[0])]
         if len(units) > 1:
             bounds.append(self._least_of(rollout, units[1]))
@@ -225,7 +233,7 @@ class Search:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds that no placement can beat: that of every partition's best sizes."""
+        """A lower bound of the seconds of every placement."""
         found = math.inf
         for partition in self.partitions:
             actor = next(block for block in partition if ACTOR in block)
@@ -244,7 +252,7 @@ def _both(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, 
 
 
 def undominated_others(found: Sequence[Others]) -> list[Others]:
-    """Those with fewer updates, or less work, the more scores they have."""
+    """Return the Pareto front of score, update and work."""
     kept: list[Others] = []
     for one in sorted(found, key=lambda other: (other.score, other.update, other.work)):
         beaten = (

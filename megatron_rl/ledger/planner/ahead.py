@@ -1,8 +1,8 @@
-"""What generation that runs ahead of training gives: the run's own scheduler on a simulated clock, at planned seconds.
+"""Generation that runs ahead of training: the run's own scheduler on a simulated clock, at planned seconds.
 
 A large run is simulated as a smaller one that takes as long: a few replicas, each with a few requests that stand for
-all of its own, and slices that are a twenty-fourth of a batch at least. Every batch has the same lengths, those at even
-shares of the planner's distribution (`time.Lengths`), in another order; one of them is as long as the longest of all.
+all of its own, and slices of at least a twenty-fourth of a batch. Every batch has the same lengths in another order:
+those at even quantiles of the planner's distribution (`time.Lengths`), one of them as long as the longest of all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from random import Random
 from typing import Any
 
@@ -28,16 +28,16 @@ from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.sampling.simulate import Lengths, SimulatedRun, simulate
 
 MOST_REPLICAS, MOST_ROWS = 4, 32
-"""That are simulated; rows: of one batch on one replica."""
+"""Most replicas, and rows of one batch on one replica, that are simulated."""
 MOST_SLICES = 24
-"""Of one batch on one replica."""
+"""Most slices of one batch on one replica."""
 IDLE = 0.1
-"""The share of its time from which on a side is said to wait, and of a step from which on both are held up."""
+"""A side that idles more than this share of the time waits; so do both if a step is longer than either by it."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """The ranks of a split. grain: ranks of one rollout replica."""
+    """Ranks of training and of rollout. grain: ranks of one rollout replica."""
 
     training: int
     rollout: int
@@ -47,8 +47,9 @@ class Sides:
         return f"{self.training} : {self.rollout}"
 
     def balanced(self, trainer_s: float, rollout_s: float) -> Sides:
-        """As many ranks in all, so shared out that both sides need the same time: each is as quick as its ranks are
-        many. trainer_s, rollout_s: what they need now. Both keep a replica's ranks at least.
+        """Return the split of the same ranks with which both sides need equal time, if speed is proportional to ranks.
+
+        trainer_s, rollout_s: seconds that they need with this split. Each side keeps at least one replica's ranks.
         """
         total = self.training + self.rollout
         share = rollout_s * self.rollout / (rollout_s * self.rollout + trainer_s * self.training)
@@ -58,9 +59,11 @@ class Sides:
 
 @dataclass(frozen=True)
 class AheadPlan:
-    """Seconds of a step in turns and ahead, shares of time, staleness in steps of a mean token and of the oldest.
+    """The planned effect of running ahead.
 
-    trainer_s, rollout_s: what each side would need of a step if it never waited.
+    in_turns_s, ahead_s: seconds of a synchronous and of an asynchronous step. trainer_idle, rollout_idle: shares of the
+    time. mean_staleness, most_staleness: steps, of the mean and of the oldest token. trainer_s, rollout_s: seconds
+    that each side would need for a step if it never waited.
     """
 
     ahead: int
@@ -77,8 +80,9 @@ class AheadPlan:
 
     @classmethod
     def of(cls, rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs, sides: Sides) -> AheadPlan:
-        """Simulates the steps of `rules` and looks at the middle: not at the first `ahead` + 2, before which little is
-        drawn ahead, nor at the last `ahead` + 1, when nothing is left to be drawn.
+        """Simulate the steps of `rules` and measure the middle ones.
+
+        The first `ahead` + 2 steps have little generated ahead, and the last `ahead` + 1 have nothing left to generate.
         """
         outcome = simulate(Scheduler(rules, num_replicas), rules, num_replicas, lengths, costs)
         first, last = rules.ahead + 2, rules.num_steps_total - rules.ahead - 1
@@ -104,7 +108,7 @@ class AheadPlan:
 
     @cached_property
     def advice(self) -> str:
-        """Which side waits, and what would change that."""
+        """A sentence that says which side waits, and what would change that."""
         if max(self.trainer_s, self.rollout_s) < (1 - IDLE) * self.ahead_s:
             shorter = "" if self.is_partial else " or set async_training.partial_rollout=true"
             return (
@@ -141,7 +145,7 @@ class AheadPlan:
         }
 
     def rows(self) -> list[tuple[str, object, str]]:
-        """Of a table."""
+        """Rows of the table."""
         faster = self.in_turns_s / self.ahead_s
         return [
             ("step in turns", f"{self.in_turns_s:.2f} s", "generation, then training, on the same pools"),
@@ -159,56 +163,50 @@ class AheadPlan:
 def ahead_plan(
     config: RunConfig, models: RunModels, estimator: Estimator, load: Load, time: StepTime
 ) -> AheadPlan | None:
-    """None where generation does not run ahead on ranks of its own. estimator: of generation; load, time: of a step."""
+    """Return the plan of a run that generates ahead on ranks of its own, else None.
+
+    estimator: of generation. load, time: of a step.
+    """
     placement, rollout = models.placement, config.actor_rollout_ref.rollout
     if not config.trainer.rollout_ahead or placement.is_colocated:
         return None
     grain, num_ranks = rollout.tensor_model_parallel_size, placement.pool_of(ROLLOUT).world_size
     num_replicas = num_ranks // grain
-    lengths = BatchLengths.of(load, min(num_replicas, MOST_REPLICAS), num_replicas)
+    lengths = batch_lengths(load, min(num_replicas, MOST_REPLICAS), num_replicas)
     rules = simulated_rules(config, load, num_replicas)
     costs = simulated_costs(rules, lengths, estimator, load, time, num_replicas)
     sides = Sides(placement.world_size - num_ranks, num_ranks, grain)
     return AheadPlan.of(rules, min(num_replicas, MOST_REPLICAS), lengths, costs, sides)
 
 
-@dataclass(frozen=True)
-class BatchLengths:
-    """Lengths of a batch's rows, which every batch has in an order of its own."""
+def batch_lengths(load: Load, num_replicas: int, of_replicas: int) -> Lengths:
+    """Return the lengths of rows for `num_replicas` simulated replicas, which stand for `of_replicas`.
 
-    sorted_lengths: Sequence[int]
+    Every batch has the same lengths in an order of its own.
+    """
+    num_rows = num_replicas * rows_of_replica(load, of_replicas)
+    known = Distribution.with_mean(load.response, load.max_response)
+    shares = [(row + 0.5) / num_rows for row in range(num_rows - 1)] + [load.num_samples / (load.num_samples + 1)]
+    lengths = [max(1, round(known.quantile(share))) for share in shares]
 
-    @classmethod
-    def of(cls, load: Load, num_replicas: int, of_replicas: int) -> BatchLengths:
-        """For so many simulated replicas, of as many as there are."""
-        num_rows = num_replicas * rows_of_replica(load, of_replicas)
-        known = Distribution.with_mean(load.response, load.max_response)
-        shares = [(row + 0.5) / num_rows for row in range(num_rows - 1)] + [load.num_samples / (load.num_samples + 1)]
-        return cls([max(1, round(known.quantile(share))) for share in shares])
+    @cache
+    def order(batch: int) -> Sequence[int]:
+        return Random(batch).sample(lengths, num_rows)
 
-    def __call__(self, request: int, attempt: int) -> int:
-        """As `sampling.simulate.Lengths`."""
-        batch, row = divmod(request, len(self.sorted_lengths))
-        return self._order(batch)[row]
+    def length(request: int, attempt: int) -> int:
+        batch, row = divmod(request, num_rows)
+        return order(batch)[row]
 
-    def _order(self, batch: int) -> Sequence[int]:
-        found: dict[int, list[int]] = self._orders
-        if batch not in found:
-            found[batch] = Random(batch).sample(self.sorted_lengths, len(self.sorted_lengths))
-        return found[batch]
-
-    @cached_property
-    def _orders(self) -> dict[int, list[int]]:
-        return {}
+    return length
 
 
 def rows_of_replica(load: Load, num_replicas: int) -> int:
-    """Simulated rows of a batch on each replica."""
+    """Return the simulated rows of a batch on each replica."""
     return max(1, min(MOST_ROWS, math.ceil(load.num_samples / num_replicas)))
 
 
 def simulated_rules(config: RunConfig, load: Load, num_replicas: int) -> Rules:
-    """Those of the run, for fewer replicas with fewer rows each."""
+    """Return the rules of the run for fewer replicas with fewer rows each."""
     given, ahead = config.async_training, config.trainer.rollout_ahead
     rows = rows_of_replica(load, num_replicas)
     max_running = max(1, round(load.max_seqs * rows * num_replicas / load.num_samples))
@@ -221,7 +219,7 @@ def simulated_rules(config: RunConfig, load: Load, num_replicas: int) -> Rules:
         sync_every=given.trigger_parameter_sync_step,
         slice_steps=slice_steps,
         max_running=max_running,
-        # A longer slice must not leave places empty for longer.
+        # A longer slice must not leave slots empty for longer.
         max_queued=max_running // 4 if slice_steps > given.slice_steps else 0,
         partial=given.partial_rollout,
         recompute_kv=given.kv_cache == "recompute",
@@ -232,7 +230,7 @@ def simulated_rules(config: RunConfig, load: Load, num_replicas: int) -> Rules:
 def simulated_costs(
     rules: Rules, lengths: Lengths, estimator: Estimator, load: Load, time: StepTime, num_replicas: int
 ) -> Costs:
-    """Such that a batch drawn at once takes as long as planned. A transfer holds the trainer up until it is over."""
+    """Return costs with which a synchronous batch takes as long as planned. The trainer waits for every transfer."""
     stands_for = load.num_samples / num_replicas / rows_of_replica(load, num_replicas)
     known = {
         running: estimator.token_seconds(load, running * stands_for) for running in range(1, rules.max_running + 1)

@@ -1,7 +1,7 @@
-"""What one GPU and its links can do, from a small file: data-sheet numbers, and one share that is calibrated.
+"""Rates of one GPU and its links, read from a small file: data-sheet numbers, and two calibrated shares.
 
-`megatron-rl profile` writes such a file for the machine at hand, with what no data sheet says: seconds that come on top
-of FLOPs and bytes, the latency of collectives, and how many ranks can work at once.
+`megatron-rl profile` writes such a file for the machine at hand, with what no data sheet says: overheads besides FLOPs
+and bytes, latencies of collectives, and how many ranks can compute at the same time.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from megatron_rl.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "gpus"
 SUFFIXES = (".yaml", ".yml")
-"""How the name of a user's own file must end."""
+"""Suffixes of a user's own file."""
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds that come on top of FLOPs and bytes, of a rank that has its device, or a core, to itself.
+    """Seconds in addition to FLOPs and bytes, of a rank that has a device, or a core, of its own.
 
-    score_*: of a forward pass, update_*: of forward and backward: _pass of each micro-batch on each stage, _layer of
-    each of its layers, _token of each token, layer and unit of the hidden size. context_layer, context_token: of a
-    layer's attention to the keys of each other context-parallel rank, forward; the latter of each token of this rank
-    and unit of the hidden size. optimizer_step, optimizer_layer: of one optimizer step. generation: of each time that a
-    batch is drawn; request: of each of its answers. engine_step, engine_layer, engine_sequence: of a decode step, each
-    of its layers and sequences; engine_step None takes what is calibrated (`time.DECODE_OVERHEAD`). transition: of one.
-    call: of the controller, for each rank that it calls. launch: of a layer's kernels in a forward pass, which run
-    beside the computing of those before them.
+    score_*: forward pass; update_*: forward and backward. _pass: per micro-batch and stage; _layer: per micro-batch and
+    layer; _token: per token, layer and unit of the hidden size. context_layer, context_token: forward attention of a
+    layer to the keys of each other context-parallel rank, per micro-batch, and per token of this rank and unit of the
+    hidden size. optimizer_step, optimizer_layer: per optimizer step, and per layer in it. generation: per batch;
+    request: per answer. engine_step, engine_layer, engine_sequence: per decode step, and per layer and sequence in it;
+    engine_step None: `time.DECODE_OVERHEAD`. transition: per transition. call: controller, per rank that it calls.
+    launch: a layer's kernels in a forward pass, launched while earlier ones compute.
     """
 
     score_pass: float = 0.0
@@ -60,18 +59,18 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU. Bytes, FLOP/s without sparsity, bytes/s; links and network count one direction, per GPU.
+    """One GPU. Bytes, dense FLOP/s, bytes/s; links and network count one direction, per GPU.
 
-    memory_bytes: physical. context_bytes: what CUDA, NCCL and their kernels keep of it, which no allocator sees.
+    memory_bytes: physical. context_bytes: memory of CUDA, NCCL and their kernels, which no allocator sees.
     host_bandwidth: between a GPU and its host's memory. matmul_efficiency: share of the peak that long training
-    reaches. expert_share: part of that, and of memory's speed, that experts reach. Both are calibrated
-    (scripts/published); all else is data sheet.
+    reaches. expert_share: share of that, and of the memory bandwidth, that experts reach. Both are calibrated
+    (scripts/published); all else is from data sheets.
 
-    What `profile` adds: half_rows: rows of a matrix product at which it reaches half of that; attention_share: part of
-    it that attention reaches. parallel_ranks: ranks of a machine that can work at once, while more of them take turns,
-    and turns_share of what these could do is then done; 0: each has a device of its own. collectives,
-    engine_collectives: size of a group -> seconds that a collective takes however small, in training and in the
-    engine. error: the share by which a phase may differ from its plan.
+    `profile` adds: half_rows: rows of a matrix product at which it reaches half of its rate. attention_share: share of
+    that rate that attention reaches. parallel_ranks: ranks of a machine that can compute at the same time; 0: each has
+    its own device. turns_share: share of their speed that is left while more ranks want to compute. collectives,
+    engine_collectives: group size -> seconds of the smallest collective, in training and in the engine. error: share by
+    which a phase may differ from its plan.
     """
 
     name: str
@@ -96,24 +95,25 @@ class Hardware:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it says more than FLOPs and bytes, so that work cut into more parts may take more than its share."""
-        told = (self.half_rows, self.parallel_ranks, self.collectives, self.engine_collectives)
-        return any(told) or self.overheads != Overheads()
+        """Whether the file has more than FLOPs and bytes, so that n parts of work may take more than the whole."""
+        measured = (self.half_rows, self.parallel_ranks, self.collectives, self.engine_collectives)
+        return any(measured) or self.overheads != Overheads()
 
     def flops(self, dtype: str) -> float:
-        """Peak of matrix products in a dtype; that of both types of 16 bits is one."""
+        """Return the peak FLOP/s of matrix products in a dtype; both 16-bit types have the same."""
         return self.float32_flops if dtype == "float32" else self.bfloat16_flops
 
     def crowding(self, num_ranks: float) -> float:
-        """How many times as long ranks take when so many of a machine work at once."""
+        """Return by which factor ranks are slower when `num_ranks` of a machine compute at the same time."""
         if not self.parallel_ranks or num_ranks <= self.parallel_ranks:
             return 1.0
         return num_ranks / (self.parallel_ranks * self.turns_share)
 
 
 def latency(table: Mapping[int, float], size: int) -> float:
-    """Seconds of a collective of so many ranks, however small: between two measured sizes, and beyond them, along the
-    logarithm of the size. 0 for one rank, and where nothing is measured.
+    """Return the seconds of the smallest collective of `size` ranks; 0 for one rank, and where nothing is measured.
+
+    Sizes that were not measured are interpolated or extrapolated over the logarithm of the size.
     """
     if size == 1 or not table:
         return 0.0
@@ -128,22 +128,22 @@ def latency(table: Mapping[int, float], size: int) -> float:
 
 
 def known_hardware() -> list[str]:
-    """Names of the files that come with the package."""
+    """Return the names of the files that come with the package."""
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
 def default_hardware(device: str) -> str:
-    """What a plan is made for where nothing else is said. device: trainer.device."""
+    """Return the name of the default hardware. device: trainer.device."""
     return "cpu" if device == "cpu" else "h100"
 
 
 def planned_hardware(trainer: TrainerConfig, named: str | None = None) -> Hardware:
-    """What a run's plan is made for: as named, else the run's hardware file, else the default. Raises ConfigError."""
+    """Load the hardware of a plan: as named, else `trainer.hardware_file`, else the default. Raises ConfigError."""
     return load_hardware(named or trainer.hardware_file or default_hardware(trainer.device))
 
 
 def load_hardware(name: str) -> Hardware:
-    """By name, or from a YAML file of the user's. Raises ConfigError when there is none or it lacks a number."""
+    """Load hardware by name, or from a user's YAML file. Raises ConfigError if there is none or it lacks a number."""
     file = Path(name) if name.endswith(SUFFIXES) else FOLDER / f"{name}.yaml"
     if not file.is_file():
         nearest = nearest_name(name, known_hardware())
@@ -155,23 +155,23 @@ def load_hardware(name: str) -> Hardware:
 
 TABLES = ("collectives", "engine_collectives")
 NOTES = "measured"
-"""A key that may hold anything: what was measured, for people."""
+"""A key that may hold anything: the measurements, for people."""
 
 
 def read_hardware(values: dict[str, Any], file: Path) -> Hardware:
-    """From a file's content. Raises ConfigError with the keys that are lacking or wrong."""
-    needed = {one.name: _is_needed(one) for one in dataclasses.fields(Hardware)}
-    for name in ("name", "overheads", *TABLES):
-        del needed[name]
+    """Check a file's content. Raises ConfigError with the keys that are missing or wrong."""
+    apart = {"name", "overheads", *TABLES}
+    missing = dataclasses.MISSING
+    needed = {each.name: each.default is missing for each in dataclasses.fields(Hardware) if each.name not in apart}
     groups = {name: values.get(name) or {} for name in ("overheads", *TABLES)}
-    allowed = {one.name for one in dataclasses.fields(Overheads)}
+    allowed = {each.name for each in dataclasses.fields(Overheads)}
     numbers = {key: value for key, value in values.items() if key not in {*groups, NOTES}}
     positive = [key for key, is_needed in needed.items() if is_needed or key.endswith("_share")]
     wrong = [key for key, value in numbers.items() if key not in needed or not _is(value, key in positive)]
     wrong += [name for name, group in groups.items() if not isinstance(group, dict)]
     if not wrong:
-        told = groups["overheads"].items()
-        wrong += [f"overheads.{key}" for key, value in told if key not in allowed or not _is(value)]
+        overheads = groups["overheads"].items()
+        wrong += [f"overheads.{key}" for key, value in overheads if key not in allowed or not _is(value)]
         wrong += [
             f"{name}.{size}"
             for name in TABLES
@@ -186,16 +186,13 @@ def read_hardware(values: dict[str, Any], file: Path) -> Hardware:
             f"{', '.join(map(str, wrong)) or 'nothing'} in it cannot be used"
         )
     given: dict[str, Any] = {key: float(value) for key, value in numbers.items()}
-    overheads = Overheads(**{key: float(value) for key, value in groups["overheads"].items()})
+    given["overheads"] = Overheads(**{key: float(value) for key, value in groups["overheads"].items()})
     tables: dict[str, Any] = {name: {size: float(value) for size, value in groups[name].items()} for name in TABLES}
-    return Hardware(file.stem, **given, **tables, overheads=overheads)
+    return Hardware(file.stem, **given, **tables)
 
 
 def _is(value: object, is_positive: bool = False) -> bool:
+    """Return whether a value is a finite number, or a positive one."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
         return False
     return value > 0 or not is_positive
-
-
-def _is_needed(one: dataclasses.Field[Any]) -> bool:
-    return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
