@@ -1,4 +1,4 @@
-"""How the arguments of a call travel to the ranks: not at all, inside each rank's message, or stored once for all."""
+"""Send the arguments of a call to the ranks: inside each rank's message, or stored once for all ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Payload = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a method."""
 
 INLINE_BYTES = 64 << 10
-"""Up to this size arguments are pickled once and sent inside the messages; Ray would store larger ones per rank."""
+"""Arguments up to this size are pickled once and sent inside the messages; Ray would store larger ones per rank."""
 
 Message = tuple[bytes | ObjectRef, ...]
-"""Positional arguments of a rank's Ray method: none, pickled arguments, or where the arguments are stored."""
+"""Positional arguments of a rank's Ray method: none, the pickled arguments, or a reference to the stored arguments."""
 
 
 def pack(payload: Payload, has_records: bool) -> Message:
-    """A message to send to every rank that gets this payload. Records are stored at once: pickling would copy them."""
+    """Return the message for every rank that gets this payload. Records are stored: pickling would copy them."""
     args, kwargs = payload
     if not args and not kwargs:
         return ()
@@ -32,7 +32,7 @@ def pack(payload: Payload, has_records: bool) -> Message:
 
 
 def unpack(message: Sequence[Any]) -> Payload:
-    """What `pack` was given; on the rank, where Ray has put the stored payload in place of its reference."""
+    """Return the payload of `pack` on the rank, where Ray has replaced a reference by the stored payload."""
     if not message:
         return (), {}
     (content,) = message

@@ -1,4 +1,4 @@
-"""The folder in which torch keeps what it compiles from run to run, and which it makes on import, empty."""
+"""The folder where torch caches compiled code between runs, and which it creates, empty, on import."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""The variable that names the folder. Where it is unset, torch sets it, to a folder in the temporary one."""
+"""The variable that names the folder. Torch sets an unset variable to a folder in the temporary folder."""
 
 
 def folder_of_ranks() -> str:
-    """Where ranks keep it, whose own temporary folder ends with the run."""
+    """Return the folder of ranks, which is not in their temporary folder, as that is removed with the run."""
     return f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
 
 
 @contextmanager
 def leaving_none_empty() -> Iterator[None]:
-    """Round a command: removes the folders of this process and of its ranks where nothing is in them; torch makes one
-    again when it needs it. A folder that the user has named stays.
+    """After a command, remove the empty folders of this process and of its ranks; torch creates them again when needed.
+
+    A folder that the user has named stays.
     """
     is_given = VARIABLE in os.environ
     try:
@@ -31,6 +32,6 @@ def leaving_none_empty() -> Iterator[None]:
 
 
 def remove_if_empty(folder: str) -> None:
-    """Remove a folder unless something is in it, or it is not there."""
+    """Remove a folder if it exists and is empty."""
     with suppress(OSError):
         os.rmdir(folder)

@@ -1,7 +1,7 @@
-"""What went wrong on which rank, and which of several failures is the one to report: plain values, no processes.
+"""The failures of ranks as plain values, and the choice of the failure to report.
 
-When one rank fails, its peers fail soon after, with "connection closed by peer" from the collective they were in.
-Only the first failure helps the user, so the choice is made here, in one pure function.
+When one rank fails, its peers fail soon after, with "connection closed by peer" from the collective they were in. Only
+the first failure helps the user; the pure function `root_cause` finds it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's failure in one method, in plain picklable values (an arbitrary exception may not pickle).
+    """One rank's failure in one method, in plain values: an arbitrary exception may not pickle.
 
-    wall_time: seconds since the epoch when it happened, by the clock of the node that saw it.
-    died: the process is gone; otherwise it raised `error_type` and lives.
-    error_class: what the driver raises for it; the worker's own class when that is one of `megatron_rl.errors`.
-    pool: the rank's; the driver adds it.
+    wall_time: seconds since the epoch when it happened, by the clock of the node that noticed it. died: the process is
+    gone; otherwise it raised `error_type` and is alive. error_class: the class that the driver raises; the rank's own
+    class when that is one of `megatron_rl.errors`. pool: of the rank; the driver adds it.
     """
 
     rank: int
@@ -44,23 +43,23 @@ class RankFailure:
     pool: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; the class by its name."""
+        """Return the fields as plain values; the class by its name."""
         return asdict(self) | {"error_class": self.error_class.__name__}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RankFailure:
-        """From `as_json`. Raises KeyError or TypeError when that is something else."""
+        """Build from the result of `as_json`. Raises KeyError or TypeError for other content."""
         classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
         return cls(**(content | {"error_class": classes[content["error_class"]]}))
 
     @property
     def looks_secondary(self) -> bool:
-        """Whether it reads like the loss of a peer rather than a fault of this rank's own."""
+        """Whether the message reads like the loss of a peer rather than this rank's own fault."""
         return not self.died and _LOST_PEER.search(f"{self.error_type}: {self.message}") is not None
 
 
 def describe(error: BaseException, *, rank: int, role: str, method: str) -> RankFailure:
-    """The failure value of an exception just caught on a worker; frames of the catching function are left out."""
+    """Describe an exception that was just caught on a rank, without the frame of the catching function."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     ours = [base for base in type(error).__mro__ if base.__module__ == errors.__name__]
     return RankFailure(
@@ -76,17 +75,16 @@ def describe(error: BaseException, *, rank: int, role: str, method: str) -> Rank
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure the others follow from: a dead process first, then the earliest that is not a lost peer."""
+    """Return the failure that caused the others: a dead process, else the earliest that is not a lost peer."""
     return min(failures, key=lambda failure: (not failure.died, failure.looks_secondary, failure.wall_time))
 
 
 def to_error(failures: Sequence[RankFailure], name_pools: bool = False) -> errors.MegatronRLError:
-    """The exception to raise in the driver for all that failed together; its message names the root cause.
+    """Return the exception that the driver raises for failures of one moment; its message names the root cause.
 
-    name_pools: say which pool a rank belongs to.
-
-    `WorkerFailure`, or the worker's own class when the cause is one of `megatron_rl.errors` (the exit code is kept);
-    such messages are written for the user, so there the worker's traceback is a note instead of a part of the message.
+    It is a `WorkerFailure`, or the rank's own class when the cause is one of `megatron_rl.errors`, which keeps the exit
+    code. Messages of those errors are written for the user, so the rank's traceback is a note instead of a part of the
+    message. name_pools: name the pool of each rank.
     """
     cause = root_cause(failures)
     written_for_user = cause.error_class is not errors.WorkerFailure
@@ -99,8 +97,8 @@ def to_error(failures: Sequence[RankFailure], name_pools: bool = False) -> error
         message = f"{where} raised {cause.error_type} in {cause.method}: {cause.message}\n\n{cause.traceback.rstrip()}"
     others = sorted({(failure.pool, failure.rank) for failure in failures} - {(cause.pool, cause.rank)})
     if others:
-        told = [f"{pool} {rank}" if name_pools else str(rank) for pool, rank in others]
-        message += f"\n{len(others)} other rank(s) failed after it: {', '.join(told)}"
+        names = [f"{pool} {rank}" if name_pools else str(rank) for pool, rank in others]
+        message += f"\n{len(others)} other rank(s) failed after it: {', '.join(names)}"
     error = cause.error_class(message)
     if written_for_user:
         error.add_note(f"on the worker:\n{cause.traceback}")

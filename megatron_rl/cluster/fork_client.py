@@ -1,13 +1,13 @@
-"""The command that Ray starts a rank's process with, where ranks are forked: it asks the node's fork server for one.
+"""The command with which Ray starts a rank's process where ranks are forked: it asks the node's fork server for one.
 
     python -I -S fork_client.py KEY MODULE[,MODULE...] VARIABLE LIMIT_S default_worker.py ARGUMENT...
 
-It starts the server where there is none, hands on its arguments, environment and open files, and lives as long as the
-process that it was given: it ends as that one does, and that one ends with it. Where the server cannot serve within
-LIMIT_S, because an import fails or takes too long, it becomes the process itself, which imports what it needs. VARIABLE
-is not in the server's environment: whoever has it shares a fate that is not the server's.
+It starts the server where there is none, and passes on its arguments, environment and open files. It and the forked
+process end together, with the same status. If the server cannot serve within LIMIT_S, because an import fails or takes
+too long, this command becomes the process itself, which imports its modules. VARIABLE is left out of the server's
+environment: it names the replica that a process ends with, and the server must outlive replicas.
 
-Run as a file, without site-packages, it starts in 20 ms; it can import nothing of this package.
+Run as a file, without site-packages, it starts in 20 ms; it cannot import this package.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 MOST_STARTS = 3
-"""A server may end, because nobody needs it, just before one is asked for again."""
+"""A server that is idle may end just before the next request."""
 
 ROOM = "MEGATRON_RL_ROOM"
 ROOM_BYTES = 4096
-"""Of the server's environment, for what a rank's has more: a process shows the one in the place of the other."""
+"""Spare room in the server's environment. A forked rank overwrites that memory with its own, larger environment."""
 
 LENGTH = struct.Struct("!Q")
 STATUS = struct.Struct("!i")
-"""What the server answers: 0 when the process is there, and the status that it ended with."""
+"""The server's answers: 0 when the process is forked, then the status with which it ended."""
 
 
 def address(key: str) -> str:
-    """Where the server of this node listens: an abstract name, which goes when the server does."""
+    """Return the abstract socket name of this node's server, which vanishes with the server."""
     return f"\0megatron_rl-{os.getuid()}-{key}-{os.getppid()}"
 
 
 def is_ours(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end: abstract names are everybody's."""
+    """Whether a process of this user is at the other end; any user can listen on an abstract name."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
 
 
 def start_server(name: str, modules: str, variable: str) -> subprocess.Popen[bytes]:
-    """A process in a group of its own with this environment but for `variable`; it ends at once where there is one."""
+    """Start a server in its own process group, without `variable`; it ends at once if another server is running."""
     own = {key: value for key, value in os.environ.items() if key != variable}
     command = [sys.executable, "-m", "megatron_rl.cluster.fork_server", name.removeprefix("\0"), modules]
     own[ROOM] = "x" * ROOM_BYTES
@@ -55,7 +55,7 @@ def start_server(name: str, modules: str, variable: str) -> subprocess.Popen[byt
 
 
 def connect(name: str, modules: str, variable: str, deadline: float) -> socket.socket | None:
-    """The server's; None where there is none in time."""
+    """Connect to the server; None if there is none in time."""
     connection = socket.socket(socket.AF_UNIX)
     started: list[subprocess.Popen[bytes]] = []
     while time.monotonic() < deadline:
@@ -73,7 +73,7 @@ def connect(name: str, modules: str, variable: str, deadline: float) -> socket.s
 
 
 def ask(connection: socket.socket, arguments: Sequence[str], deadline: float) -> bool:
-    """Whether the server has forked a process with our arguments, environment, folder and files."""
+    """Ask for a process with these arguments and this process's environment, folder and files; whether it is forked."""
     place = {"arguments": list(arguments), "variables": dict(os.environ), "folder": os.getcwd()}
     content = json.dumps(place).encode()
     with suppress(OSError):
@@ -85,7 +85,7 @@ def ask(connection: socket.socket, arguments: Sequence[str], deadline: float) ->
 
 
 def main(key: str, modules: str, variable: str, limit_s: float, arguments: Sequence[str]) -> None:
-    """Stand for the process until it ends; or become it."""
+    """Wait until the forked process ends and end in the same way, or become the process."""
     deadline = time.monotonic() + limit_s
     connection = connect(address(key), modules, variable, deadline)
     if connection is None or not ask(connection, arguments, deadline):

@@ -1,12 +1,12 @@
-"""A process that imports once what ranks need, and forks into every rank of its node that is asked for.
+"""A process that imports the modules of ranks once and forks a process for each rank of its node.
 
     python -m megatron_rl.cluster.fork_server NAME MODULE[,MODULE...]
 
-It listens at the abstract address NAME; `fork_client.py` starts it and says what it sends. A child gets the arguments,
-the environment, the folder and the files of its client, and is killed when the client goes. The server ends when it has
-no child and nobody has asked for IDLE_S.
+It listens at the abstract address NAME; `fork_client.py` starts it and documents the messages. A child gets the
+arguments, environment, folder and files of its client, and is killed when the client ends. The server ends when it has
+no child and has had no request for IDLE_S.
 
-For ranks on CPUs: a child of a process that has touched a GPU cannot use it.
+It is for ranks on CPUs: a child of a process that has used a GPU cannot use that GPU.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megatron_rl.cluster.loading import without_collections
 
 IDLE_S = 5.0
 REQUEST_LIMIT_S = 10.0
-"""A client sends its whole request at once."""
+"""Seconds to receive a request, which the client sends at once."""
 
 READY_LIMIT_S = 40.0
-"""For a rank to wait until all is imported: Ray gives up on a process that has not reported within 60 s."""
+"""Seconds that a rank waits for the imports: Ray gives up on a process that has not reported within 60 s."""
 
 ALWAYS = ("ray._private.worker",)
 
 
 def fork_command(modules: Sequence[str], variables: Mapping[str, str]) -> str:
-    """What Ray is to run instead of Python, so that ranks with these `variables` come out of a server with `modules`.
+    """Return the command that Ray runs instead of Python, to fork ranks from a server that has imported `modules`.
 
-    Ranks share a server where both agree, and the node: `variables` are those that modules read when they are imported,
-    and one that no other run has.
+    Ranks on one node with equal `modules` and `variables` share a server. variables: those that the modules read on
+    import, and one that differs between runs.
     """
     key = sha256(json.dumps([list(modules), sorted(variables.items())]).encode()).hexdigest()[:16]
     client = [sys.executable, "-I", "-S", fork_client.__file__]
@@ -55,7 +55,7 @@ def fork_command(modules: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 class ForkRequest(NamedTuple):
-    """What a client asks for: a file or `-m MODULE` with its arguments, its environment, and its folder."""
+    """A client's request: a file or `-m MODULE` with its arguments, its environment, and its folder."""
 
     arguments: list[str]
     variables: dict[str, str]
@@ -64,15 +64,15 @@ class ForkRequest(NamedTuple):
 
 @dataclass
 class Child:
-    """A process of ours, and the client that stands for it."""
+    """A forked process and its client."""
 
     pid: int
-    process: int  # readable when the child has ended
+    process: int  # a pidfd, readable when the child has ended
     client: socket.socket
 
 
 def receive(client: socket.socket) -> tuple[ForkRequest, list[int]] | None:
-    """A request and the client's standard files; None where it has gone meanwhile."""
+    """Receive a request and the client's standard files; None if the client has ended meanwhile."""
     files: list[int] = []
     client.settimeout(REQUEST_LIMIT_S)
     with suppress(OSError):
@@ -88,7 +88,7 @@ def receive(client: socket.socket) -> tuple[ForkRequest, list[int]] | None:
 
 
 class ForkServer:
-    """The children of this process, and their clients."""
+    """Forks children on request and ends them with their clients."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -97,7 +97,7 @@ class ForkServer:
         self._children: list[Child] = []
 
     def serve(self) -> ForkRequest | None:
-        """In every child what was asked for it, its files in their places; in the server None, when nobody needs it."""
+        """Fork until the server is idle. In each child return the request, with its files open; in the server None."""
         while ready := self._selector.select(None if self._children else IDLE_S):
             for key, _ in ready:
                 if isinstance(key.data, Child):
@@ -115,8 +115,8 @@ class ForkServer:
         request, files = received
         pid = os.fork()
         if pid == 0:
-            # Ray kills the group of a process that has ended. Not a session of its own: Linux would share out the cores
-            # to sessions, and ranks that wait for each other in vLLM's all-reduce, which spins, take 20 times as long.
+            # Its own group, because Ray kills the group of a process that has ended. Not its own session, because Linux
+            # shares the cores between sessions: ranks that spin in vLLM's all-reduce would take 20 times as long.
             os.setpgid(0, 0)
             self._let_go(client)
             for number, file in enumerate(files):
@@ -129,12 +129,12 @@ class ForkServer:
         self._children.append(child)
         self._selector.register(child.process, selectors.EVENT_READ, child)
         self._selector.register(client, selectors.EVENT_READ, child)
-        with suppress(OSError):  # it has gone, which the selector says, too
+        with suppress(OSError):  # the client has ended; the selector reports that too
             client.sendall(STATUS.pack(0))
         return None
 
     def _end(self, child: Child, has_ended: bool) -> None:
-        """The child has ended, and so will its client; or the client has gone, and the child must."""
+        """After the end of a child, tell its client; after the end of a client, kill its child."""
         if child not in self._children:
             return  # both have ended at once
         if not has_ended:
@@ -144,14 +144,14 @@ class ForkServer:
         _, status = os.waitpid(child.pid, 0)
         with suppress(OSError):
             child.client.sendall(STATUS.pack(status))
-        with suppress(KeyError):  # it has gone before
+        with suppress(KeyError):  # the client ended first
             self._selector.unregister(child.client)
         self._selector.unregister(child.process)
         self._close(child)
         self._children.remove(child)
 
     def _let_go(self, client: socket.socket) -> None:
-        """In a child: nothing of the server's stays open. What is registered is the server's own, and stays so."""
+        """In a child: close the server's descriptors. The server keeps its own registrations."""
         self._selector.close()
         self._listener.close()
         client.close()
@@ -164,9 +164,9 @@ class ForkServer:
 
 
 def show_environment(variables: Mapping[str, str]) -> None:
-    """Put `variables` where other processes read this one's environment; raises ValueError where there is no room.
+    """Write `variables` to the memory where other processes read this one's environment.
 
-    Nothing here may point there any more: os.environ must have been filled anew.
+    Raises ValueError where there is no room. os.environ must have been filled anew, so that nothing points there.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # proc(5): env_start, env_end
@@ -177,7 +177,7 @@ def show_environment(variables: Mapping[str, str]) -> None:
 
 
 def become(request: ForkRequest) -> None:
-    """Run what a child was asked for, as `python FILE ARGUMENT...` or `python -m MODULE ARGUMENT...` would."""
+    """Run a child's request, as `python FILE ARGUMENT...` or `python -m MODULE ARGUMENT...` would."""
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.variables)
@@ -192,18 +192,18 @@ def become(request: ForkRequest) -> None:
 
 
 def main(name: str, modules: Sequence[str]) -> None:
-    """Import, serve, and in each child run its file."""
+    """Import the modules, serve, and run the request in each child."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(f"\0{name}")
     except OSError:
         return  # another server was faster
-    # Clients wait in line meanwhile.
+    # Clients wait in the queue during the imports.
     listener.listen(socket.SOMAXCONN)
     with without_collections():
         for module in modules:
             importlib.import_module(module)
-    # Whoever reads what a client prints waits until nobody has that open any more.
+    # A reader of a client's output waits until no process has that file open.
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)

@@ -1,4 +1,4 @@
-"""One role on one pool, as the controller calls it."""
+"""Handles: objects with the methods of a role, which call the role on the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from megatron_rl.dispatch import Future, RemoteMethod, methods_of
 
 HOST = ""
-"""The role of the methods that a rank's host itself has."""
+"""The role of the host's own methods."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One method of one role. phase: under which name it is reported."""
+    """One method of one role. phase: the name under which its time is reported."""
 
     role: str
     method: str
@@ -26,12 +26,12 @@ class Target:
 
     @property
     def ray_method(self) -> str:
-        """The name of the rank's Ray method: letters and digits, and `ps` shows it."""
+        """The name of the rank's Ray method: letters and digits; `ps` shows it."""
         return self.method if self.role == HOST else f"{self.role}_{self.method}"
 
     @property
     def who(self) -> str:
-        """What a message calls the role."""
+        """The role's name in messages."""
         return self.role or "host"
 
 
@@ -39,7 +39,7 @@ Submit = Callable[[Target, tuple[Any, ...], dict[str, Any]], Future[Any]]
 
 
 def targets_of(role: str, kind: type, phases: dict[str, str]) -> dict[str, Target]:
-    """Name -> target of every method of a role's class; phases: what "score" and "update" stand for."""
+    """Return name -> target of every method of a role's class; phases: of "score" and "update"."""
     return {
         name: Target(role, name, mark, phases.get(mark.phase, mark.phase)) for name, mark in methods_of(kind).items()
     }
@@ -48,12 +48,12 @@ def targets_of(role: str, kind: type, phases: dict[str, str]) -> dict[str, Targe
 def all_targets(
     host_class: type, kinds: Mapping[str, type], phases: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, Target]]:
-    """Role -> targets of its methods, the host's own under HOST; kinds: role -> class; phases: role -> as above."""
+    """Return role -> `targets_of` its class, with the host's own under HOST. kinds: role -> class; phases: by role."""
     return {role: targets_of(role, kind, phases.get(role, {})) for role, kind in {HOST: host_class, **kinds}.items()}
 
 
 class Handle:
-    """A role whose methods are methods that return a `Future`. Type checkers may take it for the role's own class."""
+    """Has the methods of a role; each calls the ranks and returns a `Future`. Type checkers take it for the role."""
 
     def __init__(self, kind: type, targets: dict[str, Target], submit: Submit) -> None:
         self._kind, self._methods = kind, sorted(targets)
@@ -67,7 +67,7 @@ class Handle:
 
 
 def _bound(method: Callable[..., Any], target: Target, submit: Submit) -> Callable[..., Future[Any]]:
-    """What looks like the role's method, and calls the ranks."""
+    """Return a method with the name and docstring of the role's method that calls the ranks."""
 
     @functools.wraps(method)
     def call(handle: Handle, *args: Any, **kwargs: Any) -> Future[Any]:

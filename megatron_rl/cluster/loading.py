@@ -1,4 +1,4 @@
-"""Imports of large libraries, without the time that Python's garbage collector takes of them."""
+"""Import large libraries without the garbage collector, which would slow the imports down."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Pause the garbage collector, then freeze what was imported.
+    """Pause the garbage collector, then freeze the objects made by the imports.
 
-    What torch, Megatron and vLLM make when they are imported stays for as long as the process. Collections would go
-    through all of it again and again: of the CPU time of a rank's imports they took 28%.
+    The objects that torch, Megatron and vLLM make on import stay until the process ends. Collections would scan them
+    again and again: they took 28% of the CPU time of a rank's imports.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""HOST:PORT of a running Ray cluster, as RAY_ADDRESS names it, taken apart before anything asks for it."""
+"""Parse and check RAY_ADDRESS, the HOST:PORT of a running Ray cluster, before any connection."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import suppress
 from megatron_rl.errors import ConfigError
 
 LONGEST_LABEL, LONGEST_NAME = 63, 253
-"""Characters between two dots of a host's name, and of all of it, by the rules of DNS."""
+"""The most characters between two dots of a host's name, and in the whole name, by the rules of DNS."""
 LAST_PORT = 65535
 WORDS = ("auto", "local")
-"""What Ray takes in place of an address: its cluster on this machine, or one of its own."""
+"""Words that Ray takes instead of an address: the cluster of this machine, or a new one."""
 USUAL_PORT = 6379
 EXAMPLE = f"10.0.0.1:{USUAL_PORT}"
 
@@ -21,7 +21,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?")
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host, an IPv6 address without its brackets, and port. Raises ConfigError with the rule that is broken."""
+    """Return host, without the brackets of an IPv6 address, and port. Raises ConfigError with the broken rule."""
     fault = _fault(address)
     if fault:
         raise ConfigError(
@@ -32,7 +32,7 @@ def parse(address: str) -> tuple[str, int]:
 
 
 def _fault(address: str) -> str:
-    """The rule that an address breaks; empty where it is HOST:PORT."""
+    """Return the rule that an address breaks; "" for a valid HOST:PORT."""
     if address.startswith("ray://"):
         return "a ray:// address is for Ray's client, which cannot hold a run"
     if "/" in address:
@@ -51,7 +51,7 @@ def _host_fault(host: str) -> str:
     if not host:
         return "it has no host"
     if host.startswith("["):
-        return "" if _is_ipv6(host[1:-1]) else f"{host} must have an IPv6 address in its brackets"
+        return "" if _is_address(host[1:-1], 6) else f"{host} must have an IPv6 address in its brackets"
     if ":" in host:
         return "an IPv6 address needs brackets"
     labels = host.removesuffix(".").split(".")
@@ -64,13 +64,13 @@ def _host_fault(host: str) -> str:
             return f"{label!r} must consist of ASCII letters, digits, _ and -, with no - at either end"
     if len(host) > LONGEST_NAME:
         return f"the host has {len(host)} characters, and a name has {LONGEST_NAME} at most"
-    if labels[-1].isdecimal() and not _is_ipv4(host):
+    if labels[-1].isdecimal() and not _is_address(host, 4):
         return f"{host} must be four numbers from 0 to 255"
     return ""
 
 
 def _nearest(address: str) -> str:
-    """The address with what is missing or too much mended, or an example: another scheme's port is not Ray's."""
+    """Return the address without surplus and with missing parts, or an example: another scheme's port is not Ray's."""
     slim = "".join(address.split()).rstrip("/:")
     if slim in WORDS:
         return slim
@@ -81,15 +81,7 @@ def _nearest(address: str) -> str:
     return f"the address that `ray start --head` has printed, such as {EXAMPLE}"
 
 
-def _is_ipv4(host: str) -> bool:
+def _is_address(host: str, version: int) -> bool:
     with suppress(ValueError):
-        ipaddress.IPv4Address(host)
-        return True
-    return False
-
-
-def _is_ipv6(host: str) -> bool:
-    with suppress(ValueError):
-        ipaddress.IPv6Address(host)
-        return True
+        return ipaddress.ip_address(host).version == version
     return False

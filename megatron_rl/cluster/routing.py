@@ -1,4 +1,4 @@
-"""How one call's rows reach the ranks and how the ranks' answers become one result: pure, no processes.
+"""Split the rows of a call for the ranks and join the ranks' answers: pure functions, no processes.
 
     (args, kwargs) --split_call--> one payload per chunk ... one answer per chunk --join_answers--> the result
 
@@ -26,11 +26,10 @@ from megatron_rl.records import row_lengths
 
 @dataclass(frozen=True)
 class Route:
-    """Which ranks run a call, on which chunk each, and the ranks whose answers count.
+    """The ranks that run a call, the chunk of each, and the ranks whose answers count.
 
-    chunk_of_rank: every called rank and the index of its chunk.
-    collectors: for a splitting dispatch the answering rank of each chunk, in chunk order, and for REPLICAS that of each
-    replica; else all called ranks.
+    chunk_of_rank: called rank -> index of its chunk. collectors: for a dispatch that splits, the answering rank of each
+    chunk, in chunk order; for REPLICAS that of each replica; else all called ranks.
     """
 
     chunk_of_rank: dict[int, int]
@@ -38,9 +37,9 @@ class Route:
 
 
 def route_call(dispatch: Dispatch, world_size: int, coordinates: Sequence[Coordinates]) -> Route:
-    """The route of a call under `dispatch`; `coordinates` may be empty where rows are not split.
+    """Return the route of a call under `dispatch`; `coordinates` may be empty where rows are not split.
 
-    Raises ValueError when a chunk does not have exactly one collector, which is a fault of the reported coordinates.
+    Raises ValueError when a chunk does not have exactly one collector, which is an error in the coordinates.
     """
     match dispatch:
         case Dispatch.RANK_ZERO:
@@ -67,16 +66,16 @@ def is_record(value: object) -> bool:
 
 
 def chunk_sizes(num_rows: int, num_chunks: int) -> list[int]:
-    """Rows per chunk: contiguous, in order, the first `num_rows % num_chunks` chunks one row larger."""
+    """Return the rows per chunk: contiguous, in order; the first `num_rows % num_chunks` chunks have one row more."""
     smaller, num_larger = divmod(num_rows, num_chunks)
     return [smaller + (chunk < num_larger) for chunk in range(num_chunks)]
 
 
 @dataclass(frozen=True)
 class Split:
-    """One call in chunks. sizes: real rows of each; None when the call carries no record.
+    """One call in chunks. sizes: real rows of each chunk; None when the call has no record.
 
-    order: the call's row numbers, chunk after chunk; None: as they are.
+    order: the call's row numbers, chunk after chunk; None: the order of the call.
     """
 
     payloads: list[Payload]
@@ -124,7 +123,7 @@ def split_call(
 
 
 def _order(record: Any, sizes: list[int], work: SequenceWork | None) -> torch.Tensor | None:
-    """Row numbers, chunk after chunk, with which chunks of these sizes have about equal work; None: as they are."""
+    """Return row numbers, chunk after chunk, that give chunks of these sizes about equal work; None: no reordering."""
     if work is None or len(sizes) == 1:
         return None
     costs = work(row_lengths(record.input_ids).tolist())
@@ -135,13 +134,13 @@ def _order(record: Any, sizes: list[int], work: SequenceWork | None) -> torch.Te
 
 @dataclass(frozen=True)
 class _Parts:
-    """A record beside the call's own, in chunks."""
+    """An extra record of the call (`Beside`), in chunks."""
 
     chunks: list[Any]
 
 
 def _parts_of(value: Any, num_chunks: int, work: SequenceWork | None) -> Any:
-    """Of a record beside the call's own; anything else unchanged."""
+    """Split an extra record of the call; return any other value unchanged."""
     if not isinstance(value, Beside):
         return value
     record: Any = value.record
@@ -153,8 +152,9 @@ def _parts_of(value: Any, num_chunks: int, work: SequenceWork | None) -> Any:
 
 
 def _chunk(value: Any, start: int, stop: int, number: int = 0) -> Any:
-    """Rows `start:stop` of a record, or its padding row when there are none; of parts that with this number; anything
-    else unchanged."""
+    """Return rows `start:stop` of a record, or a padding row when there are none; the chunk `number` of `_Parts`; any
+    other value unchanged.
+    """
     if isinstance(value, _Parts):
         return value.chunks[number]
     if not is_record(value):
@@ -166,11 +166,11 @@ def _chunk(value: Any, start: int, stop: int, number: int = 0) -> Any:
 
 
 def join_answers(answers: Sequence[Any], split: Split) -> Any:
-    """One result from one answer per chunk; answers of chunks without real rows are dropped.
+    """Join one answer per chunk into one result; answers of chunks without real rows are dropped.
 
-    Records are concatenated, their rows in the order of the call; of dicts (which workers reduce over ranks themselves)
-    the first counts; tuples are joined part by part; None from all is None; anything else is a list with one entry per
-    chunk.
+    Records are concatenated, with their rows in the order of the call. Of dicts, which the ranks have reduced
+    themselves, the first is returned. Tuples are joined part by part. If all answers are None, so is the result. Other
+    answers become a list with one entry per chunk.
     """
     if all(type(answer) is tuple for answer in answers):
         return tuple(join_answers(part, split) for part in zip(*answers, strict=True))

@@ -1,7 +1,7 @@
-"""The process of one rank, and what the driver hears from it.
+"""The process of one rank, and the reports that the driver gets from it.
 
-On the rank's side a Ray actor holds the user's worker and reports failures as plain values; on the driver's side
-`read_failure` speaks in the name of a process that can no longer report.
+On the rank's side a Ray actor holds the host and reports failures as plain values. On the driver's side `read_failure`
+describes the failure of a process that can no longer report.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megatron_rl.cluster.reaper import settle_in
 from megatron_rl.dispatch import Coordinates, is_collector
 
 PORTS = range(20_000, 32_768)
-"""Above those of Ray's workers, below those that Linux gives away by itself."""
+"""Above the ports of Ray's workers, below the ports that Linux assigns by itself."""
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where a rank's process runs; gpus: those that Ray shows it, as CUDA_VISIBLE_DEVICES names them."""
+    """Where a rank's process runs. gpus: the GPUs that Ray shows it, in the form of CUDA_VISIBLE_DEVICES."""
 
     pid: int
     node_id: str
@@ -43,17 +43,17 @@ class ProcessInfo:
 
     @property
     def where(self) -> str:
-        """What a message calls it."""
+        """The process's name in messages."""
         return f"process {self.pid} on node {self.host}"
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs on this process's node."""
+        """Whether it runs on the node of the calling process."""
         return bool(self.node_id == ray.get_runtime_context().get_node_id())
 
 
 class Call(NamedTuple):
-    """What one rank was asked to do."""
+    """A call of a method on one rank."""
 
     rank: int
     role: str
@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A method's answer, and when it ran here, in seconds since the epoch."""
+    """A method's answer, and when the method ran on the rank, in seconds since the epoch."""
 
     value: Any
     start: float
@@ -69,9 +69,9 @@ class Answered(NamedTuple):
 
 
 def listen(host: str) -> socket.socket:
-    """A socket that listens on `host` alone, at a port of those that the system gives to nobody who asks for any.
+    """Return a socket that listens on `host` alone, at a port that the system does not assign by itself.
 
-    It is held from now on: Ray and gloo open many ports before it is used.
+    The socket holds the port until it is used: Ray and gloo open many ports meanwhile.
     """
     first = secrets.randbelow(len(PORTS))  # not the same in two processes whose generators have one seed
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -82,7 +82,7 @@ def listen(host: str) -> socket.socket:
 
 
 class RankFailed(Exception):
-    """A failure on its way through Ray: raised on the rank, found as the `cause` of Ray's own error on the driver."""
+    """Carries a failure through Ray: the rank raises it, and on the driver it is the `cause` of Ray's own error."""
 
     def __init__(self, failure: RankFailure) -> None:
         super().__init__(failure.message)
@@ -93,10 +93,10 @@ class RankFailed(Exception):
 
 
 class WorkerProcess:
-    """One rank: created empty, constructs its host when asked, then runs methods (`with_methods` adds them).
+    """One rank: `construct` builds its host, then it runs methods (`with_methods` adds them).
 
-    The host class is imported in `construct`, not on creation, so that a failing import is reported like any other
-    failure. Whatever the host raises leaves this class as `RankFailed`; after that every call raises the same.
+    `construct` also imports the host class, so that a failing import is reported like any other failure. Every
+    exception of the host leaves this class as `RankFailed`; after that, every call raises it again.
     """
 
     def __init__(self, rank: int) -> None:
@@ -114,14 +114,17 @@ class WorkerProcess:
         return ProcessInfo(os.getpid(), node, host, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     def listen_for_ranks(self, host: str) -> int:
-        """Listen on `host`, for the host to meet the other ranks there; the port."""
+        """Listen on `host`, where the host object will meet the other ranks; return the port."""
         listener = listen(host)
         port: int = listener.getsockname()[1]
         os.environ["MASTER_LISTEN_FD"] = str(listener.detach())
         return port
 
     def construct(self, role: str, env: dict[str, str], pickled: bytes, monitor: MonitorAddress) -> Coordinates:
-        """Build the host from `cloudpickle.dumps((host_class, args))`, with `env` in the environment; its place."""
+        """Build the host from `cloudpickle.dumps((host_class, args))`, with `env` in the environment.
+
+        Returns its coordinates.
+        """
 
         def build() -> Coordinates:
             with without_collections():
@@ -136,14 +139,15 @@ class WorkerProcess:
         return self._place
 
     def meet(self, peers: list[ActorHandle]) -> None:
-        """Become the rank that `relay`s calls to these, the other ranks of its node."""
+        """Set the other ranks of this node, to which this rank will `relay` calls."""
         self._peers = peers
 
     def relay(self, role: str, method: str, ray_method: str, messages: Sequence[Message]) -> list[Any]:
-        """Run a method here and on the peers, whose messages come after this rank's own; answers in the same order.
+        """Run a method here and on the peers; return the answers in the order of the messages, of which the first is
+        this rank's own.
 
-        Raises RankFailed for a peer, too. A peer that fails while this rank waits for it in the method tells the driver
-        itself.
+        Raises RankFailed, also for a peer. A peer that fails while this rank waits for it in the method reports to the
+        driver itself.
         """
         own, *others = messages
         answers = [
@@ -159,7 +163,7 @@ class WorkerProcess:
             raise RankFailed(next(failure for failure in failures if failure is not None)) from None
 
     def _run(self, target: Target, message: Sequence[bytes | Payload]) -> Answered | None:
-        """A method's answer, or None where this rank's does not count."""
+        """Run a method; return its answer, or None where this rank is no collector."""
         args, kwargs = unpack(message)
         start = time.time()
         if target.role == HOST:
@@ -184,10 +188,9 @@ class WorkerProcess:
 
 
 def with_methods(name: str, methods: Mapping[str, Target]) -> type[WorkerProcess]:
-    """A WorkerProcess called `name` with these methods; each takes what `call_arguments.pack` made.
+    """Return a WorkerProcess class called `name` with these methods; each takes a message of `call_arguments.pack`.
 
-    The method called is no argument, so that a call without arguments carries nothing; `ps` shows
-    it, too.
+    The method's name is no argument, so a call without arguments carries no data; `ps` shows the method too.
     """
 
     def calling(method_name: str, target: Target) -> Callable[..., Any]:
@@ -201,9 +204,9 @@ def with_methods(name: str, methods: Mapping[str, Target]) -> type[WorkerProcess
 
 
 def read_failure(answer: ObjectRef, call: Call, where: str = "") -> RankFailure | None:
-    """Why an answer, which must be ready, is none; in the name of its process where that cannot say so itself.
+    """Return the failure behind a ready answer, also where the process has died; None if there is no failure.
 
-    None if it is one. where: `ProcessInfo.where`, if it is known.
+    where: `ProcessInfo.where`, if it is known.
     """
     try:
         ray.get(answer)
