@@ -11,8 +11,8 @@ from megatron_rl.config.megatron import LAYOUT_KEYS
 from megatron_rl.config.setting import Setting
 from megatron_rl.ledger.planner.config_json import feature_of, is_size, model_facts
 from megatron_rl.ledger.planner.hub_cache import model_folder
+from megatron_rl.ledger.planner.length_rules import OVERRIDE
 from megatron_rl.ledger.planner.model_folder import STARTING_POINTS
-from megatron_rl.ledger.planner.preflight import OVERRIDE
 from megatron_rl.ledger.planner.vocabulary import different_tokens
 
 ORIGIN = "verl's default"

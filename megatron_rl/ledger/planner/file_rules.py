@@ -17,6 +17,7 @@ from megatron_rl.config.keys import default_of, type_of, value_of
 from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
+from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
 from megatron_rl.data.row_files import column_forms, count_rows
@@ -41,41 +42,38 @@ PATHS = (
     "trainer.validation_data_dir",
     "trainer.resume_from_path",
 )
-"""Every key that is a path, or a list of some, beside those of further reward models."""
+"""Every key that holds a path or a list of paths, without those of further reward models."""
 FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 OUTPUTS = (*FOLDERS, "data.bad_rows_file", "ptx.bad_rows_file")
-"""Keys of what is written; the first are folders."""
+"""Keys of folders and files that a run writes."""
 
 
 def file_problems(config: RunConfig) -> Iterable[Violation]:
-    """Every violation. Of data only the columns are read, and the user's code is parsed, never run."""
-    judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
-    yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
-    yield from _reward_problems(config.custom_reward_function)
-    yield from _folder_problems(config.trainer)
-    yield from _checkpoint_problems(config)
-    yield from _logger_problems(config.trainer)
-
-
-def stage_file_problems(config: RunConfig) -> Iterable[Violation]:
-    """The same of a stage that does not generate; what is in its files is found when they are read."""
-    for key, paths in prompt_files(config.data):
-        for path in paths:
-            wrong = _wrong_file(key, path, PROMPT_SUFFIXES)
-            if wrong is not None:
-                yield _within_list(wrong, key, path, paths)
+    """Every violation. The user's code is parsed, never run. Prompt files are opened for their columns; the files of a
+    task without generation are only looked up.
+    """
+    if config.trainer.stage in WITHOUT_ROLLOUT:
+        for key, paths in prompt_files(config.data):
+            yield from _missing_files(key, paths)
+    else:
+        judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
+        yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
+        yield from _reward_problems(config.custom_reward_function)
     yield from _folder_problems(config.trainer)
     yield from _checkpoint_problems(config)
     yield from _logger_problems(config.trainer)
 
 
 def pretraining_file_problems(config: RunConfig) -> Iterable[Violation]:
-    """Of `ptx.files`, which must be a path or a list of some; what is in them is found when they are read."""
-    paths = as_list(config.ptx.files)
+    """`ptx.files`, which must be a path or a list of paths. Their content is checked when they are read."""
+    yield from _missing_files("ptx.files", as_list(config.ptx.files))
+
+
+def _missing_files(key: str, paths: list[str]) -> Iterator[Violation]:
     for path in paths:
-        wrong = _wrong_file("ptx.files", path, PROMPT_SUFFIXES)
+        wrong = _wrong_file(key, path, PROMPT_SUFFIXES)
         if wrong is not None:
-            yield _within_list(wrong, "ptx.files", path, paths)
+            yield _within_list(wrong, key, path, paths)
 
 
 def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
@@ -97,13 +95,13 @@ def hardware_problems(file: str | None) -> Iterable[Violation]:
 
 
 def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:
-    """(key, paths) of training and held-out prompts; no paths where the value is none, which has its own rule."""
+    """(key, paths) of training and held-out prompts. Another rule reports values without paths."""
     values = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
     return [(key, as_list(files)) for key, files in values if is_path_or_paths(files)]
 
 
 def train_rows(data: DataConfig) -> list[int]:
-    """Rows of each of data.train_files, counted up to one batch; a file that is not there yet counts as full."""
+    """Rows of each of data.train_files, counted up to one batch; a missing file counts as one full batch."""
     batch, rows = data.gen_batch_size, []
     for path in as_list(data.train_files):
         try:
@@ -114,7 +112,7 @@ def train_rows(data: DataConfig) -> list[int]:
 
 
 def _prompt_problems(data: DataConfig, judged: Sequence[str]) -> Iterable[Violation]:
-    """judged: the keys of files whose rows need a ground truth."""
+    """judged: keys of the files whose rows need a ground truth."""
     tables: dict[str, dict[str, str]] = {}
     for key, paths in prompt_files(data):
         for path in paths:
@@ -145,7 +143,7 @@ def _prompt_problems(data: DataConfig, judged: Sequence[str]) -> Iterable[Violat
 
 
 def _within_list(wrong: Violation, key: str, path: str, paths: list[str]) -> Violation:
-    """Where `key` holds several files, the nearest valid value is all of them with one replaced."""
+    """If `key` holds several files, suggest all of them with one replaced."""
     if len(paths) == 1 or key not in wrong.nearest:
         return wrong
     replaced = [wrong.nearest[key] if other == path else other for other in paths]
@@ -165,7 +163,7 @@ def _wrong_file(key: str, path: str, suffixes: tuple[str, ...]) -> Violation | N
 
 
 def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
-    """The file, what it imports at its top, and the function in it."""
+    """The file, the imports at its top, and the function in it."""
     key = "custom_reward_function.path"
     if custom.path is None or custom.name is None:
         return
@@ -197,7 +195,7 @@ def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Modules that the file needs as soon as it is run; an import in a `try` may fail."""
+    """Modules that the file imports when it is run, except in a `try`."""
     for node in tree.body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -206,7 +204,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Names that the file has after it was run, with what defines them; those in a branch at its top too."""
+    """Names that the file defines at its top, branches included, with the statement that defines each."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.col_offset == 0:
             yield node.name, node
@@ -237,9 +235,9 @@ def _signature_problems(custom: CustomRewardFunctionConfig, function: ast.Functi
 
 
 def path_problems(config: RunConfig) -> Iterator[Violation]:
-    """Paths that cannot even be asked for: too long, a home folder of nobody, a folder that may not be looked into.
+    """Paths that cannot be looked up: too long, in an unknown user's home, in a folder without permission.
 
-    Where there is one, no other rule can look at files.
+    After one of these no other rule can look at files.
     """
     further = (f"reward_models.{name}.model" for name in config.reward_models)
     for key in (*PATHS, *(f"{group}.{name}" for group in further for name in ("path", "input_tokenizer"))):
@@ -262,7 +260,7 @@ def path_problems(config: RunConfig) -> Iterator[Violation]:
 
 
 def _folder_problems(trainer: TrainerConfig) -> Iterable[Violation]:
-    """Folders to write to: there, or to be made in one that is, and not a file."""
+    """Folders to write to: each exists or can be made, and none is a file."""
     for key, path in _output_folders(trainer):
         folder = Path(path)
         above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -276,7 +274,7 @@ def _folder_problems(trainer: TrainerConfig) -> Iterable[Violation]:
 
 
 def _checkpoint_problems(config: RunConfig) -> Iterable[Violation]:
-    """What would be written into a checkpoint, which is one run's and complete."""
+    """Outputs inside a complete checkpoint, which must not change."""
     for key in OUTPUTS:
         path = value_of(config, key)
         checkpoint = checkpoint_round(Path(path)) if isinstance(path, str) else None
@@ -286,9 +284,9 @@ def _checkpoint_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def make_folders(trainer: TrainerConfig) -> None:
-    """Make the folders that a run writes to, and see that files can be made in them, before any process is started.
+    """Make the folders that a run writes to, and try to write a file in each, before any process starts.
 
-    Raises ConfigError where that fails, as it may although preflight found nothing: only trying tells.
+    Raises ConfigError if that fails. Preflight cannot see every such failure.
     """
     for key, path in _output_folders(trainer):
         try:
@@ -297,7 +295,7 @@ def make_folders(trainer: TrainerConfig) -> None:
                 pass
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return  # of a full disk the run tells more
+                return  # the run reports a full disk with more detail
             rule = f"must be a folder that can be made and written, and the system says: {error.strerror}"
             raise refused(Violation({key: path}, rule)) from error
 
