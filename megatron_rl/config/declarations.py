@@ -137,6 +137,8 @@ POLICY_LOSSES = Declarations[str | None](LOSSES)
 
 Traits: the mode of `loss_agg_mode` that a loss is defined with, whatever the key says of KL and entropy; None: the
 key's."""
+KL_ESTIMATES = Declarations[None](LOSSES)
+"""Choices of `kl_loss_type` and `algorithm.kl_penalty`; functions are `losses.kl.KlEstimator`."""
 PREFERENCE_LOSSES = Declarations[AnswerLossTraits](LOSSES)
 """Choices of `dpo.loss`; functions take (pairs or answers, DPOConfig) of `losses.terms`."""
 REWARD_MODEL_LOSSES = Declarations[AnswerLossTraits](LOSSES)

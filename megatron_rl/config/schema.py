@@ -29,6 +29,7 @@ from megatron_rl.config.constraints import (
     UnitInterval,
 )
 from megatron_rl.config.correction import RolloutCorrectionConfig
+from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.pretraining import PretrainingConfig
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig, RewardModelConfig, ScoringModelConfig
@@ -39,11 +40,6 @@ MISSING = "???"
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 """How the terms of tokens become one loss."""
-
-KL_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-KL_TYPES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
-"""Estimators of a KL from one sample; kl and k1, mse and k2, low_var_kl and k3 are two names of one. With a + the
-value is the same and the gradient k2's."""
 
 
 def mini_batch(config: RunConfig) -> int:
@@ -211,7 +207,7 @@ class ActorConfig:
     """Add kl_loss_coef * KL to the reference policy to the loss."""
     kl_loss_coef: NotNegative = 0.001
     """Weight of that KL."""
-    kl_loss_type: Annotated[str, OneOf(KL_TYPES)] = "low_var_kl"
+    kl_loss_type: Annotated[str, OneOf(KL_ESTIMATES)] = "low_var_kl"
     """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); with a + after it, such as k3+, with the
     gradient of k2."""
     kl_loss_unbiased: bool = False
@@ -405,7 +401,7 @@ class AlgorithmConfig:
     still count in advantages."""
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL to the reference policy from every token's reward."""
-    kl_penalty: Annotated[str, OneOf(KL_TYPES)] = "kl"
+    kl_penalty: Annotated[str, OneOf(KL_ESTIMATES)] = "kl"
     """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); a + after it changes no reward."""
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)

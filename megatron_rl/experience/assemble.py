@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.config.correction import RolloutCorrectionConfig
+from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.estimators import Estimator, Samples
-from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.losses.rollout_correction import correct_rollout
 from megatron_rl.losses.row_sums import mean_rows, spread
 from megatron_rl.records import Experience, Generations, Prompts, known, ragged, ragged_from_lengths, row_lengths
@@ -32,7 +32,7 @@ def assemble(prompts: Prompts, generations: Generations) -> Experience:
 def add_rewards(experience: Experience, kl_coef: float, kl_type: str = "kl") -> torch.Tensor | None:
     """Fill `rewards`: -kl_coef * KL(old, reference) on every token, plus the score on the last one.
 
-    Needs `scores`, and for a KL `old_log_probs` and `ref_log_probs`; `kl_type`: one of `KL_ESTIMATORS`. An empty
+    Needs `scores`, and for a KL `old_log_probs` and `ref_log_probs`; `kl_type`: one of `KL_ESTIMATES`. An empty
     response has no token to carry its score, which stays in `scores`. Returns the KL, a scalar for the metrics: the
     mean over sequences of their mean per token, as verl reports it, where they have one; None without both log-probs,
     or without any token. Raises ValueError where a KL counts that cannot be computed.
@@ -44,7 +44,8 @@ def add_rewards(experience: Experience, kl_coef: float, kl_type: str = "kl") -> 
     if kl_coef:
         known(experience.old_log_probs)
     if experience.ref_log_probs is not None and experience.old_log_probs is not None:
-        kl = KL_ESTIMATORS[kl_type](known(experience.old_log_probs).values(), experience.ref_log_probs.values())
+        estimate = KL_ESTIMATES[kl_type].function
+        kl = estimate(known(experience.old_log_probs).values(), experience.ref_log_probs.values())
         rewards = -kl_coef * kl
     rewards[(lengths.cumsum(0) - 1)[has_tokens]] += known(experience.scores)[has_tokens]
     experience.rewards = ragged_from_lengths(rewards, lengths)

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.algorithms import needs_of, policy_agg_mode
+from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Beside, Dispatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.cross_entropy import cross_entropy
-from megatron_rl.losses.kl import KL_ESTIMATORS, importance_weighted
+from megatron_rl.losses.kl import importance_weighted
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
@@ -301,7 +302,7 @@ class Actor(TrainedRole):
         weighted = losses * token_weights(kept, lengths, totals, policy_agg_mode(config), self.loss_scale)
         parts, penalty = {"actor/pg_loss": weighted.sum()}, -config.entropy_coeff * entropy
         if config.use_kl_loss:
-            kl = KL_ESTIMATORS[config.kl_loss_type](log_probs, fields["ref_log_probs"])
+            kl = KL_ESTIMATES[config.kl_loss_type].function(log_probs, fields["ref_log_probs"])
             if config.kl_loss_unbiased:
                 kl = importance_weighted(kl, log_probs, old_log_probs)
             parts["actor/kl_loss"] = (kl * weights).sum()
