@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
-from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.tasks import BAD_ROWS, LOSS_ON, StageDataConfig
+from annotated_types import Ge
+
+from megatron_rl.config.constraints import OneOf, constraints_of
+from megatron_rl.config.problems import refused
+from megatron_rl.config.tasks import StageDataConfig
 from megatron_rl.errors import ConfigError
 
 TRUNCATIONS = ("error", "left", "right", "drop")
-CHOICES = {"loss_on": LOSS_ON, "truncation": TRUNCATIONS, "bad_rows": BAD_ROWS}
 
 
 @dataclass
@@ -33,8 +35,8 @@ class ReadingOptions(StageDataConfig):
     """
 
     prompt_key: str | None = None
-    max_length: int = 1024
-    truncation: str = "error"
+    max_length: Annotated[int, Ge(2)] = 1024
+    truncation: Annotated[str, OneOf(TRUNCATIONS)] = "error"
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
 
@@ -48,13 +50,11 @@ class ReadingOptions(StageDataConfig):
         return cls(**{name: getattr(keys, name) for name in names} | others)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a value that has no meaning, with the nearest that has one."""
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                nearest = nearest_name(str(value), choices)
-                raise ConfigError(f"data.{name}={value} must be one of {', '.join(choices)}; nearest: {nearest}")
-        if self.max_length < 2:
-            raise ConfigError(f"data.max_length={self.max_length} must be at least 2 tokens; nearest: 2")
+        """Raises ConfigError for a value that breaks a constraint of its field, with the nearest that keeps it."""
+        hints = get_type_hints(type(self), include_extras=True)
+        for option in fields(self):
+            value, constraints = getattr(self, option.name), constraints_of(hints[option.name])
+            if value is not None and not constraints.holds(value):
+                raise refused(constraints.violation(f"data.{option.name}", value, option.default, None))
         if self.bad_rows == "skip" and self.bad_rows_file is None:
             raise ConfigError("data.bad_rows=skip needs data.bad_rows_file, a path for the list of what was skipped")

@@ -218,7 +218,7 @@ def test_files_of_different_schemas_are_refused(tmp_path):
         ({"truncation": "middle"}, r"data\.truncation=middle must be one of error, left, right, drop"),
         ({"bad_rows": "ignore"}, r"data\.bad_rows=ignore must be one of error, skip"),
         ({"loss_on": "answer"}, r"data\.loss_on=answer .*nearest: answers"),
-        ({"max_length": 1}, r"data\.max_length=1 must be at least 2"),
+        ({"max_length": 1}, r"data\.max_length=1 must be >= 2; nearest: 2"),
         ({"bad_rows": "skip"}, r"needs data\.bad_rows_file"),
     ],
 )
