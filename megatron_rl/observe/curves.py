@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def _panels(series: Series) -> list[Callable[[Axes], None]]:
 
 
 def _draw_accuracy(axes: Axes, series: Series, names: Sequence[str]) -> None:
-    for name, color in zip(names, _cycle(len(names)), strict=True):
+    for name, color in zip(names, cycle(COLORS), strict=False):
         steps, values = series[name]
         label = name.removeprefix("val-core/")
         axes.plot(steps, values, color=color, marker="o", markersize=4, label=label if len(names) > 1 else None)
@@ -165,7 +166,7 @@ def _draw_accuracy(axes: Axes, series: Series, names: Sequence[str]) -> None:
 
 
 def _draw_lines(axes: Axes, series: Series, title: str, names: dict[str, str], scale: str) -> None:
-    for (name, label), color in zip(names.items(), _cycle(len(names)), strict=True):
+    for (name, label), color in zip(names.items(), cycle(COLORS), strict=False):
         steps, values = series[name]
         if scale == "log":
             values = [value if value > 0 else math.nan for value in values]
@@ -233,7 +234,3 @@ def _dress(axes: Axes) -> None:
 def _has_long_legend(axes: Axes) -> bool:
     """Return True for a legend that is placed at the right of the panel."""
     return len(axes.get_legend_handles_labels()[1]) > 4
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLORS[number % len(COLORS)] for number in range(count)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,15 +12,12 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.markup import escape
 
-from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
-from megatron_rl.observe.services import SERVICES
 from megatron_rl.observe.summary import finite_or_null
 
 if TYPE_CHECKING:
     from megatron_rl.observe.tensorboard import EventFile
 
-BACKENDS = ("console", "jsonl", "tensorboard", *SERVICES)
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_PREFIX = "val-core/"
 CONSOLE_FIELDS = (
@@ -142,15 +138,9 @@ class MetricLogger:
         """Create `directory` and in it metrics.jsonl ("jsonl") and tensorboard/ ("tensorboard").
 
         Pass the progress bar's `console` so that lines appear above it. resumed_step: the step that the run resumes
-        from; lines until then are kept, later ones dropped. None: all files are new. Raises ConfigError for an unknown
-        backend, OSError where metrics.jsonl cannot be written.
+        from; lines until then are kept, later ones dropped. None: all files are new. Names of `Services` in `backends`
+        mean nothing here. Raises OSError where metrics.jsonl cannot be written.
         """
-        for name in backends:
-            if name not in BACKENDS:
-                close = difflib.get_close_matches(name, BACKENDS, n=1, cutoff=0.0)
-                raise ConfigError(
-                    f"trainer.logger names {name!r}: choose among {', '.join(BACKENDS)}; the nearest is {close[0]!r}"
-                )
         directory.mkdir(parents=True, exist_ok=True)
         self._console = console or Console()
         self._waiting_since: int | None = None

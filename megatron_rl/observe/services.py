@@ -8,14 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SERVICES = ("wandb", "mlflow")
-"""Names in `trainer.logger`, which are the packages' too."""
-
-
-def absent_services(loggers: Sequence[str]) -> list[str]:
-    """The services of `trainer.logger` whose package is not installed."""
-    return [name for name in SERVICES if name in loggers and importlib.util.find_spec(name) is None]
-
 
 class Wandb:
     """A run of Weights & Biases; wandb's own settings say where it goes, and whether it is online."""
@@ -62,6 +54,12 @@ class Mlflow:
 
 
 KINDS: dict[str, type[Wandb] | type[Mlflow]] = {"wandb": Wandb, "mlflow": Mlflow}
+"""Name in `trainer.logger`, which is the package's too -> class."""
+
+
+def absent_services(loggers: Sequence[str]) -> list[str]:
+    """The services of `trainer.logger` whose package is not installed."""
+    return [name for name in KINDS if name in loggers and importlib.util.find_spec(name) is None]
 
 
 class Services:

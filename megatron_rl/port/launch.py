@@ -36,23 +36,12 @@ class TrainerCall:
     options: dict[str, str]
 
     @property
-    def feature(self) -> str | None:
-        """The name of a program that is not a trainer that this project replaces; None for such a trainer."""
-        entry = self._entry
-        return entry if isinstance(entry, str) else None
-
-    @property
-    def implied(self) -> list[str]:
-        """Overrides that follow from the program."""
-        entry = self._entry
-        return entry if isinstance(entry, list) else []
-
-    @property
-    def _entry(self) -> str | list[str] | None:
+    def entry(self) -> str | list[str]:
+        """The name of a program that is not here, or the overrides that follow from a trainer that is."""
         for pattern, entry in entries().items():
             if self.program and fnmatch.fnmatch(self.program, pattern):
-                return entry
-        return f"the program {self.program}" if self.program else None
+                return entry or []
+        return f"the program {self.program}" if self.program else []
 
     @property
     def config_file(self) -> Path | None:

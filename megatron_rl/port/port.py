@@ -111,10 +111,12 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
             setting = Setting("config-name", str(file), source, prefix="--")
             reason = "this file is not there: give its settings as arguments, or port it"
             notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature="a configuration file that is not there"))
-    if call.feature is not None:
+    implied = call.entry
+    if isinstance(implied, str):
         setting = Setting("program", call.program, source)
-        notes.append(Note(Kind.UNSUPPORTED, setting, "train with verl.trainer.main_ppo's keys", feature=call.feature))
-    given = [*base, *(setting for text in (*call.implied, *call.overrides) for setting in read_override(text))]
+        notes.append(Note(Kind.UNSUPPORTED, setting, "train with verl.trainer.main_ppo's keys", feature=implied))
+        implied = []
+    given = [*base, *(setting for text in (*implied, *call.overrides) for setting in read_override(text))]
     translation = translate(given, is_key)
     known = [setting for setting in translation.settings if is_key(setting.key)]
     unknown = [setting for setting in translation.settings if not is_key(setting.key)]

@@ -10,7 +10,6 @@ from full_disk import full_disk
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_rl.errors import ConfigError
 from megatron_rl.observe.loggers import MetricLogger
 
 
@@ -114,13 +113,6 @@ def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path):
     events.Reload()
     found = [(event.step, event.value) for event in events.Scalars("actor/lr")]
     assert found == [(1, 0.5), (2, 0.5), (3, 0.25), (4, 0.25)]
-
-
-def test_unknown_backend_names_the_nearest(tmp_path):
-    """Nothing is created. Would not catch a known backend whose package is missing."""
-    with pytest.raises(ConfigError, match="names 'tensorbord': .* nearest is 'tensorboard'"):
-        MetricLogger(["jsonl", "tensorbord"], tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_costs_no_line(tmp_path):

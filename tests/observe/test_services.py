@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.observe.services import Services, absent_services
+from megatron_rl.config.load import load_config
+from megatron_rl.config.single_values import constraint_problems
+from megatron_rl.observe.services import KINDS, Services, absent_services
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 class Run:
@@ -64,3 +69,13 @@ def test_absent_packages_are_named():
     """Would not catch one that is installed and broken."""
     assert absent_services(["console", "jsonl"]) == []
     assert set(absent_services(["console", "mlflow"])) <= {"mlflow"}
+
+
+def test_the_schema_has_every_service_and_refuses_other_names_with_the_nearest():
+    """`tensorbord` is `tensorboard`. Would not catch a service that has a name and no class."""
+    config = load_config(REPOSITORY / "configs/demo_cpu.yaml")
+    config.trainer.logger = ["jsonl", "tensorbord"]
+    (violation,) = constraint_problems(config)
+    assert violation.nearest == {"trainer.logger": ["jsonl", "tensorboard"]}
+    config.trainer.logger = ["console", "jsonl", "tensorboard", *KINDS]
+    assert not list(constraint_problems(config))
