@@ -31,6 +31,19 @@ class Setting:
         return self.prefix + self.key
 
 
+def nested(settings: list[Setting]) -> dict[str, Any]:
+    """The settings as nested groups. Where a value stands in the place of a group, the group's keys go one level up."""
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        *groups, name = setting.key.split(".")
+        place = tree
+        for group in groups:
+            inner = place.setdefault(group, {})
+            place = inner if isinstance(inner, dict) else place
+        place[name] = setting.value
+    return tree
+
+
 def final_settings(settings: list[Setting]) -> tuple[list[Setting], list[Setting]]:
     """What counts of settings in their order, and the `~key` that had nothing to take away.
 

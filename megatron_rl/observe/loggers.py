@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -41,23 +40,16 @@ CONSOLE_FIELDS = (
 )
 
 
-class ConsoleBackend:
-    """Prints one line per step with the metrics that are looked at first; absent ones are left out."""
-
-    def __init__(self, console: Console):
-        """Print on `console`: above the progress bar when the bar uses the same one."""
-        self._console = console
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Print the line of `step`."""
-        parts = [f"[bold]step {step:>4}[/]"]
-        for name, value in metrics.items():
-            if name.startswith(VALIDATION_PREFIX) and not name.endswith("/std"):
-                parts.append(f"[green]{escape(name.removeprefix(VALIDATION_PREFIX))} {value:.3f}[/]")
-        for name, label, form in CONSOLE_FIELDS:
-            if name in metrics:
-                parts.append(f"[dim]{label}[/] {metrics[name]:{form}}")
-        self._console.print("  ".join(parts), highlight=False, soft_wrap=True)
+def console_line(metrics: Mapping[str, float], step: int) -> str:
+    """One line with the metrics that are looked at first, in rich's markup; absent ones are left out."""
+    parts = [f"[bold]step {step:>4}[/]"]
+    for name, value in metrics.items():
+        if name.startswith(VALIDATION_PREFIX) and not name.endswith("/std"):
+            parts.append(f"[green]{escape(name.removeprefix(VALIDATION_PREFIX))} {value:.3f}[/]")
+    for name, label, form in CONSOLE_FIELDS:
+        if name in metrics:
+            parts.append(f"[dim]{label}[/] {metrics[name]:{form}}")
+    return "  ".join(parts)
 
 
 class JsonlBackend:
@@ -125,7 +117,7 @@ def _lines_until(file: Path, last_step: int) -> list[str]:
     return kept
 
 
-class MetricLogger:
+class MetricLogger(AbstractContextManager["MetricLogger"]):
     """Sends the metrics of each step to all `backends`. A context manager."""
 
     def __init__(
@@ -153,7 +145,7 @@ class MetricLogger:
             with self._dropping_tensorboard():
                 first_step = 0 if resumed_step is None else resumed_step + 1
                 self._tensorboard = EventFile(directory / "tensorboard", first_step)
-        self._lines = ConsoleBackend(self._console) if "console" in backends else None
+        self._prints = "console" in backends
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record `metrics` (verl's names) of `step`; step 0 is the state before training.
@@ -166,8 +158,8 @@ class MetricLogger:
         if self._tensorboard is not None:
             with self._dropping_tensorboard():
                 self._tensorboard.log(metrics, step)
-        if self._lines is not None:
-            self._lines.log(metrics, step)
+        if self._prints:
+            self._console.print(console_line(metrics, step), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Write out and release everything."""
@@ -202,12 +194,6 @@ class MetricLogger:
     def _warn(self, text: str) -> None:
         self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
-    def __enter__(self) -> Self:
-        """Return self."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         """Close, also after an error."""
         self.close()

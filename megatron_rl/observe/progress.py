@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-class RunProgress:
+class RunProgress(Progress):
     """A context manager for one progress bar. It shows nothing where `console` is not a terminal."""
 
     def __init__(self, total_steps: int, console: Console):
         """Prepare a bar for `total_steps`; print to the same `console` to write above it."""
-        self._progress = Progress(
+        super().__init__(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
@@ -24,22 +21,11 @@ class RunProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=total_steps, facts="", phase="")
-
-    def __enter__(self) -> Self:
-        """Start drawing."""
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop drawing, and leave the last state on screen."""
-        self._progress.stop()
+        self._steps = self.add_task("train", total=total_steps, facts="", phase="")
 
     def phase(self, name: str) -> None:
         """Show the current phase; fits `PhaseClock(on_phase)`."""
-        self._progress.update(self._task, phase=name)
+        self.update(self._steps, phase=name)
 
     def step(self, step: int, reward: float, accuracy: float | None, step_seconds: float, what: str = "reward") -> None:
         """Show the steps done, the last one's mean reward (or another value, named `what`) and seconds, and the newest
@@ -48,4 +34,4 @@ class RunProgress:
         facts = [f"{what} {reward:.3f}", f"{step_seconds:.1f} s/step"]
         if accuracy is not None:
             facts.insert(1, f"accuracy {accuracy:.3f}")
-        self._progress.update(self._task, completed=step, facts="  ".join(facts))
+        self.update(self._steps, completed=step, facts="  ".join(facts))

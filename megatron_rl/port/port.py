@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -13,10 +12,10 @@ from megatron_rl.config.foreign.meanings import meanings
 from megatron_rl.config.foreign.translate import Kind, Note, Noted, translate
 from megatron_rl.config.keys import is_key
 from megatron_rl.config.load import like_name_of, read_override, settings_of
-from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings
+from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings, nested
 from megatron_rl.config.yaml_text import read_yaml
 from megatron_rl.errors import ConfigError
-from megatron_rl.port.fitting import defaults, fitted, whole_layers
+from megatron_rl.port.fitting import ORIGIN, defaults, fitted, whole_layers
 from megatron_rl.port.launch import TrainerCall, call_of, trainer_call
 from megatron_rl.port.shell import launches_of
 
@@ -50,10 +49,7 @@ class Ported(Noted):
 
     def yaml(self) -> str:
         """Return the file, with the lists as comments."""
-        tree: dict[str, Any] = {}
-        own = [setting for setting in self.settings if setting.origin != "verl's default"]
-        for setting in own:
-            _put(tree, setting.key, setting.value)
+        own = [setting for setting in self.settings if setting.origin != ORIGIN]
         text = [f"# Made by `megatron-rl port` from {self.source}."]
         if self.features:
             text.append(
@@ -61,19 +57,11 @@ class Ported(Noted):
             )
         text += ["# " + " ".join(line.splitlines()) for line in self.lists()]
         added = [setting for setting in self.settings if setting not in own]
-        for setting in added:
-            _put(tree, setting.key, setting.value)
         if added:
             text.append("# verl's defaults, which are others here: " + ", ".join(setting.key for setting in added))
-        return "\n".join([*text, "", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)])
-
-
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    *groups, name = key.split(".")
-    for group in groups:
-        inner = tree.setdefault(group, {})
-        tree = inner if isinstance(inner, dict) else tree
-    tree[name] = value
+        return "\n".join(
+            [*text, "", yaml.safe_dump(nested([*own, *added]), sort_keys=False, allow_unicode=True, width=120)]
+        )
 
 
 def port(

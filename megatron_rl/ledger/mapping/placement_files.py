@@ -12,7 +12,7 @@ import yaml
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.load import load_config, read_file, read_override
-from megatron_rl.config.setting import Setting, final_settings
+from megatron_rl.config.setting import Setting, final_settings, nested
 from megatron_rl.errors import ConfigError, shown
 from megatron_rl.ledger.mapping.finalists import Candidate
 from megatron_rl.ledger.mapping.request import MapRequest
@@ -27,14 +27,7 @@ def tree_of(request: MapRequest, candidate: Candidate) -> dict[str, Any]:
         settings += read_override(text)
     settings = [one for one in settings if not one.key.startswith("pools.")]
     settings += [Setting(key, value, "map") for key, value in candidate.settings.items()]
-    tree: dict[str, Any] = {}
-    for setting in final_settings(settings)[0]:
-        *groups, name = setting.key.split(".")
-        group = tree
-        for part in groups:
-            group = group.setdefault(part, {})
-        group[name] = setting.value
-    return tree
+    return nested(final_settings(settings)[0])
 
 
 def write_placement(request: MapRequest, candidate: Candidate, file: Path) -> None:
