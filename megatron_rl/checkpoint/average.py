@@ -1,8 +1,8 @@
 """The average of several models' weights, tensor by tensor: one process, no GPU.
 
-Of each tensor the sum of weight * tensor is made in float64 and rounded once, to the dtype of the first model: a tensor
-that all models share comes out as it is. In memory are one file of the result, one tensor in float64 and one as read;
-with experts one layer's of every checkpoint.
+The sum of weight * tensor is computed in float64 and rounded once, to the dtype of the first model, so a tensor that
+all models share is unchanged. Memory holds one file of the result, one tensor in float64 and one as read; with experts,
+one layer's experts of every checkpoint.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from megatron_rl.errors import ConfigError
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By safetensors' names."""
 FILE = "average.json"
-"""What a folder says of how it was made."""
+"""The file in a written folder that lists the averaged checkpoints."""
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """folders: checkpoints and Hugging Face folders in their order. shares: what each counts, 1 in all."""
+    """One request to average. folders: checkpoints and Hugging Face folders in their order. shares: add up to 1."""
 
     folders: list[Path]
     shares: list[float]
@@ -60,7 +60,7 @@ class Averaging:
         return cls(folders, _shares(len(folders), weights, ema), role, target)
 
     def write(self) -> None:
-        """Raises ConfigError where these are different models, StorageError where the target cannot be written."""
+        """Write the average to the target. Raises as `write_average`."""
         models = [
             saved_model(folder, self.role) if (folder / MANIFEST).exists() else folder_model(folder)
             for folder in self.folders
@@ -68,7 +68,7 @@ class Averaging:
         write_average(models, self.shares, [str(folder) for folder in self.folders], self.target)
 
     def lines(self) -> list[str]:
-        """What was made of what."""
+        """Lines that say where the average was written and what it is made of."""
         parts = [f"  {share:.4f} of {folder}" for folder, share in zip(self.folders, self.shares, strict=True)]
         return [f"{self.role} written to {self.target}, the average of", *parts]
 
@@ -106,31 +106,33 @@ def _shares(number: int, weights: str | None, ema: float | None) -> list[float]:
 
 
 def uniform(number: int) -> list[float]:
-    """As much of each model."""
+    """Equal shares of `number` models."""
     return [1 / number] * number
 
 
 def moving(number: int, decay: float) -> list[float]:
-    """What each of `number` models, in their order, counts in an exponential moving average that begins at the first:
-    average = decay * average + (1 - decay) * model."""
+    """Share of each of `number` models in an exponential moving average, in their order.
+
+    average = decay * average + (1 - decay) * model, from the first model on.
+    """
     return [decay ** (number - 1), *((1 - decay) * decay ** (number - 1 - place) for place in range(1, number))]
 
 
 def shares_of(weights: Sequence[float], number: int) -> list[float]:
-    """Weights to any total as parts of 1. Raises ConfigError."""
+    """Scale weights so that they add up to 1. Raises ConfigError."""
     if len(weights) != number:
         raise ConfigError(f"--weights has {len(weights)} numbers, which must be one for each of {number} checkpoints")
     largest = max(weights, default=0.0)
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not largest > 0:
-        said = ",".join(f"{weight:g}" for weight in weights)
+        given = ",".join(f"{weight:g}" for weight in weights)
         nearest = ",".join("1" for _ in weights)
-        raise ConfigError(f"--weights {said} must be finite, >= 0 and not all 0; nearest: --weights {nearest}")
+        raise ConfigError(f"--weights {given} must be finite, >= 0 and not all 0; nearest: --weights {nearest}")
     parts = [weight / largest for weight in weights]  # their sum is finite, whatever the weights are
     return [part / sum(parts) for part in parts]
 
 
 def folder_model(folder: Path) -> StoredModel:
-    """A Hugging Face folder of safetensors. Raises ConfigError where its weights cannot be read."""
+    """Open a Hugging Face folder of safetensors. Raises ConfigError if its weights cannot be read."""
     try:
         odd = odd_files(folder)
     except OSError as error:
@@ -148,8 +150,8 @@ def folder_model(folder: Path) -> StoredModel:
 
     def read(name: str) -> torch.Tensor:
         with safe_open(tensors[name].file, "pt") as file:
-            found: torch.Tensor = file.get_tensor(name)
-        return found
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
 
     dtypes = {name: DTYPES[tensor.dtype] for name, tensor in tensors.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -158,7 +160,7 @@ def folder_model(folder: Path) -> StoredModel:
 
 
 def first_difference(first: StoredModel, other: StoredModel) -> str | None:
-    """Why two models cannot be averaged, in a sentence about the second; None where they can."""
+    """The reason why two models cannot be averaged, in a sentence about the second; None if they can."""
     ours, theirs = (_settings(model) for model in (first, other))
     for name in ours:
         if ours[name] != theirs[name]:
@@ -177,10 +179,10 @@ def first_difference(first: StoredModel, other: StoredModel) -> str | None:
 
 
 def _tokens(folder: Path) -> dict[str, int]:
-    """Token -> its number; {} where there is no tokenizer to read."""
+    """Token -> its number; {} if there is no tokenizer to read."""
     try:
-        found: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
-        return found
+        vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+        return vocabulary
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -192,10 +194,10 @@ def _settings(model: StoredModel) -> dict[str, Any]:
 
 
 def averaged(models: Sequence[StoredModel], shares: Sequence[float], names: Sequence[str]) -> StoredModel:
-    """The sum of share * model; what lies beside the weights is the first's. names: of the models, for messages.
+    """The sum of share * model, with config and tokenizer of the first. names: of the models, for messages.
 
-    Raises ConfigError where two are different models, with the first difference; reading a tensor does so where an
-    element of it is NaN or infinite.
+    Raises ConfigError with the first difference between two models. Reading a tensor raises ConfigError if an element
+    is NaN or infinite.
     """
     for model, name in zip(models[1:], names[1:], strict=True):
         difference = first_difference(models[0], model)
@@ -217,9 +219,9 @@ def averaged(models: Sequence[StoredModel], shares: Sequence[float], names: Sequ
 
 
 def write_average(models: Sequence[StoredModel], shares: Sequence[float], names: Sequence[str], target: Path) -> None:
-    """Write the average as a Hugging Face folder, with `average.json` of what it is made of.
+    """Write the average as a Hugging Face folder, with `average.json`, which lists the models and their shares.
 
-    Raises ConfigError as `averaged`, StorageError where it cannot be written.
+    Raises ConfigError as `averaged`, StorageError if the folder cannot be written.
     """
     write_model(averaged(models, shares, names), target)
     made_of = [{"checkpoint": name, "share": share} for name, share in zip(names, shares, strict=True)]

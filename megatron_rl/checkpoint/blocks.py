@@ -1,4 +1,4 @@
-"""Which boxes of a whole tensor lie in a run of a rank's flattened shard: pure interval arithmetic.
+"""Find the boxes of a whole tensor in a run of a rank's flattened shard: pure interval arithmetic.
 
 A distributed optimizer gives each data-parallel rank a run [start, stop) of a parameter's flattened shard, wherever its
 buffer happens to be cut. A checkpoint that any layout can read knows no runs, only boxes of whole tensors. A run is a
@@ -68,7 +68,7 @@ def _boxes_in_row(shape: tuple[int, ...], number: int, start: int, stop: int) ->
 
 
 def _cut_box(shard: Shard, first: int, box: Box) -> Iterator[Block]:
-    """The parts of a shard's box that are some segment's; what is left is padding."""
+    """The parts of a shard's box that belong to segments; the rest is padding."""
     corner = [low for low, _ in box]
     for part in shard.parts:
         inside = tuple((at, at + size) for at, size in zip(part.at, box_shape(part.box), strict=True))

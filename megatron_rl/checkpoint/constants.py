@@ -1,7 +1,7 @@
-"""Tensors of a Hugging Face folder that training reads and leaves as they are: from the folder, and into the next one.
+"""Constants: tensors of a Hugging Face folder that training reads, never changes, and copies into exported folders.
 
-They are no parameters: no optimizer, no exchange of weights and no saved state knows them. Every process that needs
-one reads it from the folder that its role starts from, or from the file that lies beside a checkpoint's config.json.
+Constants are no parameters: optimizer, weight exchange and saved state leave them out. A process reads them from the
+folder that its role starts from, or from the file next to a checkpoint's config.json.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_rl.checkpoint.hf_import import HFFolder
 from megatron_rl.model.families import Constant, ModelShape, constant_map, family_of
 
 FILE = "constants.safetensors"
-"""Their file beside a checkpoint's config.json, which has no other tensors."""
+"""The file of constants next to a checkpoint's config.json, where no other tensors are."""
 
 
 def constants_of(settings: Mapping[str, Any]) -> dict[str, Constant]:
-    """Megatron name -> constant, of a config.json's model, which may leave out what has a default."""
+    """Megatron name -> constant for the model of a config.json, which may leave out keys with defaults."""
     family = family_of(settings["architectures"])
     if family.experts is None:
         return {}
@@ -43,17 +43,17 @@ def load_constants(buffers: Mapping[str, torch.Tensor], constants: Mapping[str, 
 def read_constants(
     constants: Iterable[Constant], folder: Path, device: torch.device, dtype: torch.dtype | None = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """All constants by their names, {} where there are none. dtype: None leaves each as it is in the folder."""
-    found: dict[str, torch.Tensor] = {}
+    """Read all constants, by name; {} if there are none. dtype: None keeps the folder's dtypes."""
+    tensors: dict[str, torch.Tensor] = {}
     wanted = list(constants)
     if not wanted:
-        return found
+        return tensors
     source = HFFolder(folder)
     for constant in wanted:
         own = source.dtype(constant.name) if dtype is None else dtype
-        found[constant.name] = torch.empty(constant.shape, dtype=own, device=device)
-        _copy(source, constant, found[constant.name])
-    return found
+        tensors[constant.name] = torch.empty(constant.shape, dtype=own, device=device)
+        _copy(source, constant, tensors[constant.name])
+    return tensors
 
 
 def _copy(folder: HFFolder, constant: Constant, into: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ def _copy(folder: HFFolder, constant: Constant, into: torch.Tensor) -> None:
 
 
 def keep_constants(source: Path, target: Path) -> str | None:
-    """Write a folder's constants as `FILE` into `target`; its name, None where there are none."""
+    """Write a folder's constants to `target`; returns the file's name, None if there are no constants."""
     constants = constants_of(json.loads((source / "config.json").read_text())).values()
     kept = read_constants(constants, source, torch.device("cpu"), dtype=None)
     if not kept:

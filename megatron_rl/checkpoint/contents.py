@@ -1,7 +1,7 @@
-"""What a checkpoint's manifest must list, and whose the folders in it are.
+"""Check that a checkpoint's manifest lists every file it must, and that each folder belongs to its role.
 
-A manifest lists what was hashed; a list that is short, or of folders that have changed places, has right hashes, too.
-So each role's folder says in a file of its own whose it is, and nothing in it may be left out of the manifest. Needs
+Hashes are right even if a manifest leaves files out or folders were swapped. So each role's folder names its role in a
+file of its own, and the manifest must list every file that loading may read. Needs
 neither torch nor Megatron.
 """
 
@@ -21,7 +21,7 @@ ROLE_FILE = "role.json"
 
 
 LOADED, SUFFIXES = (METADATA, ROLE_FILE, "metadata.json"), (".distcp", ".pt")
-"""What megatron-core's loader reads in a role's folder: names, and endings of names."""
+"""Names, and endings of names, of files that megatron-core's loader reads in a role's folder."""
 
 
 def write_role_file(folder: Path, role: str, step: int) -> None:
@@ -30,7 +30,7 @@ def write_role_file(folder: Path, role: str, step: int) -> None:
 
 
 def contents_faults(folder: Path, manifest: Manifest) -> list[str]:
-    """Every reason why the manifest cannot be of a whole checkpoint of its step; files that it lists are there.
+    """Every reason why the manifest is not that of a whole checkpoint of its step. The files it lists must exist.
 
     Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""From a saved role to a Hugging Face folder: one process, no GPU, one file of weights in memory at a time."""
+"""Export a saved role as a Hugging Face folder: one process, no GPU, one file of weights in memory at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megatron_rl.model.families import ModelShape, constant_map, family_of, para
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model somewhere on disk as the tensors of a Hugging Face folder.
+    """A model on disk, seen as the tensors of a Hugging Face folder.
 
-    source: what has its config.json and tokenizer. shapes, dtypes: by name, in the order of the files. read: a tensor
-    by its name. files: tensor -> the file that it is in, where it is in one.
+    source: the folder of its config.json and tokenizer. shapes, dtypes: by name, in the order of the files. read:
+    returns a tensor by its name. files: tensor -> its file, for messages; may be empty.
     """
 
     source: Path
@@ -40,7 +40,7 @@ class StoredModel:
 
 
 def saved_model(checkpoint: Path, role: str) -> StoredModel:
-    """The actor's language model, or the critic as a reward model, of a complete checkpoint."""
+    """Open the actor's language model, or the critic as a reward model, of a complete checkpoint."""
     source = checkpoint / role / HF_FOLDER
     settings = AutoConfig.from_pretrained(source).to_dict()
     family, shape = family_of(settings["architectures"]), ModelShape.from_hf(settings)
@@ -70,15 +70,15 @@ def saved_model(checkpoint: Path, role: str) -> StoredModel:
 def export_saved(checkpoint: Path, role: str, target: Path) -> None:
     """Write the actor's language model, or the critic as a reward model, of a complete checkpoint to `target`.
 
-    The tensors keep the dtype they were trained in; beside a reward model lies what its validation said of its scores.
-    An existing `target` is replaced. Raises StorageError where it cannot be written, and then nothing of it is left.
+    The tensors keep the dtype they were trained in. A reward model gets the statistics of its held-out scores. An
+    existing `target` is replaced. Raises StorageError if it cannot be written, and then nothing of it is left.
     """
     run = checkpoint / RUN_FILE
-    told = saved_statistics(read_run_file(run)["run"]) if role == "critic" and run.exists() else None
+    statistics = saved_statistics(read_run_file(run)["run"]) if role == "critic" and run.exists() else None
     write_model(saved_model(checkpoint, role), target)
-    if told is not None:
+    if statistics is not None:
         with writing():
-            write_statistics(target, told)
+            write_statistics(target, statistics)
 
 
 def write_model(model: StoredModel, target: Path) -> None:

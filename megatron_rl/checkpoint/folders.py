@@ -1,10 +1,10 @@
-"""The checkpoint folders of a run: which are complete, and how one comes, is replaced, steps aside and goes.
+"""The checkpoint folders of a run: find complete ones; commit, replace, rename and delete them.
 
     global_step_N               complete at every instant: renamed to this name when its manifest is on the disk
     global_step_N.unfinished    being written
     global_step_N.replaced      complete; counts as global_step_N while another one is about to take that name
     global_step_N.deleted       being deleted
-    global_step_N.set_aside     complete or broken, of a past that the run has left; `.set_aside.2` the next such one
+    global_step_N.set_aside     complete or broken, of an abandoned run; `.set_aside.2` is the next one
 
 Only one run at a time may write to a folder; it calls `sweep` before it writes the first one. Needs neither torch nor
 Megatron.
@@ -27,7 +27,7 @@ from megatron_rl.checkpoint.manifest import MANIFEST, Manifest, ManifestError, b
 from megatron_rl.errors import ConfigError
 
 LATEST = "latest_checkpointed_iteration.txt"
-"""verl's file beside the folders: the step of the newest checkpoint, as a number."""
+"""verl's file next to the folders: the step of the newest checkpoint, as a number."""
 LOCK = ".lock"
 """The file that a running process holds; the operating system lets go of it however the process ends."""
 HF_FOLDER = "huggingface"
@@ -40,7 +40,7 @@ NAME = re.compile(r"global_step_(0|[1-9][0-9]*)(\.unfinished|\.replaced|\.delete
 
 @dataclass(frozen=True)
 class StepFolder:
-    """A folder that holds the checkpoint of a step, by its name; whether it can be used, its manifest says."""
+    """A folder whose name says that it holds the checkpoint of a step; its manifest decides whether it is usable."""
 
     step: int
     path: Path
@@ -50,7 +50,7 @@ class FolderLock:
     """A run's claim to its folder: held until it is closed, or the process ends."""
 
     def __init__(self, root: Path) -> None:
-        """Raises ConfigError when another run is in the folder: each would take the other's checkpoints for its own."""
+        """Raises ConfigError if another run is in the folder: each would use the other's checkpoints as its own."""
         self.root = root
         self._file = (root / LOCK).open("w")
         try:
@@ -63,9 +63,9 @@ class FolderLock:
             ) from None
 
     def hold_again(self) -> bool:
-        """Make the folder, and claim it, where it has been deleted or emptied; whether that was so.
+        """Make and claim the folder again if it was deleted or emptied; returns whether it was.
 
-        Raises ConfigError when another run has claimed it since, OSError.
+        Raises ConfigError if another run has claimed it since, OSError.
         """
         try:
             if os.path.samestat((self.root / LOCK).stat(), os.fstat(self._file.fileno())):
@@ -93,12 +93,12 @@ def only_writer(root: Path) -> Iterator[FolderLock]:
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the complete checkpoint of `step` is."""
+    """Path of the complete checkpoint of `step`."""
     return root / f"global_step_{step}"
 
 
 def unfinished_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it is complete."""
+    """Path where the checkpoint of `step` is written until it is complete."""
     return root / f"global_step_{step}{UNFINISHED}"
 
 
@@ -133,10 +133,11 @@ def commit(unfinished: Path, manifest: Manifest) -> Path:
 
 
 def remove_old(root: Path, keep: int | None, spared: int | None = None) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints (None: keep all) and that of step `spared`; returns what was
-    deleted. Raises OSError.
+    """Delete all but the newest `keep` checkpoints (None: keep all) and that of step `spared`; returns their paths.
 
-    Folders without a manifest are somebody else's: they are neither counted nor touched.
+    Raises OSError.
+
+    Folders without a manifest are not ours: they are neither counted nor touched.
     """
     ours = [found for found in find(root) if (found.path / MANIFEST).is_file()]
     old = [] if keep is None else [found.path for found in ours[keep:] if found.step != spared]
@@ -146,9 +147,9 @@ def remove_old(root: Path, keep: int | None, spared: int | None = None) -> list[
 
 
 def sweep(root: Path) -> list[Path]:
-    """Delete what a killed run left half done; returns the folders that were deleted. Raises OSError.
+    """Delete unfinished folders of a killed run; returns their paths. Raises OSError.
 
-    Also writes the number of the newest checkpoint, where the run was killed before it could.
+    Also writes the number of the newest checkpoint, if the run was killed before it could.
     """
     found = find(root)
     in_use = {one.path for one in found}
@@ -163,7 +164,7 @@ def sweep(root: Path) -> list[Path]:
 
 
 def set_aside(root: Path, after_step: int) -> list[tuple[Path, Path]]:
-    """Rename every checkpoint beyond `after_step`, so that a run which goes on from there never meets it again.
+    """Rename every checkpoint later than `after_step`, so that a run that resumes there never uses it.
 
     Nothing is deleted or overwritten. Returns (old, new) paths, newest first. Raises OSError.
     """
@@ -191,7 +192,7 @@ def _named(root: Path) -> list[tuple[Path, int, str]]:
 
 
 def _delete(folder: Path) -> None:
-    """Rename first what counts: a kill in the middle must not leave a part of a checkpoint under such a name."""
+    """Delete a folder, renamed first: a kill in the middle must not leave a part of a checkpoint under a valid name."""
     if not folder.name.endswith((UNFINISHED, DELETED)):
         doomed = folder.with_name(folder.name.removesuffix(REPLACED) + DELETED)
         if doomed.exists():
@@ -200,7 +201,7 @@ def _delete(folder: Path) -> None:
         sync(folder.parent)
         folder = doomed
     if folder.is_symlink():
-        folder.unlink()  # what it leads to is somebody's own arrangement
+        folder.unlink()  # the target of a link is the user's own
     else:
         shutil.rmtree(folder)
 
@@ -217,7 +218,7 @@ def _write_latest(root: Path, step: int | None) -> None:
 
 
 def _unused(folder: Path) -> Path:
-    """The first name for setting a folder aside that is free."""
+    """The first unused name for setting a folder aside."""
     endings = (SET_ASIDE if number == 1 else f"{SET_ASIDE}.{number}" for number in itertools.count(1))
     targets = (folder.with_name(folder.name + ending) for ending in endings)
     return next(target for target in targets if not target.exists())

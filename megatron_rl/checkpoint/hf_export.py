@@ -1,6 +1,6 @@
 """Write the trained weights as a Hugging Face folder that `transformers` and vLLM load.
 
-Phase 1: all ranks learn which parameters each holds, and make the same plan: files, and the rank that writes each.
+Phase 1: all ranks exchange which parameters each holds, and make the same plan: files, and the rank that writes each.
 Phase 2: for each file, the pieces of its tensors meet on its writer. A stage's tensors are written by a rank of that
          stage, so that stages write at the same time and nothing crosses them. No rank holds more than one file.
 Phase 3: rank 0 writes index, config and tokenizer, and renames the folder.
@@ -46,7 +46,7 @@ def export_hf(
 
     named_parameters: this rank's parameters under global Megatron names. All ranks must see the same file system.
     architecture: what the folder's config.json calls the model. An existing `target` is replaced.
-    constants: whole tensors that lie beside those of the model, the same on all ranks; rank 0 writes them.
+    constants: further whole tensors of the folder, the same on all ranks; rank 0 writes them.
     """
     # Phase 1
     places = {other: grid.place(other, vocab_multiple) for other in range(grid.world_size)}
@@ -63,8 +63,8 @@ def export_hf(
     files = plan_export(sizes, holders, max_shard_bytes)
 
     def gather(file: ExportFile) -> dict[str, torch.Tensor]:
-        beside = {name: tensor for name, tensor in constants.items() if name in file.holders}
-        return gather_file(file, tensors, places, named_parameters, dtypes) | beside
+        inside = {name: tensor for name, tensor in constants.items() if name in file.holders}
+        return gather_file(file, tensors, places, named_parameters, dtypes) | inside
 
     # Phases 2 and 3
     description = Description(source, architecture, next(iter(dtypes.values())))

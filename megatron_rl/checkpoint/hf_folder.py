@@ -26,7 +26,7 @@ MAX_SHARD_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Description:
-    """What a folder says about its weights: the config and tokenizer of `source`, with this architecture and dtype."""
+    """Config and tokenizer of an exported folder: those of `source`, with this architecture and dtype."""
 
     source: Path
     architecture: str
@@ -50,7 +50,7 @@ def plan_files(sizes: dict[str, int], max_shard_bytes: int = MAX_SHARD_BYTES) ->
 
 
 def file_names(num_files: int) -> list[str]:
-    """As transformers names them: model.safetensors when alone, else numbered from 1."""
+    """Names of weight files, as transformers has them: model.safetensors for one file, else numbered from 1."""
     if num_files == 1:
         return ["model.safetensors"]
     return [f"model-{number:05}-of-{num_files:05}.safetensors" for number in range(1, num_files + 1)]
@@ -94,13 +94,13 @@ def plan_export(sizes: dict[str, int], holders: dict[str, tuple[int, ...]], max_
 
 
 def unfinished_folder(target: Path) -> Path:
-    """Where `target` is written until it is complete."""
+    """Path where `target` is written until it is complete."""
     return target.with_name(target.name + ".unfinished")
 
 
 @contextmanager
 def removing_unfinished(target: Path) -> Iterator[None]:
-    """Where the body fails, delete what it has written of `target`: on a full disk it is in the way of all else."""
+    """If the body fails, delete what it has written of `target`, which may fill the disk."""
     try:
         yield
     except Exception:
@@ -109,15 +109,17 @@ def removing_unfinished(target: Path) -> Iterator[None]:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write one file of weights; tensors must not share memory. Raises StorageError, with the bytes that were free
-    before it."""
+    """Write one file of weights; tensors must not share memory.
+
+    Raises StorageError, with the bytes that were free before it.
+    """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     file.touch()
     mode = file.stat().st_mode  # by the umask, as of all files; safetensors makes its own for the owner alone
     room = free_space(file)
     try:
         save_file(contiguous, file, metadata={"format": "pt"})
-    except Exception as error:  # safetensors' own class, which quotes the system; what was written is gone by now
+    except Exception as error:  # safetensors' own class, which quotes the system; the partial file is gone by now
         reason = storage_reason(error)
         if reason is None:
             raise
@@ -127,7 +129,7 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def write_index(folder: Path, files: dict[str, list[str]], num_bytes: int) -> None:
-    """Say which file holds which tensor, where there are several. `num_bytes`: of all tensors."""
+    """Write the index of tensors to files, if there are several files. num_bytes: of all tensors."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}

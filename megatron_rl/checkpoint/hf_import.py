@@ -28,7 +28,7 @@ LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.")
 class HFFolder:
     """The safetensors of one Hugging Face folder, found by tensor name.
 
-    Raises ConfigError when there are none, or when it is not clear which are meant (`weight_files`).
+    Raises ConfigError if there are none, or if two sets of weights are possible (`weight_files`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,14 +69,14 @@ class HFFolder:
             self._account((last - first) * row)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of one tensor. Raises ConfigError when there is none of that name."""
+        """Dtype of one tensor. Raises ConfigError if there is no tensor of that name."""
         if name not in self.files:
             raise ConfigError(f"tensor {name!r} is not in {self.path}")
         first: torch.Tensor = self._slice(name)[:1]
         return first.dtype
 
     def _slice(self, name: str) -> Any:
-        """The tensor, of which nothing is read yet."""
+        """A slice object of the tensor; nothing is read yet."""
         file = self.files[name]
         if file not in self.handles:
             # Kept open, because opening one parses a header that lists every tensor in it.

@@ -1,4 +1,4 @@
-"""Which parts of which ranks' shards make up each tensor of a Hugging Face folder: pure arithmetic."""
+"""Map each tensor of a Hugging Face folder to parts of the ranks' shards: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place, box_index, shard_of
 
 Index = tuple[int | slice, ...]
-"""What a tensor is indexed with."""
+"""An index of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HFTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, without padding."""
+        """Shape of the whole tensor, without padding."""
         shape = self.spec.tensor.segments[self.segment].shape
         return shape if self.expert is None else shape[1:]
 
@@ -42,7 +42,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """What `rank` gives to a whole tensor: `source` of its shard is `target` of the tensor."""
+    """One rank's contribution to a whole tensor: `source` of its shard goes to `target` of the tensor."""
 
     rank: int
     source: Index

@@ -1,7 +1,7 @@
-"""Which model a folder holds, beyond the sizes of its tensors: what a checkpoint must agree on with a run that goes on.
+"""The identity of the model in a folder, beyond tensor sizes: a run can resume only checkpoints with the same identity.
 
-Cheap, and the same for a copy of the folder: the settings that change what is computed, a digest of the weights by
-their headers and a few blocks of them, and one of each file of the tokenizer. Needs neither torch nor Megatron.
+It is cheap and equal for copies of a folder: the settings that change results, a digest of the weights from their
+headers and a few blocks, and a digest of each file of the tokenizer. Needs neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.model.families import (
 )
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
-"""Files that say which number each token has. What else lies beside them is seen in the prompts' tokens."""
+"""Files that give tokens their numbers. Changes of other tokenizer files show in the prompts' tokens."""
 SAMPLED_TENSORS, BLOCK = 256, 4096
 """Tensors of which bytes are compared, and how many bytes of each."""
 SHOWN = 12
@@ -38,9 +38,9 @@ MIXTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
 
 def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a config.json that preflight has accepted, what changes a model's answers but not its tensors' sizes.
+    """Settings of an accepted config.json that change a model's outputs but not its tensors' sizes.
 
-    What is left out there has transformers' value, and either spelling of the rotary embedding is the same.
+    Missing keys have transformers' defaults; both spellings of the rotary embedding give the same result.
     """
     family = family_of(settings["architectures"])
     settings = family.given(settings)
@@ -67,7 +67,7 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attention_choices(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Where attention or the head differ from the usual."""
+    """Settings of attention and head that only some families have."""
     keys, found = family.attention, dict[str, Any]()
     if keys.partial_rotary is not None:
         found["partial_rotary_factor"] = rotary_share(keys, settings)
@@ -79,8 +79,9 @@ def _attention_choices(family: Family, settings: Mapping[str, Any]) -> dict[str,
 
 
 def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
-    """The tokens that end an answer: generation_config.json's where there is one, else config.json's; None where they
-    cannot be read.
+    """The tokens that end an answer, from generation_config.json if there is one, else from config.json.
+
+    None if they cannot be read.
     """
     file = folder / "generation_config.json"
     try:
@@ -93,7 +94,7 @@ def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
 
 
 def folder_identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What is compared, by name; without what cannot be read, which other rules report. JSON-ready."""
+    """All parts of the identity, by name; JSON-ready. Unreadable files are left out: other rules report them."""
     found = computed_settings(settings)
     if not any(name in REWARD_FAMILIES for name in settings["architectures"]):
         ends = end_tokens(folder, settings)
@@ -112,10 +113,10 @@ def folder_identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]
 
 
 def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:
-    """Of all names, types and shapes, and of a block of each of up to SAMPLED_TENSORS tensors.
+    """Digest of all names, types and shapes, and of one block of each of up to SAMPLED_TENSORS tensors.
 
-    How tensors are dealt out to files does not matter. Which are sampled, and where, follows from their names, so that
-    no pattern of layers is missed. Raises OSError.
+    The distribution of tensors over files does not matter. Names decide which tensors are sampled and where, so no
+    pattern of layers is missed. Raises OSError.
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: which files it consists of, with size and checksum, and which models it is of.
+"""A checkpoint's manifest: its files with size and checksum, and the identities of its models.
 
 It is written last, so a folder that has one was complete when it was written. Needs neither torch nor Megatron.
 """
@@ -26,7 +26,7 @@ THREADS = min(16, 2 * (os.cpu_count() or 1))
 
 
 class ManifestError(Exception):
-    """A folder cannot be taken for a complete checkpoint; the message is the reason, without the folder."""
+    """A folder is no complete checkpoint; the message is the reason, without the folder."""
 
 
 class OtherFormatError(ManifestError):
@@ -43,7 +43,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint of `step` consists of.
+    """Contents of the checkpoint of `step`.
 
     models: role -> `model_identity` of its config.json. files: path relative to the folder, with "/" -> record.
     """
@@ -59,7 +59,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Raises ManifestError with the reason, OtherFormatError where another version may well understand it."""
+        """Parse a manifest. Raises ManifestError with the reason, OtherFormatError if another version may read it."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -82,7 +82,7 @@ class Manifest:
 
 
 def model_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a Hugging Face config.json decides whether weights fit; what is left out there is resolved."""
+    """Settings of a Hugging Face config.json that decide whether weights fit; missing keys get their defaults."""
     heads, hidden_size = settings.get("num_attention_heads"), settings.get("hidden_size")
     # transformers writes either name, depending on its version.
     num_experts = settings.get("num_experts") or settings.get("num_local_experts") or 0
@@ -109,7 +109,7 @@ def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it at one instant, after the names of all files are on the disk. Raises OSError."""
+    """Write the manifest atomically, after the names of all files are on the disk. Raises OSError."""
     for inner in folder.rglob("*"):
         if inner.is_dir():
             sync(inner)
@@ -117,7 +117,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder. Raises ManifestError with the reason why there is none that can be used."""
+    """Read the manifest of a folder. Raises ManifestError with the reason if it cannot be used."""
     lacks = instead_of_file(folder / MANIFEST)
     if lacks == ABSENT:
         raise ManifestError(f"it has no {MANIFEST}: torn, or not written by {PROJECT}")
@@ -140,7 +140,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def broken_files(folder: Path, manifest: Manifest, checksums: bool) -> list[str]:
-    """Every file that is not as the manifest says, with the reason; contents are compared only with `checksums`."""
+    """Every file that differs from the manifest, with the reason; contents are compared only with `checksums`."""
 
     def fault(name: str, record: FileRecord) -> str | None:
         file = folder / name
@@ -161,7 +161,7 @@ def broken_files(folder: Path, manifest: Manifest, checksums: bool) -> list[str]
 
     with ThreadPoolExecutor(THREADS) as pool:
         faults = pool.map(fault, manifest.files.keys(), manifest.files.values())
-        return [found for found in faults if found is not None]
+        return [each for each in faults if each is not None]
 
 
 def _digest(file: Path, durable: bool) -> FileRecord:

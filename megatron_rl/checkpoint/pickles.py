@@ -1,10 +1,10 @@
-"""What a pickle would import if it were loaded, found without loading it.
+"""Find what a pickle would import if it were loaded, without loading it.
 
-A pickle can call whatever it can name. Those of a checkpoint name little, so that all else is refused: other names,
-names put together while loading, and files of another make than `torch.save`'s. Needs neither torch nor Megatron.
+A pickle can call whatever it can name. Pickles of a checkpoint name little, so everything else is refused: other names,
+names put together during loading, and files that `torch.save` did not write. Needs neither torch nor Megatron.
 
 Two kinds: `.metadata` is a plain pickle; `*.pt` is torch's zip archive with the pickle in `data.pkl`. Objects inside
-the `*.distcp` files are left to torch's own restricted loader, which `workers.environment` switches on for all loading.
+the `*.distcp` files are left to torch's own restricted loader, which `roles.environment` switches on for all loading.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def pickles_in(folder: Path) -> list[Path]:
 
 
 def forbidden_globals(path: Path) -> set[str]:
-    """What the pickle in `path` would import and must not: dotted names, and in <> what cannot be known beforehand.
+    """Forbidden imports of the pickle in `path`: dotted names, and in <> those that cannot be known beforehand.
 
     Empty for the `.metadata` and `common.pt` of our checkpoints. Nothing is executed. Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, decided before any process is started. Needs neither torch nor Megatron.
+"""Choose the checkpoint that a run resumes, before any process is started. Needs neither torch nor Megatron.
 
 A folder is usable when it is complete, of this format, of the configured models, unchanged since it was written, and
 when its pickles are harmless.
@@ -25,7 +25,7 @@ Models = Mapping[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins: after `step`, with the state in `path`; None and 0: from the start.
+    """The start of a run: after `step`, with the state in `path`; None and 0 for a new run.
 
     skipped: newer folders that cannot be used, each with the reason, to be shown to the user.
     """
@@ -122,7 +122,7 @@ def _at_path(given: str, models: Models, checksums: bool) -> ResumePoint:
 
 
 def _refused_path(given: str, rule: str, folder: Path, root: Path, models: Models) -> ConfigError:
-    """With the nearest usable checkpoint in `root`; where there is none, a folder by name, or starting without."""
+    """The error, with the nearest usable checkpoint in `root`, else with a folder of similar name or a fresh start."""
     key = "trainer.resume_from_path"
     usable = _nearest_usable(folder, root, models)
     if usable is not None:
@@ -180,7 +180,7 @@ def _differences(manifest: Manifest, models: Models) -> list[str]:
 
 
 def _nearest_usable(folder: Path, root: Path, models: Models) -> Path | None:
-    """The newest usable checkpoint in `root` but `folder`."""
+    """The newest usable checkpoint in `root` other than `folder`."""
     for found in find(root):
         if found.path.resolve() == folder.resolve():
             continue

@@ -1,4 +1,4 @@
-"""The controller's part of a checkpoint, run.json, as it is read: a file that somebody has changed is no traceback."""
+"""Read run.json, the controller's part of a checkpoint; a file that was edited gives ConfigError, not a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.records import RoleState
 
 KNOWN = {field.name for field in fields(RoleState)}
 NEEDED = {field.name for field in fields(RoleState) if field.default is MISSING}
-"""Numbers of a role; what has a default is not in checkpoints of older versions."""
+"""Names of a role's numbers; checkpoints of older versions lack those with defaults."""
 
 
 def read_run_file(file: Path) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def read_run_file(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Round what reads values of run.json: raises ConfigError where they are not those that a run writes."""
+    """Raise ConfigError if the body finds values in run.json that a run does not write."""
     try:
         yield
     except OSError as error:

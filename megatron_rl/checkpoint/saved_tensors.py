@@ -19,7 +19,7 @@ from megatron_rl.model.families import ParamSpec
 WEIGHT = "weight"
 """The kind of the parameters themselves; other kinds are the optimizer's names for its state."""
 BIAS = "expert_bias"
-"""The kind of what experts are chosen by beside their scores, where training has moved it."""
+"""The kind of the experts' selection biases, saved once training has changed them."""
 OPTIMIZER_PREFIX = "optimizer.state."
 
 
@@ -54,7 +54,7 @@ class SavedTensors:
 
     @property
     def names(self) -> list[str]:
-        """All tensors: weights, and what the optimizer keeps for them."""
+        """All tensors: weights and optimizer state."""
         return list(self._entries)
 
     @property
@@ -63,11 +63,11 @@ class SavedTensors:
         return [name for name in self._entries if not name.startswith(OPTIMIZER_PREFIX)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the elements of one tensor."""
+        """Dtype of one tensor."""
         return self._entries[name].properties.dtype
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """These tensors, whole, on the CPU. Raises KeyError for one that is not there."""
+        """Read these tensors, whole, to the CPU. Raises KeyError for one that is not there."""
         tensors = {name: torch.empty(self._entries[name].size, dtype=self.dtype(name)) for name in names}
         load(tensors, storage_reader=self._reader, no_dist=True)
         return tensors

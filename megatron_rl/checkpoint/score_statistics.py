@@ -1,4 +1,4 @@
-"""Mean and spread of a reward model's held-out scores, beside the weights in its folder. Needs no torch."""
+"""Mean and standard deviation of a reward model's held-out scores, a file in its folder. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_rl.config.file_kinds import ABSENT, instead_of_file
 
 FILE = "reward_statistics.json"
 SCORE_MEAN, SCORE_STD = "val/score/mean", "val/score/std"
-"""Under which metrics of a validation they are reported, and kept in a checkpoint's run.json."""
+"""Metrics of a validation that report them; also kept in a checkpoint's run.json."""
 IN_CONFIG = ("mean", "std")
-"""Where OpenRLHF's reward models have them: keys of config.json."""
+"""Keys of config.json in which OpenRLHF's reward models store them."""
 LARGEST_FILE = 16 << 20
 """Bytes that are read of either file; real ones have a few thousand."""
 
@@ -26,20 +26,19 @@ class StatisticsError(Exception):
 
 @dataclass(frozen=True)
 class ScoreStatistics:
-    """Of held-out scores: their mean, and their standard deviation, that of a sample (divided by n - 1)."""
+    """Mean of held-out scores, and their sample standard deviation (divided by n - 1)."""
 
     mean: float
     std: float
 
 
 def write_statistics(folder: Path, statistics: ScoreStatistics) -> None:
-    """Put them into a reward model's folder. Raises OSError."""
+    """Write the statistics to a reward model's folder. Raises OSError."""
     (folder / FILE).write_text(json.dumps(asdict(statistics), indent=1) + "\n")
 
 
 def saved_statistics(run: Mapping[str, Any]) -> ScoreStatistics | None:
-    """What the validation found after whose step a checkpoint was written, whose run.json has this under "run"; None
-    where there was none then."""
+    """Statistics of the validation after a checkpoint's step; None if there was none. run: "run" of its run.json."""
     held_out = run.get("held_out", {})
     if held_out.get("last_step") is None or held_out["last_step"] != run["step"]:
         return None
@@ -48,19 +47,19 @@ def saved_statistics(run: Mapping[str, Any]) -> ScoreStatistics | None:
 
 
 def read_statistics(folder: Path) -> ScoreStatistics:
-    """Of a reward model's folder: of its `reward_statistics.json`, else the `mean` and `std` of its config.json.
+    """Read a reward model's statistics from `reward_statistics.json`, else `mean` and `std` of its config.json.
 
-    Raises StatisticsError where there are none, or none to divide by.
+    Raises StatisticsError if there are none, or if the standard deviation is not > 0.
     """
     name = FILE if (folder / FILE).exists() else "config.json"
     content = _object_in(folder / name)
-    found = [content.get(key) for key in IN_CONFIG]
-    if found == [None, None]:
+    values = [content.get(key) for key in IN_CONFIG]
+    if values == [None, None]:
         raise StatisticsError(f"it has no {FILE}, and its config.json no mean and std")
-    numbers = [float(value) for value in found if is_number(value)]
+    numbers = [float(value) for value in values if is_number(value)]
     if len(numbers) < 2 or not numbers[1] > 0:
-        said = ", ".join(f"{key}={value!r:.80}" for key, value in zip(IN_CONFIG, found, strict=True))
-        raise StatisticsError(f"its {name} has {said}, which must be finite numbers, the second > 0")
+        given = ", ".join(f"{key}={value!r:.80}" for key, value in zip(IN_CONFIG, values, strict=True))
+        raise StatisticsError(f"its {name} has {given}, which must be finite numbers, the second > 0")
     return ScoreStatistics(*numbers)
 
 

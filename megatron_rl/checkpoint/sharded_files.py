@@ -1,4 +1,4 @@
-"""megatron-core's checkpoints: written in this process's time or in a thread beside it, and read.
+"""Write megatron-core's checkpoints, at once or in a background thread, and read them.
 
 Phase 1: all ranks agree on who writes what, and put a copy of it into host memory.
 Phase 2: each rank writes its files; nothing is communicated, so a thread can do it while training goes on.
@@ -23,7 +23,7 @@ from megatron_rl.errors import StorageError
 
 
 class CheckpointWriter:
-    """Saves of one rank that are under way; all ranks must call every method together."""
+    """Saves of one rank that are in progress; all ranks must call every method together."""
 
     def __init__(self, device: torch.device) -> None:
         """`device`: of the tensors that ranks exchange."""
@@ -47,9 +47,9 @@ class CheckpointWriter:
             thread.join()
 
     def finish(self, wait: bool) -> bool:
-        """Phase 3 of every save, if all ranks have written their files; whether that is so.
+        """Run phase 3 of every save if all ranks have written their files; returns whether they have.
 
-        wait: until it is. Raises StorageError on all ranks when any could not write.
+        wait: wait for the files. Raises StorageError on all ranks if any rank could not write.
         """
         if wait:
             for thread, _ in self._under_way:
@@ -68,16 +68,16 @@ class CheckpointWriter:
         return True
 
     def _failure(self, error: CheckpointException) -> Exception:
-        """The same on all ranks: only rank 0 knows what happened on which."""
-        told = [failed_write(error)]
-        dist.broadcast_object_list(told, src=0, device=self._device)
-        return told[0]
+        """The error of rank 0, which alone knows the failures of all ranks; all must call."""
+        failures = [failed_write(error)]
+        dist.broadcast_object_list(failures, src=0, device=self._device)
+        return failures[0]
 
 
 def apart(tensor: ShardedTensor) -> ShardedTensor:
-    """With memory of its own, where megatron-core would write from the very memory that training changes.
+    """Copy a tensor if megatron-core would write from the memory that training changes.
 
-    It copies what is on a device, and of the host's tensors those that are a part of a larger one.
+    megatron-core itself copies tensors on a device, and host tensors that are part of a larger one.
     """
     data = tensor.data
     if data.device.type != "cpu" or data.untyped_storage().nbytes() != data.numel() * data.element_size():
@@ -86,7 +86,7 @@ def apart(tensor: ShardedTensor) -> ShardedTensor:
 
 
 def failed_write(error: CheckpointException) -> Exception:
-    """What to raise for a save that failed on some ranks: StorageError when all say that files could not be written."""
+    """The error for a save that failed on some ranks: StorageError if files could not be written on all of these."""
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
     reasons = {rank: storage_reason(failure) for rank, failure in failures.items()}
     if None in reasons.values():

@@ -34,7 +34,7 @@ class FlatRun:
 def written_at(place: Place, specs: dict[str, ParamSpec]) -> set[str]:
     """Parameters of which a rank at `place` writes its runs; data-parallel ranks own different ones and all do.
 
-    Of tensors that every TP rank holds, the first one writes; of a tied embedding and head, the embedding's stage.
+    The first TP rank writes tensors that all TP ranks hold; the embedding's stage writes a tied embedding and head.
     """
     first: dict[str, str] = {}
     for name, spec in specs.items():
@@ -43,7 +43,7 @@ def written_at(place: Place, specs: dict[str, ParamSpec]) -> set[str]:
 
 
 def sharded_state(runs: Iterable[FlatRun], specs: dict[str, ParamSpec], place: Place) -> dict[str, ShardedTensor]:
-    """What to give to `dist_checkpointing.save` or `load`, which then works on the runs' own memory."""
+    """The argument of `dist_checkpointing.save` or `load`; both work on the runs' own memory."""
     state: dict[str, ShardedTensor] = {}
     for run in runs:
         spec = specs[run.name]

@@ -1,4 +1,4 @@
-"""Files that cannot be written: recognised on whatever process it happens, told by the driver in one sentence.
+"""Recognise on any process that a file cannot be written, and report it on the driver in one sentence.
 
 Needs neither torch nor Megatron.
 """
@@ -17,16 +17,16 @@ from megatron_rl.checkpoint.manifest import ManifestError, broken_files, read_ma
 from megatron_rl.errors import MegatronRLError, StorageError
 
 CUT_SHORT = re.compile(r"iostream error|inline_container\.cc|PytorchStreamWriter failed writing|file write failed")
-"""How torch says that the system took only a part of a file; it does not say why."""
+"""torch's message for a file of which the system took only a part, without the reason."""
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ENOENT, errno.EACCES, errno.EPERM)
 FREE = "bytes are free"
-TOLD = re.compile(rf"(\[Errno |\(os error )({'|'.join(map(str, _NUMBERS))})[\])]")
-"""How megatron-core and safetensors quote the system's answer in errors that are no OSError."""
+QUOTED_ERRNO = re.compile(rf"(\[Errno |\(os error )({'|'.join(map(str, _NUMBERS))})[\])]")
+"""The form in which megatron-core and safetensors quote the system's error in errors that are no OSError."""
 
 
 @contextmanager
 def writing(target: Path | None = None) -> Iterator[None]:
-    """On any process: raises StorageError with the reason alone when the body could not write a file.
+    """On any process: raise StorageError with the reason alone if the body cannot write a file.
 
     target: the path that is being written. The message has the free bytes of its disk at the moment of the failure,
     while the half-written file is still there.
@@ -42,7 +42,7 @@ def writing(target: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def storing(what: str, root: Path) -> Iterator[None]:
-    """On the driver, round what ranks or itself write for a run: raises StorageError with all that a user needs.
+    """On the driver: raise StorageError with all that a user needs if ranks or the driver cannot write for a run.
 
     what: the subject of the sentence. root: the run's folder, whose free bytes and last checkpoint are named.
     """
@@ -62,7 +62,7 @@ def _with_room(reason: str, target: Path) -> str:
 
 
 def storage_reason(error: BaseException) -> str | None:
-    """Why a file could not be written, in one line; None where that is not what `error` says."""
+    """The reason why a file could not be written, in one line; None if `error` has another cause."""
     if isinstance(error, StorageError | ManifestError):
         return _first_line(error)
     if isinstance(error, MegatronRLError):
@@ -74,11 +74,11 @@ def storage_reason(error: BaseException) -> str | None:
     if CUT_SHORT.search(str(error)):
         cause = error.__context__
         return (isinstance(cause, OSError) and storage_reason(cause)) or "a file could not be written in full"
-    return _first_line(error) if TOLD.search(str(error)) else None
+    return _first_line(error) if QUOTED_ERRNO.search(str(error)) else None
 
 
 def free_space(root: Path) -> str:
-    """A clause that says how many bytes are free where `root` is, or would be."""
+    """A clause with the number of free bytes on the disk of `root`, which need not exist."""
     for folder in (root, *root.absolute().parents):
         try:
             usage = shutil.disk_usage(folder)
@@ -89,7 +89,7 @@ def free_space(root: Path) -> str:
 
 
 def last_checkpoint(root: Path) -> str:
-    """A clause that says from where the run can go on."""
+    """A clause that names the checkpoint from which the run can be resumed."""
     try:
         for found in find(root):
             try:

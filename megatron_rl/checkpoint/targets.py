@@ -1,4 +1,4 @@
-"""Where a user may have something written: not in a checkpoint, and under a name that the file system takes.
+"""Check paths that a user asks to write to: outside of checkpoints, with a name that the file system accepts.
 
 Needs neither torch nor Megatron.
 """
@@ -18,11 +18,9 @@ LONGEST_INSIDE = len("/model-00001-of-00001.safetensors")
 
 
 def checkpoint_round(path: Path) -> Path | None:
-    """Find the checkpoint that a path is or lies in, links followed; None for a path outside of all checkpoints.
+    """Find the checkpoint that a path is or lies in, links followed; None outside of all checkpoints.
 
-    The path need not exist.
-
-    A file written there would be no part of the checkpoint, and would be deleted with it.
+    The path need not exist. A file written there would be no part of the checkpoint, and would be deleted with it.
     """
     try:
         whole = path.expanduser().resolve()
@@ -32,22 +30,22 @@ def checkpoint_round(path: Path) -> Path | None:
 
 
 def refuse_in_checkpoint(name: str, path: Path) -> None:
-    """For what is to be written to a path that `name`, an option, gives. Raises ConfigError within a checkpoint."""
+    """Raise ConfigError if `path`, given by option `name` to write to, lies in a checkpoint."""
     folder = checkpoint_round(path)
     if folder is not None:
         raise ConfigError(
-            f"{name} {path} must not lie in a checkpoint, {folder}; nearest: {name} {beside(folder, path)}"
+            f"{name} {path} must not lie in a checkpoint, {folder}; nearest: {name} {outside(folder, path)}"
         )
 
 
-def beside(checkpoint: Path, path: Path) -> Path:
-    """A path like one in a checkpoint, and outside of it."""
+def outside(checkpoint: Path, path: Path) -> Path:
+    """A path outside of a checkpoint, named after one in it."""
     name = path.name if path.resolve() != checkpoint else "new"
     return checkpoint.with_name(f"{checkpoint.name}-{name}")
 
 
 def refuse_target(target: Path, nearest: Path) -> None:
-    """For a model folder to write. Raises ConfigError where it is there, cannot be made, or lies in a checkpoint."""
+    """Raise ConfigError if a model folder to write exists, cannot be made, or lies in a checkpoint."""
     option = f"--target {target}"
     shown = option if len(option) <= 120 else f"{option[:120]}..."
     folder = target.expanduser().absolute()

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder by their headers alone: which tensors there are, and what is damaged.
+"""Read the headers of a Hugging Face folder's safetensors files: which tensors there are, and which files are damaged.
 
 A header says where each tensor lies in its file, so a file that was cut off is noticed without reading it. Needs
 neither torch nor safetensors.
@@ -17,7 +17,7 @@ from megatron_rl.config.file_kinds import instead_of_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL_FILES = (".json", ".jinja", ".model", ".txt")
-"""Kinds of files, beside weights, of which a Hugging Face folder consists."""
+"""Endings of a Hugging Face folder's files other than weights."""
 LARGEST_HEADER = 100_000_000
 """Bytes; what the safetensors library reads at most."""
 LARGEST_JSON = 256 << 20
@@ -101,7 +101,7 @@ def _stored(file: Path, data: int, entry: dict[str, Any]) -> StoredTensor:
 
 
 def odd_files(folder: Path) -> list[str]:
-    """What is no file among all that a model folder is read from, by names: opening it could wait for forever.
+    """Entries of a model folder that should be files and are not; opening one could wait forever.
 
     Raises OSError.
     """
@@ -172,7 +172,7 @@ def read_weight_files(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]
 
 
 def type_faults(tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """What is wrong with the types of tensors that are weights: one sentence, naming the first."""
+    """Faults of the types of weights: one sentence that names the first, or none."""
     odd = [name for name, tensor in tensors.items() if tensor.dtype not in FLOATS]
     if not odd:
         return []
