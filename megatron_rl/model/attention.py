@@ -28,7 +28,7 @@ class StackedQKVSelfAttention(SelfAttention):
     Megatron interleaves q, k and v per query group; vLLM and Hugging Face stack them. Stacking here lets the rollout
     engine read the very same memory.
 
-    shape: the model's choices; None: the usual. norm_after: the norm of what attention gives, `post_layernorm`.
+    shape: the model's variants of attention; None: plain. norm_after: the norm of the output, `post_layernorm`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StackedQKVSelfAttention(SelfAttention):
         super().__init__(*args, **options)
         head_size = self.hidden_size_per_attention_head
         self.turned = head_size if shape is None else shape.turned
-        # The angles of two rotary embeddings lie side by side: those of layers without a window come first.
+        # With two rotary embeddings their angles are concatenated: first those of layers without a window.
         self.number_of_rope: int | None = None
         if shape is not None and shape.two_ropes:
             self.number_of_rope = int(shape.window(self.layer_number - 1) is not None)
@@ -60,8 +60,8 @@ class StackedQKVSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [S, B, H] (under sequence parallelism this rank's part of S) -> (the same shape, bias).
 
-        rotary_pos_emb [longest, 1, 1, D]: the angles of every position, from which a packed row takes its own. They
-        are applied where q and k are made: Megatron makes cosine and sine anew for both, in every layer.
+        rotary_pos_emb [longest, 1, 1, D]: the angles of every position; a packed row takes those of its positions. They
+        are applied where q and k are made, because Megatron computes cosine and sine again for both in every layer.
         """
         self._turns = turns_of(rotary_pos_emb, packed_seq_params)
         if self.number_of_rope is not None:
@@ -81,7 +81,7 @@ class StackedQKVSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_states [S, B, H] -> query [S, B, N, D], key and value [S, B, K, D]; query and key turned."""
+        """hidden_states [S, B, H] -> query [S, B, N, D], key and value [S, B, K, D]; query and key are rotated."""
         if output_gate or not split_qkv:
             raise NotImplementedError("gated and unsplit attention have no stacked layout")
         mixed_qkv, _ = self.linear_qkv(hidden_states)
@@ -99,7 +99,7 @@ class StackedQKVSelfAttention(SelfAttention):
         return self._turn(query, cosine, sine), self._turn(key, cosine, sine), value
 
     def _turn(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """x [S, B, N, D], of which the first elements turn."""
+        """Rotate the first elements of each head of x [S, B, N, D]."""
         if self.turned == x.shape[-1]:
             whole: Tensor = Turn.apply(x, cosine, sine)
             return whole
@@ -108,8 +108,8 @@ class StackedQKVSelfAttention(SelfAttention):
 
 
 class Turn(torch.autograd.Function):
-    """Rotary embedding (Su et al., arXiv:2104.09864): x [S, B, N, D] turned by angles, of which it gets the cosine and
-    sine [S, 1, 1, D / 2]. The pairs that turn are elements i and i + D / 2.
+    """Rotary embedding (Su et al., arXiv:2104.09864): rotate x [S, B, N, D] by angles with the given cosine and sine
+    [S, 1, 1, D / 2]. Elements i and i + D / 2 are a pair.
     """
 
     @staticmethod
@@ -124,7 +124,7 @@ class Turn(torch.autograd.Function):
 
 
 def turned(x: Tensor, cosine: Tensor, sine: Tensor, direction: float) -> Tensor:
-    """x turned forwards (1) or back (-1); arguments as of `Turn`."""
+    """x rotated forward (1) or back (-1); other arguments: see `Turn`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x.chunk(2, -1)
     out_first, out_second = out.chunk(2, -1)
@@ -135,10 +135,10 @@ def turned(x: Tensor, cosine: Tensor, sine: Tensor, direction: float) -> Tensor:
 
 
 class CausalAttention(MegatronModule):
-    """Causal core attention on torch's own kernels; the same code on CPU and CUDA.
+    """Causal core attention with torch's kernels; the same code on CPU and CUDA.
 
-    Padded rows are aligned left, so the causal mask alone keeps padding on the right out of every real position.
-    shape: the model's choices; None: the usual.
+    Padded rows are aligned left, so the causal mask alone hides the padding on the right from every real position.
+    shape: the model's variants of attention; None: plain.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class CausalAttention(MegatronModule):
         self.growth = 1.0
         if shape is not None:
             self.soft_cap, self.window = shape.soft_cap, shape.window(layer_number - 1)
-            # Kernels scale by the head's size.
+            # Kernels scale by the head size; the query is scaled by the rest.
             self.growth = shape.scale * config.kv_channels**0.5
 
     def forward(
@@ -207,7 +207,7 @@ def bucketed(
     soft_cap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each segment, a bucket at a time: [T, N, D], [T, K, D] twice -> [T, N, D]."""
+    """Causal attention within each segment, bucket by bucket: [T, N, D], [T, K, D] twice -> [T, N, D]."""
     rows = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
     return to_tokens([attend(q, k, v, soft_cap, window) for q, k, v in rows], segments)
 
@@ -225,5 +225,5 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(out, Tensor)  # with the log-sums only where they are asked for
+    assert isinstance(out, Tensor)  # it returns the log-sums too only if asked
     return out

@@ -1,8 +1,8 @@
-"""Attention of some queries to some keys, with what it takes to add up attention to the other keys later.
+"""Attention of some queries to one block of keys, in a form that can be merged with other blocks.
 
-Softmax over all keys is put together from softmaxes over blocks of them (Milakov and Gimelshein, arXiv:1805.02867): a
-block gives its output and the logarithm of its sum of exponentials, and blocks are weighed by these. Backward needs
-only the final two: every block's gradients follow from them alone.
+The softmax over all keys is merged from softmaxes over blocks of keys (Milakov and Gimelshein, arXiv:1805.02867). A
+block gives its output and the logarithm of its sum of exponentials, and these logarithms weight the blocks. Backward
+needs only the final output and logarithm: every block's gradients follow from them alone.
 
 Legend: t queries with N heads, u keys and values with K heads of which each serves N / K query heads, D head size.
 """
@@ -20,12 +20,12 @@ from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.shaped_attention import by_group, by_head, by_token
 
 SMALLEST_TILE = 1 << 16
-"""Scores that may be held at once, however few queries there are, where no kernel does better."""
+"""Number of scores that may exist at once in the code without a kernel, however few queries there are."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Tokens end to end in pieces of these lengths, each of its own segment."""
+    """Tokens end to end in pieces of these lengths. Each piece belongs to another segment."""
 
     lengths: tuple[int, ...]
     device: torch.device
@@ -41,16 +41,15 @@ class Pieces:
         return max(self.lengths)
 
     def rows(self, which: Sequence[int]) -> Tensor:
-        """int64 [pieces, length]: where the tokens of some pieces of one length lie."""
+        """int64 [pieces, length]: positions of the tokens of some pieces, all of one length."""
         starts = torch.tensor((0, *self.lengths)).cumsum(0)[torch.tensor(which)]
         return (starts[:, None] + torch.arange(self.lengths[which[0]])[None]).to(self.device)
 
 
 @dataclass(frozen=True)
 class Facing:
-    """Pieces of queries, and the pieces of keys that each attends to: all of it, or, where causal, what is not later.
-
-    causal: both are the same tokens.
+    """Pieces of queries, and the piece of keys that each attends to. causal: both are the same tokens, and a query
+    attends to the keys that are not later.
     """
 
     queries: Pieces
@@ -60,10 +59,10 @@ class Facing:
     @cached_property
     def alike(self) -> list[tuple[Tensor, Tensor]]:
         """(rows of queries, rows of keys) of all pieces with the same lengths."""
-        found: dict[tuple[int, int], list[int]] = {}
+        by_lengths: dict[tuple[int, int], list[int]] = {}
         for number, lengths in enumerate(zip(self.queries.lengths, self.keys.lengths, strict=True)):
-            found.setdefault(lengths, []).append(number)
-        return [(self.queries.rows(which), self.keys.rows(which)) for which in found.values()]
+            by_lengths.setdefault(lengths, []).append(number)
+        return [(self.queries.rows(which), self.keys.rows(which)) for which in by_lengths.values()]
 
 
 def block_forward(query: Tensor, key: Tensor, value: Tensor, facing: Facing) -> tuple[Tensor, Tensor]:
@@ -76,20 +75,20 @@ def block_forward(query: Tensor, key: Tensor, value: Tensor, facing: Facing) -> 
 def block_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, facing: Facing
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of (query, key, value) through one block; out and log_sum: those of all blocks together."""
+    """Gradients of (query, key, value) through one block. out and log_sum are those of all blocks together."""
     backward = flash_backward if has_varlen_attention(query) else plain_backward
     return backward(grad, query, key, value, out, log_sum, facing)
 
 
 class Merged:
-    """Outputs of blocks, weighed as they come: out [t, N, D] and log_sum [t, N], both float32."""
+    """The merged output of the blocks so far: out [t, N, D] and log_sum [t, N], both float32."""
 
     def __init__(self, query: Tensor) -> None:
         self.out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         self.log_sum = self.out.new_full(query.shape[:2], -torch.inf)
 
     def add(self, out: Tensor, log_sum: Tensor, rows: Tensor | None = None) -> None:
-        """One more block, of all queries or of those in `rows`, int64."""
+        """Merge one more block, for all queries or for those in `rows`, int64."""
         before = (self.out, self.log_sum) if rows is None else (self.out[rows], self.log_sum[rows])
         total = torch.logaddexp(before[1], log_sum)
         kept, added = ((part - total).exp()[..., None] for part in (before[1], log_sum))
@@ -100,7 +99,7 @@ class Merged:
             self.out[rows], self.log_sum[rows] = merged, total
 
 
-# By plain matrix products: on any device, in float32
+# With matrix products: on any device, in float32
 
 
 def plain_forward(query: Tensor, key: Tensor, value: Tensor, facing: Facing) -> tuple[Tensor, Tensor]:
@@ -140,7 +139,7 @@ def plain_backward(
 class Tile:
     """Some queries of pieces of one length, and all of their keys. Legend: b pieces, s queries and w keys of each.
 
-    queries: int64 [b, s]; keys: int64 [b, w]; first: of the queries, in its piece.
+    queries: int64 [b, s]; keys: int64 [b, w]; first: position of the first query in its piece.
     """
 
     queries: Tensor
@@ -159,7 +158,7 @@ class Tile:
 
 
 def tiles(query: Tensor, key: Tensor, facing: Facing) -> Iterator[Tile]:
-    """All queries of a block, so many at a time that their scores take no more room than the queries, or one."""
+    """Split the queries of a block so that the scores of a tile are no larger than the queries, or one query each."""
     largest = max(SMALLEST_TILE, query.numel())
     for queries, keys in facing.alike:
         step = max(1, largest // (len(queries) * query.shape[1] * keys.shape[1]))
@@ -185,7 +184,7 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `block_backward`."""
     queries, keys = facing.queries, facing.keys
-    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of a dropout that there is not
+    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of dropout, which is off
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad.contiguous(),
         query,

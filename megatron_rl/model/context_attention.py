@@ -1,15 +1,15 @@
-"""Causal attention where every context-parallel rank has two chunks of every segment (`parallel/zigzag.py`).
+"""Causal attention for context parallelism: every rank has two chunks of every segment (`parallel/zigzag.py`).
 
-`cp_comm_type`, as Megatron names the ways:
-    p2p         keys and values go round in a ring, one rank's at a time (ring attention, Liu et al., arXiv:2310.01889)
-    all_gather  all ranks' keys and values are brought together for the moment of a layer
-    a2a         ranks change tokens for heads and back (Ulysses, Jacobs et al., arXiv:2309.14509)
+Megatron's names for `cp_comm_type`:
+    p2p         keys and values are passed around a ring (ring attention, Liu et al., arXiv:2310.01889)
+    all_gather  all ranks' keys and values are gathered for one layer at a time
+    a2a         ranks exchange tokens for heads and back (Ulysses, Jacobs et al., arXiv:2309.14509)
 
-Of the first two the arithmetic is one: blocks of keys come to rank r, one from each rank j.
-    j = r   both chunks of queries to both of keys, causal
-    j < r   both chunks of queries to all of the first chunk of keys: the second one is later than they are
-    j > r   the second chunk of queries to all of both chunks of keys: the first one is earlier than they are
-Every step is the same work for all ranks, but the one with j = r. What is kept for backward is this rank's own.
+The first two compute the same: rank r gets a block of keys from each rank j.
+    j = r   both chunks of queries attend to both chunks of keys, causal
+    j < r   both chunks of queries attend to the whole first chunk of keys; the second chunk is later than they are
+    j > r   the second chunk of queries attends to both whole chunks of keys; the first is earlier than they are
+Every step is the same work for all ranks, except the step with j = r. Backward keeps only this rank's own tensors.
 
 Legend: t tokens of this rank, N query heads and K key/value heads of this TP rank, D head size, C ranks, b rows.
 """
@@ -37,11 +37,11 @@ P2P, ALL_GATHER, A2A = "p2p", "all_gather", "a2a"
 
 @dataclass
 class ContextSegments(Segments):
-    """What Megatron hands to every layer where sequences are cut over context-parallel ranks.
+    """The segments that Megatron passes to every layer if sequences are split over context-parallel ranks.
 
-    lengths: of all segments, row after row; rows that are padded are segments of one length. positions: int64
-    [S / C], of the columns of a row that this rank reads. Megatron's own `cp_group` stays unset, as it would cut
-    rotary angles for it.
+    lengths: of all segments, row after row; padded rows are segments of one length. positions: int64 [S / C], of the
+    columns of a row that this rank reads. Megatron's own `cp_group` stays unset; with it Megatron would split the
+    rotary angles.
     """
 
     lengths: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class ContextSegments(Segments):
         group: dist.ProcessGroup | None = None,
     ) -> ContextSegments:
         """lengths: of the segments of one row, each a multiple of 2 * C. columns: `zigzag_columns` of this rank. size:
-        C. group: over which attention brings keys to queries.
+        C. group: the group of attention.
         """
         sizes = torch.tensor(lengths)
         positions = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
@@ -79,8 +79,8 @@ class ContextSegments(Segments):
     # Blocks of keys
 
     def facing(self, rank: int, source: int) -> tuple[Facing, Tensor | None, Tensor | None]:
-        """What the block of keys from rank `source` is to `rank`: which queries face which keys, and the tokens of
-        both that take part, int64, None where all do.
+        """For the block of keys from rank `source` on `rank`: which queries attend to which keys, and the tokens of
+        both that take part, int64; None: all of them.
         """
         if source == rank:
             return self._same, None, None
@@ -108,7 +108,7 @@ class ContextSegments(Segments):
 
     @cached_property
     def _halves(self) -> tuple[Tensor, Tensor]:
-        """The tokens of the first chunks, and those of the second ones: int64 [t / 2] each."""
+        """The tokens of the first chunks and those of the second chunks: int64 [t / 2] each."""
         pattern = torch.tensor([False, True]).repeat(len(self.lengths))
         is_second = pattern.repeat_interleave(torch.tensor(self._chunks.lengths).repeat_interleave(2))
         first, second = (torch.nonzero(of)[:, 0].to(self.device) for of in (~is_second, is_second))
@@ -118,12 +118,12 @@ class ContextSegments(Segments):
 
     @cached_property
     def whole(self) -> Segments:
-        """The segments with all tokens, of which each rank attends with some heads."""
+        """The segments with all tokens, to which each rank attends with some of the heads."""
         return Segments.of(self.lengths, self.device)
 
     @cached_property
     def order(self) -> Tensor:
-        """int64 [C * t]: where in the whole segments the tokens of all ranks lie, rank after rank."""
+        """int64 [C * t]: positions in the whole segments of the tokens of all ranks, rank after rank."""
         ranks = [zigzag_columns(self.lengths, self.size, rank) for rank in range(self.size)]
         return torch.cat(ranks).to(self.device)
 
@@ -134,9 +134,9 @@ class ContextSegments(Segments):
 
 
 class ContextAttention(CausalAttention):
-    """Core attention of a model whose sequences are cut over context-parallel ranks, all of which must call.
+    """Core attention of a model whose sequences are split over context-parallel ranks, all of which must call.
 
-    Over which ranks, the segments say; whole ones are this rank's alone.
+    The segments name the ranks. Segments that are not split are computed by this rank alone.
     """
 
     def forward(
@@ -168,7 +168,7 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, segments: Conte
 
 
 class BlockWise(torch.autograd.Function):
-    """Attention to one rank's keys after the other's."""
+    """Attention to the keys of one rank after another."""
 
     @staticmethod
     def forward(
@@ -200,9 +200,9 @@ class BlockWise(torch.autograd.Function):
                 d_query.add_(of_query)
             else:
                 d_query[queries] += of_query
-            found = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
-            found[:, slice(None) if keys is None else keys] = torch.stack(of_pair).float()
-            return found
+            d_block = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
+            d_block[:, slice(None) if keys is None else keys] = torch.stack(of_pair).float()
+            return d_block
 
         d_pair = ctx.exchange.returned(torch.stack([key, value]), gradients)
         d_key, d_value = d_pair.to(key.dtype)
@@ -210,7 +210,7 @@ class BlockWise(torch.autograd.Function):
 
 
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Some rows of x, or all."""
+    """Some rows of x; None: all."""
     return x if rows is None else x.index_select(0, rows)
 
 
@@ -218,9 +218,9 @@ def taken(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def head_wise(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments) -> Tensor:
-    """Attention with N / C of the heads to whole segments. See `context_attention`; C must divide N.
+    """Attention to whole segments with N / C of the heads. See `context_attention`; C must divide N.
 
-    Keys and values of fewer heads than there are ranks go to several of them.
+    If there are fewer key/value heads than ranks, several ranks get the same head.
     """
     assert segments.group is not None
     group, size = segments.group, segments.group.size()

@@ -1,4 +1,4 @@
-"""What a family's description puts into a model in the place of the usual attention, norms, embedding and router."""
+"""Build attention, norms, embedding and router of a model as its family describes them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def norm_of(style: Style) -> type[RMSNorm]:
 
 
 def put_attention(layer: ModuleSpec, hf_config: PretrainedConfig) -> None:
-    """The model's own attention: latent attention where the family has it, else the usual with the model's choices.
+    """Put the family's attention into a layer: latent attention, or plain attention with the model's variants.
 
-    The rotary embedding must be a supported one.
+    The rotary embedding must be supported.
     """
     settings, family = hf_config.to_dict(), family_of(hf_config.architectures)
     if not family.latent_attention:
@@ -59,15 +59,15 @@ def put_attention(layer: ModuleSpec, hf_config: PretrainedConfig) -> None:
 
 
 def put_router(block: Any, hf_config: PretrainedConfig) -> None:
-    """A router that can be balanced, and that scores in groups where the family has it. block: the submodules of a
-    layer's experts.
+    """Put a router into a layer: a `BalancedRouter`, or a `GroupedRouter` if the family scores in groups. block: the
+    submodules of the layer's experts.
     """
     routing = Routing.from_hf(family_of(hf_config.architectures), hf_config.to_dict())
     block.router = BalancedRouter if routing.scoring is None else partial(GroupedRouter, routing=routing)
 
 
 def scale_embedding(model: GPTModel, style: Style) -> None:
-    """Multiply embeddings by the square root of the hidden size, in the model's dtype, where the family does."""
+    """Multiply embeddings by the square root of the hidden size, in the model's dtype, if the family does."""
     if not style.scaled_embedding or not model.pre_process:
         return
     scale = torch.tensor(model.config.hidden_size**0.5, dtype=model.config.params_dtype).item()
@@ -79,11 +79,11 @@ def scale_embedding(model: GPTModel, style: Style) -> None:
 
 
 def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Tensor:
-    """Inverse frequencies of the rotary embedding, float32 [turned / 2], as transformers computes them; where layers
-    with a window have their own, those of the others come first.
+    """Inverse frequencies of the rotary embedding, float32 [turned / 2], as transformers computes them.
 
-    Megatron's own scaling has Llama 3.1's numbers fixed in it. head_size: of what turns in latent attention; else a
-    part of it may. Raises ConfigError for a type that is not supported.
+    With two embeddings both are concatenated, that of layers without a window first. Megatron's own scaling has fixed
+    numbers of Llama 3.1. head_size: size of a head; in latent attention of its rotated part. Raises ConfigError for a
+    type that is not supported.
     """
     settings = hf_config.to_dict()
     family = family_of(hf_config.architectures or ["LlamaForCausalLM"])
@@ -100,7 +100,7 @@ def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Ten
 
 
 def _frequencies(hf_config: PretrainedConfig, rope: Any, turned: int, kind: str | None) -> torch.Tensor:
-    """Of one rotary embedding; kind: of the layers that have it, where others have another."""
+    """Frequencies of one rotary embedding; kind: of its layers, if there are two embeddings, else None."""
     name = rope_type({"rope_parameters": rope})
     if name == "default":
         exponents = torch.arange(0, turned, 2, dtype=torch.float32) / turned

@@ -36,7 +36,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the model on this rank, one for all chunks of its stage.
 
-    Raises ConfigError for an unknown architecture, ValueError for layers that do not spread over the stages.
+    Raises ConfigError for an unknown architecture, ValueError if the layers cannot be split over the stages.
     """
     dtype = getattr(torch, megatron.dtype)
     family, settings = family_of(hf_config.architectures), hf_config.to_dict()
@@ -49,7 +49,7 @@ def transformer_config(
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=shape.num_kv_heads,
-        # Of latent attention only the part that turns matters to Megatron, which makes the angles.
+        # Megatron computes the angles, so of latent attention it needs only the rotated part.
         kv_channels=shape.latent.rope if shape.latent else shape.head_size,
         ffn_hidden_size=hf_config.intermediate_size,
         tensor_model_parallel_size=groups.grid.tp_size,
@@ -98,7 +98,7 @@ def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int, hf_config: PretrainedConfig) -> TransformerBlockSubmodules:
-    """One chunk of this rank's stage: Megatron's own layers with our attention, norms and experts in them."""
+    """The layers of one chunk of this rank's stage: Megatron's, with our attention, norms and experts."""
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     kinds = {with_experts: one_layer(config, with_experts, hf_config) for with_experts in (False, True)}
@@ -107,7 +107,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int, hf_config: PretrainedCo
 
 
 def one_layer(config: TransformerConfig, with_experts: bool, hf_config: PretrainedConfig) -> ModuleSpec:
-    """A layer of either kind; the one with experts means nothing in a model without."""
+    """The spec of a layer with or without experts."""
     num_experts = config.num_moe_experts if with_experts else None
     norm = norm_of(family_of(hf_config.architectures).style)
     layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
@@ -129,7 +129,9 @@ def one_layer(config: TransformerConfig, with_experts: bool, hf_config: Pretrain
 
 
 def moe_submodules(mlp: Any) -> Any:
-    """The submodules of a layer with experts: newer versions of Megatron name it by a `partial`, older by a spec."""
+    """The submodules of a layer with experts, which is a `partial` in newer versions of Megatron and a spec in
+    older.
+    """
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
@@ -138,7 +140,7 @@ def build_language_model(
 ) -> list[GPTModel]:
     """The chunks of this rank's stage of the language model, weights not yet loaded. All ranks must call.
 
-    The last stage returns hidden states [B, S, H]: its head is applied to the tokens that are scored (`VocabHead`).
+    The last stage returns hidden states [B, S, H]; `VocabHead` applies the head to the scored tokens only.
     """
     chunks = build_stage(hf_config, config, groups, vocab_multiple, tied=hf_config.tie_word_embeddings)
     if groups.is_last_stage:
@@ -149,7 +151,9 @@ def build_language_model(
 def build_value_model(
     hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int, head_seed: int
 ) -> list[GPTModel]:
-    """The same trunk with a fresh head that maps each hidden state to one value. All ranks must call."""
+    """The chunks of a value model: the trunk, and a new head that maps a hidden state to one value. All ranks
+    must call.
+    """
     chunks = build_stage(hf_config, config, groups, vocab_multiple, tied=False)
     if groups.is_last_stage:
         chunks[-1].output_layer = ValueHead(config, head_seed, groups.tp_group)
@@ -181,7 +185,7 @@ def build_stage(
     frequencies, style = rotary_frequencies(hf_config, config.kv_channels), family_of(hf_config.architectures).style
     for chunk in chunks:
         chunk.rotary_pos_emb.inv_freq = frequencies
-        # The angles of all positions: which of them a context-parallel rank needs, its segments say.
+        # All positions have angles here; the segments of a context-parallel rank say which it needs.
         chunk.rotary_pos_emb.cp_group = None
         scale_embedding(chunk, style)
         for layer in chunk.decoder.layers:

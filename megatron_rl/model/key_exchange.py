@@ -1,4 +1,4 @@
-"""How the keys and values of all context-parallel ranks come to every rank, and how parts change ranks.
+"""Exchange keys and values between context-parallel ranks.
 
 Legend: t tokens of this rank, K key/value heads of this TP rank, D head size, C ranks.
 """
@@ -14,20 +14,20 @@ from torch import Tensor
 
 
 class KeyExchange(Protocol):
-    """How the keys and values of all ranks, [2, t, K, D] of each, come to every rank."""
+    """Brings the keys and values of all ranks, [2, t, K, D] each, to every rank."""
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(rank, its keys and values) of every rank, this one's first."""
+        """(rank, its keys and values) for every rank, this rank first."""
 
     def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Float32: the gradients that all ranks have of `own`, added up.
+        """The sum of all ranks' gradients of `own`, in float32.
 
         gradients: (rank, its keys and values) -> the gradients that this rank has of them.
         """
 
 
 class Gathered:
-    """All at once. Of other ranks' keys nothing is kept: backward brings them together anew."""
+    """Gather all at once. Other ranks' keys are not kept; backward gathers them again."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -43,15 +43,15 @@ class Gathered:
 
     def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
         """See `KeyExchange`."""
-        found = {source: gradients(source, pair) for source, pair in self.blocks(own)}
-        everyones = torch.cat([found[source] for source in range(self.group.size())])
+        of_ranks = {source: gradients(source, pair) for source, pair in self.blocks(own)}
+        everyones = torch.cat([of_ranks[source] for source in range(self.group.size())])
         total = torch.empty(own.shape, dtype=torch.float32, device=own.device)
         dist.reduce_scatter_tensor(total, everyones, group=self.group)
         return total
 
 
 class Ring:
-    """One after the other, each on its way to the next rank while this one works with it."""
+    """Pass blocks around a ring; each is on its way to the next rank while this rank works with it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -61,24 +61,26 @@ class Ring:
         size, rank = self.group.size(), self.group.rank()
         held = own
         for step in range(size):
-            coming = self._pass_on(held) if step < size - 1 else None
+            arriving = self._pass_on(held) if step < size - 1 else None
             yield (rank - step) % size, held
-            if coming is not None:
-                held = coming()
+            if arriving is not None:
+                held = arriving()
 
     def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `KeyExchange`. Gradients follow the keys that they are of, one step behind, until they are home."""
-        coming = None
+        """See `KeyExchange`. Gradients follow their keys around the ring, one step behind, until they reach
+        their rank.
+        """
+        arriving = None
         for source, pair in self.blocks(own):
-            found = gradients(source, pair)
-            if coming is not None:
-                found += coming()
-            coming = self._pass_on(found)
-        assert coming is not None
-        return coming()
+            total = gradients(source, pair)
+            if arriving is not None:
+                total += arriving()
+            arriving = self._pass_on(total)
+        assert arriving is not None
+        return arriving()
 
     def _pass_on(self, sent: Tensor) -> Callable[[], Tensor]:
-        """Send to the next rank; call what is returned to wait for that, and for what the rank before sent."""
+        """Send to the next rank; the returned function waits for that and returns what the previous rank sent."""
         size, rank = self.group.size(), self.group.rank()
         after, before = (dist.get_global_rank(self.group, (rank + by) % size) for by in (1, -1))
         received = torch.empty_like(sent)
@@ -89,14 +91,14 @@ class Ring:
         def arrived() -> Tensor:
             for work in works:
                 work.wait()
-            _ = sent  # it must not be given back before
+            _ = sent  # it must not be freed before
             return received
 
         return arrived
 
 
 class ChangeParts(torch.autograd.Function):
-    """x [C, ...] on every rank: its part i becomes part r of rank i. Done twice it changes nothing."""
+    """All-to-all of x [C, ...]: part i of rank r becomes part r of rank i. It is its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

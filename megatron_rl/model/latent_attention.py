@@ -1,11 +1,11 @@
 """Multi-head latent attention for training (DeepSeek-V2, arXiv:2405.04434), with the rollout engine's weight layout.
 
 Legend: S sequence, S' this rank's part of it under sequence parallelism (else S), B batch, N heads of this TP rank.
-Sizes of a head and of the latent vectors are those of `LatentAttention`.
+Sizes of a head and of the latent vectors: see `LatentAttention`.
 
-The projections to latent vectors are whole on every TP rank, as vLLM has them: its parameters are the trainer's memory,
-and under sequence parallelism only latent vectors, which are short, are gathered. Keys and values are made for every
-head, as transformers makes them; that they need not be is for generation, which keeps the latent vectors alone.
+The projections to latent vectors are whole on every TP rank, because vLLM has them so and shares the trainer's memory.
+Under sequence parallelism only the short latent vectors are gathered. Keys and values are computed for every head, as
+in transformers; generation caches the latent vectors alone.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class WholeLinear(torch.nn.Module):
 
 
 class LatentSelfAttention(MegatronModule):
-    """Stands in the place of Megatron's self-attention.
+    """Replaces Megatron's self-attention.
 
-    growth: what the usual scale of the softmax is multiplied with. turn_scale: what cosine and sine are.
+    growth: factor of the usual softmax scale. turn_scale: factor of cosine and sine.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LatentSelfAttention(MegatronModule):
         self.makes_core_again = "core_attn" in (parts or ())
 
     def _columns(self, num_in: int, num_out: int) -> ColumnParallelLinear:
-        """A linear layer cut by heads, whose input under sequence parallelism is gathered."""
+        """A linear layer sharded by heads; under sequence parallelism it gathers its input."""
         config = self.config
         return ColumnParallelLinear(
             num_in, num_out, config=config, init_method=config.init_method, bias=False, tp_group=self.tp_group
@@ -130,7 +130,7 @@ class LatentSelfAttention(MegatronModule):
         return (query if self.growth == 1.0 else query * self.growth), key, value
 
     def _for_all_heads(self, k_turning: Tensor) -> Tensor:
-        """[S', B, rope] -> [S, B, rope]; its gradient comes from the heads of all TP ranks."""
+        """[S', B, rope] -> [S, B, rope]; its gradient is the sum over the heads of all TP ranks."""
         if self.config.sequence_parallel:
             gathered: Tensor = gather_from_sequence_parallel_region(k_turning, group=self.tp_group)
             return gathered
@@ -138,7 +138,7 @@ class LatentSelfAttention(MegatronModule):
         return copied
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments | None) -> Tensor:
-        """Causal attention, [S, B, N * value]. The kernel for CUDA wants values as wide as keys."""
+        """Causal attention, [S, B, N * value]. The CUDA kernel needs values as wide as keys, so they are padded."""
         if segments is None or not has_varlen_attention(query):
             usual: Tensor = self.core_attention(query, key, value, None, packed_seq_params=segments)
             return usual
@@ -148,7 +148,7 @@ class LatentSelfAttention(MegatronModule):
         return narrow
 
     def _checkpointed(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments | None) -> Tensor:
-        """The same, made again in backward."""
+        """`_attend`, computed again in backward."""
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self._attend(query, key, value, segments)
@@ -164,8 +164,8 @@ def _by_head(x: Tensor, size: int) -> Tensor:
 
 
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x [S, B, N, rope] turned, of which elements 2i and 2i + 1 are a pair: the pairs' first elements come first then,
-    which changes no product of a query with a key.
+    """Rotate x [S, B, N, rope], where elements 2i and 2i + 1 are a pair. The result has the first elements of all pairs
+    first, which changes no product of a query with a key.
     """
     halves = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
     turned: Tensor = Turn.apply(halves, cosine.to(x.dtype), sine.to(x.dtype))

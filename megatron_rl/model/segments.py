@@ -1,12 +1,12 @@
-"""Sequences end to end in one row, and how attention keeps them apart.
+"""Packed rows: sequences end to end in one row, and how attention keeps them apart.
 
-Legend: T tokens of the row, n segments, W slots: the tokens of all segments, each filled up to the longest of its
-bucket. Where no kernel takes segments of any length, those of similar length are attended to together, filled up on
-the right, where the causal mask keeps filler out of every real position.
+Legend: T tokens of the row, n segments, W slots: the tokens of all segments, each padded to the longest of its bucket.
+Without a kernel for segments of any length, segments of similar length form a bucket and are computed together. They
+are padded on the right, where the causal mask hides the filler from every real position.
 
-A segment may begin with tokens that lie elsewhere in the row, its prefix: the prompt of several answers lies there
-once. In its slots the prefix comes first, so that a token of the row may stand in the slots of several segments; what
-attention gives for it is read in those of the segment that it lies in.
+A segment may have a prefix: tokens elsewhere in the row that come before it. A prompt of several answers is so stored
+once. A segment's slots begin with its prefix, so a token may be in the slots of several segments. Its output is read
+from the slots of the segment that stores it.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 SHORTEST_SHARE = 0.75
-"""A segment joins a bucket if it is at least this share of its longest,"""
+"""A segment joins a bucket if its length is at least this share of the longest one,"""
 FEW_TOKENS = 16
 """or at most so many tokens shorter."""
 
 
 def buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """Segments of similar length together, the longest first; every segment once."""
-    found: list[list[int]] = []
+    """Group segments of similar length, the longest first; every segment is in one group."""
+    groups: list[list[int]] = []
     for segment in sorted(range(len(lengths)), key=lambda segment: -lengths[segment]):
-        longest = lengths[found[-1][0]] if found else 0
-        if found and lengths[segment] >= min(SHORTEST_SHARE * longest, longest - FEW_TOKENS):
-            found[-1].append(segment)
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and lengths[segment] >= min(SHORTEST_SHARE * longest, longest - FEW_TOKENS):
+            groups[-1].append(segment)
         else:
-            found.append([segment])
-    return found
+            groups.append([segment])
+    return groups
 
 
 @dataclass
 class Segments(PackedSeqParams):
-    """What Megatron hands to every layer of a packed row.
+    """The segments of a packed row, which Megatron passes to every layer.
 
     cu_seqlens_q, cu_seqlens_kv: int32 [n + 1]; positions: int64 [T], each token's in its segment, prefix included.
     shapes: (segments, slots of each) of every bucket. token_of_slot: int64 [W]; slot_of_token: int64 [T].
-    prefix_slots, prefix_tokens: int64, the slots of prefixes and the tokens in them; None where no segment has one.
+    prefix_slots, prefix_tokens: int64, the slots of prefixes and their tokens; None if no segment has a prefix. turns:
+    see `turns_of`.
 
-    `qkv_format` stays unset: Megatron would apply rotary embeddings one segment after the other, in every layer.
+    `qkv_format` stays unset; with it Megatron would apply rotary embeddings segment by segment in every layer.
     """
 
     positions: Tensor | None = None
@@ -58,8 +59,8 @@ class Segments(PackedSeqParams):
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, prefixes: Sequence[tuple[int, int]] = ()) -> Segments:
-        """Segments of these lengths, end to end. prefixes: of the first segments (first token in the row, tokens), of
-        which 0 are none. Attention knows them in slots only, not by `cu_seqlens`.
+        """Segments of these lengths, end to end. prefixes: of the first segments, (first token in the row, number of
+        tokens), where 0 tokens is no prefix. Only slots have prefixes; `cu_seqlens` does not.
         """
         sizes = torch.tensor(lengths)
         ends = sizes.cumsum(0)
@@ -114,8 +115,8 @@ def turns_of(angles: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]
 
 
 class ToSlots(torch.autograd.Function):
-    """x [T, ...] -> [W, ...]. Filler repeats a real token and must get no gradient, so backward is a gather too, to
-    which the gradients from the slots of prefixes are added.
+    """x [T, ...] -> [W, ...]. Filler repeats a real token and must get no gradient, so backward gathers too, and adds
+    the gradients from the slots of prefixes.
     """
 
     @staticmethod
@@ -134,7 +135,7 @@ class ToSlots(torch.autograd.Function):
 
 
 class ToTokens(torch.autograd.Function):
-    """x [W, ...] -> [T, ...]: what stands in the slots of real tokens, of prefixes in those of their own segments."""
+    """x [W, ...] -> [T, ...]: the slots of real tokens; a prefix is read from the segment that stores it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:

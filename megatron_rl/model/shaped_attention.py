@@ -1,8 +1,8 @@
-"""Causal attention with bounded products or a window, for which there is no kernel on every device.
+"""Causal attention with bounded products or a window, for devices without a kernel for it.
 
-Queries are gone through some rows at a time, each with the keys that they can see: nothing of S x S elements is kept.
-For backward the output and the logarithm of the sum of exponentials are kept, as flash attention does (Dao et al.,
-arXiv:2205.14135), and the products are made again.
+Queries are processed in tiles, each with the keys that they can see; nothing of S x S elements is kept. Backward keeps
+the output and the logarithm of the sum of exponentials and computes the products again, as flash attention does (Dao et
+al., arXiv:2205.14135).
 
 Legend: B rows of S tokens, N query heads, K key/value heads of which each serves G = N / K query heads, D head size;
 s queries of a tile and the w keys that they may see.
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 LARGEST_TILE = 1 << 24
-"""Products that are held at once."""
+"""Largest number of products that exist at once."""
 
 
 class ShapedAttention(torch.autograd.Function):
     """query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
 
-    soft_cap: c of products x that become c tanh(x / c); None: they stay. window: how many positions a token sees, its
-    own among them; None: all before it.
+    soft_cap: c; products x become c tanh(x / c); None: no bound. window: number of positions that a token sees,
+    including its own; None: all before it.
     """
 
     @staticmethod
@@ -51,7 +51,7 @@ class ShapedAttention(torch.autograd.Function):
         d_key, d_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
         for rows, keys in tiles(query, key, ctx.window):
             scores = products(query[:, rows], key[:, keys], rows, keys, ctx.soft_cap, ctx.window)
-            # d c tanh(x / c) / dx = 1 - tanh(x / c)^2; what is not seen has no gradient at all.
+            # d c tanh(x / c) / dx = 1 - tanh(x / c)^2; a key that is not seen has no gradient.
             slope = None if ctx.soft_cap is None else (scores / ctx.soft_cap).square_().neg_().add_(1.0).clamp_(min=0.0)
             probs = scores.sub_(by_group(log_sum[:, rows, :, None], num_kv)).exp_()
             d_out, o = (by_group(x[:, rows].float(), num_kv) for x in (grad, out))
@@ -66,11 +66,11 @@ class ShapedAttention(torch.autograd.Function):
 
 
 def tiles(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """(positions of some queries, positions of the keys that any of them may see), all queries once."""
+    """(positions of some queries, positions of the keys that any of them sees); every query once."""
     num_rows, length, heads = query.shape[:3]
     step = max(1, LARGEST_TILE // (num_rows * heads * length))
     if window is not None:
-        # Fewer queries see fewer keys that are not theirs.
+        # Smaller tiles have fewer keys that only some of their queries see.
         step = min(step, max(window, 64))
     for first in range(0, length, step):
         last = min(first + step, length)

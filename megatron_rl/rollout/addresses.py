@@ -1,7 +1,8 @@
-"""Where captured graphs find weights and KV cache: noted when the engine has been built, compared before it generates.
+"""Check that weights and KV cache are still where captured graphs read them.
 
-The order is a contract: the loader binds all weights, vLLM captures its graphs while it starts, and from then on memory
-may leave and come back, but no tensor moves and none is replaced. A graph would go on reading the old place.
+The loader binds all weights, then vLLM captures its graphs while it starts. From then on memory may be released and
+allocated again, but no tensor may move or be replaced, because a graph reads the old address. Addresses are noted when
+the engine is built and compared before it generates.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import torch
 
 
 class MovedTensorError(RuntimeError):
-    """A tensor is not where graphs would read it."""
+    """A tensor is not where captured graphs read it."""
 
 
 def places(model: torch.nn.Module, caches: Sequence[torch.Tensor]) -> dict[str, int]:
     """Name -> address of every parameter, under each of its names, and of every tensor of the KV cache."""
     parameters = model.named_parameters(remove_duplicate=False)
-    found = {f"parameter {name}": parameter.data_ptr() for name, parameter in parameters}
-    return found | {f"KV cache tensor {number}": cache.data_ptr() for number, cache in enumerate(caches)}
+    addresses = {f"parameter {name}": parameter.data_ptr() for name, parameter in parameters}
+    return addresses | {f"KV cache tensor {number}": cache.data_ptr() for number, cache in enumerate(caches)}
 
 
 def must_stay(noted: dict[str, int], now: dict[str, int]) -> None:
-    """Raises MovedTensorError naming what has moved, come or gone since `noted`."""
+    """Raises MovedTensorError with the tensors that have moved, appeared or disappeared since `noted`."""
     moved = [
         f"{name} ({shown(noted.get(name))} when the engine was built, {shown(now.get(name))} now)"
         for name in noted | now
@@ -38,5 +39,5 @@ def must_stay(noted: dict[str, int], now: dict[str, int]) -> None:
 
 
 def shown(place: int | None) -> str:
-    """As programs that look at memory write it."""
+    """An address in hexadecimal; "none" for None."""
     return "none" if place is None else f"{place:#x}"

@@ -1,4 +1,4 @@
-"""vLLM's worker on CUDA, with a KV cache whose memory can leave while its addresses stay."""
+"""vLLM's worker on CUDA with a KV cache whose memory can be released while its addresses stay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_rl.rollout.kv_cache import POOL
 
 
 class StableWorker(Worker):
-    """vLLM's own, but for where memory is made: of its pools only the KV cache's is taken.
+    """vLLM's worker, which allocates only the KV cache in a memory pool.
 
-    vLLM's sleep mode would put weights and workspaces into pools, too, and asks for an allocator that nobody has used,
-    which the trainer's foreign stages have by then.
+    vLLM's sleep mode would also put weights and workspaces into pools, and it requires an unused allocator. Here the
+    foreign stages of the trainer have used it before.
     """
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:

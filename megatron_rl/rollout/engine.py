@@ -1,4 +1,4 @@
-"""vLLM in the worker process: built on the trainer's tensors, sampling with one seed per request."""
+"""vLLM in the worker process, built on the trainer's tensors, with one seed per request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.shared_weights import register_shared_loader
-from megatron_rl.rollout.sliced import SlicedGeneration, agreed, forget_prefixes, sampling_params, token_log_probs
+from megatron_rl.rollout.sliced import SlicedGeneration, forget_prefixes, of_ranks, sampling_params, token_log_probs
 from megatron_rl.rollout.slices import Drawn, Slice
 from third_party_patches.vllm.rank_order import using_rank_order
 
@@ -34,7 +34,7 @@ def inspect_in_process(architecture: str) -> None:
 
 
 def report_steps(engine: LLMEngine) -> None:
-    """Let every step of the engine count as progress. (A forward hook would not: graphs call no module.)"""
+    """Report every engine step as progress. (A forward hook would not work: graphs call no module.)"""
     step = engine.step
 
     @functools.wraps(step)
@@ -48,11 +48,11 @@ def report_steps(engine: LLMEngine) -> None:
 class RolloutEngine:
     """One rank's vLLM engine. All ranks of a rollout TP group must call every method with the same arguments.
 
-    tensors: vLLM parameter name -> tensor of this rank's shard; must be readable during construction, which captures
-    graphs over them where the configuration has any, and must never move again.
-    hf_overrides: settings that take the place of those in the folder's config.json.
-    routed_layers: the layers that have experts, where `generate` is to be able to say to which of them every token was
-    sent; else None. is_latent: attention is over latent vectors.
+    tensors: vLLM parameter name -> tensor of this rank's shard. They must be readable during construction, which may
+    capture graphs over them, and must never move again.
+    hf_overrides: settings that replace those of the folder's config.json.
+    routed_layers: the layers that have experts, if `generate` must be able to return the experts of every token; else
+    None. is_latent: the model has latent attention.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class RolloutEngine:
         self.sliced = SlicedGeneration(self.llm.llm_engine, eos_token_ids)
 
     def wake(self) -> None:
-        """Take the KV cache and drop cached prefixes. Raises RuntimeError when the engine still has requests, and
-        MovedTensorError when weights or cache do not lie where graphs read them.
+        """Allocate the KV cache and drop cached prefixes. Raises RuntimeError if the engine still has requests, and
+        MovedTensorError if weights or cache are not where graphs read them.
         """
         must_stay(self._places, places(self.model, self.kv_cache.tensors))
         self.kv_cache.allocate()
         forget_prefixes(self.llm.llm_engine)
 
     def sleep(self) -> None:
-        """Give the KV cache back. Raises RuntimeError, and keeps it, while requests of slices are unfinished."""
+        """Release the KV cache. Raises RuntimeError, and keeps it, while requests of slices are unfinished."""
         self.must_be_idle()
         self.kv_cache.release()
 
@@ -114,12 +114,12 @@ class RolloutEngine:
     def generate(self, prompts: Prompts, sampling: Sampling, with_experts: bool = False) -> Generations:
         """One response per prompt row, with the engine's own log-prob of each token after temperature and filters.
 
-        with_experts: and the experts of each token, which an engine knows that was built so.
+        with_experts: return the experts of each token too; needs `routed_layers`.
         Raises RuntimeError while requests of slices are unfinished.
         """
         if self.sliced.unfinished:
             raise RuntimeError(f"generate() while requests of slices are unfinished: {list(self.sliced.unfinished)}")
-        # Weights may have changed since the engine woke, and these requests name no version.
+        # Weights may have changed since `wake`, and these requests have no version.
         forget_prefixes(self.llm.llm_engine)
         params = [
             sampling_params(
@@ -137,17 +137,17 @@ class RolloutEngine:
             generations.routed_experts = experts_of_tokens(answers, self.routed_layers)
         return generations
 
-    def advance(self, one: Slice) -> tuple[dict[int, Drawn], int]:
-        """One slice: see `SlicedGeneration.advance`. Raises RuntimeError when the ranks of the replica differ in it."""
-        drawn, num_steps = self.sliced.advance(one)
-        said = agreed(f"{num_steps} steps, {hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]}")
-        if len(set(said)) > 1:
-            raise RuntimeError(f"the ranks of one replica drew different tokens or log-probs in one slice: {said}")
+    def advance(self, order: Slice) -> tuple[dict[int, Drawn], int]:
+        """Run a slice: see `SlicedGeneration.advance`. Raises RuntimeError if the ranks of the replica differ in it."""
+        drawn, num_steps = self.sliced.advance(order)
+        results = of_ranks(f"{num_steps} steps, {hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]}")
+        if len(set(results)) > 1:
+            raise RuntimeError(f"the ranks of one replica drew different tokens or log-probs in one slice: {results}")
         return drawn, num_steps
 
 
 def to_record(answers: Sequence[CompletionOutput]) -> Generations:
-    """vLLM's answers, one per row. One that was aborted before its first token is an empty row."""
+    """The record of vLLM's answers. An answer that was aborted before its first token is an empty row."""
     log_probs = [token_log_probs(answer) for answer in answers]
     return Generations(
         response_ids=ragged([torch.tensor(answer.token_ids, dtype=torch.int64) for answer in answers]),
@@ -158,14 +158,14 @@ def to_record(answers: Sequence[CompletionOutput]) -> Generations:
 
 
 def experts_of_tokens(answers: Sequence[CompletionOutput], layers: Sequence[int]) -> torch.Tensor:
-    """Of each row the experts of its tokens, prompt and response, but for the last, which the engine has not read.
+    """The experts of each row's tokens: uint8 or int16 [B, (T), layers, K].
 
-    layers: those of the model that have experts, of which alone there are any here.
-    uint8 or int16 [B, (T), layers, K]. Raises RuntimeError where an answer comes without them.
+    T counts prompt and response without the last token, which the engine has not read. layers: the layers of the model
+    that have experts. Raises RuntimeError if an answer comes without experts.
     """
     rows = [answer.routed_experts for answer in answers]
     if any(row is None for row in rows):
         raise RuntimeError("vLLM has returned an answer without the experts of its tokens")
-    # vLLM counts more than 256 experts as uint16, with which torch computes hardly anything.
-    found = [torch.from_numpy(row if row.itemsize == 1 else row.astype("int16")) for row in rows]
-    return ragged_from_lengths(torch.cat(found)[:, list(layers)], torch.tensor([len(row) for row in found]))
+    # vLLM returns more than 256 experts as uint16, which torch hardly supports.
+    tensors = [torch.from_numpy(row if row.itemsize == 1 else row.astype("int16")) for row in rows]
+    return ragged_from_lengths(torch.cat(tensors)[:, list(layers)], torch.tensor([len(row) for row in tensors]))

@@ -1,4 +1,4 @@
-"""Hold the KV cache only while generating."""
+"""The KV cache, whose memory is held only during generation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from megatron_rl.hybrid_engine.stable_memory import adopt
 
 POOL = "kv_cache"
-"""The tag of the KV cache among vLLM's allocations on CUDA; vLLM's own word for it."""
+"""vLLM's own tag of the KV cache in its CUDA allocator."""
 
 
 class KVCache:
-    """The engine's cache tensors, whose memory can be given back; they stay at their addresses.
+    """The engine's cache tensors. Their memory can be released; they stay at their addresses.
 
-    On CUDA they must lie in the pool `POOL` (`cuda_worker.py`); ValueError says which do not.
+    On CUDA they must be in the pool `POOL` (`cuda_worker.py`), else ValueError.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -26,14 +26,13 @@ class KVCache:
         return self._memory.num_bytes if self._memory.is_allocated else 0
 
     def allocate(self) -> None:
-        """Take the memory; zeroed, because attention multiplies masked blocks by 0 and 0 * NaN is NaN.
+        """Allocate the memory, zeroed, because attention multiplies masked blocks by 0 and 0 * NaN is NaN.
 
-        On a CPU no page is taken before it is touched: of a cache that is larger than what a batch needs the rest never
-        is.
+        On a CPU a page takes memory only when it is touched, so the unused part of a large cache takes none.
         """
         self._memory.allocate()
         self._memory.clear()
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory.release()

@@ -6,10 +6,10 @@ import hashlib
 
 
 def request_seed(run_seed: int, salt: int, prompt_index: int, sample: int, attempt: int = 0, num_drawn: int = 0) -> int:
-    """Seed of one request: a function of what is asked, never of which rank answers. In [0, 2^63).
+    """Seed of one request, in [0, 2^63). It depends on the request and not on the rank that answers.
 
-    attempt: how often the answer was begun anew with other seeds. num_drawn: tokens that it had when the engine last
-    began it, whose random numbers go on from a seed of their own.
+    attempt: number of restarts of the answer with other seeds. num_drawn: number of tokens that it had when an engine
+    last began it; a continued answer has a seed of its own.
     """
     asked = f"{run_seed},{salt},{prompt_index},{sample}"
     if attempt or num_drawn:

@@ -1,7 +1,7 @@
-"""Build vLLM's model on tensors that somebody else owns.
+"""Build vLLM's model on the trainer's tensors.
 
-vLLM creates its parameters on the meta device, where they take no memory, and each is then replaced by the given
-tensor of the same name. The engine never has weights of its own.
+vLLM creates its parameters on the meta device, where they take no memory. Each is then replaced by the given tensor of
+the same name. The engine never has weights of its own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from megatron_rl.rollout.arguments import LOAD_FORMAT
 
 HELD_ELSEWHERE = ("e_score_correction_bias",)
-"""Parameters that objects other than modules hold, too (routers of experts): these objects become the given tensors."""
-
+"""Parameters that other objects than modules reference too (routers of experts). They are swapped in place."""
 
 ROUTER = ".gate.weight"
-"""Weights that some of vLLM's models keep in float32, and that are read in the trainer's dtype, as the trainer does."""
+"""Weights that some vLLM models keep in float32. They are read in the trainer's dtype, as in training."""
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """While active, `torch.empty` allocates nothing. Layers create weights with it, computed buffers otherwise."""
+    """While active, `torch.empty` allocates nothing. Layers create weights with it, and computed buffers without it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,13 +76,13 @@ def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) ->
 
 
 def read_as_it_is(gate: torch.nn.Module) -> None:
-    """Take from a router the kernels for weights of float32 that its GPU may have: its weight has another dtype."""
+    """Disable a router's kernels for float32 weights, because its weight has another dtype."""
     for kernel in ("allow_fp32_router_gemm", "allow_bf16x3_router_gemm", "allow_rocm_bf16x3_router_gemm"):
         setattr(gate, kernel, False)
 
 
 def register_shared_loader(tensors: dict[str, torch.Tensor]) -> None:
-    """Make `load_format=LOAD_FORMAT` build models on `tensors`; call before each engine that is to use them."""
+    """Let `load_format=LOAD_FORMAT` build models on `tensors`; call it before building each engine."""
 
     class SharedWeightLoader(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:

@@ -1,7 +1,7 @@
-"""Generation in slices: vLLM advanced by a counted number of steps, between which requests come and go.
+"""Generation in slices: vLLM runs a counted number of steps; requests start and stop only between slices.
 
-One engine step draws one token for each running request. Nothing is under way between two slices, so weights may be
-changed there in place: an unfinished request goes on with the keys and values that it has.
+One engine step draws one token for each running request. Nothing runs between two slices, so weights may be changed
+there in place. An unfinished request continues with the keys and values that it has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def sampling_params(
     max_tokens: int,
     kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
 ) -> SamplingParams:
-    """How one request is drawn, with the engine's own log-prob of each token after temperature and filters."""
+    """vLLM's parameters of one request; the engine returns its log-prob of each token after temperature and filters."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -47,19 +47,19 @@ def sampling_params(
 def token_log_probs(answer: CompletionOutput) -> list[float]:
     """The log-prob of each token of an answer, which was drawn with `sampling_params`.
 
-    Raises RuntimeError where they are not those of its tokens.
+    Raises RuntimeError if vLLM's log-probs belong to other tokens.
     """
-    found = answer.logprobs or FlatLogprobs()
-    if not isinstance(found, FlatLogprobs) or list(found.token_ids) != list(answer.token_ids):
+    flat = answer.logprobs or FlatLogprobs()
+    if not isinstance(flat, FlatLogprobs) or list(flat.token_ids) != list(answer.token_ids):
         raise RuntimeError(f"vLLM's log-probs are not those of the tokens that it drew: {answer}")
-    log_probs: list[float] = found.logprobs
+    log_probs: list[float] = flat.logprobs
     return log_probs
 
 
 class SlicedGeneration:
-    """The requests that are unfinished in one engine. All ranks of a rollout TP group must make the same calls.
+    """The unfinished requests of one engine. All ranks of a rollout TP group must make the same calls.
 
-    Raises ValueError when the engine schedules asynchronously: a step of it would end with another one under way.
+    Raises ValueError if the engine schedules asynchronously, because a step would end while another one runs.
     """
 
     def __init__(self, engine: LLMEngine, eos_token_ids: Sequence[int]) -> None:
@@ -71,30 +71,29 @@ class SlicedGeneration:
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """Numbers of the requests that go on with the next slice, in the order in which they were started."""
+        """Numbers of the requests that continue with the next slice, in the order of their starts."""
         return tuple(self._names)
 
-    def advance(self, one: Slice) -> tuple[dict[int, Drawn], int]:
-        """Drop, start, step; the new tokens of each request that got further, and the number of steps taken.
+    def advance(self, order: Slice) -> tuple[dict[int, Drawn], int]:
+        """Drop, start and step; returns the new tokens of each request that has any, and the number of steps.
 
-        The engine must hold the weights of `one.version`. A slice that finds nothing unfinished after its drops begins
-        with an empty prefix cache, so that what it draws does not depend on what was there before.
-        Raises ValueError, before anything is changed, for a drop of a request that is not unfinished here and a start
-        of one that is.
+        The engine must have the weights of `order.version`. If nothing is unfinished after the drops, the slice begins
+        with an empty prefix cache, so that its tokens do not depend on earlier requests. Raises ValueError, before
+        anything is changed, for a drop of a request that is not unfinished here and a start of one that is.
         """
-        self._check(one)
-        for request in one.drops:
-            # One by one: vLLM frees several in the order of a set of strings, which is another one on every rank.
+        self._check(order)
+        for request in order.drops:
+            # One by one: vLLM frees several requests in the order of a set of strings, which differs between ranks.
             self._engine.abort_request([self._names.pop(request)], internal=True)
         if not self._names:
             forget_prefixes(self._engine)
-        for start in one.starts:
-            self._start(start, one.version)
+        for start in order.starts:
+            self._start(start, order.version)
         tokens: dict[int, list[int]] = {}
         log_probs: dict[int, list[float]] = {}
         finish: dict[int, str] = {}
         num_steps = 0
-        while self._names and num_steps != one.num_steps:
+        while self._names and num_steps != order.num_steps:
             for output in self._engine.step():
                 assert isinstance(output, RequestOutput)
                 request, (answer,) = int(output.request_id), output.outputs
@@ -110,13 +109,13 @@ class SlicedGeneration:
         }
         return drawn, num_steps
 
-    def _check(self, one: Slice) -> None:
+    def _check(self, order: Slice) -> None:
         here = set(self._names)
-        for request in one.drops:
+        for request in order.drops:
             if request not in here:
                 raise ValueError(f"request {request} cannot be dropped: unfinished here are {sorted(here)}")
             here.remove(request)
-        for start in one.starts:
+        for start in order.starts:
             if start.request in here:
                 raise ValueError(f"request {start.request} cannot be started: it is unfinished here")
             here.add(start.request)
@@ -125,28 +124,28 @@ class SlicedGeneration:
         params = sampling_params(
             start.sampling, start.seed, self._eos_token_ids, start.max_tokens, RequestOutputKind.DELTA
         )
-        # Keys and values of other weights must not be found under the same tokens.
+        # A cached prefix of other weights must not match.
         prompt = {"prompt_token_ids": list(start.token_ids), "cache_salt": f"version {version}"}
         self._names[start.request] = self._engine.add_request(str(start.request), prompt, params)
 
 
 def finish_of(request: int, answer: CompletionOutput) -> str:
-    """Why an answer ended. Raises RuntimeError for a reason that is no end of an answer."""
+    """Why an answer ended. Raises RuntimeError for a reason other than stop and length."""
     if answer.finish_reason not in (FINISHED_BY_STOP, FINISHED_BY_LENGTH):
         raise RuntimeError(f"vLLM ended request {request} for another reason: {answer.finish_reason}")
     return str(answer.finish_reason)
 
 
 def forget_prefixes(engine: LLMEngine) -> None:
-    """Empty the prefix cache. Raises RuntimeError when the engine still has requests."""
+    """Empty the prefix cache. Raises RuntimeError if the engine still has requests."""
     if not engine.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
 
-def agreed(mine: str) -> list[str]:
-    """What every rank of this rank's rollout TP group says, in their order; all of them must call."""
+def of_ranks(mine: str) -> list[str]:
+    """The texts of all ranks of this rank's rollout TP group, in rank order; all of them must call."""
     group = parallel_state.get_tp_group()
-    said = [mine] * group.world_size
+    texts = [mine] * group.world_size
     if group.world_size > 1:
-        dist.all_gather_object(said, mine, group=group.cpu_group)
-    return said
+        dist.all_gather_object(texts, mine, group=group.cpu_group)
+    return texts

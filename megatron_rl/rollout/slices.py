@@ -1,9 +1,9 @@
-"""What the controller and a rollout replica say to each other about generation in slices: a counted number of engine
-steps, between which requests come and go and weights change.
+"""Messages between the controller and a rollout replica for generation in slices.
 
-The controller owns every request: what it has drawn so far, and under which weights. A replica only knows which
-requests are unfinished in its engine. So to recompute keys and values, to move a request or to go on after a restart is
-one and the same thing: drop a request, and start it anew with the tokens it has as the end of its prompt.
+A slice is a counted number of engine steps. Requests start and stop and weights change only between slices. The
+controller owns every request: its tokens so far and their versions. A replica only knows which requests are unfinished
+in its engine. To recompute keys and values, to move a request or to continue after a restart therefore all work alike:
+drop the request, and start it again with its tokens as the end of its prompt.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from megatron_rl.records import Sampling
 
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = "stop", "length"
-"""Why an answer ended: with an end token, or at its last allowed token. Empty while it has not."""
+"""Why an answer ended: with an end token, or at its maximum length. "" before its end."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A request that a replica begins: all tokens it is given, the seed of those it draws, and how many it may draw.
+    """A request that a replica begins.
 
-    request: its number, unique in the run. token_ids: the prompt, and what was drawn of the answer before.
+    request: its number, unique in the run. token_ids: the prompt and the answer's tokens so far. seed: of new tokens.
+    max_tokens: how many it may draw.
     """
 
     request: int
@@ -32,10 +33,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Slice:
-    """What one replica does next: hold these weights, drop and start requests in this order, then step its engine.
+    """What one replica does next: take weights, drop requests, start requests, then step its engine.
 
-    version: of the weights, in training steps; they have come to the replica before. num_steps: engine steps, at most;
-    a slice ends earlier once nothing is left to generate. None: until nothing is.
+    version: of the weights, in training steps; the replica has received them. num_steps: engine steps at most; a slice
+    ends earlier if nothing is left to generate. None: until nothing is left.
     """
 
     version: int
@@ -46,7 +47,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one slice added to a request: tokens, the engine's log-prob of each, and why the answer ended, if it did."""
+    """What one slice added to a request: tokens, the engine's log-prob of each, and why the answer ended, or ""."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -55,12 +56,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class SliceReport:
-    """What one replica did: engine steps taken, and for each request that got further its new tokens.
+    """The result of a slice on one replica: engine steps, and the new tokens of each request that has any.
 
-    version: of the weights it holds; -1 before any have come. start, stop: seconds since the epoch. swap_seconds: of
-    them, what taking the slice's weights took, the wait for them included.
-    broken: why the slice's weights did not come, when the transfer that should have brought them broke. The slice was
-    not begun then: nothing was dropped, started or drawn, and the replica holds the version it had.
+    version: of the replica's weights; -1 before the first. start, stop: seconds since the epoch. swap_seconds: the part
+    of them for taking the slice's weights, including the wait for them.
+    broken: the reason, if the transfer of the slice's weights broke. The slice did not begin then: nothing was dropped,
+    started or drawn, and the replica keeps its version.
     """
 
     replica: int

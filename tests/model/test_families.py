@@ -287,8 +287,8 @@ def test_groups_and_scales_of_experts():
         v2 = Routing.from_hf(FAMILIES["DeepseekV2ForCausalLM"], settings | {"topk_method": method})
         assert (v2.num_groups, v2.groups_per_token) == groups and (v2.scale, v2.normalised) == (1.0, False)
         assert v2.shared_size == 0 and v2.dense_layers == ()
-        told = rollout_settings(FAMILIES["DeepseekV2ForCausalLM"], settings | {"topk_method": method})
-        assert (told["n_group"], told["topk_group"]) == groups
+        overrides = rollout_settings(FAMILIES["DeepseekV2ForCausalLM"], settings | {"topk_method": method})
+        assert (overrides["n_group"], overrides["topk_group"]) == groups
     v3 = Routing.from_hf(FAMILIES["DeepseekV3ForCausalLM"], settings | {"n_shared_experts": 2})
     assert (v3.num_groups, v3.groups_per_token, v3.scale, v3.normalised) == (4, 2, 2.5, True)
     assert v3.shared_size == 16 and v3.dense_layers == (0, 1)

@@ -1,6 +1,6 @@
-"""How queries meet keys, where it is not with all that came before: windows, soft caps, scales, parts that turn.
+"""Variants of attention: windows, soft caps, scales, partial rotary embeddings, latent attention.
 
-Families say which keys of config.json ask for it (`AttentionKeys`); a model's own choices are an `AttentionShape`.
+Families name the config.json keys that ask for them (`AttentionKeys`); `AttentionShape` has one model's values.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-"""What config.json calls a layer whose tokens attend to the last `sliding_window` positions, and any other."""
+"""config.json's names of a layer with a window of `sliding_window` positions, and of a layer without."""
 
 
 @dataclass(frozen=True)
 class AttentionKeys:
-    """Where config.json says how a family's attention differs from the usual.
+    """The config.json keys of a family's variants of attention.
 
-    scale: the key of a number of which the inverse square root scales products of queries and keys, in the place of the
-    head's size; None: the head's size. soft_cap: the key of a bound c, as c tanh(x / c), on these products; None: there
-    is none. local: layers attend to a window, where `layer_types` lists them or, without that, in all but every
-    `period`-th; `period_key`: a key with another period. thetas: layers without a window and those with one have rotary
-    embeddings of their own, with these bases where config.json does not say; None: all layers have the same.
-    partial_rotary: the share of a head that turns where config.json does not say; None: all of it, always.
+    scale: the key of a number x; products of queries and keys are scaled by x^-0.5; None: x is the head size. soft_cap:
+    the key of a bound c on these products, as c tanh(x / c); None: they have no bound. local: layers have a window if
+    `layer_types` says so; without that key, all but every `period`-th layer. period_key: a key with another period.
+    thetas: default bases of two rotary embeddings, for layers without a window and with one; None: all layers share
+    one. partial_rotary: the default share of a head that is rotated; None: always the whole head.
     """
 
     scale: str | None = None
@@ -36,11 +35,11 @@ class AttentionKeys:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One model's choices. scale: of products of queries and keys. soft_cap: their bound; None: none.
+    """One model's attention. scale: of products of queries and keys. soft_cap: their bound; None: no bound.
 
-    windows: of every layer, positions that a token attends to, its own among them; None: all before it; (): of none.
-    turned: the elements of a head that the rotary embedding turns, from the first on. two_ropes: layers with a window
-    have a rotary embedding of their own.
+    windows: per layer the number of positions that a token attends to, including its own; None: all before it; (): no
+    layer has a window. turned: number of elements of a head that are rotated, from the first on. two_ropes: layers with
+    a window have a rotary embedding of their own.
     """
 
     scale: float
@@ -50,17 +49,17 @@ class AttentionShape:
     two_ropes: bool = False
 
     def window(self, layer: int) -> int | None:
-        """Of one layer, counted over the whole model from 0."""
+        """The window of one layer, counted over the whole model from 0."""
         return self.windows[layer] if self.windows else None
 
     @property
     def is_whole(self) -> bool:
-        """Whether a token attends to all before it by plain products."""
+        """Whether attention is plain: no bound and no window."""
         return self.soft_cap is None and not any(self.windows)
 
 
 def attention_shape(keys: AttentionKeys, settings: Mapping[str, Any], head_size: int) -> AttentionShape:
-    """From the content of a config.json, with what its family takes for granted."""
+    """Read it from the settings of a config.json with the family's defaults."""
     scaled = head_size if keys.scale is None else settings[keys.scale]
     cap = None if keys.soft_cap is None else settings.get(keys.soft_cap)
     windows: tuple[int | None, ...] = ()
@@ -73,7 +72,7 @@ def attention_shape(keys: AttentionKeys, settings: Mapping[str, Any], head_size:
 
 
 def layer_kinds(keys: AttentionKeys, settings: Mapping[str, Any]) -> list[str]:
-    """Of every layer, whether it is `LOCAL` or `GLOBAL`; families without windows have only the latter."""
+    """`LOCAL` or `GLOBAL` for every layer; families without windows have only the latter."""
     count = settings["num_hidden_layers"]
     if not keys.local:
         return [GLOBAL] * count
@@ -84,7 +83,7 @@ def layer_kinds(keys: AttentionKeys, settings: Mapping[str, Any]) -> list[str]:
 
 
 def rotary_share(keys: AttentionKeys, settings: Mapping[str, Any]) -> float:
-    """The share of a head that turns. transformers 5 has it among the rotary settings, older ones beside them."""
+    """The share of a head that is rotated. transformers 5 has it in the rotary settings, older versions beside them."""
     if keys.partial_rotary is None:
         return 1.0
     rope = settings.get("rope_parameters") or {}
@@ -94,16 +93,17 @@ def rotary_share(keys: AttentionKeys, settings: Mapping[str, Any]) -> float:
 
 Q_RANK = "q_lora_rank"
 DEFAULT_Q_RANK = 1536
-"""transformers' and vLLM's where config.json has none; an explicit null is a query made of the hidden state."""
+"""The default of transformers and vLLM. With an explicit null the query is made from the hidden state."""
 SIZE_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """q_rank, kv_rank: elements of the latent vectors of queries (None: there is none) and of keys and values.
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), read from config.json.
 
-    nope, rope, value: elements per head of a query's and a key's part that does not turn and that does, and of a value.
-    The part of a key that turns is made of the hidden state, one for all heads.
+    q_rank, kv_rank: elements of the latent vectors of queries (None: they have none) and of keys and values.
+    nope, rope: elements per head of the unrotated and the rotated part of a query and a key; value: of a value. The
+    rotated part of a key is made from the hidden state, one for all heads.
     """
 
     q_rank: int | None
@@ -114,15 +114,15 @@ class LatentAttention:
 
     @property
     def query(self) -> int:
-        """Elements of a query's and a key's head."""
+        """Elements of one head of a query and a key."""
         return self.nope + self.rope
 
     @property
     def cached(self) -> int:
-        """Elements that generation keeps of a token and layer, for all heads and on every TP rank."""
+        """Elements per token and layer in the KV cache, for all heads; every TP rank has them."""
         return self.kv_rank + self.rope
 
     @classmethod
     def from_hf(cls, settings: Mapping[str, Any]) -> LatentAttention:
-        """From the content of a config.json. Raises KeyError when a number is not there."""
+        """Read it from the settings of a config.json. Raises KeyError if a number is missing."""
         return cls(settings.get(Q_RANK, DEFAULT_Q_RANK), *(settings[key] for key in SIZE_KEYS))

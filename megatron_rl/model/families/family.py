@@ -1,4 +1,4 @@
-"""What distinguishes one decoder-only architecture from the next."""
+"""The description of one decoder-only architecture, as data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.model.families.attention_parts import AttentionKeys
 
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-"""Where a word begins in a name such as Qwen2Moe."""
+"""The positions in a name such as Qwen2Moe where a word begins."""
 
 FIXED_SETTINGS = {
     "attention_bias": False,
@@ -24,12 +24,12 @@ FIXED_SETTINGS = {
 
 @dataclass(frozen=True)
 class Style:
-    """How the parts of a layer are put together.
+    """How a layer is built from its parts.
 
     activation: of the gated MLP, by config.json's name. zero_centred_norms: a norm's weight w stands for 1 + w.
-    norms_after: what attention and MLP give is normalised once more before it is added. scaled_embedding: embeddings
-    are multiplied by the square root of the hidden size. head_cap: the config.json key of a bound c, as c tanh(x / c),
-    on logits; None: there is none.
+    norms_after: outputs of attention and MLP are normalised before they are added. scaled_embedding: embeddings are
+    multiplied by the square root of the hidden size. head_cap: the config.json key of a bound c on logits, as
+    c tanh(x / c); None: logits have no bound.
     """
 
     activation: str = "silu"
@@ -40,7 +40,7 @@ class Style:
 
     @property
     def fixed(self) -> dict[str, object]:
-        """config.json settings that may have one value only, because of the style."""
+        """config.json settings that may have one value only because of the style."""
         return {
             "hidden_act": self.activation,
             "hidden_activation": self.activation,
@@ -62,9 +62,9 @@ def first_rule(absent: int) -> dict[str, object]:
 class SharedExperts:
     """An MLP beside the experts that every token passes.
 
-    block: its part of the experts' block. gate: the part of the block whose one row, by its sigmoid, scales a token's
-    output; None: nothing does. size_key: the config.json key of its columns. count_key: the key of how many such MLPs
-    lie side by side as one; None: one.
+    block: its name in the experts' block. gate: the name there of a matrix of one row; its sigmoid scales a token's
+    output; None: the output is not scaled. size_key: the config.json key of its columns. count_key: the key of the
+    number of such MLPs that are fused into one; None: one.
     """
 
     block: str
@@ -75,13 +75,12 @@ class SharedExperts:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How experts are chosen by scores in groups: those of the best groups alone, and of them the best.
+    """How experts are chosen by scores in groups: the best experts of the best groups.
 
-    function: "softmax" or "sigmoid", which makes scores of logits. best: so many of a group's experts, by the sum of
-    their scores, stand for it. method: a config.json key and the value without which all experts are one group; None:
-    groups are always in force. bias: a tensor of the experts' block that is added to scores for the choice alone, and
-    that training leaves as it is; None: there is none. scale, normalised: routed_scaling_factor and norm_topk_prob
-    where config.json has none.
+    function: "softmax" or "sigmoid", from logits to scores. best: the score of a group is the sum of its `best` largest
+    scores. method: a config.json key and value; with another value all experts are one group; None: groups always
+    apply. bias: a tensor of the experts' block that is added to scores for the choice alone and that no loss changes;
+    None: there is no such tensor. scale, normalised: defaults of routed_scaling_factor and norm_topk_prob.
     """
 
     function: str
@@ -96,16 +95,14 @@ class Scoring:
 class Experts:
     """How an architecture names its experts, in config.json and in its tensors.
 
-    block: the part of a layer that holds the router (`gate`) and the experts.
+    block: the part of a layer that has the router (`gate`) and the experts.
     gate, up, down: the three matrices of one expert, down(silu(gate(x)) * up(x)).
-    count_keys: config.json keys of the number of experts; transformers writes one or another, by its version.
+    count_keys: config.json keys of the number of experts; which one transformers writes depends on its version.
     size_key: the config.json key of one expert's columns.
-    norm_topk_prob: whether the weights of a token's experts add up to 1; None: config.json says, and false if it
-    does not.
-    dense_keys: the config.json keys that say which layers have a dense MLP instead, each with what its absence means
-    (`dense_layers`).
-    shared: an MLP that every token passes beside its experts; None: there is none.
-    scoring: how experts are chosen; None: the largest of a softmax over all.
+    norm_topk_prob: whether the weights of a token's experts add up to 1; None: config.json says it, by default false.
+    dense_keys: the config.json keys that say which layers have a dense MLP instead -> their defaults (`dense_layers`).
+    shared: an MLP that every token passes beside its experts; None: the family has none.
+    scoring: how experts are chosen; None: the largest values of a softmax over all experts.
     """
 
     block: str = "mlp"
@@ -124,8 +121,8 @@ class Experts:
 class Window:
     """How config.json asks for attention to the last `sliding_window` positions only.
 
-    switch: a setting that must be true for the window to be in force; None: it always is.
-    default: the window where `sliding_window` is absent; an explicit null is none.
+    switch: a setting that must be true for the window to apply; None: it always applies.
+    default: the window if `sliding_window` is absent; an explicit null means no window.
     """
 
     switch: str | None = None
@@ -138,17 +135,17 @@ class Family:
 
     architecture: the language model. reward_architecture: the same trunk with a classification head, `score.weight`.
     qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head. qkv_bias_key,
-    qk_norm_key: the config.json key that says so, where it is not always so.
-    attention: how attention differs from the usual. style: how the parts of a layer are put together.
-    latent_attention: keys and values are made of a short latent vector (`LatentAttention`).
-    experts: MLPs are routers over experts, in all layers or those that config.json names; None: all are dense.
+    qk_norm_key: the config.json key that says so, in families where it is a choice.
+    attention: how attention differs from plain attention. style: how a layer is built from its parts.
+    latent_attention: keys and values are made from a short latent vector (`LatentAttention`).
+    experts: MLPs are routers over experts, in all layers or in those that config.json names; None: all are dense.
     window: sliding-window attention that config.json may ask for; None: the architecture has none.
     fixed: further config.json settings that may have one value only (or be absent).
-    defaults: what it means that config.json leaves a setting out, where that is not what it means elsewhere.
-    rollout: settings that vLLM reads from config.json and that transformers takes for granted.
-    ahead_key: the config.json key of how many layers that predict several tokens a folder may have behind the others,
-    which nobody reads; None: it may have none. own_type: the model_type of config.json, where it is not the
-    architecture's name in small letters.
+    defaults: values of absent config.json settings, if they differ from the usual defaults.
+    rollout: settings that vLLM reads from config.json and that transformers does not need.
+    ahead_key: the config.json key of the number of multi-token prediction layers after the others, which are not
+    loaded; None: the family has none. own_type: the model_type of config.json, if it is not the architecture's name in
+    lower case.
     """
 
     architecture: str
@@ -170,11 +167,11 @@ class Family:
 
     @property
     def model_type(self) -> str:
-        """By which transformers finds the class that reads config.json."""
+        """The name by which transformers finds the class that reads config.json."""
         return self.own_type or WORD.sub("_", self.architecture.removesuffix("ForCausalLM")).lower()
 
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json with what it leaves out."""
+        """The settings of a config.json with defaults for absent ones."""
         return {"tie_word_embeddings": False} | dict(self.defaults) | dict(settings)
 
     @property

@@ -10,19 +10,18 @@ from megatron_rl.model.families.shape import ModelShape
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
 VOCAB_PADDING = 64
-"""vLLM pads vocabularies to a multiple of this; training does the same unless it is told otherwise."""
+"""vLLM pads vocabularies to a multiple of this; it is also training's default."""
 
 HEAD = "output_layer.weight"
-"""Megatron's name of the last layer's weight, of a vocabulary head and of a value head."""
-
+"""Megatron's name of the weight of a vocabulary head and of a value head."""
 
 CORRECTION = "correction_bias"
-"""Our router's name of what is added to scores for the choice of experts alone."""
+"""The router's name of the bias that is added to scores for the choice of experts alone."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor of the folder, of this shape, that no update changes; vLLM has it under the same name, in float32."""
+    """A tensor of the folder that no update changes. vLLM has it under the same name, in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +32,7 @@ class ParamSpec:
     """One Megatron parameter: the logical tensor it is a shard of, and the Hugging Face tensor of each segment.
 
     Two Megatron parameters with the same tensor (a tied head on the last pipeline stage) are copies. The names of an
-    expert tensor hold `{expert}` for the expert's number; each is one slice along dim 0.
+    expert tensor contain `{expert}` for the expert's number; each expert is one slice along dim 0.
     """
 
     tensor: LogicalTensor
@@ -67,13 +66,13 @@ def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
 
 
 def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
-    """The same for a value model: the trunk, and a head that is the one-label head of a reward model's folder."""
+    """`param_map` of a value model: the trunk, and the one-label head of a reward model's folder."""
     trunk = param_map(family, replace(shape, tied=False))
     return trunk | {HEAD: _whole("score.weight", (1, shape.hidden_size))}
 
 
 def constant_map(family: Family, shape: ModelShape) -> dict[str, Constant]:
-    """Megatron name -> what training reads and never changes; {} in most families."""
+    """Megatron name -> tensor that training reads and no update changes; {} in most families."""
     experts = family.experts
     if experts is None or experts.scoring is None or experts.scoring.bias is None:
         return {}
@@ -98,7 +97,7 @@ def _norm_params(family: Family, hidden: int, mega: str, hf: str) -> dict[str, P
 
 
 def _latent_params(shape: ModelShape, latent: LatentAttention, mega: str, hf: str) -> dict[str, ParamSpec]:
-    """The projections to latent vectors are whole on every TP rank, as vLLM has them, and those from them are cut."""
+    """Projections to latent vectors are whole on every TP rank, as in vLLM; projections from them are sharded."""
     hidden, heads = shape.hidden_size, shape.num_heads
     kv_a = Segment("kv_a", (latent.cached, hidden), 1)
     if latent.q_rank is None:

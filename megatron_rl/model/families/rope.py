@@ -1,4 +1,4 @@
-"""Which rotary embeddings are supported, read from a config.json of any version of transformers."""
+"""Rotary embeddings of a config.json, of any version of transformers, and which of them are supported."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""Supported type -> the settings it needs. Their frequencies do not depend on the length of a sequence."""
+"""Supported type -> settings that it needs. The frequencies do not depend on the length of a sequence."""
 YARN = "yarn"
 LATENT_TYPES = {"default": (), YARN: ("factor", "original_max_position_embeddings")}
-"""The same for latent attention, whose softmax has a scale of its own under yarn (Peng et al., arXiv:2309.00071)."""
+"""`ROPE_TYPES` of latent attention; yarn also scales its softmax (Peng et al., arXiv:2309.00071)."""
 
 
 def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -25,20 +25,20 @@ def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def ropes_of(keys: AttentionKeys, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Kind of layer -> its rotary settings with their base, where kinds have their own; else {}."""
+    """Kind of layer -> its rotary settings with their base, in families with two embeddings; else {}."""
     if keys.thetas is None:
         return {}
     rope = rope_of(settings)
     if GLOBAL in rope or LOCAL in rope:
-        found = {kind: dict(rope.get(kind) or {}) for kind in (GLOBAL, LOCAL)}
+        ropes = {kind: dict(rope.get(kind) or {}) for kind in (GLOBAL, LOCAL)}
     else:
-        # Before transformers 5 scaling is of the layers without a window alone.
+        # Before transformers 5 only layers without a window are scaled.
         theta, local = settings.get("rope_theta"), settings.get("rope_local_base_freq")
-        found = {GLOBAL: {"rope_theta": theta} | dict(rope), LOCAL: {"rope_theta": local}}
+        ropes = {GLOBAL: {"rope_theta": theta} | dict(rope), LOCAL: {"rope_theta": local}}
     for kind, absent in zip((GLOBAL, LOCAL), keys.thetas, strict=True):
-        found[kind]["rope_theta"] = found[kind].get("rope_theta") or absent
-        found[kind]["rope_type"] = rope_type({"rope_parameters": found[kind]})
-    return found
+        ropes[kind]["rope_theta"] = ropes[kind].get("rope_theta") or absent
+        ropes[kind]["rope_type"] = rope_type({"rope_parameters": ropes[kind]})
+    return ropes
 
 
 def rope_type(settings: Mapping[str, Any]) -> str:
@@ -51,9 +51,9 @@ def rope_type(settings: Mapping[str, Any]) -> str:
 def rope_problem(
     settings: Mapping[str, Any], *, is_latent: bool = False, keys: AttentionKeys | None = None
 ) -> str | None:
-    """What is wrong with the rotary embedding that a config.json asks for; None when it is supported.
+    """Why the rotary embedding of a config.json is not supported; None if it is.
 
-    is_latent: it turns keys and queries of latent attention. keys: of the family; None: its attention is the usual.
+    is_latent: the model has latent attention. keys: those of the family; None: plain attention.
     """
     keys = keys or AttentionKeys()
     odd = [kind for kind in (GLOBAL, LOCAL) if not isinstance(rope_of(settings).get(kind) or {}, Mapping)]
@@ -90,7 +90,7 @@ def _is_above_0(value: object) -> bool:
 
 
 def _yarn_problem(rope: Mapping[str, Any]) -> str | None:
-    """What transformers and vLLM read differently."""
+    """Settings of yarn that transformers and vLLM read differently."""
     odd = [name for name in ("attention_factor", "truncate") if rope.get(name) is not None]
     if odd:
         return f"yarn with {', '.join(odd)} is not supported, because vLLM does not read it as transformers does"
@@ -100,12 +100,12 @@ def _yarn_problem(rope: Mapping[str, Any]) -> str | None:
 
 
 def yarn_growth(factor: float, mscale: float) -> float:
-    """How much yarn lets logits grow with the context: 0.1 m ln(factor) + 1 above factor 1."""
+    """Yarn's scale of logits: 0.1 m ln(factor) + 1 above factor 1, else 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def softmax_growth(settings: Mapping[str, Any]) -> float:
-    """What latent attention multiplies the usual scale of its softmax with; 1 without yarn."""
+    """Factor of the softmax scale of latent attention; 1 without yarn."""
     rope = rope_of(settings)
     if rope_type(settings) != YARN or not rope.get("mscale_all_dim"):
         return 1.0

@@ -1,4 +1,4 @@
-"""What a config.json says about the size and the kind of one model, under one set of names for all families."""
+"""The sizes of one model, read from its config.json, under one set of names for all families."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_rl.model.families.family import FIRST, LISTED, STEP, Experts, Fami
 from megatron_rl.model.families.registry import family_of
 
 DEFAULT_NUM_LABELS = 2
-"""transformers leaves out the labels of a classifier that has two."""
+"""transformers writes no labels for a classifier that has two."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens go to experts. `ffn_size`: columns of one expert; `normalised`: a token's weights add up to 1.
+    """How tokens are routed to experts. `ffn_size`: columns of one expert; `normalised`: a token's weights sum to 1.
 
-    shared_size: columns of the MLP that every token passes beside them, 0 where there is none; shared_gate: its output
-    is scaled per token. dense_layers: numbers of the layers that have a dense MLP instead. scoring: how experts are
-    chosen, of `num_groups` groups `groups_per_token` at most; None: by a softmax over all. scale: of the weights.
+    shared_size: columns of the MLP that every token passes beside them, 0 without one; shared_gate: its output is
+    scaled per token. dense_layers: numbers of the layers that have a dense MLP instead. scoring: how experts are
+    chosen, from at most `groups_per_token` of `num_groups` groups; None: by a softmax over all. scale: of the weights.
     """
 
     num_experts: int
@@ -37,7 +37,7 @@ class Routing:
 
     @classmethod
     def from_hf(cls, family: Family, settings: Mapping[str, Any]) -> Routing:
-        """From the content of a config.json of a family with experts. Raises KeyError when a number is not there."""
+        """Read it from the settings of a family with experts. Raises KeyError if a number is missing."""
         experts = experts_of(family)
         normalised, scoring = experts.norm_topk_prob, experts.scoring
         if normalised is None:
@@ -59,14 +59,14 @@ class Routing:
 
 
 def groups_of(scoring: Scoring | None, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """(groups of experts, groups of which a token's experts are); (1, 1) where they are one group."""
+    """(groups of experts, groups that a token may use); (1, 1) if all experts are one group."""
     if scoring is None or (scoring.method and settings.get(scoring.method[0]) != scoring.method[1]):
         return 1, 1
     return settings.get("n_group") or 1, settings.get("topk_group") or 1
 
 
 def routing_problem(routing: Routing) -> tuple[dict[str, Any], str] | None:
-    """The settings by which experts cannot be chosen in groups, and what must hold of them; None when they can."""
+    """Settings that do not fit the groups of experts, and the rule that they break; None if they fit."""
     groups, per_token, experts = routing.num_groups, routing.groups_per_token, routing.num_experts
     if routing.scoring is None or groups == 1:
         return None
@@ -80,7 +80,7 @@ def routing_problem(routing: Routing) -> tuple[dict[str, Any], str] | None:
 
 
 def shared_size(experts: Experts, settings: Mapping[str, Any]) -> int:
-    """Columns of the MLP beside the experts, all that lie side by side together; 0 where there is none."""
+    """Columns of the shared experts together; 0 without any."""
     shared = experts.shared
     if shared is None:
         return 0
@@ -89,7 +89,7 @@ def shared_size(experts: Experts, settings: Mapping[str, Any]) -> int:
 
 
 def dense_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Numbers of the layers without experts, ascending; () for a family without experts, whose layers are all alike."""
+    """Numbers of the layers without experts, ascending; () for a family without experts."""
     if family.experts is None:
         return ()
     given = {key: settings.get(key) for key in family.experts.dense_keys}
@@ -109,7 +109,7 @@ def routed_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...
 
 
 def dense_layers_problem(family: Family, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """The settings that say it and what must hold of them; None when they are right. Sizes must be right already."""
+    """Wrong settings of dense layers and the rule that they break; None if they are right. Check sizes before."""
     if family.experts is None:
         return None
     given = {key: settings[key] for key in family.experts.dense_keys if settings.get(key) is not None}
@@ -123,7 +123,7 @@ def dense_layers_problem(family: Family, settings: Mapping[str, Any]) -> tuple[d
 
 
 def experts_of(family: Family) -> Experts:
-    """How a family names its experts. Raises ValueError for a family without."""
+    """`Family.experts`. Raises ValueError for a family without experts."""
     if family.experts is None:
         raise ValueError(f"{family.architecture} has no experts")
     return family.experts
@@ -137,10 +137,12 @@ def num_experts_key(family: Family, settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of one model. `ffn_size` is that of the dense MLP, or of one expert; what follows `tied` is of models
-    with experts: `dense_ffn_size` are the columns of the MLPs of `dense_layers`, `shared_size` of the shared experts.
-    latent: sizes of latent attention, in which `head_size` is that of a query; None: attention is another.
-    qkv_bias, qk_norm: as of `Family`, where config.json says so. attention: the model's own choices; None: the usual.
+    """The sizes of one model. ffn_size: columns of the dense MLP, or of one expert.
+
+    num_experts to dense_ffn_size are for models with experts: `dense_ffn_size` are the columns of the MLPs of
+    `dense_layers`, `shared_size` those of the shared experts. latent: sizes of latent attention, where `head_size` is
+    that of a query; None: the model has none. qkv_bias, qk_norm: config.json asks for them (see `Family`). attention:
+    None with latent attention.
     """
 
     num_layers: int
@@ -163,12 +165,12 @@ class ModelShape:
 
     @property
     def num_routed_layers(self) -> int:
-        """Layers that have experts; 0 of a dense model."""
+        """Number of layers that have experts; 0 in a dense model."""
         return self.num_layers - len(self.dense_layers) if self.num_experts else 0
 
     @property
     def attention_parity(self) -> float:
-        """The length at which causal attention, 2 L A FLOPs a token and layer, costs as much as the matrices, 2 P.
+        """The length L at which causal attention, 2 L A FLOPs per token and layer, costs as much as the matrices, 2 P.
 
         A: elements of all heads; P: elements of the matrices that a token passes in a layer.
         """
@@ -180,7 +182,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, settings: Mapping[str, Any]) -> ModelShape:
-        """From the content of a config.json, as a plain dict. Raises ConfigError for an unknown architecture."""
+        """Read it from the settings of a config.json. Raises ConfigError for an unknown architecture."""
         family = family_of(settings["architectures"])
         settings = family.given(settings)
         heads = settings["num_attention_heads"]
@@ -209,19 +211,19 @@ class ModelShape:
 
 
 def is_on(settings: Mapping[str, Any], key: str | None) -> bool:
-    """Whether a setting is true; without a key it is not."""
+    """Whether a setting is true; False without a key."""
     return key is not None and bool(settings.get(key, False))
 
 
 def head_cap(settings: Mapping[str, Any]) -> float | None:
-    """The bound on the logits of a config.json's model; None where there is none."""
+    """The bound on the logits of a config.json's model; None without one."""
     family = family_of(settings["architectures"])
     key = family.style.head_cap
     return None if key is None else family.given(settings).get(key) or None
 
 
 def sliding_window(family: Family, settings: Mapping[str, Any]) -> int | None:
-    """How many positions, its own among them, a token attends to; None: all before it."""
+    """Number of positions, including its own, that a token attends to; None: all before it."""
     window = family.window
     if window is None or (window.switch is not None and not settings.get(window.switch, False)):
         return None
@@ -230,7 +232,7 @@ def sliding_window(family: Family, settings: Mapping[str, Any]) -> int | None:
 
 
 def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that put full attention in the place of a window, for a run in which that is the same; else empty."""
+    """Settings that replace a window by full attention, for runs where both are equal; {} without a window."""
     if family.window is None or sliding_window(family, settings) is None:
         return {}
     switch = {} if family.window.switch is None else {family.window.switch: False}
@@ -238,12 +240,12 @@ def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any
 
 
 def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What vLLM must be told beside config.json, so that it computes what transformers does."""
-    told = full_attention(family, settings) | dict(family.rollout)
+    """Settings that vLLM needs beside config.json to compute what transformers computes."""
+    overrides = full_attention(family, settings) | dict(family.rollout)
     if family.experts is not None and family.experts.scoring is not None:
         groups, per_token = groups_of(family.experts.scoring, settings)
-        told |= {"n_group": groups, "topk_group": per_token}
-    return told
+        overrides |= {"n_group": groups, "topk_group": per_token}
+    return overrides
 
 
 def num_labels(settings: Mapping[str, Any]) -> int:
