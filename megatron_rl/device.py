@@ -24,68 +24,66 @@ def set_rng_states(states: list[torch.Tensor]) -> None:
 
 
 def has_varlen_attention(tensor: torch.Tensor) -> bool:
-    """Whether torch has a kernel that attends within segments of any length, for this tensor's device and type."""
+    """Whether torch has a variable-length attention kernel for this tensor's device and dtype."""
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def has_fused_norm(tensor: torch.Tensor) -> bool:
-    """Whether torch's RMS norm of this tensor is one kernel, backward too; on the CPU it is a dozen operations."""
+    """Whether torch's RMS norm of this tensor is one kernel, in backward too; on the CPU it is a dozen operations."""
     return tensor.device.type != "cpu"
 
 
 def shares_prompts(device: torch.device) -> bool:
-    """Whether rows that lie end to end may have the tokens of a prompt in common.
+    """Whether packed rows may share the tokens of a prompt.
 
-    On CUDA they may not: the kernel for segments of any length reads each one's keys end to end.
+    On CUDA they may not, because the variable-length kernel reads the keys of each segment end to end.
     """
     return device.type == "cpu"
 
 
 def has_grouped_mm(tensor: torch.Tensor) -> bool:
-    """Whether torch multiplies groups of rows by a matrix each in one call, for this tensor's device and type.
-
-    Rows must be a multiple of 16 bytes.
+    """Whether torch has a grouped matrix product for this tensor's device and dtype. Rows must be a multiple of
+    16 bytes.
     """
-    if tensor.dtype != torch.bfloat16 or not hasattr(torch.nn.functional, "grouped_mm"):
+    if tensor.dtype != torch.bfloat16:
         return False
     return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that this thread's stream was given; the CPU has."""
+    """Wait until the device has finished the work of this thread's stream; nothing to do on CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def settled_seconds(device: torch.device) -> float:
-    """A steady clock, read when the device has done all that this thread's stream was given.
+    """Seconds of a monotonic clock, after the device has finished the work of this thread's stream.
 
-    Read at the edges of a phase, it gives the phase its own work: collectives and kernels on CUDA only begin when they
-    are called.
+    CUDA kernels and collectives run after their calls return; waiting at both ends of a phase times its own work.
     """
     synchronize(device)
     return time.perf_counter()
 
 
 def release_cached(device: torch.device) -> None:
-    """Give memory that no tensor uses back to the GPU, for whoever needs it next; on the CPU it is not kept."""
+    """Release cached memory that no tensor uses, so that other allocators can take it; nothing to do on CPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def keep_current_stream(device: torch.device) -> None:
-    """Say once more which stream is this thread's; nothing to do on CPU.
+    """Set this thread's current stream again; nothing to do on CPU.
 
-    vLLM notes the streams that are set, and where none was it moves the thread to a new one, for good.
+    vLLM records the streams that are set. If none was set, it moves the thread to a new stream for good.
     """
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.current_stream(device))
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """What a thread must enter to work on the device beside the one that calls this; on the CPU there is nothing to do.
+    """A context in which another thread works on a stream of its own; on the CPU it does nothing.
 
-    It begins after what the caller's stream was given so far. The thread must end with `synchronize`.
+    The stream begins after the work that the caller's stream has so far. The thread must end with `synchronize`.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -95,14 +93,14 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class GivenBack:
-    """Bytes that torch counts as handed out although their memory was given back under it, by their owners."""
+    """Bytes that torch counts as allocated although their owners have released the memory under them."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[int, int]] = {}
         self._least: dict[int, int] = {}
 
     def note(self, owner: int, index: int, num_bytes: int) -> None:
-        """`owner` (any number of its own) has given so many bytes of the GPU `index` back; 0: it has them all."""
+        """`owner`, a unique number, has released `num_bytes` of the GPU `index`; 0: it has allocated them again."""
         if num_bytes:
             self._sizes[owner] = index, num_bytes
         else:
@@ -110,11 +108,11 @@ class GivenBack:
         self._least[index] = min(self.least(index), self._now(index))
 
     def begin(self, index: int) -> None:
-        """Begin a new measurement of `least`."""
+        """Start a new measurement of `least`."""
         self._least[index] = self._now(index)
 
     def least(self, index: int) -> int:
-        """What was away of the GPU `index` at every moment since `begin`."""
+        """The least number of released bytes of the GPU `index` since `begin`."""
         return self._least.get(index, 0)
 
     def _now(self, index: int) -> int:
@@ -122,7 +120,7 @@ class GivenBack:
 
 
 GIVEN_BACK = GivenBack()
-"""This process's."""
+"""The released bytes of this process."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +155,15 @@ class Device:
             torch.cuda.set_device(self.local_rank)
 
     def reset_peak_memory(self) -> None:
-        """Begin a new measurement of `peak_memory_bytes`; nothing to do on CPU."""
+        """Start a new measurement of `peak_memory_bytes`; nothing to do on CPU."""
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(self.local_rank)
             GIVEN_BACK.begin(self.local_rank)
 
     def peak_memory_bytes(self) -> int | None:
-        """Most bytes that tensors had on the GPU since `reset_peak_memory`; None on CPU, where nobody counts.
+        """Peak allocated bytes since `reset_peak_memory`; None on CPU.
 
-        Where memory that keeps its addresses has come or gone meanwhile, it counts as there all the time.
+        Memory with fixed addresses that was allocated for a part of that time counts for all of it.
         """
         if self.kind != "cuda":
             return None

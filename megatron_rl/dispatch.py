@@ -1,7 +1,7 @@
-"""How one controller call becomes one call per rank, and how the answers become one: declared, not performed.
+"""Declare how one controller call becomes one call per rank, and how the answers are joined.
 
-A role marks methods with `@remote_method`; the controller reads the mark. A type checker sees such a method as what the
-controller calls: it returns a `Future`. No Ray, no torch.distributed here.
+A role marks methods with `@remote_method`; the controller reads the mark. A type checker sees such a method as the
+controller's: it returns a `Future`. No Ray, no torch.distributed here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ Owner = TypeVar("Owner")
 class Dispatch(enum.Enum):
     """Which rank gets which rows of the records in a call, and whose answer counts.
 
-    ONE_TO_ALL: every rank gets every argument whole; all answers, as a list in rank order.
-    DP: records are split over data-parallel ranks (the same rows for all tp/pp ranks of one);
-        collected from each data-parallel rank's collector (tp_rank 0 of the last pipeline stage).
-    ROLLOUT_DP: records are split over rollout replicas, collected from one rank of each.
-    REPLICAS: every rank gets every argument whole; the answers of one rank of each rollout replica, as a list.
-    RANK_ZERO: only rank 0 is called; its answer.
+    ONE_TO_ALL: every rank gets every argument whole; returns all answers, as a list in rank order. DP: records are
+    split over data-parallel ranks (all tp/pp ranks of one get the same rows); returns the joined answers of each
+    data-parallel rank's collector (tp_rank 0 of the last pipeline stage). ROLLOUT_DP: records are split over rollout
+    replicas; returns the joined answers of one rank of each. REPLICAS: every rank gets every argument whole; returns
+    the answers of one rank of each rollout replica, as a list. RANK_ZERO: only rank 0 is called; returns its answer.
     """
 
     ONE_TO_ALL = "one_to_all"
@@ -37,10 +36,10 @@ class Dispatch(enum.Enum):
 
 
 class Stop(enum.Enum):
-    """What a method means to a run that a signal has asked to stop.
+    """Whether a run that a signal has asked to stop may stop instead of calling a method.
 
-    UNRELATED: it is called all the same. BEFORE: a late run may stop instead of calling it. NEVER_AFTER: the same, but
-    it changes weights: once it was called, the step is always finished.
+    UNRELATED: no. BEFORE: yes. NEVER_AFTER: yes, but the method changes weights, so after its first call the step is
+    always finished.
     """
 
     UNRELATED = enum.auto()
@@ -52,10 +51,10 @@ class Stop(enum.Enum):
 class RemoteMethod:
     """The mark that `@remote_method` leaves on a method.
 
-    phase: under which name its time and memory are reported; "score" and "update" stand for the phases of the role's
-    own passes (`RoleSpec`). balanced: rows may be shared out among data-parallel ranks by their lengths; the records
-    must have `input_ids`, and the answers be records, whose rows come back in the order of the call, dicts, or tuples
-    of those.
+    phase: the name under which its time and memory are reported; "score" and "update" stand for the phases of the
+    role's own passes (`RoleSpec`). balanced: rows may be split over data-parallel ranks by their lengths; the records
+    must have `input_ids`, and the answers must be records, dicts or tuples of these. Rows of returned records are in
+    the order of the call.
     """
 
     dispatch: Dispatch
@@ -65,10 +64,10 @@ class RemoteMethod:
 
 
 @dataclass(frozen=True)
-class Beside(Generic[Answer]):
-    """A record in a call whose rows are shared out by themselves, as there are others than of the call's own records.
+class ExtraBatch(Generic[Answer]):
+    """A second record in a call, whose rows are split independently of the call's other records.
 
-    A rank gets it with its share of the rows; or, where there are fewer than ranks, with a row that counts nothing.
+    A rank gets it with its share of the rows. If there are fewer rows than ranks, some get a row that does not count.
     """
 
     record: Answer
@@ -76,10 +75,10 @@ class Beside(Generic[Answer]):
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands, as it reports itself once its process groups exist.
+    """The place of one rank, as it reports it once its process groups exist.
 
-    `dp_collector` and `replica_collector` say whether this rank's answer represents its
-    data-parallel rank or its rollout replica.
+    dp_collector, replica_collector: whether this rank's answer counts for its data-parallel rank, and for its rollout
+    replica.
     """
 
     rank: int
@@ -93,9 +92,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class CallInterval:
-    """When one method ran: from the first to the last of the ranks whose answers count, in seconds since the epoch.
+    """The interval of one call: from the first to the last of the ranks whose answers count, in seconds since the
+    epoch.
 
-    seconds: what it took the slowest of them, by its own clock.
+    seconds: duration on the slowest of them, by its own clock.
     """
 
     pool: str
@@ -116,7 +116,7 @@ class Future(Generic[Answer]):
 
     @classmethod
     def done(cls, result: Answer) -> Future[Answer]:
-        """Of a call that has returned."""
+        """A future of a call that has returned."""
         future = cls(lambda _: result)
         future.get()
         return future
@@ -124,9 +124,9 @@ class Future(Generic[Answer]):
     def get(self, timeout: float | None = None) -> Answer:
         """Wait for all ranks and return the joined answer (see `routing.join_answers`).
 
-        Raises WorkerFailure (or the rank's own MegatronRLError) when any rank of any pool failed in this call or an
-        earlier one; all pools are then over. A replica that fails ends nothing but itself. Raises TimeoutError after
-        `timeout` seconds; the call goes on and `get` may be repeated.
+        Raises WorkerFailure (or the rank's own MegatronRLError) if any rank of any pool failed in this call or an
+        earlier one; all pools are then ended. A failed replica ends only itself. Raises TimeoutError after `timeout`
+        seconds; the call continues and `get` may be repeated.
         """
         if self._fetch is not None:
             self._result = self._fetch(timeout)
@@ -135,13 +135,13 @@ class Future(Generic[Answer]):
 
 
 class Observer(Protocol):
-    """Who hears what the controller calls; a run's is `CallObserver`."""
+    """Is notified of the controller's calls; see `CallObserver`."""
 
     def before(self, remote_method: RemoteMethod) -> None:
-        """A method is about to be called; may raise to stop the run instead."""
+        """A method is about to be called. May raise to stop the run instead."""
 
     def waiting(self, phase: str) -> AbstractContextManager[None]:
-        """Round the wait for an answer."""
+        """A context around the wait for an answer."""
 
     def ran(self, interval: CallInterval) -> None:
         """A method has been answered."""
@@ -162,7 +162,7 @@ class Nobody:
 
 
 def is_collector(dispatch: Dispatch, place: Coordinates) -> bool:
-    """Whether the answer of the rank at `place` counts; those of all others are dropped where they are made."""
+    """Whether the answer of the rank at `place` counts; other ranks drop theirs."""
     match dispatch:
         case Dispatch.DP:
             return place.dp_collector
@@ -200,8 +200,8 @@ def remote_method(
 def remote_method(dispatch: Dispatch, *, phase: str = "", balanced: bool = False, stop: Stop = Stop.UNRELATED) -> Any:
     """Mark a method as callable from the controller (see `RemoteMethod`). On a rank it stays a plain method.
 
-    A type checker sees the controller's side: a `Future` of all ranks' answers, of rank 0's, or of the joined record
-    or dict of those that count, where None means that a rank's does not.
+    A type checker sees the controller's side: a `Future` of all ranks' answers, of rank 0's, or of the joined record or
+    dict of those that count. A rank whose answer does not count returns None.
     """
 
     def mark(method: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The errors a user can cause or must be told about, each with its process exit code.
+"""The errors that a user can cause or must know about, each with its process exit code.
 
 Every message prints the values, the rule they break and the nearest valid choice.
 """
@@ -13,11 +13,10 @@ from typing import Any
 class Violation:
     """One broken rule as data; its text is made from it.
 
-    settings: what breaks the rule, key -> value: dotted keys of the configuration, or keys of the JSON file `file`.
-    rule: what must hold, as the rest of the sentence that names the settings.
-    nearest: key -> value that mends this violation when put in; empty: no value can be offered.
-    hint: what else there is to say. subject: what the sentence calls the settings; empty: key=value, or the file's
-    key=value.
+    settings: key -> value of what breaks the rule: dotted keys of the configuration, or keys of the JSON file `file`.
+    rule: what must hold, as the predicate of a sentence about the settings.
+    nearest: key -> value that satisfies the rule; empty: there is no such value.
+    hint: further advice. subject: the subject of the sentence; empty: key=value, or the file's key=value.
     """
 
     settings: dict[str, Any]
@@ -51,7 +50,7 @@ class Violation:
 
 
 def shown(value: Any) -> str:
-    """A value as it is written in an override."""
+    """A value in the form of an override."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -68,9 +67,9 @@ class MegatronRLError(Exception):
 
 
 class ConfigError(MegatronRLError):
-    """The configuration, or a file it names, cannot work. Raised before any process is started.
+    """The configuration, or a file that it names, cannot work. Raised before any process is started.
 
-    `violations`: the same as data, where rules were checked.
+    violations: the broken rules as data, if rules were checked.
     """
 
     exit_code = 2
@@ -87,7 +86,7 @@ class WorkerFailure(MegatronRLError):
 
 
 class WorkerStall(WorkerFailure):
-    """A worker stopped answering, or its method stopped getting on; message and note say where it was."""
+    """A worker stopped answering, or its method made no progress; message and note say where it was."""
 
 
 class RewardError(MegatronRLError):

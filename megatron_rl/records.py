@@ -1,4 +1,4 @@
-"""Typed records that travel between stages. Shapes live here.
+"""Typed records that roles and the controller exchange, with their shapes.
 
 Legend: B rows (samples), P prompt tokens, R response tokens, L = P + R.
 `[B, (R)]` is a ragged tensor: `torch.nested` in jagged layout, one row per sample, nothing padded.
@@ -54,31 +54,31 @@ def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def no_responses(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(zero response lengths [B], empty float32 ragged field [B, (0)]) for rows that must not count."""
+    """(zero response lengths [B], empty float32 ragged field [B, (0)]) for rows that do not count."""
     lengths = torch.zeros(num_rows, dtype=torch.int64)
     return lengths, ragged_from_lengths(torch.empty(0), lengths)
 
 
 def known(field: torch.Tensor | None) -> torch.Tensor:
-    """A field that the loop must have filled by now. Raises ValueError where it is None."""
+    """A field that must be filled. Raises ValueError if it is None."""
     if field is None:
         raise ValueError("a field of this record is needed before it was computed")
     return field
 
 
 Conversation = str | list[dict[str, Any]]
-"""A prompt as its file has it: text, or messages with role and content."""
+"""A prompt in the form of its file: text, or messages with role and content."""
 
 
 class Prompts(TensorClass):
-    """Questions of one step, as tokens, with what the reward function will be told about them.
+    """The prompts of one step, as tokens, with the arguments of the reward function.
 
-    index: int64 [B], row number in the dataset; names the prompt in seeds and sample tables.
-    sample: int64 [B], which of the `rollout.n` samples of that prompt this row is.
+    index: int64 [B], row number in the dataset; identifies the prompt in seeds and sample tables.
+    sample: int64 [B], the number of this row among the `rollout.n` samples of its prompt.
     prompt_ids: int64 [B, (P)].
     data_source, ground_truth, extra_info: non-tensor, one per row (str, str, dict).
-    uid: int64 [B], the same for the samples that are compared with each other; None before `repeat`.
-    raw_prompt: non-tensor, one `Conversation` per row, where a reward model reads text; else None.
+    uid: int64 [B], equal for the samples of a group, which are compared with each other; None before `repeat`.
+    raw_prompt: non-tensor, one `Conversation` per row, if a reward model reads text; else None.
     """
 
     index: torch.Tensor
@@ -91,18 +91,18 @@ class Prompts(TensorClass):
     raw_prompt: list[Conversation] | None = None
 
     def repeat(self, num_samples: int) -> Prompts:  # type: ignore[override]  # a tensor's takes a number for each dim
-        """Each row `num_samples` times, samples of one row adjacent, `sample` counting all samples of a prompt from 0.
+        """Each row `num_samples` times; samples of one row are adjacent, and `sample` counts a prompt's samples from 0.
 
-        A prompt that the batch holds twice (where it straddles two epochs) goes on counting, so no two samples share
-        a seed, and makes two groups, as every row here makes one: `uid` is the row's number.
+        If a prompt is in the batch twice (at the border of two epochs), `sample` continues counting, so that no two
+        samples share a seed. Every row here makes one group, so such a prompt has two: `uid` is the row's number.
         """
         rows = torch.arange(len(self)).repeat_interleave(num_samples)
         repeated = self[rows]
         repeated.uid = rows
-        seen: Counter[int] = Counter()
+        num_samples_of: Counter[int] = Counter()
         for row, index in enumerate(repeated.index.tolist()):
-            repeated.sample[row] = seen[index]
-            seen[index] += 1
+            repeated.sample[row] = num_samples_of[index]
+            num_samples_of[index] += 1
         return repeated
 
     def one_per_group(self) -> Prompts:
@@ -115,9 +115,9 @@ class Prompts(TensorClass):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw responses: temperature 0 is greedy; `max_tokens` counts the end token.
+    """Sampling parameters: temperature 0 is greedy; `max_tokens` counts the end token.
 
-    `salt` enters every request's seed and tells one batch from the next.
+    salt: a part of every request's seed that differs between batches.
     """
 
     temperature: float
@@ -128,14 +128,14 @@ class Sampling:
 
 
 class Generations(TensorClass):
-    """What the rollout engine returns for B prompts.
+    """The rollout engine's answers to B prompts.
 
     response_ids: int64 [B, (R)], with the end-of-sequence token when the model produced one.
     rollout_log_probs: float32 [B, (R)], the engine's own log-probability of each sampled token.
-    truncated: bool [B], the response hit `max_response_length` before its end.
-    versions: int64 [B, (R)], of the weights that drew each token, in training steps; None where all are the newest.
-    routed_experts: uint8 or int16 [B, (T), layers, K], the K experts of every layer that has experts to which the
-    engine has sent each of the T = L - 1 tokens that it has read, all but the last; None where it does not say.
+    truncated: bool [B], the response reached `max_response_length` before its end.
+    versions: int64 [B, (R)], the weights that drew each token, in training steps; None if all are the newest.
+    routed_experts: uint8 or int16 [B, (T), layers, K], the K experts of each token in every layer that has experts. The
+    T = L - 1 tokens are those that the engine has read, all but the last. None if the engine does not return them.
     """
 
     response_ids: torch.Tensor
@@ -159,11 +159,11 @@ class Sequences(TensorClass):
 class TokenScores(TensorClass):
     """One float per response token, from a model role: scores float32 [B, (R)].
 
-    sum_pi_squared: float32 [B, (R)], of every token's distribution the sum of squared probabilities, where the
-    estimator needs it; else None.
-    routed_experts: uint8 or int16 [B, (L), layers, K], the experts of every token, where they are recorded; else None.
-    num_other_experts: int64 [B], how many of the experts that the scored record names for a row the routers would not
-    have chosen; None where it names none.
+    sum_pi_squared: float32 [B, (R)], the sum of squared probabilities of every token's distribution, if the estimator
+    needs it; else None.
+    routed_experts: uint8 or int16 [B, (L), layers, K], the experts of every token, if they are recorded; else None.
+    num_other_experts: int64 [B], how many of a row's recorded experts the routers would not have chosen; None without
+    recorded experts.
     """
 
     scores: torch.Tensor
@@ -179,18 +179,17 @@ class SequenceScores(TensorClass):
 
 
 class AnswerScores(TensorClass):
-    """One float per answer, of rows as in `AnswerBatch`: scores float32 [G, (n)]."""
+    """One float per answer, with the rows of `AnswerBatch`: scores float32 [G, (n)]."""
 
     scores: torch.Tensor
 
 
 class ActorBatch(TensorClass):
-    """What one policy update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
+    """The input of one policy update. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
 
-    old_log_probs: None where they are the update's own. ref_log_probs: where a KL to the reference enters the loss.
-    rollout_weights: importance weights of the tokens, and
-    kept: 1 for those that count, where the rollout's samples are corrected. Else None.
-    routed_experts: as of `Sequences`; the update sends each token to these experts.
+    old_log_probs: None if the update computes them itself. ref_log_probs: if the loss has a KL to the reference, else
+    None. rollout_weights: importance weights of the tokens; kept: 1 for tokens that count; both None without rollout
+    correction. routed_experts: see `Sequences`; the update sends each token to these experts.
     """
 
     input_ids: torch.Tensor
@@ -203,7 +202,7 @@ class ActorBatch(TensorClass):
     routed_experts: torch.Tensor | None = None
 
     def neutral(self) -> ActorBatch:
-        """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
+        """A copy with empty responses, which fills up a split and adds nothing to a loss."""
         zero, empty = no_responses(len(self))
         old, *others = (
             None if field is None else empty
@@ -213,9 +212,9 @@ class ActorBatch(TensorClass):
 
 
 class CriticBatch(TensorClass):
-    """What one value update reads. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
+    """The input of one value update. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
 
-    kept: as of `ActorBatch`.
+    kept: see `ActorBatch`.
     """
 
     input_ids: torch.Tensor
@@ -225,22 +224,24 @@ class CriticBatch(TensorClass):
     kept: torch.Tensor | None = None
 
     def neutral(self) -> CriticBatch:
-        """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
+        """A copy with empty responses, which fills up a split and adds nothing to a loss."""
         zero, empty = no_responses(len(self))
         kept = None if self.kept is None else empty
         return CriticBatch(self.input_ids, zero, empty, empty, kept, batch_size=self.batch_size)
 
 
 class TokenBatch(TensorClass):
-    """What an update by cross-entropy reads: see `Sequences`; here the response is everything from the first token that
-    counts on. kept: float32 [B, (R)], 1 for those that count."""
+    """The input of a cross-entropy update: see `Sequences`. The response begins with the first token that counts.
+
+    kept: float32 [B, (R)], 1 for tokens that count.
+    """
 
     input_ids: torch.Tensor
     response_lengths: torch.Tensor
     kept: torch.Tensor
 
     def neutral(self) -> TokenBatch:
-        """The same rows with empty responses: they fill up a split and contribute nothing to a loss."""
+        """A copy with empty responses, which fills up a split and adds nothing to a loss."""
         return TokenBatch(self.input_ids, *no_responses(len(self)), batch_size=self.batch_size)
 
     def sequences(self) -> Sequences:
@@ -249,12 +250,12 @@ class TokenBatch(TensorClass):
 
 
 class AnswerBatch(TensorClass):
-    """Answers that are compared with each other, one prompt's to a row, so that no split parts them.
+    """Answers that are compared with each other. A row has all answers to one prompt, so that no split separates them.
 
-    G prompts, of which each has n answers: whole sequences of L tokens, prompt first, which lie end to end in
-    input_ids: int64 [G, (T)]. lengths, response_lengths: int64 [G, (n)], of each sequence, and of what is scored at its
-    end. kept: float32 [G, (R)], 1 where a scored token counts. given, labels: float32 [G, (n)], what the loss is told
-    of each answer beside its tokens (`losses.objectives`). weights: float32 [G], 0 for a row that fills up a split.
+    G prompts with n answers each. input_ids: int64 [G, (T)], the whole sequences, prompt first, end to end. lengths,
+    response_lengths: int64 [G, (n)], of each sequence and of its scored end. kept: float32 [G, (R)], 1 for scored
+    tokens that count. given, labels: float32 [G, (n)], arguments of the loss for each answer (`losses.objectives`).
+    weights: float32 [G], 0 for a row that fills up a split.
     """
 
     input_ids: torch.Tensor
@@ -266,18 +267,18 @@ class AnswerBatch(TensorClass):
     weights: torch.Tensor
 
     def neutral(self) -> AnswerBatch:
-        """The same rows, none of which counts."""
-        found = self.clone()
-        found.weights = torch.zeros_like(self.weights)
-        return found
+        """A copy whose rows do not count."""
+        neutral = self.clone()
+        neutral.weights = torch.zeros_like(self.weights)
+        return neutral
 
     @property
     def sizes(self) -> torch.Tensor:
-        """int64 [G]: answers of each prompt."""
+        """int64 [G]: number of answers of each prompt."""
         return row_lengths(self.lengths)
 
     def rows(self) -> TokenBatch:
-        """One answer to a row, prompt after prompt."""
+        """The answers as one row each, prompt after prompt."""
         lengths = self.response_lengths.values()
         return TokenBatch(
             ragged_from_lengths(self.input_ids.values(), self.lengths.values()),
@@ -288,14 +289,14 @@ class AnswerBatch(TensorClass):
 
 
 class Experience(TensorClass):
-    """Everything the loop knows about one step's samples; fields are filled as it computes them, None until then.
+    """All data of one step's samples. The loop fills fields as it computes them; they are None until then.
 
     input_ids int64 [B, (L)], response_lengths int64 [B], groups int64 [B] (equal for the samples of one prompt);
     truncated: bool [B], as of `Generations`;
     scores, greedy_scores: float32 [B], the task reward, and that of the greedy answer to the same prompt;
-    components: float32 [B, K], numbers of the reward function that are normalised apart;
-    versions int64 [B, (R)], of the weights that drew each token; None where all are the newest;
-    routed_experts, as of `Sequences`: the engine's, or with R2 those of the pass for old log-probs;
+    components: float32 [B, K], values of the reward function that are normalised separately;
+    versions int64 [B, (R)], the weights that drew each token; None if all are the newest;
+    routed_experts (see `Sequences`): those of the engine, or with R2 those of the pass for old log-probs;
     rollout_log_probs, old_log_probs, sum_pi_squared, ref_log_probs, old_values, rewards, advantages, returns,
     rollout_weights, kept: float32 [B, (R)].
     """
@@ -321,12 +322,12 @@ class Experience(TensorClass):
     routed_experts: torch.Tensor | None = None
 
     def sequences(self, with_experts: bool = False) -> Sequences:
-        """The token rows alone, for a role that scores them; with the experts of their tokens if told."""
+        """The token rows for a role that scores them, with the experts of their tokens if `with_experts`."""
         experts = self.routed_experts if with_experts else None
         return Sequences(self.input_ids, self.response_lengths, experts, batch_size=self.batch_size)
 
     def actor_batch(self, with_reference: bool = False, with_experts: bool = False) -> ActorBatch:
-        """The fields a policy update reads; needs `advantages`, and `ref_log_probs` if told."""
+        """The input of a policy update; needs `advantages`, and `ref_log_probs` if `with_reference`."""
         return ActorBatch(
             self.input_ids,
             self.response_lengths,
@@ -340,7 +341,7 @@ class Experience(TensorClass):
         )
 
     def critic_batch(self) -> CriticBatch:
-        """The fields a value update reads; needs `old_values` and `returns`."""
+        """The input of a value update; needs `old_values` and `returns`."""
         fields = known(self.old_values), known(self.returns), self.kept
         return CriticBatch(self.input_ids, self.response_lengths, *fields, batch_size=self.batch_size)
 
@@ -355,16 +356,16 @@ def concatenate(records: Sequence[Record]) -> Record:
 
 
 TokenRows = Sequences | ActorBatch | CriticBatch | TokenBatch
-"""Records with `input_ids` and `response_lengths`: what a model role reads."""
+"""Records with `input_ids` and `response_lengths`, which model roles read."""
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """What a checkpoint says of a trained role beside its tensors; the same on all ranks.
+    """The state of a trained role in a checkpoint beside its tensors; equal on all ranks.
 
-    num_updates: optimizer steps taken, which is where the learning-rate schedule stands. adam_step: what Adam corrects
-    its moments' bias by. loss_scale: what the loss is multiplied with in float16, a power of two; 0: it is not scaled.
-    good_steps: updates since the scale last changed.
+    num_updates: number of optimizer steps, the position in the learning-rate schedule. adam_step: the step of Adam's
+    bias correction. loss_scale: factor of the loss in float16, a power of two; 0: it is not scaled. good_steps: number
+    of updates since the scale last changed.
     """
 
     num_updates: int

@@ -19,7 +19,7 @@ import torch
 from tensordict import is_tensor_collection
 
 from megatron_rl.cluster.call_arguments import Payload
-from megatron_rl.dispatch import Beside, Coordinates, Dispatch
+from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
 from megatron_rl.parallel.balance import SequenceWork, share_out
 from megatron_rl.records import row_lengths
 
@@ -90,7 +90,7 @@ def split_call(
 
     Top-level arguments that are records are split, all others go whole into every payload. With `work` chunks have
     about equal work, judged by the `input_ids` of the first record; without, rows stay in their order. A record in
-    `Beside` is split in the same way by itself.
+    `ExtraBatch` is split in the same way by itself.
     Raises ValueError when records of one call differ in rows or have none.
     """
     records = [value for value in (*args, *kwargs.values()) if is_record(value)]
@@ -134,21 +134,21 @@ def _order(record: Any, sizes: list[int], work: SequenceWork | None) -> torch.Te
 
 @dataclass(frozen=True)
 class _Parts:
-    """An extra record of the call (`Beside`), in chunks."""
+    """An extra record of the call (`ExtraBatch`), in chunks."""
 
     chunks: list[Any]
 
 
 def _parts_of(value: Any, num_chunks: int, work: SequenceWork | None) -> Any:
     """Split an extra record of the call; return any other value unchanged."""
-    if not isinstance(value, Beside):
+    if not isinstance(value, ExtraBatch):
         return value
     record: Any = value.record
     sizes = chunk_sizes(len(record), num_chunks)
     order = _order(record, sizes, work)
     record = record if order is None else record[order]
     stops = list(accumulate(sizes))
-    return _Parts([Beside(_chunk(record, stop - size, stop)) for stop, size in zip(stops, sizes, strict=True)])
+    return _Parts([ExtraBatch(_chunk(record, stop - size, stop)) for stop, size in zip(stops, sizes, strict=True)])
 
 
 def _chunk(value: Any, start: int, stop: int, number: int = 0) -> Any:

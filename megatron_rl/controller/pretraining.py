@@ -18,7 +18,7 @@ from megatron_rl.data.examples import Example, token_batch
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.data.reading import read_examples
 from megatron_rl.data.reading_options import ReadingOptions
-from megatron_rl.dispatch import Beside
+from megatron_rl.dispatch import ExtraBatch
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.config_json import model_facts
 from megatron_rl.records import TokenBatch
@@ -48,11 +48,11 @@ class Pretraining:
             )
         self.notes = [f"pretraining: {in_ptx(line)}" for line in report.lines()]
 
-    def next(self) -> Beside[TokenBatch] | None:
+    def next(self) -> ExtraBatch[TokenBatch] | None:
         """The next batch, of which every data-parallel rank gets its share besides the samples."""
         if self._cursor is None:
             return None
-        return Beside(token_batch([self._examples[index] for index in self._cursor.next_indices()]))
+        return ExtraBatch(token_batch([self._examples[index] for index in self._cursor.next_indices()]))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, and of which examples; JSON-ready."""

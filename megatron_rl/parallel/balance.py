@@ -1,4 +1,4 @@
-"""Share sequences out so that every part has about the same work: over ranks, and into packs. Pure and torch-free.
+"""Split sequences so that every part has about the same work: over ranks, and into packs. Pure and torch-free.
 
     lengths --SequenceWork--> work --share_out--> parts of given capacity --pack--> as few packs as there can be
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOLERANCE = 1e-3
-"""Parts whose work differs by less than this share of their mean are even enough."""
+"""Parts are even if their work differs by less than this share of the mean."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,11 @@ class SequenceWork:
 
 
 def share_out(work: Sequence[float], weights: Sequence[int], capacities: Sequence[int]) -> list[list[int]] | None:
-    """Parts of at most `capacities` in summed `weights`, with about equal `work`; None where that was not found.
+    """Split items into parts with about equal `work`, each with at most its capacity in summed `weights`.
 
-    The heaviest first, each to the part with the least work that has room for it, then exchanges of two items or moves
-    of one between the part with the most work and the others. Indices within a part ascend.
+    Returns None if no split was found. The heaviest item comes first; each goes to the part with the least work that
+    has room for it. Then items are exchanged or moved between the part with the most work and the others. Indices
+    within a part ascend.
     """
     order = sorted(range(len(work)), key=lambda item: (-work[item], item))
     parts: list[list[int]] = [[] for _ in capacities]
@@ -61,7 +62,7 @@ def share_out(work: Sequence[float], weights: Sequence[int], capacities: Sequenc
 def even_out(
     parts: list[list[int]], work: Sequence[float], weights: Sequence[int], room: list[int], done: list[float]
 ) -> None:
-    """Lower the largest `done` by exchanges that keep every part within its `room`, as long as that gets anywhere."""
+    """Lower the largest `done` by exchanges that keep every part within its `room`, while that helps."""
     mean = sum(done) / len(done)
     for _ in range(4 * len(parts)):
         heavy = max(range(len(parts)), key=done.__getitem__)
@@ -86,24 +87,24 @@ def even_out(
 
 @dataclass(frozen=True)
 class Swap:
-    """One item out of the part with more work, and one or none in return; `moved`: the work that changes sides."""
+    """Move one item out of the part with more work and one or none back. moved: the difference in work."""
 
     give: int | None
     take: int | None
     moved: float
 
     def gain(self, wanted: float) -> float:
-        """How much nearer two parts come to their mean, from which they are `wanted` away."""
+        """How much closer two parts come to their mean, from which they are `wanted` away."""
         return wanted - abs(wanted - self.moved)
 
 
 def best_exchange(
     heavy: list[int], light: list[int], work: Sequence[float], weights: Sequence[int], heavy_room: int, light_room: int
 ) -> Swap:
-    """The exchange after which two parts differ least in work; one that moves nothing where none is allowed."""
+    """The exchange after which two parts differ least in work; one without items if none is allowed."""
     wanted = (sum(work[item] for item in heavy) - sum(work[item] for item in light)) / 2
     best = Swap(None, None, 0.0)
-    # By work, so that for each item the best partners stand next to one place.
+    # Sorted by work, so that the best partners of an item are around one place.
     partners = sorted([(0.0, -1), *((work[item], item) for item in light)])
     for give in heavy:
         place = bisect_left(partners, (work[give] - wanted, -1))
@@ -118,9 +119,10 @@ def best_exchange(
 def pack(
     tokens: Sequence[int], work: Sequence[float], max_tokens: int, num_packs: int = 1, multiple: int = 1
 ) -> list[list[int]]:
-    """Sequences in as few packs of at most `max_tokens` as found, with about equal `work`.
+    """Put sequences into few packs of at most `max_tokens` tokens, with about equal `work`.
 
-    At least `num_packs`, and a `multiple` of so many, but no pack is empty: never more than there are sequences.
+    The number of packs is at least `num_packs` and a multiple of `multiple`, but no pack is empty: there are never more
+    packs than sequences.
     Raises ValueError for a sequence of more than `max_tokens`.
     """
     longest = max(tokens)
@@ -128,7 +130,7 @@ def pack(
         raise ValueError(f"a sequence of {longest} tokens does not fit into a pack of {max_tokens}")
     largest_first = best_fit(tokens, max_tokens)
     fewest = max(num_packs, -(-sum(tokens) // max_tokens))
-    # Sharing out needs fewer packs than best fit now and then, so every number from the bound on is tried.
+    # `share_out` sometimes needs fewer packs than best fit, so every number from the bound on is tried.
     for wanted in range(fewest, max(fewest, len(largest_first)) + 1):
         rounded = min(-(-wanted // multiple) * multiple, len(tokens))
         packs = share_out(work, tokens, [max_tokens] * rounded)
@@ -142,7 +144,7 @@ def pack(
 
 
 def best_fit(tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Packs by best fit decreasing: the largest first, each into the fullest pack that has room for it."""
+    """Best fit decreasing: the largest item first, each into the fullest pack that has room for it."""
     packs: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for item in sorted(range(len(tokens)), key=lambda item: (-tokens[item], item)):
@@ -158,7 +160,7 @@ def best_fit(tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def split_fullest(packs: list[list[int]], tokens: Sequence[int], num_packs: int) -> list[list[int]]:
-    """The same packs with the fullest ones halved until there are `num_packs`."""
+    """Halve the fullest packs until there are `num_packs`."""
     packs = [list(items) for items in packs]
     while len(packs) < num_packs:
         fullest = max(packs, key=lambda items: (len(items) > 1, sum(tokens[item] for item in items)))

@@ -1,14 +1,14 @@
-"""Which context-parallel ranks share which sequences: a plan in which every pass has a size of its own.
+"""Plan which context-parallel ranks share which sequences, where every pass has a size of its own.
 
-A sequence is cut over no more ranks than its tokens need, 1, 2, 4 ... `largest` of them; short ones are not cut at all,
-and then ranks work on other sequences. Ranks that share a pack are neighbours, from a multiple of their number on:
+A sequence is split over no more ranks than its tokens need: 1, 2, 4 ... `largest` ranks. Short sequences are not split,
+and the other ranks work on other sequences. Ranks that share a pack are neighbours, from a multiple of their number on:
 
     8 ranks, largest 4      ranks 0-3   4-5   6-7          pass 0: one long sequence, two shorter ones
                             0  1  2  3  4  5  6  7         pass 1: short ones, one rank each
 
-Packs of a rank come the most shared first, so that all ranks of a pack come to it after the same passes. Every rank
-gets the same number of passes, some of which may be idle: what joins more ranks than those of a pack, as the exchange
-between experts does, is then done by all. Pure and torch-free; equal inputs give equal plans on every rank.
+The most shared packs of a rank come first, so that all ranks of a pack reach it after the same passes. Every rank gets
+the same number of passes, some of them idle, because collectives over more ranks than those of a pack, such as the
+exchange between experts, need all ranks. Pure and torch-free; equal inputs give equal plans on every rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from functools import cached_property
 from megatron_rl.parallel.balance import pack
 
 ENOUGH = 0.05
-"""Work of the busiest rank may be above the mean by this share before sequences are cut further to even it out."""
+"""Sequences are split further to balance work only if the busiest rank is above the mean by more than this share."""
 
 
 @dataclass(frozen=True)
 class ContextPack:
-    """Sequences of one pass, by number, none where it is idle, and who shares it: `size` ranks from `first` on."""
+    """The sequences of one pass, by number, none if it is idle. `size` ranks from `first` on share it."""
 
     rows: tuple[int, ...]
     first: int
@@ -34,63 +34,63 @@ class ContextPack:
 
     @property
     def ranks(self) -> range:
-        """Those that share it."""
+        """The ranks that share the pack."""
         return range(self.first, self.first + self.size)
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Packs of `num_ranks` ranks."""
+    """The packs of `num_ranks` ranks."""
 
     packs: tuple[ContextPack, ...]
     num_ranks: int
 
     def of_rank(self, rank: int) -> list[ContextPack]:
-        """Its passes in order, idle ones last; as many for every rank."""
+        """The passes of a rank in order, idle ones last; the same number for every rank."""
         mine = self._packs_of_ranks[rank]
         return mine + [ContextPack((), rank, 1)] * (self.num_passes - len(mine))
 
     @property
     def num_passes(self) -> int:
-        """Of every rank."""
+        """Number of passes of every rank."""
         return max(map(len, self._packs_of_ranks))
 
     def most_tokens(self, lengths: Sequence[int]) -> int:
-        """Of any pack on one rank."""
-        return max(sum(tokens_of_rank(lengths[row], one.size) for row in one.rows) for one in self.packs)
+        """The most tokens of a pack on one rank."""
+        return max(sum(tokens_of_rank(lengths[row], pack.size) for row in pack.rows) for pack in self.packs)
 
     @cached_property
     def _packs_of_ranks(self) -> list[list[ContextPack]]:
-        found: list[list[ContextPack]] = [[] for _ in range(self.num_ranks)]
-        for one in self.packs:
-            for rank in one.ranks:
-                found[rank].append(one)
-        return found
+        of_ranks: list[list[ContextPack]] = [[] for _ in range(self.num_ranks)]
+        for shared in self.packs:
+            for rank in shared.ranks:
+                of_ranks[rank].append(shared)
+        return of_ranks
 
     def work_of_ranks(self, work: Sequence[float]) -> list[float]:
-        """What each rank does, of sequences with this work: that of a pack is shared evenly."""
+        """The work of each rank; the work of a pack is shared evenly. work: of each sequence."""
         return [sum(sum(work[row] for row in one.rows) / one.size for one in packs) for packs in self._packs_of_ranks]
 
 
 def pack_sizes(largest: int) -> list[int]:
-    """Numbers of ranks that may share a pack, ascending. Raises ValueError where `largest` is no power of two."""
+    """Numbers of ranks that may share a pack, ascending. Raises ValueError if `largest` is not a power of two."""
     if largest < 1 or largest & (largest - 1):
         raise ValueError(f"packs are shared by a power of two of ranks, not by up to {largest}")
     return [1 << power for power in range(largest.bit_length())]
 
 
 def tokens_of_rank(length: int, size: int) -> int:
-    """Tokens that each of `size` ranks has of a sequence, filled up to 2 * size equal chunks where it is cut."""
+    """Tokens of a sequence on each of `size` ranks; a split sequence is padded to 2 * size equal chunks."""
     return length if size == 1 else -(-length // (2 * size)) * 2
 
 
 def most_tokens(limit: int, size: int) -> int:
-    """Tokens of a pack that a rank may have; chunks come in twos where it is cut, for which there is always room."""
+    """Most tokens of a pack on one rank. A split pack has two chunks per rank, so the limit is rounded up to even."""
     return limit if size == 1 else limit + limit % 2
 
 
 def needed_size(length: int, limit: int, largest: int) -> int:
-    """The fewest ranks over which a sequence fits; raises ValueError where `largest` of them are not enough."""
+    """The fewest ranks over which a sequence fits; raises ValueError if `largest` ranks are not enough."""
     for size in pack_sizes(largest):
         if tokens_of_rank(length, size) <= most_tokens(limit, size):
             return size
@@ -98,11 +98,11 @@ def needed_size(length: int, limit: int, largest: int) -> int:
 
 
 def plan_packs(lengths: Sequence[int], work: Sequence[float], limit: int, num_ranks: int, largest: int) -> ContextPlan:
-    """Every sequence in one pack, with at most `limit` tokens of it on a rank, and about equal work of all ranks.
+    """Put every sequence into a pack with at most `limit` tokens on a rank, and balance the work of all ranks.
 
-    largest: the most ranks that share a pack, a power of two that divides num_ranks. Sequences are cut no further than
-    they have to, unless that leaves ranks uneven: then the heaviest, or all, are cut over more.
-    Raises ValueError for a sequence that does not fit, and for sizes that do not divide.
+    largest: the most ranks that share a pack, a power of two that divides num_ranks. Sequences are split no further
+    than needed, unless work is uneven: then the heaviest, or all, are split over more ranks. Raises ValueError for a
+    sequence that does not fit, and for sizes that do not divide.
     """
     if num_ranks % largest:
         raise ValueError(f"packs of up to {largest} ranks do not divide {num_ranks} ranks")
@@ -121,12 +121,12 @@ def plan_packs(lengths: Sequence[int], work: Sequence[float], limit: int, num_ra
 
 
 def wider_sizes(needed: Sequence[int], work: Sequence[float], num_ranks: int, largest: int) -> Iterator[list[int]]:
-    """Sizes of all sequences: as needed, then some of the heaviest shared by more ranks, then all by more."""
+    """Candidate sizes of all sequences: as needed, then more ranks for some of the heaviest, then more for all."""
     yield list(needed)
     heaviest = sorted(range(len(needed)), key=lambda row: (-work[row] / needed[row], row))
     wider = [size for size in pack_sizes(largest) if size > 1]
     counts = [count for count in range(1, min(len(needed), 2 * num_ranks)) if count <= 4 or count % 4 == 0]
-    # Few sequences are all that can be uneven, and many would take long to try.
+    # Few sequences make work uneven, and trying many would take long.
     for count in counts[:12]:
         for size in wider:
             chosen = set(heaviest[:count])
@@ -140,10 +140,10 @@ Groups = dict[tuple[int, int], list[int]]
 
 
 def spread(sizes: Sequence[int], work: Sequence[float], num_ranks: int, largest: int) -> Groups:
-    """Sequences of these sizes to groups of so many ranks: the most shared first, the heaviest first among these, each
-    to the group that has least to do.
+    """Assign sequences of these sizes to groups of ranks: the most shared first, then the heaviest, each to the group
+    with the least work.
 
-    No rank is further above the mean than one sequence's share: the group chosen is never above it before.
+    No rank is above the mean by more than one sequence's share, because the chosen group is not above the mean before.
     """
     groups: Groups = {}
     done = [0.0] * (num_ranks // largest)
@@ -162,7 +162,7 @@ def spread(sizes: Sequence[int], work: Sequence[float], num_ranks: int, largest:
 
 
 def busiest(groups: Groups, work: Sequence[float], num_ranks: int) -> float:
-    """What the rank with most work does."""
+    """The work of the rank with most work."""
     done = [0.0] * num_ranks
     for (first, size), rows in groups.items():
         share = sum(work[row] for row in rows) / size
@@ -172,7 +172,7 @@ def busiest(groups: Groups, work: Sequence[float], num_ranks: int) -> float:
 
 
 def packed(groups: Groups, lengths: Sequence[int], work: Sequence[float], limit: int) -> Iterator[ContextPack]:
-    """The sequences of each group in as few passes as hold them, the most shared first, heavy passes before light."""
+    """Pack the sequences of each group into few passes, the most shared first, heavy passes before light ones."""
     for (first, size), rows in sorted(groups.items(), key=lambda item: (-item[0][1], item[0][0])):
         tokens = [tokens_of_rank(lengths[row], size) for row in rows]
         works = [work[row] for row in rows]

@@ -1,6 +1,6 @@
 """The training groups: the only caller of megatron-core's `initialize_model_parallel`.
 
-Everything else receives a `TrainGroups` and asks it, so that no code path depends on Megatron's globals by accident.
+Everything else receives a `TrainGroups`, so that no code depends on Megatron's globals by accident.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_rl.parallel.rank_grid import TrainGrid
 class TrainGroups:
     """One rank's place in the training grid and the process groups it belongs to.
 
-    exchange_group: the ranks among which weights travel for generation (`TrainGrid.exchange_groups`).
-    pack_groups: number of ranks that may share a pack, above 1 -> those that this rank shares one with.
+    exchange_group: the ranks that exchange weights for generation (`TrainGrid.exchange_groups`).
+    pack_groups: number of ranks that share a pack, above 1 -> the group with which this rank shares such packs.
     """
 
     grid: TrainGrid
@@ -35,8 +35,8 @@ class TrainGroups:
 
     @property
     def row_group(self) -> dist.ProcessGroup:
-        """Ranks that together run every row once: data-parallel ones, or, where passes choose how many ranks share
-        them, context-parallel ones.
+        """The ranks that together run every row once: data-parallel ranks, or context-parallel ranks with dynamic
+        context parallelism.
         """
         return self.dp_group if self.grid.most_sharing is None else self.cp_group
 
@@ -66,7 +66,7 @@ class TrainGroups:
 
     @property
     def is_dp_collector(self) -> bool:
-        """Whether this rank speaks for its data-parallel rank: tp_rank 0 and cp_rank 0 of the last stage."""
+        """Whether this rank's answer counts for its data-parallel rank: tp_rank 0 and cp_rank 0 of the last stage."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
@@ -76,8 +76,8 @@ def initialize_mpu(
     """Create Megatron's groups and RNG tracker; every rank must call, once, after `init_process_group`.
 
     vpp_size: model chunks per stage, which decides the pipeline schedule of every role.
-    timeout: of every collective, in whole minutes for Megatron's.
-    Raises RuntimeError if Megatron's idea of this rank's place differs from the grid's.
+    timeout: of every collective, rounded up to minutes for Megatron's.
+    Raises RuntimeError if Megatron's place of this rank differs from the grid's.
     """
     from megatron.core import parallel_state, tensor_parallel
 

@@ -1,9 +1,9 @@
-"""Which rank stands where: pure arithmetic of the training and rollout grids.
+"""The places of ranks in the training and rollout grids: pure arithmetic.
 
 Training, in Megatron's order:   rank = tp_rank + tp_size * (cp_rank + cp_size * (dp_rank + dp_size * pp_rank))
                         experts: rank = etp_rank + etp_size * (ep_rank + ep_size * (...)) within one stage
-Context-parallel ranks read parts of the same rows with the same weights: for weights, gradients and generation they are
-replicas like data-parallel ranks, and only where rows are dealt out do the two differ.
+Context-parallel ranks read parts of the same rows with the same weights. For weights, gradients and generation they are
+replicas like data-parallel ranks; the two differ only in which rows they get.
 Rollout of TP size t_g, in blocks of lcm(t, t_g) consecutive ranks, with k = lcm(t, t_g) / t_g:
     micro-DP groups   k consecutive ranks, which hold the same shard         TP4 -> TP2: [0,1], [2,3]
     rollout TP groups every k-th rank; where t_g divides t, each rank's      TP4 -> TP2: [0,2], [1,3]
@@ -25,9 +25,9 @@ from megatron_rl.parallel.sharding import Place
 class TrainSizes:
     """The sizes of a training layout of `world_size` ranks; raises ValueError when they do not divide it.
 
-    `etp_size`: tensor parallelism of experts; None: tp_size, as in Megatron. `cp_size`: ranks that get the same rows.
-    `most_sharing`: of these, how many share a sequence at most, where passes choose (`context_packs.py`); None: all of
-    them share every sequence.
+    etp_size: tensor parallelism of experts; None: tp_size, as in Megatron. cp_size: ranks that get the same rows.
+    most_sharing: the most ranks of these that share a sequence, with dynamic context parallelism (`context_packs.py`);
+    None: all of them share every sequence.
     """
 
     world_size: int
@@ -75,10 +75,10 @@ class TrainSizes:
 
 
 class TrainGrid(TrainSizes):
-    """Which rank stands where in a training layout."""
+    """The places of ranks in a training layout."""
 
     def place(self, rank: int, vocab_multiple: int) -> Place:
-        """Where a rank's shards of its stage's tensors lie."""
+        """The place of a rank's shards in its stage's tensors."""
         inside = rank % self.stage_size
         return Place(
             tp_rank=self.tp_rank(rank),
@@ -91,9 +91,9 @@ class TrainGrid(TrainSizes):
         )
 
     def exchange_group(self, rank: int) -> list[int]:
-        """The ranks that together hold exactly one copy of all experts, and with it whole copies of all else.
+        """The ranks that together hold exactly one copy of all experts, and whole copies of everything else.
 
-        All stages of a few neighbouring data-parallel ranks; of one of them where experts are not spread wider.
+        These are all stages of one data-parallel rank, or of several neighbouring ones that share experts.
         """
         block = math.lcm(self.tp_size, self.expert_tp_size * self.ep_size)
         first = rank % self.stage_size // block * block
@@ -133,12 +133,12 @@ class TrainGrid(TrainSizes):
         ]
 
     def pack_groups(self, size: int) -> list[list[int]]:
-        """Ranks that share packs of this size: neighbours in every context-parallel group."""
+        """Groups of ranks that share packs of this size: neighbours in every context-parallel group."""
         return [group[first : first + size] for group in self.cp_groups() for first in range(0, self.cp_size, size)]
 
     @property
     def pack_sizes(self) -> list[int]:
-        """Numbers of ranks that may share a pack, where passes choose; else none."""
+        """Numbers of ranks that may share a pack with dynamic context parallelism; else []."""
         return [] if self.most_sharing is None else pack_sizes(self.most_sharing)
 
     def dp_groups(self) -> list[list[int]]:
@@ -161,8 +161,8 @@ class TrainGrid(TrainSizes):
 
 
 def train_grid(world_size: int, megatron: MegatronConfig) -> TrainGrid:
-    """The grid of a pool. Where passes choose how many ranks share them, all that hold the same weights get the same
-    rows: there is one data-parallel rank. Raises ValueError for sizes that do not divide.
+    """The grid of a pool. With dynamic context parallelism all ranks with the same weights get the same rows, so there
+    is one data-parallel rank. Raises ValueError for sizes that do not divide.
     """
     sizes = TrainSizes(
         world_size,

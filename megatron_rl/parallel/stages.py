@@ -9,10 +9,10 @@ from megatron_rl.config.megatron import MegatronConfig
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How `num_layers` are laid over `pp_size` stages; raises ValueError, naming the numbers, when they cannot be.
+    """How `num_layers` are split over `pp_size` stages; raises ValueError with the numbers if they cannot be.
 
     vpp_size: model chunks per stage (virtual pipeline); stage s holds every pp_size-th chunk from the s-th on.
-    first, last: layers of the first and of the last stage; None: an equal share of what the others leave.
+    first, last: layers of the first and the last stage; None: an equal share of the remaining layers.
     """
 
     num_layers: int

@@ -1,8 +1,8 @@
 """The rollout groups: vLLM's parallel state, made in the order of the rollout grid and checked against it.
 
-vLLM makes its own groups while the engine is built, inside the process group that training already initialised, and
-always of consecutive ranks. `rank_order` says which rank takes which place in its arithmetic, so that its groups become
-the grid's; afterwards they are read once, and a group that is not the grid's is refused.
+vLLM makes its groups while the engine is built, in the process group that training has initialised, and always of
+consecutive ranks. `rank_order` maps its places to ranks so that its groups equal the grid's. They are read once
+afterwards, and a group that differs from the grid's raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RolloutGroups:
 
     @property
     def is_replica_collector(self) -> bool:
-        """Whether this rank's samples represent its replica: the first of its rollout TP group."""
+        """Whether this rank's samples count for its replica: the first rank of its rollout TP group."""
         return self.tp_rank == 0
 
 
@@ -45,7 +45,7 @@ def rank_order(grid: RolloutGrid) -> list[int]:
 def read_rollout_groups(grid: RolloutGrid) -> RolloutGroups:
     """vLLM's TP group as the engine built it; every rank may call, after the engine exists.
 
-    Raises RuntimeError when vLLM's group is not the one the grid gives this rank.
+    Raises RuntimeError if vLLM's group differs from the grid's group of this rank.
     """
     from vllm.distributed import parallel_state as vllm_ps
 

@@ -1,11 +1,11 @@
-"""Which tokens of every sequence a context-parallel rank reads: pure index arithmetic, and the one sum that undoes it.
+"""The tokens of every sequence that a context-parallel rank reads: index arithmetic, and the sum that undoes it.
 
-A segment is cut into 2 * cp_size chunks of one length, of which rank r reads chunks r and 2 * cp_size - 1 - r:
+A segment is cut into 2 * cp_size chunks of equal length. Rank r reads chunks r and 2 * cp_size - 1 - r:
 
     cp_size 2:  chunks 0 1 2 3  ->  rank 0: 0, 3   rank 1: 1, 2
 
-Under a causal mask a chunk costs what lies before it, so that both ranks have the same work in every segment. A rank's
-chunks of one segment lie next to each other, the earlier one first.
+Under a causal mask the cost of a chunk grows with the tokens before it, so both ranks have the same work in every
+segment. A rank's two chunks of one segment are adjacent, the earlier one first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, int]:
 
 
 def segment_multiple(cp_size: int) -> int:
-    """What the length of every segment must be a multiple of."""
+    """The length of every segment must be a multiple of this."""
     return 2 * cp_size if cp_size > 1 else 1
 
 
@@ -51,8 +51,8 @@ def zigzag_columns(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor
 class ContextShare:
     """A context-parallel rank's part of one block. Legend: b x S the whole block, N its response tokens, n those here.
 
-    columns: int64 [S / cp_size], those that this rank reads of every row. scored: bool [b, S / cp_size], from which of
-    them a response token is predicted. numbers: int64 [n], which of the N those are.
+    columns: int64 [S / cp_size], the columns that this rank reads of every row. scored: bool [b, S / cp_size], whether
+    a response token is predicted there. numbers: int64 [n], the numbers of those tokens among the N.
     """
 
     columns: Tensor
@@ -71,18 +71,18 @@ class ContextShare:
 
     def whole(self, values: Tensor) -> Tensor:
         """values [n, ...] of the tokens here -> [N, ...] of all; all ranks of the group must call."""
-        found: Tensor = Whole.apply(values, self)
-        return found
+        whole: Tensor = Whole.apply(values, self)
+        return whole
 
     def total(self, value: Tensor) -> Tensor:
         """The sum of a scalar over the ranks of the group, which all must call; a rank's gradient is its own."""
-        found: Tensor = Total.apply(value, self)
-        return found
+        total: Tensor = Total.apply(value, self)
+        return total
 
 
 class Total(torch.autograd.Function):
-    """A scalar of every rank's own tokens -> its sum. Every rank goes on to compute the whole loss, so the gradient
-    passes as it is.
+    """Sum a scalar over ranks. Every rank computes the whole loss from the sum, so backward passes the gradient
+    unchanged.
     """
 
     @staticmethod
@@ -99,7 +99,7 @@ class Total(torch.autograd.Function):
 class Whole(torch.autograd.Function):
     """values [n, ...] of every rank's own tokens -> [N, ...], the same on all ranks of the group.
 
-    Every rank goes on to compute the whole loss, so the gradient of a token is that of its own rank, and is not summed.
+    Every rank computes the whole loss from them, so backward takes the own rank's gradient of a token and does not sum.
     """
 
     @staticmethod

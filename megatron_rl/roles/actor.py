@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.config.algorithms import needs_of, policy_agg_mode
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.roles import RoleSpec
-from megatron_rl.dispatch import Beside, Dispatch, Stop, remote_method
+from megatron_rl.dispatch import Dispatch, ExtraBatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
@@ -107,7 +107,7 @@ class Actor(TrainedRole):
         return scores
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
-    def update(self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None = None) -> dict[str, float]:
+    def update(self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None = None) -> dict[str, float]:
         """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage).
 
         pretraining: examples whose cross-entropy, times `ptx.coef`, joins the loss.
@@ -116,7 +116,7 @@ class Actor(TrainedRole):
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update_on_policy(
-        self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None = None
+        self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None = None
     ) -> tuple[dict[str, float], TokenScores | None]:
         """The same with a batch whose old log-probs are those of this very pass, and these log-probs as `log_probs`."""
         metrics, own = self._gradients(batch, pretraining)
@@ -233,7 +233,9 @@ class Actor(TrainedRole):
             )
         return self.sender.send(version)
 
-    def compute_gradients(self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None = None) -> dict[str, float]:
+    def compute_gradients(
+        self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None = None
+    ) -> dict[str, float]:
         """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.
 
         Losses among the metrics are aggregated like the loss itself; the others are means over tokens.
@@ -244,7 +246,7 @@ class Actor(TrainedRole):
         return metrics
 
     def _gradients(
-        self, batch: ActorBatch, pretraining: Beside[TokenBatch] | None
+        self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None
     ) -> tuple[dict[str, float], Tensor | None]:
         """(metrics, the log-prob of every response token where the batch has no old ones), both on the last stage."""
         own: list[Tensor] = []

@@ -178,10 +178,10 @@ class Rollout(Role):
 
         The actor's own memory cannot change before the next `exit`.
         """
-        from megatron_rl.rollout.sliced import agreed
+        from megatron_rl.rollout.sliced import of_ranks
 
         if isinstance(self.weights, ReceivedWeights):
-            reasons = [reason for reason in agreed(self._received.lacks(version)) if reason]
+            reasons = [reason for reason in of_ranks(self._received.lacks(version)) if reason]
             if reasons:
                 return reasons[0]
             self._received.take(version)

@@ -9,7 +9,7 @@ import torch
 from toy_worker import Toy
 
 from megatron_rl.cluster.routing import Split, chunk_sizes, join_answers, route_call, split_call
-from megatron_rl.dispatch import Beside, Coordinates, Dispatch
+from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
 from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.records import ActorBatch, Prompts, Sequences, non_tensor, ragged
 
@@ -109,7 +109,7 @@ def test_empty_chunks_are_padded_with_a_neutral_row_and_dropped_again() -> None:
 def test_a_record_beside_is_shared_out_by_itself() -> None:
     """Five rows with two beside them on three chunks, in order; and by work, where a long row is alone. Would not catch
     a worker that takes the wrapper for the record."""
-    split = split_call((toy(5), Beside(toy(2))), {}, 3)
+    split = split_call((toy(5), ExtraBatch(toy(2))), {}, 3)
     assert split.sizes == [2, 2, 1] and [args[0].row.tolist() for args, _ in split.payloads] == [[0, 1], [2, 3], [4]]
     beside = [args[1].record for args, _ in split.payloads]
     assert [one.row.tolist() for one in beside] == [[0], [1], [0]]
@@ -119,7 +119,7 @@ def test_a_record_beside_is_shared_out_by_itself() -> None:
         tokens = ragged([torch.full((length,), row) for row, length in enumerate(lengths)])
         return Sequences(tokens, torch.ones(len(lengths), dtype=torch.int64), batch_size=[len(lengths)])
 
-    balanced = split_call((rows([9, 9]),), {"beside": Beside(rows([1, 1, 1, 30]))}, 2, SequenceWork(100.0))
+    balanced = split_call((rows([9, 9]),), {"beside": ExtraBatch(rows([1, 1, 1, 30]))}, 2, SequenceWork(100.0))
     lengths = [
         sorted(len(row) for row in kwargs["beside"].record.input_ids.unbind()) for _, kwargs in balanced.payloads
     ]

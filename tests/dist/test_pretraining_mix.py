@@ -11,7 +11,7 @@ from stage_cases import PlainLoop, token_batch
 from test_layout_parity import LAYOUTS, NUM_ROWS, OPTIMIZER, relative, whole_weights
 from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
 
-from megatron_rl.dispatch import Beside
+from megatron_rl.dispatch import ExtraBatch
 from megatron_rl.records import ActorBatch, TokenBatch, ragged_from_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -43,7 +43,7 @@ def one_mix(config, batch: ActorBatch, examples: TokenBatch | None) -> dict:
         rows = torch.arange(len(record)).tensor_split(where.dp_size)[where.dp_rank]
         return record[rows] if len(rows) else record[:1].neutral()
 
-    beside = None if examples is None else Beside(mine(examples))
+    beside = None if examples is None else ExtraBatch(mine(examples))
     result = {"where": where, "actor": role.update(mine(batch), beside)}
     parameters = named_parameters(role.trainable.models)
     result["actor_weights"] = {key: value.detach().clone() for key, value in parameters.items()}
